@@ -23,6 +23,7 @@ from bench.peers.commands import BusyNeighbour, ClosedLoops, Frontier
 from bench.simulator_accuracy import SimulatorAccuracy
 from bench.store_throughput import Store
 from bench.tasks.command import Tasks
+from loadtest.progress import progress
 from loadtest.running import run_cli
 
 # Former names of commands, which still work.
@@ -87,7 +88,9 @@ class Bench(BaseSettings):
     images: CliSubCommand[Images]
 
     def cli_cmd(self) -> None:
-        CliApp.run_subcommand(self)
+        name = next(field for field in type(self).model_fields if getattr(self, field) is not None)
+        with progress(name.replace("_", "-")):
+            CliApp.run_subcommand(self)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -14,6 +14,7 @@ import yaml
 from pydantic import AliasChoices, BaseModel, Field
 
 from bench.isolation.arms import read_arm_file
+from loadtest.progress import progress
 from loadtest.reporting.formats import milliseconds, number, percent
 from loadtest.reporting.output import publish
 from loadtest.reporting.record import Record, Section, Table
@@ -64,7 +65,11 @@ class Ablation(BaseModel):
             base = find_tiers(self.tiers)
             variants = {WHOLE: base}
             variants |= {name: variant_of(base, name) for name in self.variants or usual_variants(base)}
-            rows = {load: self._measure(load, variants) for load in self.loads}
+            with progress("loads", len(self.loads)) as show:
+                rows = {}
+                for number, load in enumerate(self.loads):
+                    rows[load] = self._measure(load, variants)
+                    show(number + 1)
         publish(ablation_record(rows), self.json_file)
 
     def _measure(self, load: str, variants: dict[str, TierSet]) -> list["Row"]:

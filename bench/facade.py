@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field
 
 from bench.conformance.clients import CLIENTS, InstallError, install
 from bench.isolation.rounds import order_of_round
-from bench.isolation.servers import serving, serving_tidegate
+from bench.isolation.servers import serving_tidegate
 from loadtest.client.answer import Outcome
 from loadtest.client.http import Target, TargetError, completion_body, send
 from loadtest.client.runner import MAX_IN_FLIGHT
@@ -27,6 +27,7 @@ from loadtest.estimates import Distribution
 from loadtest.reporting.output import publish
 from loadtest.reporting.record import Provenance, Record, Section, Table
 from loadtest.running import ends_on_sigterm, one_sentence, print_progress, run_to_end
+from loadtest.serving import serving
 
 OURS, LITELLM = "tidegate", "litellm"
 QUESTION, NEW_TOKENS = "How much is 17 + 25?", 4

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
 from engine.interface import Engine
+from engine.progress import NO_PROGRESS, Progress
 from engine.thread import EngineThread, Stepper
 
 if TYPE_CHECKING:
@@ -21,21 +22,27 @@ if TYPE_CHECKING:
 SPIN_COUNT = 2000
 
 
-def build_engine(config: EngineConfig) -> Engine:
-    """Build an engine that runs on its own thread. Raises `EngineStartError` if the engine cannot start."""
-    builder = _load_vllm_builder() if config.engine == "vllm" else _load_builder()
-    return EngineThread(partial(builder, config))
+def build_engine(config: EngineConfig, progress: Progress = NO_PROGRESS) -> Engine:
+    """Build an engine that runs on its own thread. Raises `EngineStartError` if the engine cannot start.
+
+    `progress` is told how far it is, partly on that thread.
+    """
+    with progress.phase("loading PyTorch"):
+        builder = _load_vllm_builder() if config.engine == "vllm" else _load_builder()
+    return EngineThread(partial(builder, config, progress))
 
 
-def build_torch_engine(config: EngineConfig) -> "TorchEngine":
+def build_torch_engine(config: EngineConfig, progress: Progress = NO_PROGRESS) -> "TorchEngine":
     """Build an engine whose steps run on the caller's thread; calibration needs such an engine.
 
     Raises `EngineStartError` if the engine cannot start.
     """
-    return _load_builder()(config)
+    with progress.phase("loading PyTorch"):
+        builder = _load_builder()
+    return builder(config, progress)
 
 
-def _load_builder() -> "Callable[[EngineConfig], TorchEngine]":
+def _load_builder() -> "Callable[[EngineConfig, Progress], TorchEngine]":
     """Return the function that builds the native engine. If torch was imported before, `SPIN_COUNT` has no effect."""
     _limit_spinning()
     from engine.native.startup.engine_builder import build_native_engine  # imports torch
@@ -43,7 +50,7 @@ def _load_builder() -> "Callable[[EngineConfig], TorchEngine]":
     return build_native_engine
 
 
-def _load_vllm_builder() -> "Callable[[EngineConfig], Stepper]":
+def _load_vllm_builder() -> "Callable[[EngineConfig, Progress], Stepper]":
     """Return the function that builds the engine over vLLM's executor."""
     _limit_spinning()
     from engine.vllm.build import build_vllm_stepper  # imports torch; vLLM is imported by the call

@@ -122,7 +122,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _running(gateway: Gateway) -> AsyncIterator[None]:
-    """Run what looks after keys, limits, usage, uploads and webhooks every few seconds, within the block."""
+    """Run what looks after keys, limits, usage, uploads, webhooks and responses every few seconds, within the block."""
     work: list[Coroutine[Any, Any, None]] = []
     if gateway.key_source is not None:
         work.append(gateway.key_source.follow())
@@ -134,6 +134,8 @@ async def _running(gateway: Gateway) -> AsyncIterator[None]:
         work.append(gateway.uploads.follow())
     if gateway.webhooks is not None:
         work.append(gateway.webhooks.follow())
+    if gateway.responses is not None:
+        work.append(gateway.responses.watch())
     tasks = [asyncio.create_task(part) for part in work]
     try:
         yield

@@ -23,9 +23,9 @@ INDEX_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class KeyWebhook:
-    """Where the ends of a key's batches are reported, and the secret that signs the reports.
+    """Where the ends of a key's batches and background responses are reported, and the secret that signs the reports.
 
-    `url` is for batches whose metadata names no URL (None: only those that name one are reported).
+    `url` is for those whose metadata names no URL (None: only those that name one are reported).
     """
 
     secret: str

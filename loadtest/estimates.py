@@ -133,15 +133,15 @@ class ClassSummary:
     error_examples: tuple[str, ...]
 
 
-def summarize(runs: Sequence[ArmRun], name: str) -> ClassSummary:
+def summarize(runs: Sequence[ArmRun], name: str, *, with_lead: bool = False) -> ClassSummary:
     """Return the summary of the class `name` over the runs of one arm.
 
     Requests that were completed before the measured window are left out. TTFT and ITL use only the requests that began
-    in the window.
+    in the window, or with `with_lead` the same requests as E2E: also those that began in the lead and ended later.
     """
     sent = [(run, o) for run in runs for o in run.outcomes[name]]
     outcomes = [o for run, o in sent if o.finished_s is None or o.error or o.finished_s >= run.start_s]
-    begun = [o for run, o in sent if o.due_s >= run.start_s]
+    begun = outcomes if with_lead else [o for run, o in sent if o.due_s >= run.start_s]
     tokens = sum(o.tokens_between(run.start_s, run.end_s) for run, o in sent)
     errors = [o.error for o in outcomes if o.error not in (None, UNFINISHED)]
     return ClassSummary(

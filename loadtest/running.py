@@ -31,8 +31,9 @@ def run_cli(commands: type[BaseSettings], said_by: str, arguments: Sequence[str]
         if error.title != commands.__name__:  # the error is a defect of the command, not a wrong flag
             raise
         for found in error.errors(include_url=False):
-            *command, flag = map(str, found["loc"])
-            print(f"{said_by}: {' '.join(command)} --{flag.replace('_', '-')}: {found['msg']}", file=sys.stderr)
+            *command, last = map(str, found["loc"])
+            what = f" {' '.join(command)} --{last.replace('_', '-')}" if command else f" {last}"
+            print(f"{said_by}:{what}: {found['msg'].removeprefix('Value error, ')}", file=sys.stderr)
         raise SystemExit(2) from error
 
 
@@ -70,9 +71,11 @@ def ends_on_sigterm() -> Iterator[None]:
 async def running_server(url: str, allow_remote: bool, model: str = "") -> Target:
     """Return the address of a server that is already running. Raises `TargetError`.
 
-    If `model` is empty, the first model in the server's list is used. The API key is read from TIDEGATE_API_KEY.
+    If `model` is empty, the first model in the server's list is used. The API key is read from TIDEGATE_API_KEY, or
+    from OPENAI_API_KEY.
     """
-    target = parse_target(url, allow_remote, os.environ.get("TIDEGATE_API_KEY", ""))
+    api_key = os.environ.get("TIDEGATE_API_KEY") or os.environ.get("OPENAI_API_KEY", "")
+    target = parse_target(url, allow_remote, api_key)
     return replace(target, model=model or await discover_model(target))
 
 

@@ -28,6 +28,14 @@ class JobDeadline:
     urgent_ms: int
 
 
+@dataclass(frozen=True, slots=True)
+class JobPart:
+    """A part of a job, which is asked for again if its gateway ends. `name` is the same each time, and its own."""
+
+    name: str
+    deadline: JobDeadline | None = None  # None: nothing is promised
+
+
 class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     """One sequence to generate. A call with `n > 1` or a list of prompts becomes several requests.
 
@@ -48,11 +56,19 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     # Not 0: the request is a part of a job that was admitted as a whole. Its deadline already leaves time for its own
     # work and for the job's work behind it, and it is urgent when less than this many ms are left.
     urgent_ms: int = 0
+    # Not empty: the request is a part of a job. What is checkpointed of its output is stored under this name, and not
+    # under the request's id, so that a later request for the same part continues it.
+    job_part: str = ""
     traceparent: str = ""  # W3C trace context of the gateway's span; empty: the request is not traced
 
     @property
     def max_total_tokens(self) -> int:
         return len(self.prompt_token_ids) + self.sampling.max_tokens
+
+
+def is_sampled(traceparent: str) -> bool:
+    """Return whether a W3C trace context is one whose spans are recorded; False for an empty one."""
+    return bool(traceparent) and bool(int(traceparent[-2:], 16) & 1)
 
 
 @dataclass(frozen=True, slots=True)

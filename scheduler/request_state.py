@@ -9,7 +9,7 @@ from enum import Enum
 
 from engine.interface import TokenLogprobs, blocks_for
 from scheduler.config import Tier
-from scheduler.request import Lease, Request
+from scheduler.request import Lease, Request, is_sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class RequestState:
     _status: Status = Status.WAITING
 
     def __post_init__(self) -> None:
-        if self.request.traceparent:
+        if is_sampled(self.request.traceparent):
             self.marks = TraceMarks()
 
     @property

@@ -52,7 +52,7 @@ def full_disk(client: sync_redis.Redis) -> Iterator[None]:
         yield
     finally:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
-        wait_for(lambda: client.info("persistence")["aof_last_write_status"] == "ok", 10, "writes to the disk")
+        wait_for(lambda: client.info("persistence")["aof_last_write_status"] == "ok", what="writes to the disk")
 
 
 @contextmanager
@@ -66,8 +66,8 @@ def limitable_valkey(data_dir: Path) -> Iterator[str]:
             preexec_fn=dies_with_parent(),
         )
         try:
-            wait_for(valkey.answers_ping, 10, "the store")
+            wait_for(valkey.answers_ping, what="the store")
             yield valkey.url
         finally:
             process.kill()
-            process.wait(10)
+            process.wait(60)

@@ -34,17 +34,18 @@ MAY_IMPORT = {
 }
 # The levels of each house from the bottom up; the rooms of one level do not import each other.
 HOUSES = {
-    "tidegate": "background batch drain gpu listening logs notify process settings top tracing → supervisor valkey"
-    " → demo gateway keys serve worker → static_worker doctor → cli",
+    "tidegate": "background batch drain gpu listening logs notify process settings start_progress top tracing"
+    " → supervisor valkey → demo gateway keys serve worker → static_worker doctor → cli",
     "gateway": "console files → protocol → dead_letters http idempotency identity output uploads → webhooks → keys"
     " → completion batches tasks → responses → state → routes → app",
     "scheduler": "clock config request virtual_time → store → queue events registry reload"
     " → request_state tasks → deadlines → client control → planning → worker → batching dispatch",
-    "engine": "interface config → grammar step_time sequences streaming thread → sampling"
+    "engine": "interface config progress → grammar step_time sequences streaming thread → sampling"
     " → modeled native static upstream vllm → factory",
-    "loadtest": "machine extras child_environment random_weights shipped_tiers traffic → client model_shapes"
-    " → estimates running locustfile → reporting → checks model_command simulation → calibration",
-    "bench": "reporting engines gpu_check simulator_accuracy store_throughput chaos batch_deadlines → isolation"
+    "loadtest": "machine extras progress child_environment random_weights shipped_tiers traffic → client model_shapes"
+    " → estimates running locustfile serving → reporting → checks model_command server_command simulation"
+    " → calibration measure",
+    "bench": "engines gpu_check simulator_accuracy store_throughput chaos batch_deadlines → isolation"
     " → ablation batch_order conformance fuzz images locust peers tasks → facade",
     "engine/native": "device → kv → batch → attention → model sampling → cpu cuda → execution → startup",
 }

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Awaitable, Callable
 
 
-async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 30.0) -> None:
     """Return as soon as `condition()` holds. Raise `TimeoutError` if it does not in time."""
     async with asyncio.timeout(timeout_s):
         while True:

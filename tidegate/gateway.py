@@ -48,7 +48,7 @@ from gateway.keys.source import KeySource
 from gateway.keys.usage import UsageMeter
 from gateway.responses.service import ResponseService
 from gateway.responses.store import ResponseStore
-from gateway.state import Gateway, GatewayTiers, TracingMiddleware
+from gateway.state import Gateway, GatewayTiers
 from gateway.tasks.endings import Endings
 from gateway.tasks.service import TaskService
 from gateway.uploads.service import UploadService
@@ -127,7 +127,7 @@ def build_gateway(
     tiers: TierSet,
     clock: Clock,
     part: str,
-    tracing: TracingMiddleware | None = None,
+    tracing: "Tracing | None" = None,
 ) -> FastAPI:
     """Return the app with everything that it uses. `part` is the name of this process in the store."""
     gateway_id = secrets.token_hex(8)
@@ -174,8 +174,8 @@ def build_gateway(
     storage = open_storage(settings.files_url, settings.data_dir)
     files = FileStore(redis, settings.data_dir, clock, settings.disk_reserve_mb * 2**20, storage)
     max_body_bytes = settings.max_body_mb * 2**20
-    responses = make_responses(settings, redis, completions, clock)
     webhooks = make_webhooks(settings, redis, keyring, clock, metrics)
+    responses = make_responses(settings, redis, completions, clock, webhooks)
 
     async def announce(batch: Batch) -> None:
         await webhooks.announce(f"batch.{batch.status}", batch.id, batch.metadata, batch.owner)
@@ -187,12 +187,14 @@ def build_gateway(
         tiers,
         names,
         clock,
+        max_lines=settings.batch_max_lines,
         max_body_bytes=max_body_bytes,
         workers=lambda: client.workers,
         keyring=keyring,
         count_tokens=tokenizer.count,
         dead_letters=dead_letters,
         on_end=announce,
+        tracer=tracing.batches() if tracing is not None else None,
     )
     subject, tier_store = GatewayTiers(client, keyring, batches), TierStore(redis)
     follower = TierFollower(tier_store, subject, part, tiers, settings.tiers_path, clock)
@@ -223,7 +225,7 @@ def build_gateway(
         allowed_origins=AllowedOrigins(settings.allowed_origins or ()),
         allowed_hosts=AllowedHosts(settings.allowed_hosts or (), settings.host),
         files_quota_mb=settings.files_quota_mb,
-        tracing=tracing,
+        tracing=tracing.middleware if tracing is not None else None,
         private_docs=settings.private_docs,
         console=settings.console,
     )
@@ -244,13 +246,13 @@ def make_webhooks(
 
 
 def make_responses(
-    settings: GatewaySettings, redis: Redis, completions: CompletionService, clock: Clock
+    settings: GatewaySettings, redis: Redis, completions: CompletionService, clock: Clock, webhooks: WebhookService
 ) -> ResponseService:
     """Return the service of /v1/responses. It stores responses unless the settings give them no time."""
     if settings.response_ttl_s == 0:
         return ResponseService(completions, clock)
     store = ResponseStore(redis, clock, settings.response_ttl_s, settings.response_store_mb * 2**20)
-    return ResponseService(completions, clock, redis, store, drain_s=settings.drain_s)
+    return ResponseService(completions, clock, redis, store, drain_s=settings.drain_s, announcer=webhooks)
 
 
 def connection_limits(settings: GatewaySettings, max_descriptors: int) -> ConnectionLimits:
@@ -309,8 +311,7 @@ async def _serve(
     tiers, certificate = load_tiers(settings.tiers_path), load_certificate(settings.ssl_certfile, settings.ssl_keyfile)
     redis = connection.connect(str(settings.redis_url))
     port: int = listener.getsockname()[1]
-    traced_by = tracing.middleware if tracing is not None else None
-    app = build_gateway(settings, redis, tiers, clock, gateway_name(port), traced_by)
+    app = build_gateway(settings, redis, tiers, clock, gateway_name(port), tracing)
     table = ConnectionTable(limits, app.state.gateway.metrics.count_closed)
     protocol = protocol_factory(table)
     config = uvicorn.Config(

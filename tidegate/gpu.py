@@ -18,9 +18,13 @@ from scheduler.worker.heartbeat import ReadGpus
 log = structlog.get_logger()
 
 
-def gpu_reader(device: str, environment: Mapping[str, str] = os.environ) -> ReadGpus | None:
-    """Return what reads the GPUs of an engine on `device`; None if it uses none, or nothing can be known of them."""
-    if not device.startswith("cuda"):
+def gpu_reader(device: str, index: int | None = None, environment: Mapping[str, str] = os.environ) -> ReadGpus | None:
+    """Return what reads the GPUs of an engine; None if it uses none, or nothing can be known of them.
+
+    `device` is the engine's own name of its device: "cpu", or the name of a GPU, such as "NVIDIA H200". `index` is the
+    only one of the visible GPUs that it uses; None: all of them.
+    """
+    if device == "cpu":
         return None
     try:
         nvml = importlib.import_module("pynvml")
@@ -30,6 +34,7 @@ def gpu_reader(device: str, environment: Mapping[str, str] = os.environ) -> Read
     try:
         nvml.nvmlInit()
         handles = _visible(nvml, environment.get("CUDA_VISIBLE_DEVICES"))
+        handles = handles if index is None else handles[index : index + 1]
     except nvml.NVMLError as error:
         log.info("nothing is known of the GPU's load", reason=str(error))
         return None

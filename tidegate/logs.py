@@ -4,10 +4,14 @@ Records of other libraries (uvicorn, transformers) get the same format. No calle
 """
 
 import logging
+import os
 import sys
 
 import structlog
 from structlog.typing import Processor
+
+# Removes what stands in the terminal's line: another process may show its progress there.
+CLEAR_LINE = "\r\x1b[2K"
 
 
 def configure_logging(part: str, level: str, log_format: str) -> None:
@@ -15,20 +19,22 @@ def configure_logging(part: str, level: str, log_format: str) -> None:
 
     `log_format` is `json`, `console`, or `auto`: `console` if stderr is a terminal.
     """
-    is_for_people = log_format == "console" or (log_format == "auto" and sys.stderr.isatty())
+    for_people = is_for_people(log_format)
+    if not for_people:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # also of transformers, and in child processes
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         _add_part(part),
-        *(() if is_for_people else (structlog.processors.format_exc_info,)),
+        *(() if for_people else (structlog.processors.format_exc_info,)),
     ]
-    renderer: Processor = structlog.dev.ConsoleRenderer() if is_for_people else structlog.processors.JSONRenderer()
+    renderer: Processor = structlog.dev.ConsoleRenderer() if for_people else structlog.processors.JSONRenderer()
     formatter = structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=shared,
         processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
     )
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _StderrHandler(CLEAR_LINE if for_people and sys.stderr.isatty() else "")
     handler.setFormatter(formatter)
     root = logging.getLogger()
     root.handlers = [handler]
@@ -40,6 +46,26 @@ def configure_logging(part: str, level: str, log_format: str) -> None:
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=False,
     )
+
+
+def is_for_people(log_format: str) -> bool:
+    """Return whether logs in this format are read by people as they come."""
+    return log_format == "console" or (log_format == "auto" and sys.stderr.isatty())
+
+
+class _StderrHandler(logging.Handler):
+    """Writes `before` and the record to what is stderr now: while a line of progress is shown, that prints above it."""
+
+    def __init__(self, before: str) -> None:
+        super().__init__()
+        self._before = before
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(f"{self._before}{self.format(record)}\n")
+            sys.stderr.flush()
+        except Exception:
+            self.handleError(record)
 
 
 def _add_part(part: str) -> Processor:

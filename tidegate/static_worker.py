@@ -19,6 +19,7 @@ from scheduler.batching.heartbeat import TaskHeartbeat
 from scheduler.batching.loop import BatchLoop
 from scheduler.batching.metrics import TaskMetrics
 from scheduler.batching.policy import BatchPolicy
+from scheduler.batching.tracing import TaskTracer
 from scheduler.clock import SystemClock
 from scheduler.config import TierConfigError, TierSet, load_tiers
 from scheduler.queue.redis import RedisQueue
@@ -33,6 +34,7 @@ from tidegate.notify import report_life
 from tidegate.process import hangup_calls, ignore_hangup, signals_call, worker_name
 from tidegate.settings import WorkerSettings
 from tidegate.supervisor import EX_CONFIG
+from tidegate.tracing.start import TracingError, traced
 from tidegate.worker import Ending, keep_serving
 
 log = structlog.get_logger()
@@ -45,9 +47,12 @@ def run_static_worker(settings: WorkerSettings) -> int:
     try:
         tiers = load_tiers(settings.tiers_path)
         endpoint = open_endpoint(settings.endpoint or "", settings.batch, settings.endpoint_timeout_s)
-        asyncio.run(_serve(settings, tiers, endpoint))
+        worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
+        with traced("worker", worker_id, settings.otel) as tracing:
+            tracer = tracing.tasks_of(worker_id, endpoint.name) if tracing is not None else None
+            asyncio.run(_serve(settings, tiers, endpoint, worker_id, tracer))
         return 0
-    except (EngineStartError, TierConfigError) as error:
+    except (EngineStartError, TierConfigError, TracingError) as error:
         log.error("the worker cannot start", reason=str(error))
         return EX_CONFIG
     except KeyboardInterrupt:
@@ -62,9 +67,10 @@ def run_static_worker(settings: WorkerSettings) -> int:
     return 1
 
 
-async def _serve(settings: WorkerSettings, tiers: TierSet, endpoint: Endpoint) -> None:
+async def _serve(
+    settings: WorkerSettings, tiers: TierSet, endpoint: Endpoint, worker_id: str, tracer: TaskTracer | None
+) -> None:
     clock = SystemClock()
-    worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
     policy = BatchPolicy(tiers, settings.batch, clock.now())
     metrics = TaskMetrics(CollectorRegistry(), tiers)
     ending = Ending(settings.drain_s)
@@ -78,7 +84,7 @@ async def _serve(settings: WorkerSettings, tiers: TierSet, endpoint: Endpoint) -
             def build() -> BatchLoop:
                 queue, registry = TaskQueue(redis, clock, worker_id), RedisWorkerRegistry(redis)
                 beat = TaskHeartbeat(registry, queue, metrics, clock, worker_id, endpoint.name, settings.batch)
-                return BatchLoop(endpoint, policy, queue, beat, metrics, clock, worker_id)
+                return BatchLoop(endpoint, policy, queue, beat, metrics, clock, worker_id, tracer)
 
             log.info("the worker serves", endpoint=endpoint.name, batch=settings.batch)
             background = Background()

@@ -48,9 +48,11 @@ from scheduler.worker.tracing import RequestTracer
 from scheduler.worker.warmup import warm_up
 from tidegate.background import Background
 from tidegate.gpu import gpu_reader
+from tidegate.logs import is_for_people
 from tidegate.notify import report_life
 from tidegate.process import hangup_calls, ignore_hangup, signals_call, worker_name
 from tidegate.settings import WorkerSettings
+from tidegate.start_progress import StartProgress
 from tidegate.supervisor import EX_CONFIG
 from tidegate.tracing.start import TracingError, traced
 
@@ -74,8 +76,12 @@ def run_worker(settings: WorkerSettings) -> int:
             if settings.engine == "openai":
                 asyncio.run(_serve_upstream(settings, tiers, tracer))
                 return 0
-            with contextlib.closing(build_engine(engine_config(settings))) as engine:
-                asyncio.run(_serve(settings, tiers, engine, tracer))
+            on_terminal = sys.stderr.isatty() and is_for_people(settings.log_format)
+            with (
+                StartProgress(worker_id, str(settings.redis_url), on_terminal) as progress,
+                contextlib.closing(build_engine(engine_config(settings), progress)) as engine,
+            ):
+                asyncio.run(_serve(settings, tiers, engine, tracer, progress))
             return 0
     except (EngineStartError, TierConfigError, StepLogError, TracingError) as error:
         log.error("the worker cannot start", reason=str(error))
@@ -124,7 +130,9 @@ def upstream_config(settings: WorkerSettings) -> UpstreamConfig:
     )
 
 
-async def _serve(settings: WorkerSettings, tiers: TierSet, engine: Engine, tracer: RequestTracer | None) -> None:
+async def _serve(
+    settings: WorkerSettings, tiers: TierSet, engine: Engine, tracer: RequestTracer | None, progress: StartProgress
+) -> None:
     clock = SystemClock()
     identity = _identity(settings, clock)
     controller = SLAController(tiers, engine.info.step_eviction, engine.info.num_layers)
@@ -132,8 +140,10 @@ async def _serve(settings: WorkerSettings, tiers: TierSet, engine: Engine, trace
     metrics = SchedulerMetrics(CollectorRegistry(), tiers)
     ending = Ending(settings.drain_s)
     with signals_call(ending), contextlib.closing(open_step_log(settings.step_log, engine.info)) as step_log:
-        await teach(engine, core, clock)
-        read_gpus = gpu_reader(engine.info.device)
+        with progress.phase("measuring steps"):
+            await teach(engine, core, clock)
+        await asyncio.to_thread(progress.close)
+        read_gpus = gpu_reader(engine.info.device, _gpu_index(settings))
 
         def build(redis: Redis) -> SchedulerLoop:
             queue = RedisQueue(redis, clock, identity.worker_id)
@@ -145,6 +155,11 @@ async def _serve(settings: WorkerSettings, tiers: TierSet, engine: Engine, trace
         log.info("the worker serves", step_cost=str(core.status(clock.now()).step_cost))
         subject = WorkerTiers(core, metrics)
         await _serve_loops(settings, tiers, subject, build, ending, lambda: ending.is_stuck, clock, identity)
+
+
+def _gpu_index(settings: WorkerSettings) -> int | None:
+    """Return which of the visible GPUs the engine uses; None: how many of them is up to vLLM."""
+    return int(settings.device.partition(":")[2] or 0) if settings.engine == "native" else None
 
 
 async def _serve_upstream(settings: WorkerSettings, tiers: TierSet, tracer: RequestTracer | None) -> None:

@@ -12,7 +12,9 @@ from random import Random
 
 from pydantic import AliasChoices, BaseModel, Field
 
+from bench.batch_deadlines.hindsight import wrongly_refused
 from bench.batch_deadlines.jobs import Job, JobOutcome, JobRunner
+from loadtest.progress import progress
 from loadtest.reporting.formats import milliseconds, percent
 from loadtest.reporting.output import publish
 from loadtest.reporting.record import Record, Section, Table
@@ -31,6 +33,8 @@ from scheduler.virtual_time import run_virtual
 
 CYCLE = [{"for_s": 150, "factor": 1.5}, {"for_s": 150, "factor": 0.5}]  # of the chats
 
+LARGE = "large"  # name of the large job
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -40,6 +44,7 @@ class Row:
     admitted: int
     on_time: int
     refused: int
+    wrongly_refused: int  # at most: they would have ended in time, if no time were lost
     large_job_lines: int
     chat_first_tokens_in_time: float
     chat_ttft_p99_s: float | None
@@ -68,7 +73,7 @@ class Plan:
         """Return a large job with a day, and jobs with short windows that come at random."""
         rng = Random(self.seed)
         last_s = self.duration_s - max(self.windows_s)
-        found = [Job("large", 0.0, 86_400, self.large_lines)]
+        found = [Job(LARGE, 0.0, 86_400, self.large_lines)]
         for number in range(self.jobs):
             at_s = rng.uniform(0.0, last_s)
             found.append(Job(f"job-{number}", at_s, rng.choice(self.windows_s), rng.randint(*self.lines)))
@@ -97,18 +102,21 @@ async def _measure(plan: Plan, keeps_deadlines: bool) -> Row:
     clients = SimulatedClients(deployment, observation)
     clients.fill(traffic)
     runner = JobRunner(deployment, keeps_deadlines, Random(plan.seed))
-    jobs = asyncio.create_task(runner.run(plan.make_jobs()))
+    planned = plan.make_jobs()
+    jobs = asyncio.create_task(runner.run(planned))
     await deployment.clock.sleep(deployment.begins_s - deployment.clock.now())
     await clients.offer(traffic.arrivals, plan.duration_s)
     await clients.finish(drain_s=60.0)
     jobs.cancel()
     await asyncio.wait([jobs])
+    known = runner.known_jobs([job for job in planned if job.name != LARGE])
     await deployment.end()
-    return _row("deadlines" if keeps_deadlines else "best effort", runner.outcomes, observation, plan)
+    arm = "deadlines" if keeps_deadlines else "best effort"
+    return _row(arm, runner.outcomes, wrongly_refused(known, runner.left), observation, plan)
 
 
-def _row(arm: str, outcomes: Sequence[JobOutcome], observation: Observation, plan: Plan) -> Row:
-    short = [outcome for outcome in outcomes if outcome.name != "large"]
+def _row(arm: str, outcomes: Sequence[JobOutcome], wrong: int, observation: Observation, plan: Plan) -> Row:
+    short = [outcome for outcome in outcomes if outcome.name != LARGE]
     admitted = [outcome for outcome in short if outcome.admitted]
     target_ms = plan.tiers[plan.tiers.default_tier].slo.ttft_p99_ms or 0.0
     ttfts = [record.ttft_s for record in observation.requests]
@@ -118,7 +126,8 @@ def _row(arm: str, outcomes: Sequence[JobOutcome], observation: Observation, pla
         admitted=len(admitted),
         on_time=sum(outcome.is_on_time for outcome in admitted),
         refused=len(short) - len(admitted),
-        large_job_lines=sum(outcome.finished for outcome in outcomes if outcome.name == "large"),
+        wrongly_refused=wrong,
+        large_job_lines=sum(outcome.finished for outcome in outcomes if outcome.name == LARGE),
         chat_first_tokens_in_time=in_time / len(ttfts),
         chat_ttft_p99_s=spread(ttft for ttft in ttfts if ttft is not None).p99,
         chat_itl_p99_s=spread(gap for gaps in observation.gaps_s.values() for gap in gaps).p99,
@@ -142,17 +151,20 @@ class BatchDeadlines(BaseModel):
         log_errors_only()
         tiers, card = find_tiers(self.tiers), load_cost_card(self.model_shape)
         rows: dict[int, list[Row]] = {}
-        for seed in self.seeds:
-            plan = Plan(tiers, card, self.duration, self.chats, self.jobs, seed=seed)
-            rows[seed] = []
-            for keeps_deadlines in (True, False):
-                print_progress(f"seed {seed}: {'deadlines' if keeps_deadlines else 'best effort'}")
-                rows[seed].append(measure(plan, keeps_deadlines))
+        with progress("runs", 2 * len(self.seeds)) as show:
+            for seed in self.seeds:
+                plan = Plan(tiers, card, self.duration, self.chats, self.jobs, seed=seed)
+                rows[seed] = []
+                for keeps_deadlines in (True, False):
+                    print_progress(f"seed {seed}: {'deadlines' if keeps_deadlines else 'best effort'}")
+                    rows[seed].append(measure(plan, keeps_deadlines))
+                    show(sum(map(len, rows.values())))
         publish(record_of(rows), self.json_file)
 
 
 def record_of(rows: dict[int, list[Row]]) -> Record:
-    header = ("jobs", "admitted", "refused", "on time", "large job", "chats in time", "TTFT p99 ms", "ITL p99 ms")
+    latencies = ("chats in time", "TTFT p99 ms", "ITL p99 ms")
+    header = ("jobs", "admitted", "refused", "wrongly", "on time", "large job", *latencies)
     sections = [Section(f"seed {seed}", Table.of(header, map(_cells, found))) for seed, found in rows.items()]
     data = {str(seed): [asdict(row) for row in found] for seed, found in rows.items()}
     return Record("Jobs with windows of 2 and 5 minutes, beside chat and a large job", sections, data)
@@ -163,6 +175,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         row.arm,
         str(row.admitted),
         str(row.refused),
+        str(row.wrongly_refused),
         percent(1 - row.missed_share),
         f"{row.large_job_lines} lines",
         percent(row.chat_first_tokens_in_time),

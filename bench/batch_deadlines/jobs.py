@@ -5,19 +5,19 @@ effort, every job is admitted and all lines have the deadline of their tier.
 """
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
 import msgspec
 
+from bench.batch_deadlines.hindsight import KnownJob
 from engine.interface import SamplingParams
 from gateway.batches.estimate import (
-    Commitment,
     Lengths,
     Rates,
     Work,
-    earliest_window_s,
     line_times,
     rates_of,
     work_left,
@@ -25,6 +25,7 @@ from gateway.batches.estimate import (
 from gateway.batches.line_deadlines import LineDeadlines, LineTimes
 from gateway.batches.line_window import JobShare, LineWindow
 from gateway.batches.model import Batch, BatchStatus
+from gateway.batches.promises import Commitment, earliest_promise_s
 from gateway.batches.size import TOKEN_BYTES, InputSize
 from loadtest.simulation.deployment import Deployment
 from scheduler.client.rejection import Rejected
@@ -87,12 +88,34 @@ class JobRunner:
     lengths: Lengths = Lengths()
     running: list[_Running] = field(default_factory=list)
     outcomes: list[JobOutcome] = field(default_factory=list)
+    left: list[float] = field(default_factory=list)  # share of the engine that chats left, in each second
     window: LineWindow = field(default_factory=lambda: LineWindow(LINES_IN_FLIGHT))
 
     async def run(self, jobs: Sequence[Job]) -> None:
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._watch_chats())
             for job in jobs:
                 tasks.create_task(self._run_job(job))
+
+    async def _watch_chats(self) -> None:
+        clock, cores = self.deployment.clock, [worker.core for worker in self.deployment.workers]
+        await clock.sleep(self.deployment.begins_s - clock.now())
+        taken_s = sum(core.interactive_s for core in cores)
+        while True:
+            await clock.sleep(1.0)
+            before_s, taken_s = taken_s, sum(core.interactive_s for core in cores)
+            self.left.append(max(0.0, len(cores) - (taken_s - before_s)))
+
+    def known_jobs(self, jobs: Sequence[Job]) -> list[KnownJob]:
+        """Return the jobs that were sent, with the work that they have by what lines and rates were at the end."""
+        rates, sent = self._rates(), {outcome.name: outcome for outcome in self.outcomes}
+        found = []
+        for job in jobs:
+            if rates is not None and job.name in sent:
+                batch = _batch_of(job, 0)
+                work_s = rates.expected_s(self._work(batch))
+                found.append(KnownJob(job.at_s, job.at_s + batch.lines_due_s, work_s, sent[job.name].admitted))
+        return found
 
     async def _run_job(self, job: Job) -> None:
         clock = self.deployment.clock
@@ -106,7 +129,7 @@ class JobRunner:
         running = _Running(job, batch, outcome, LineDeadlines(batch))
         self.running.append(running)
         begun_s = clock.now()
-        share = self.window.join(None, lambda: self._is_urgent(running))
+        share = self.window.join(None, lambda: self._urgent_due(running))
         try:
             async with asyncio.timeout(job.window_s), asyncio.TaskGroup() as lines:
                 for number in range(job.lines):
@@ -168,14 +191,17 @@ class JobRunner:
     def _line_times(self, running: _Running) -> LineTimes:
         now, rates, work = self.deployment.clock.now(), self._rates(), self._work(running.batch)
         if rates is not None and now - running.times_s >= PAUSE_S:
-            sooner = [self._work(r.batch) for r in self.running if r.batch.expires_at < running.batch.expires_at]
+            due = running.batch.expires_at
+            others = [other.batch for other in self.running if other is not running]
+            sooner = [self._work(other) for other in others if other.expires_at <= due]
             running.times, running.times_s = line_times(work, sooner, rates), now
         return running.times
 
-    def _is_urgent(self, running: _Running) -> bool:
+    def _urgent_due(self, running: _Running) -> float:
+        if not self.keeps_deadlines:
+            return math.inf
         tiers, now_ms = self.deployment.tiers, self.deployment.clock.wall_ms()
-        urgent_ms = tiers[tiers.batch_tier].urgent_ms
-        return self.keeps_deadlines and running.deadlines.is_urgent(running.times, now_ms, urgent_ms)
+        return running.deadlines.urgent_due_ms(running.times, now_ms, tiers[tiers.batch_tier].urgent_ms)
 
     def _is_feasible(self, batch: Batch) -> bool:
         rates = self._rates()
@@ -186,7 +212,7 @@ class JobRunner:
             Commitment(other.batch.lines_due_s - now_s, rates.expected_s(self._work(other.batch)))
             for other in self.running
         ]
-        return earliest_window_s(rates.least_s(self._work(batch)), promised) <= batch.lines_due_s - now_s
+        return earliest_promise_s(self._work(batch), promised, rates) <= batch.lines_due_s - now_s
 
     def _rates(self) -> Rates | None:
         return rates_of(self.deployment.client.workers, self.deployment.tiers.batch_tier)

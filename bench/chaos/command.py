@@ -13,9 +13,10 @@ from pydantic import BaseModel, Field
 
 from bench.chaos.clock import Clocks
 from bench.chaos.disk import Disks
-from bench.chaos.faults import KINDS, Injector
+from bench.chaos.faults import KINDS, LONG_PAUSES_S, PAUSES_S, Injector
+from bench.chaos.job import Job, JobComparison, compared, job_lines
 from bench.chaos.leftovers import Leftovers
-from bench.chaos.load import Load
+from bench.chaos.load import BESIDE_JOB_S, PAUSE_S, Load
 from bench.chaos.report import RECOVERY_LIMIT_S, ChaosRun, chaos_record
 from bench.chaos.site import GATEWAYS, Site
 from loadtest.client.http import TargetError
@@ -27,6 +28,7 @@ from loadtest.running import one_sentence, print_progress, run_to_end
 # count as lost 15 s later.
 ANSWER_LIMIT_S = 40.0
 BATCHES_LIMIT_S = 90.0  # seconds for the batches to end after the last fault
+JOB_LIMIT_S = 3600.0  # seconds for a large job to end
 EX_PROBLEMS = 1
 
 
@@ -41,7 +43,8 @@ class Chaos(BaseModel):
     seed: int = Field(0, ge=0, description="The same seed makes the same faults.")
     duration_s: float = Field(60.0, ge=5, le=3600, description="Seconds of faults.")
     libfaketime: Path | None = Field(None, description="libfaketimeMT.so.1, for the store's clock, if it is elsewhere.")
-    faults: str = Field(",".join(KINDS), description="Kinds of faults.")
+    faults: str | None = Field(None, description="Kinds of faults; unset: all, or with --lines kills.")
+    lines: int = Field(0, ge=0, description="Lines of a batch that runs twice, in peace and under faults; 0: no such.")
     folder: Path | None = Field(None, description="New folder for logs and data, which stay; unset: a temporary one.")
     json_file: Path | None = Field(None, alias="json", description="Write the results to this file as JSON.")
 
@@ -52,17 +55,23 @@ class Chaos(BaseModel):
             run_to_end(self._run(self.folder or Path(made)))
 
     async def _run(self, folder: Path) -> None:
-        kinds = self.faults.split(",")
+        default = ("kill",) if self.lines else KINDS
+        kinds = default if self.faults is None else self.faults.split(",")
         if unknown := sorted(set(kinds) - set(KINDS)):
             raise TargetError(f"--faults: there is no fault {unknown[0]!r}; there are {', '.join(KINDS)}")
-        run = await chaos(folder, self.seed, self.duration_s, kinds, self.libfaketime)
+        run = await chaos(folder, self.seed, self.duration_s, kinds, self.libfaketime, self.lines)
         publish(chaos_record(run), self.json_file)
         if run.problems():
             raise SystemExit(EX_PROBLEMS)
 
 
 async def chaos(
-    folder: Path, seed: int, duration_s: float, kinds: Sequence[str] = KINDS, libfaketime: Path | None = None
+    folder: Path,
+    seed: int,
+    duration_s: float,
+    kinds: Sequence[str] = KINDS,
+    libfaketime: Path | None = None,
+    lines: int = 0,
 ) -> ChaosRun:
     """Start a server in `folder`, and let it run for `duration_s` seconds under load and faults.
 
@@ -75,8 +84,9 @@ async def chaos(
     disks = Disks(folder)
     if disks.library is None:
         print_progress("only the store's disk becomes full, and none slow: that needs Linux and a C compiler")
-    async with Site(folder, clocks, disks) as site:
-        work = asyncio.create_task(_work(site, seed, duration_s, kinds))
+    # In bfloat16, a sequence that is continued may get other tokens than in one go.
+    async with Site(folder, clocks, disks, ("--dtype", "float32") if lines else ()) as site:
+        work = asyncio.create_task(_work(site, seed, duration_s, kinds, lines))
         ended = asyncio.create_task(site.until_end())
         try:
             await asyncio.wait((work, ended), return_when=asyncio.FIRST_COMPLETED)
@@ -99,16 +109,22 @@ def _result_of(work: "asyncio.Task[ChaosRun]") -> ChaosRun:
         raise found from errors
 
 
-async def _work(site: Site, seed: int, duration_s: float, kinds: Sequence[str]) -> ChaosRun:
-    load, leftovers, injector = Load(site.urls, seed, ANSWER_LIMIT_S), Leftovers(site), Injector(site)
+async def _work(site: Site, seed: int, duration_s: float, kinds: Sequence[str], lines: int) -> ChaosRun:
+    load = Load(site.urls, seed, ANSWER_LIMIT_S, BESIDE_JOB_S if lines else PAUSE_S)
+    leftovers, injector = Leftovers(site), Injector(site)
     await leftovers.until_ready()
     await load.learn()
+    job = Job(load, job_lines(lines, seed)) if lines else None
+    calm, calm_s = await job.run("calm", JOB_LIMIT_S) if job is not None else ({}, 0.0)
     async with asyncio.TaskGroup() as group:
-        group.create_task(load.run())
+        group.create_task(load.run(with_batches=job is None))
         print_progress(f"{duration_s:.0f} s of faults, seed {seed}")
-        await injector.run(seed, duration_s, kinds)
+        running = group.create_task(job.run("killed", JOB_LIMIT_S)) if job is not None else None
+        await injector.run(seed, duration_s, kinds, LONG_PAUSES_S if lines else PAUSES_S)
+        killed, killed_s = await running if running is not None else ({}, 0.0)
         await load.until_answered_since(injector.faults[-1].began_s if injector.faults else 0.0, RECOVERY_LIMIT_S)
         load.stop()
     print_progress("waiting for the batches, and for what is left over")
     await load.finish(BATCHES_LIMIT_S)
-    return ChaosRun(injector.faults, load.answers, load.batches, await leftovers.settle(), GATEWAYS, seed)
+    comparison = JobComparison(lines, calm_s, killed_s, compared(calm, killed, lines)) if lines else None
+    return ChaosRun(injector.faults, load.answers, load.batches, await leftovers.settle(), GATEWAYS, seed, comparison)

@@ -17,7 +17,8 @@ from bench.chaos.site import GATEWAYS, STORE, WORKERS, Site
 from loadtest.running import print_progress
 
 FIRST_S = 2.0  # seconds of load before the first fault
-PAUSES_S = (0.5, 2.5)  # between the end of a fault and the beginning of the next
+PAUSES_S = (0.5, 2.5)  # seconds between the end of a fault and the beginning of the next
+LONG_PAUSES_S = (4.0, 16.0)  # during a large job, so that parts that were killed do some work between two kills
 FLUSH_S = 0.2  # seconds between two tries to reach a process that is being started
 
 
@@ -55,14 +56,16 @@ class Fault:
         return self.kind in ("kill", "stop") and self.target == gateway
 
 
-def planned_faults(seed: int, kinds: Sequence[str] = KINDS) -> Iterator[tuple[float, Fault]]:
+def planned_faults(
+    seed: int, kinds: Sequence[str] = KINDS, pauses_s: tuple[float, float] = PAUSES_S
+) -> Iterator[tuple[float, Fault]]:
     """Yield pauses and faults of `kinds` for ever. Each round has every fault once, in another order."""
     rng = random.Random(seed)
     while True:
         faults = [fault for fault in _one_round(rng) if fault.kind in kinds]
         rng.shuffle(faults)
         for fault in faults:
-            yield rng.uniform(*PAUSES_S), fault
+            yield rng.uniform(*pauses_s), fault
 
 
 def _one_round(rng: random.Random) -> list[Fault]:
@@ -92,11 +95,17 @@ class Injector:
         self._offset_s = 0.0  # of all clocks
         self.faults: list[Fault] = []
 
-    async def run(self, seed: int, duration_s: float, kinds: Sequence[str] = KINDS) -> None:
+    async def run(
+        self,
+        seed: int,
+        duration_s: float,
+        kinds: Sequence[str] = KINDS,
+        pauses_s: tuple[float, float] = PAUSES_S,
+    ) -> None:
         """Make faults until `duration_s` seconds have passed. The last one ends before that, or soon after."""
         await asyncio.sleep(FIRST_S)
         until_s = monotonic() + duration_s - FIRST_S
-        for pause_s, fault in planned_faults(seed, kinds):
+        for pause_s, fault in planned_faults(seed, kinds, pauses_s):
             if fault.needs_disks and self._site.disks.library is None:
                 continue
             if monotonic() + pause_s + fault.seconds > until_s:

@@ -27,7 +27,8 @@ KEY = "Idempotency-Key"
 MAX_RECHECKED = 5  # lines of a batch; the model gets about one in a thousand wrong
 RESPONSE_POLL_S = 0.1
 BATCH_POLL_S = 0.25
-PAUSE_S = 0.05  # between two requests of one client
+PAUSE_S = 0.05  # seconds between two requests of one client
+BESIDE_JOB_S = 1.0  # the same beside a large job, which must get most of the engine
 LOST = "connection"  # the error of an answer whose connection broke
 MODELS = "model"  # the error of an answer that the model also gets wrong in peace
 
@@ -67,6 +68,7 @@ class Load:
     urls: Mapping[str, str]  # of each gateway
     seed: int
     limit_s: float  # seconds for any request to end
+    pause_s: float = PAUSE_S  # of each client
     answers: list[Answer] = field(default_factory=list)
     batches: list[BatchWork] = field(default_factory=list)
     _texts: dict[str, str] = field(default_factory=dict)  # of the long streams, by prompt
@@ -84,7 +86,7 @@ class Load:
     def stop(self) -> None:
         self._stopping.set()
 
-    async def run(self) -> None:
+    async def run(self, with_batches: bool = True) -> None:
         async with httpx.AsyncClient(timeout=httpx.Timeout(self.limit_s)) as http, asyncio.TaskGroup() as group:
             for i, gateway in enumerate((*self.urls, *self.urls)):
                 nonces = draw_nonces(400, 100 * self.seed + i)
@@ -95,7 +97,8 @@ class Load:
             for i, gateway in enumerate(self.urls):
                 nonces = draw_nonces(400, 100 * self.seed + 10 + i)
                 group.create_task(self._client(gateway, partial(self._background, http), nonces))
-            group.create_task(self._batches(http))
+            if with_batches:
+                group.create_task(self._batches(http))
 
     async def until_answered_since(self, since_s: float, limit_s: float) -> None:
         """Return when each gateway has answered a request that was sent after `since_s`, or after `limit_s` seconds."""
@@ -140,7 +143,7 @@ class Load:
                 answer.problem = f"an answer that is not OpenAI's: {error!r}"
             answer.ended_s = monotonic()
             self.answers.append(answer)
-            await asyncio.sleep(PAUSE_S if answer.is_right else 4 * PAUSE_S)
+            await asyncio.sleep(self.pause_s if answer.is_right else 4 * self.pause_s)
 
     async def _stream_nonce(self, http: httpx.AsyncClient, answer: Answer, nonce: str) -> None:
         answer.kind = "stream"
@@ -233,19 +236,35 @@ class Load:
             {"custom_id": f"line-{i}", "method": "POST", "url": "/v1/chat/completions", "body": _chat_body(nonce)}
             for i, nonce in enumerate(work.nonces)
         ]
-        content = "\n".join(json.dumps(line) for line in lines).encode()
         name = f"chaos-{self.seed}-{len(self.batches)}"
+        work.batch_id = await self.submit_lines(http, name, lines, "/v1/chat/completions")
+
+    async def submit_lines(
+        self, http: httpx.AsyncClient, name: str, lines: Sequence[Mapping[str, Any]], endpoint: str
+    ) -> str:
+        """Upload lines and create a batch of them, as `_submit` does. Return its id. `name` is new for each batch."""
+        content = "\n".join(json.dumps(line) for line in lines).encode()
         upload = {"files": {"file": ("lines.jsonl", content)}, "data": {"purpose": "batch"}}
         file = await self._until_json(http, "POST", "/v1/files", **upload, headers={KEY: f"{name}-file"})
-        body = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        body = {"input_file_id": file["id"], "endpoint": endpoint, "completion_window": "24h"}
         batch = await self._until_json(http, "POST", "/v1/batches", json=body, headers={KEY: f"{name}-batch"})
-        work.batch_id = batch["id"]
+        return str(batch["id"])
+
+    async def batch(self, http: httpx.AsyncClient, batch_id: str) -> dict[str, Any]:
+        return await self._until_json(http, "GET", f"/v1/batches/{batch_id}")
+
+    async def output_of(self, http: httpx.AsyncClient, batch_id: str) -> list[dict[str, Any]]:
+        """Return the records of the output file and of the error file of a batch that has completed."""
+        batch = await self.batch(http, batch_id)
+        files = [file_id for file_id in (batch["output_file_id"], batch["error_file_id"]) if file_id is not None]
+        contents = [await self._until(http, "GET", f"/v1/files/{file_id}/content") for file_id in files]
+        return [json.loads(line) for content in contents for line in content.text.splitlines()]
 
     async def _judge_batch(self, http: httpx.AsyncClient, work: BatchWork) -> str:
         """Return what is wrong with a batch that has ended; an empty text if nothing is."""
         if not work.batch_id:
             return "never acknowledged"
-        while (batch := await self._until_json(http, "GET", f"/v1/batches/{work.batch_id}"))["status"] != "completed":
+        while (batch := await self.batch(http, work.batch_id))["status"] != "completed":
             if batch["status"] not in ("validating", "in_progress", "finalizing"):
                 return f"its status is {batch['status']}"
             await asyncio.sleep(BATCH_POLL_S)

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from bench.chaos.faults import Fault
+from bench.chaos.job import JobComparison
 from bench.chaos.load import LOST, Answer, BatchWork
 from loadtest.reporting.record import Provenance, Record, Section, Table
 
@@ -21,6 +22,7 @@ class ChaosRun:
     leftovers: Mapping[str, str]
     gateways: Sequence[str]
     seed: int
+    job: JobComparison | None = None  # None: there was no large job
 
     def problems(self) -> list[str]:
         """Return everything that must not be; an empty list if the server has kept its promises."""
@@ -30,6 +32,7 @@ class ChaosRun:
             *(f"batch {work.batch_id}: {work.problem}" for work in self.batches if work.problem),
             *(f"left over, {name}: {what}" for name, what in self.leftovers.items()),
             *(f"after {f.kind} of {f.target}: {self._slow(f)}" for f in self.faults if self._slow(f)),
+            *([f"the job: {self.job.problem}"] if self.job is not None and self.job.problem else []),
             *self._too_little(),
         ]
 
@@ -76,7 +79,11 @@ class ChaosRun:
         right = Counter(a.kind for a in self.answers if a.is_right)
         kinds = ("stream", "long stream", "chat", "background")
         missing = [f"no {kind} was answered" for kind in kinds if not right[kind]]
-        return [*missing, *(["no batch was sent"] if not self.batches else []), *([] if self.faults else ["no fault"])]
+        return [
+            *missing,
+            *(["no batch was sent"] if not (self.batches or self.job) else []),
+            *([] if self.faults else ["no fault"]),
+        ]
 
 
 def _meets(answer: Answer, fault: Fault) -> bool:
@@ -89,6 +96,7 @@ def chaos_record(run: ChaosRun) -> Record:
     sections = [
         Section("Requests", _requests(run.answers)),
         Section("Faults", _faults(run), notes=(gap,)),
+        *([Section("Job", _job(run.job))] if run.job is not None else []),
         Section("Verdict", notes=tuple(problems[:20]) or ("Nothing was lost, repeated, wrong or left over.",)),
     ]
     return Record("Chaos", sections, _data(run, problems), Provenance.of_this_run("tidegate-demo", run.seed))
@@ -121,6 +129,12 @@ def _faults(run: ChaosRun) -> Table:
     return Table.of(header, rows)
 
 
+def _job(job: JobComparison) -> Table:
+    equal = "no" if job.problem else "yes"
+    row = (str(job.lines), f"{job.calm_s:.0f}", f"{job.killed_s:.0f}", equal)
+    return Table.of(("lines", "calm s", "with faults s", "equal"), [row])
+
+
 def _name(fault: Fault) -> str:
     target = fault.target.partition("-")[0]
     return fault.kind if target in ("all", "store") and fault.kind not in ("kill", "stop") else f"{fault.kind} {target}"
@@ -134,5 +148,6 @@ def _data(run: ChaosRun, problems: Sequence[str]) -> dict[str, Any]:
         "faults": faults,
         "requests": [asdict(answer) for answer in run.answers],
         "batches": [{"lines": len(work.nonces), "problem": work.problem} for work in run.batches],
+        "job": None if run.job is None else asdict(run.job),
         "longest_gap_without_fault_s": run.longest_gap_without_fault_s(),
     }

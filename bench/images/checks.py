@@ -49,11 +49,12 @@ class Server:
 
     def batch(self) -> str:
         """Run a batch of `NUM_LINES` lines and compare its output with its input."""
-        bodies = [{"model": self.model, "prompt": f"Line {i}", "max_tokens": 8} for i in range(NUM_LINES)]
-        lines = [
-            {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": b} for i, b in enumerate(bodies)
-        ]
         try:
+            bodies = [{"model": self.model, "prompt": f"Line {i}", "max_tokens": 8} for i in range(NUM_LINES)]
+            lines = [
+                {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": b}
+                for i, b in enumerate(bodies)
+            ]
             content = "\n".join(map(json.dumps, lines)).encode()
             file = self._client.files.create(file=("lines.jsonl", content), purpose="batch")
             batch = self._client.batches.create(

@@ -21,21 +21,21 @@ from bench.isolation.run import ExperimentConfig, run_experiment
 from bench.isolation.servers import (
     context_of,
     engine_python,
-    serving,
     serving_tidegate,
     vllm_command,
     vllm_server_environment,
     with_tokenizer,
     write_served_shape,
 )
-from bench.reporting.page import write_page
 from loadtest.client.http import Target, TargetError
 from loadtest.client.runner import Timing
 from loadtest.extras import PLOTS, require
 from loadtest.model_shapes import ShapeError
 from loadtest.reporting.output import publish
+from loadtest.reporting.page import write_page
 from loadtest.reporting.record import Provenance
 from loadtest.running import ends_on_sigterm, print_progress, run_to_end, running_server
+from loadtest.serving import serving
 from loadtest.shipped_tiers import read_shipped_tiers
 from loadtest.traffic.scenario import Scenario, Targets, load_scenario
 from loadtest.traffic.scenario_arrivals import ClosedLoop

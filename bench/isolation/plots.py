@@ -1,6 +1,6 @@
 """Plots that compare all arms: TTFT, bulk throughput against interactive attainment, and attainment over time.
 
-Knows results; the style is in `bench.reporting.svg`.
+Knows results; the style is in `loadtest.reporting.svg`.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from bench.isolation.arms import OURS, OURS_ALONE, PEER, PEER_ALONE
 from bench.isolation.attainment import has_met
 from bench.isolation.result import Result
 from bench.isolation.summary import ArmSummary
-from bench.reporting.svg import ACCENT, GREEN, MUTED, VIOLET, WARM, draw_svg, log_ms
+from loadtest.reporting.svg import ACCENT, GREEN, MUTED, VIOLET, WARM, draw_svg, log_ms
 
 
 def latency_by_arm(arms: Mapping[str, ArmSummary], target_ms: float | None) -> str:

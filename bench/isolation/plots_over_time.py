@@ -1,6 +1,6 @@
 """Plots of one part over time: TTFT, bulk throughput, preemptions and the controller's knobs.
 
-Knows parts; the style is in `bench.reporting.svg`.
+Knows parts; the style is in `loadtest.reporting.svg`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 
 from bench.isolation.attainment import has_met
 from bench.isolation.rounds import Part
-from bench.reporting.svg import CYCLE, GREEN, MUTED, VIOLET, WARM, draw_svg, log_ms
 from loadtest.client.server_metrics import Series
+from loadtest.reporting.svg import CYCLE, GREEN, MUTED, VIOLET, WARM, draw_svg, log_ms
 from loadtest.traffic.scenario import Scenario, Targets
 
 MAX_VECTOR_POINTS = 1500  # if there are more points, they are drawn as an image inside the SVG

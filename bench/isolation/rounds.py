@@ -16,6 +16,7 @@ from bench.isolation.arms import Arm
 from loadtest.client.http import Target
 from loadtest.client.runner import ArmRun, Timing, run_arm
 from loadtest.client.server_metrics import STEP_SECONDS, Timeline, watch
+from loadtest.progress import progress as shown
 from loadtest.traffic.scenario import Scenario, TrafficClass
 
 Progress = Callable[[str], None]
@@ -48,10 +49,12 @@ async def run_rounds(
 ) -> Rounds:
     """Measure all arms in all rounds. Raises `TargetError` if a server does not accept an arm's tiers."""
     rounds = Rounds({arm.name: [] for arm in arms})
-    for round_ in range(timing.rounds):
-        for arm in order_of_round(arms, round_):
-            progress(f"round {round_ + 1} of {timing.rounds}: {arm.name}, {arm.title} ({timing.part_s:g} s)")
-            rounds.add(await run_part(systems, arm, scenario, timing, seed, round_))
+    with shown("parts", timing.rounds * len(arms)) as show:
+        for round_ in range(timing.rounds):
+            for number, arm in enumerate(order_of_round(arms, round_)):
+                progress(f"round {round_ + 1} of {timing.rounds}: {arm.name}, {arm.title} ({timing.part_s:g} s)")
+                rounds.add(await run_part(systems, arm, scenario, timing, seed, round_))
+                show(round_ * len(arms) + number + 1)
     return rounds
 
 

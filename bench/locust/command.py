@@ -13,10 +13,10 @@ from pydantic import AliasChoices, BaseModel, Field
 from bench.isolation.admin import tiers_in_force, tiers_restored
 from bench.isolation.servers import serving_tidegate
 from bench.locust.runs import LocustRun, Users, answered_per_s, locust_record, run_both
-from bench.reporting.page import write_page
 from loadtest.client.http import Target
 from loadtest.extras import LOCUST, require
 from loadtest.reporting.output import publish
+from loadtest.reporting.page import write_page
 from loadtest.reporting.record import Drawing, Provenance
 from loadtest.running import ends_on_sigterm, print_progress, run_to_end, running_server
 from loadtest.shipped_tiers import read_shipped_tiers

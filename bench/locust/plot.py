@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 
 from bench.locust.runs import LocustRun, answered_per_s
-from bench.reporting.svg import ACCENT, MUTED, draw_svg
+from loadtest.reporting.svg import ACCENT, MUTED, draw_svg
 
 QUANTILES = ("p50", "p95", "p99")
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.isolation.servers import Server
 from loadtest.client.http import Target, TargetError
+from loadtest.serving import Server
 
 DEFAULT, FLEX, VLLM = "default", "flex", "vllm"
 OUR_ARMS = (DEFAULT, FLEX)

@@ -15,6 +15,7 @@ from bench.peers.arms import Servers, service_tier
 from bench.peers.processes import CpuMeter
 from loadtest.client.answer import Outcome
 from loadtest.client.http import Target, TargetError, completion_body, send
+from loadtest.progress import progress as shown
 from loadtest.traffic.prompts import token_prompt
 from loadtest.traffic.workload import PlannedRequest, generator
 
@@ -64,15 +65,17 @@ async def run_closed_loops(servers: Servers, arms: Sequence[str], loops: Loops, 
     for arm in arms:
         await _warm_up(servers, arm, loops)
     parts = []
-    for round_ in range(loops.rounds):
-        for streams in loops.streams:
-            for arm in order_of_round(arms, round_):
-                part = await _run_part(servers, arm, loops, streams, round_)
-                progress(
-                    f"round {round_ + 1} of {loops.rounds}: {streams} streams, {arm}: "
-                    f"{part.tokens_per_s:.0f} tokens/s in {part.elapsed_s:.0f} s"
-                )
-                parts.append(part)
+    with shown("parts", loops.rounds * len(loops.streams) * len(arms)) as show:
+        for round_ in range(loops.rounds):
+            for streams in loops.streams:
+                for arm in order_of_round(arms, round_):
+                    part = await _run_part(servers, arm, loops, streams, round_)
+                    progress(
+                        f"round {round_ + 1} of {loops.rounds}: {streams} streams, {arm}: "
+                        f"{part.tokens_per_s:.0f} tokens/s in {part.elapsed_s:.0f} s"
+                    )
+                    parts.append(part)
+                    show(len(parts))
     return parts
 
 

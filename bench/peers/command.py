@@ -13,9 +13,7 @@ from typing import Literal
 from pydantic import Field
 
 from bench.isolation.servers import (
-    Server,
     engine_python,
-    serving,
     serving_tidegate,
     vllm_command,
     vllm_server_environment,
@@ -27,6 +25,7 @@ from loadtest.extras import PROCESSES, require
 from loadtest.model_command import ModelCommand
 from loadtest.model_shapes import ShapeError, read_config
 from loadtest.running import ends_on_sigterm, one_sentence, print_progress, run_to_end, running_server
+from loadtest.serving import Server, serving
 
 MAX_MODEL_LEN = 2048  # context of vLLM's server in tokens; its KV memory must hold one request of this length
 

@@ -17,10 +17,10 @@ from bench.peers.frontier import frontier_arms, points_of, run_frontier
 from bench.peers.frontier_report import frontier_record
 from bench.peers.neighbour import Neighbour, measure_capacity, run_neighbour
 from bench.peers.neighbour_report import neighbour_record
-from bench.reporting.page import write_page
 from loadtest.client.http import TargetError
 from loadtest.client.runner import MAX_IN_FLIGHT, Timing
 from loadtest.extras import PLOTS, require
+from loadtest.reporting.page import write_page
 from loadtest.reporting.record import Drawing
 from loadtest.running import print_progress
 from loadtest.shipped_tiers import read_shipped_tiers

@@ -6,8 +6,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bench.peers.frontier import HARVEST_GOALS, Point
-from bench.reporting.svg import ACCENT, MUTED, VIOLET, WARM, draw_svg, log_ms
 from loadtest.estimates import Estimate
+from loadtest.reporting.svg import ACCENT, MUTED, VIOLET, WARM, draw_svg, log_ms
 
 
 def draw_frontier(points: Sequence[Point]) -> str:

@@ -6,7 +6,7 @@ Knows processes; does not know what a server does. Imports psutil, an optional p
 from contextlib import suppress
 from time import perf_counter
 
-from bench.isolation.servers import Server
+from loadtest.serving import Server
 
 
 class CpuMeter:

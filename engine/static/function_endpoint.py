@@ -35,7 +35,7 @@ class FunctionEndpoint:
         self._batch = batch
         self._timeout_s = timeout_s
 
-    async def call(self, items: Sequence[bytes]) -> list[ItemResult]:
+    async def call(self, items: Sequence[bytes], traceparent: str = "") -> list[ItemResult]:
         decoded = [msgspec.json.decode(item) for item in padded(items, self._batch)]
         try:
             async with asyncio.timeout(self._timeout_s):

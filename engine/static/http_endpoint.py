@@ -45,14 +45,15 @@ class HttpEndpoint:
         self._encode = msgspec.json.Encoder().encode
         self._decoder = msgspec.json.Decoder(_Reply)
 
-    async def call(self, items: Sequence[bytes]) -> list[ItemResult]:
+    async def call(self, items: Sequence[bytes], traceparent: str = "") -> list[ItemResult]:
         body = self._encode(_Call([msgspec.Raw(item) for item in padded(items, self._batch)], len(items)))
-        results = self._read(await self._post(body))
+        results = self._read(await self._post(body, traceparent))
         return [_item_result(r) for r in without_padding(results, len(items), self._batch)]
 
-    async def _post(self, body: bytes) -> httpx.Response:
+    async def _post(self, body: bytes, traceparent: str) -> httpx.Response:
+        headers = {"content-type": "application/json", **({"traceparent": traceparent} if traceparent else {})}
         try:
-            return await self._http.post(self._url, content=body, headers={"content-type": "application/json"})
+            return await self._http.post(self._url, content=body, headers=headers)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise Unreachable(f"{self.name} cannot be reached: {error or 'no connection in time'}") from error
         except httpx.TimeoutException as error:

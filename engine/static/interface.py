@@ -41,9 +41,10 @@ class Endpoint(Protocol):
     @property
     def name(self) -> str: ...
 
-    async def call(self, items: Sequence[bytes]) -> list[ItemResult]:
+    async def call(self, items: Sequence[bytes], traceparent: str = "") -> list[ItemResult]:
         """Return one result for each of `items` (at least one, at most a batch), in their order.
 
+        `traceparent` is the W3C trace context of the call, for endpoints behind HTTP; empty: the call is not traced.
         Raises `CallFailed`, `Unreachable` or `EndpointHangs`.
         """
         ...

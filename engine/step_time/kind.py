@@ -5,12 +5,14 @@ are multiplied by a correction that depends on the number of rows (`RowTable`). 
 seen. A safety factor raises the coefficients that a planner gets. Knows numbers only.
 """
 
+import math
 from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 
 from engine.step_time.cost import StepCost, StepWork
+from engine.step_time.ewma import Ewma
 from engine.step_time.regression import StepRegression, Vector
 from engine.step_time.row_correction import RowTable
 
@@ -18,6 +20,8 @@ SHORTEST_S = 1e-6  # seconds; shorter predictions and measurements count as this
 KNOWN_STEPS = 64  # steps of a kind after which a deviation is no longer taken for an error of the coefficients
 SAFETY_QUANTILE = 0.95  # quantile of measured ÷ predicted: the safety factor covers this share of steps
 SAFETY_WINDOW = 128  # number of newest steps from which the quantile is computed
+# Weight of a new step in the usual measured ÷ predicted. It averages over more steps than the regression does.
+USUAL_WEIGHT = 0.004
 SAFETY_EVERY = 16  # steps between two updates of the safety factor
 MAX_SAFETY = 2.0  # upper bound of the safety factor
 # Each step near the minimum step time raises that minimum by this factor. So a minimum that is no longer reached rises
@@ -46,6 +50,7 @@ class StepKind:
         self._ratios: deque[float] = deque(maxlen=SAFETY_WINDOW)  # measured ÷ predicted
         self._num_tracked = 0
         self._safety = 1.0
+        self._log_ratio = Ewma(USUAL_WEIGHT)
 
     def knows(self, rows: int) -> bool:
         """Return whether the steps learned so far say how long a step with `rows` rows takes."""
@@ -90,18 +95,25 @@ class StepKind:
             quantile = sorted(self._ratios)[int(SAFETY_QUANTILE * (len(self._ratios) - 1))]
             self._safety = min(max(quantile, 1.0), MAX_SAFETY)
 
+    def usual_ratio(self, ratio: float) -> float:
+        """Add a step's measured ÷ predicted, and return the usual one, which is no sign of another pace.
+
+        With noise it is above 1, because coefficients with the least relative error predict less than the mean.
+        """
+        return math.exp(self._log_ratio.add(math.log(ratio)))
+
     def forget_errors(self) -> None:
         """Compute the next safety factor from the steps that follow only."""
         self._ratios.clear()
 
-    def learn(self, x: Sequence[float], seconds: float, all_steps: Vector, *, is_own: bool) -> None:
-        """Learn from a step of this kind (`is_own`) or of the other kind.
+    def learn(self, x: Sequence[float], size: int, seconds: float, all_steps: Vector, *, is_own: bool) -> None:
+        """Learn from a step of this kind (`is_own`) or of the other kind. It makes steps of the same `size` fade.
 
         `all_steps` are coefficients learned from the steps of both kinds. They are used for features that the steps of
         this kind have not shown yet.
         """
         if is_own:
-            self._regression.observe(x, seconds, all_steps)
+            self._regression.observe(x, seconds, size, all_steps)
             self._theta = tuple(self._regression.theta.tolist())
         elif not self._regression.num_observed:
             self._theta = tuple(all_steps.tolist())

@@ -46,8 +46,14 @@ class StepTimeModel:
     Call `observe` after each step, and `cost` before the next plan.
     """
 
-    def __init__(self, prior: StepCost | None = None) -> None:
-        """Start with the coefficients `prior` (None: the defaults of `StepCost`). Observed steps change them."""
+    def __init__(self, prior: StepCost | None = None, *, remembers_sizes: bool = False) -> None:
+        """Start with the coefficients `prior` (None: the defaults of `StepCost`). Observed steps change them.
+
+        With `remembers_sizes`, steps are forgotten only for newer ones of about as many tokens, and the usual measured
+        ÷ predicted is no drift. Then the cost of a sequence stays known while the number of sequences hardly changes,
+        as on a server that is only seen from outside. Without it, the model follows an engine's own steps sooner.
+        """
+        self._remembers_sizes = remembers_sizes
         theta = theta_of(prior or StepCost())
         self._all_steps = StepRegression(theta)
         self._kinds = (StepKind(theta), StepKind(theta))  # decode-only, mixed
@@ -135,6 +141,8 @@ class StepTimeModel:
 
     def _drift(self, step: _Step) -> None:
         ratio = min(max(step.pace / self._slowdown, 1 / PACE_CHANGE), PACE_CHANGE)
+        if self._remembers_sizes:  # else noise moves the slowdown for ever, away from sizes that were seen long ago
+            ratio /= step.kind.usual_ratio(ratio)
         self._slowdown *= ratio**DRIFT_GAIN
 
     def _release(self) -> None:
@@ -149,6 +157,7 @@ class StepTimeModel:
 
     def _learn(self, step: _Step) -> None:
         seconds = step.elapsed_s / self._slowdown
-        self._all_steps.observe(step.x, seconds)
+        size = step.rows.bit_length() if self._remembers_sizes else 0
+        self._all_steps.observe(step.x, seconds, size)
         for kind in self._kinds:
-            kind.learn(step.x, seconds, self._all_steps.theta, is_own=kind is step.kind)
+            kind.learn(step.x, size, seconds, self._all_steps.theta, is_own=kind is step.kind)

@@ -2,10 +2,15 @@
 
 The regression minimises the relative error: an error of 10 % counts the same in a short decode and in a long prefill,
 for example of 10 ms and of 1 s. All coefficients are ≥ 0. A ridge term pulls each coefficient a little towards a prior.
-If the recent steps show nothing about a coefficient, the prior decides its value. The moments are stored rather than
-their inverse, because the inverse grows without bound while all steps look alike. Knows numbers only.
+If the steps show nothing about a coefficient, the prior decides its value. The moments are stored rather than their
+inverse, because the inverse grows without bound while all steps look alike.
+
+A step's weight fades only by newer steps of its size, if the caller tells sizes apart. Otherwise, while the number of
+sequences hardly changes, the fixed cost and the cost of a sequence can no longer be told apart once the steps of other
+sizes are forgotten. Knows numbers only.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,7 +19,8 @@ from numpy.typing import NDArray
 Vector = NDArray[np.float64]
 Matrix = NDArray[np.float64]
 
-FORGETTING = 0.995  # factor on a step's weight at each newer step: the weight halves after about 140 steps
+# Factor on a step's weight at each newer step of its size: the weight halves after about 140 steps.
+FORGETTING = 0.995
 RIDGE = 1e-3  # weight of a coefficient's prior, as a share of the weight that the steps give the coefficient
 MIN_RIDGE = 1e-9  # added to that weight, as a share of the largest weight; for coefficients that no step shows
 SOLVE_EVERY = 8  # number of steps between two solutions for θ
@@ -30,36 +36,40 @@ class StepRegression:
     def __init__(self, theta: Vector) -> None:
         self.theta = theta
         self.num_observed = 0
-        self._moments = np.zeros((len(theta), len(theta)))  # Σ forgetting^age · x xᵀ / T²
-        self._targets = np.zeros(len(theta))  # Σ forgetting^age · x / T
-        self._new: list[Sequence[float]] = []  # x / T of steps that are not in the moments yet
+        self._moments: dict[int, Matrix] = {}  # by size: Σ forgetting^age · x xᵀ / T²
+        self._targets: dict[int, Vector] = {}  # by size: Σ forgetting^age · x / T
+        self._new: dict[int, list[Sequence[float]]] = defaultdict(list)  # by size: x / T, not in the moments yet
+        self._num_new = 0
 
-    def observe(self, x: Sequence[float], seconds: float, prior: Vector | None = None) -> None:
+    def observe(self, x: Sequence[float], seconds: float, size: int = 0, prior: Vector | None = None) -> None:
         """Learn from a step with features `x` that took `seconds` seconds.
 
-        `prior` holds the coefficients for features that the steps do not show; None: the present θ.
+        `size` is any number that steps of about the same size share. `prior` holds the coefficients for features that
+        the steps do not show; None: the present θ.
         """
         self.num_observed += 1
-        self._new.append([value / seconds for value in x])
-        if len(self._new) == SOLVE_EVERY or self.num_observed <= WARM_STEPS:
-            self._take_in_new()
+        self._new[size].append([value / seconds for value in x])
+        self._num_new += 1
+        if self._num_new == SOLVE_EVERY or self.num_observed <= WARM_STEPS:
+            for each, steps in self._new.items():
+                self._take_in(each, steps)
+            self._new.clear()
+            self._num_new = 0
             self.theta = self._solve(self.theta if prior is None else prior)
 
-    def _take_in_new(self) -> None:
-        rows = np.array(self._new)
-        weights = FORGETTING ** np.arange(len(rows) - 1, -1, -1.0)
-        weighted = rows * weights[:, np.newaxis]
+    def _take_in(self, size: int, steps: list[Sequence[float]]) -> None:
+        rows = np.array(steps)
+        weighted = rows * (FORGETTING ** np.arange(len(rows) - 1, -1, -1.0))[:, np.newaxis]
         fade = FORGETTING ** len(rows)
-        self._moments = fade * self._moments + weighted.T @ rows
-        self._targets = fade * self._targets + weighted.sum(axis=0)
-        self._new.clear()
+        self._moments[size] = fade * self._moments.get(size, 0.0) + weighted.T @ rows
+        self._targets[size] = fade * self._targets.get(size, 0.0) + weighted.sum(axis=0)
 
     def _solve(self, prior: Vector) -> Vector:
-        known = self._moments.diagonal()
+        moments = np.sum(list(self._moments.values()), axis=0)
+        targets = np.sum(list(self._targets.values()), axis=0)
+        known = moments.diagonal()
         ridge = RIDGE * known + MIN_RIDGE * known.max()
-        moments = self._moments + np.diag(ridge)
-        targets = self._targets + ridge * prior
-        return solve_nonnegative(moments, targets)
+        return solve_nonnegative(moments + np.diag(ridge), targets + ridge * prior)
 
 
 def solve_nonnegative(moments: Matrix, targets: Vector) -> Vector:

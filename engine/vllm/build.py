@@ -11,6 +11,7 @@ import structlog
 
 from engine.config import EngineConfig, EngineStartError
 from engine.interface import EngineInfo, NewSequence, Run, SamplingParams, StepPlan
+from engine.progress import NO_PROGRESS, Progress
 from engine.vllm.arguments import engine_args
 from engine.vllm.constraints import Constraints
 from engine.vllm.stepper import VllmStepper
@@ -26,18 +27,20 @@ _ENVIRONMENT = {
 _ENVIRONMENT_DEFAULTS = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 
 
-def build_vllm_stepper(config: EngineConfig) -> VllmStepper:
+def build_vllm_stepper(config: EngineConfig, progress: Progress = NO_PROGRESS) -> VllmStepper:
     """Build an engine whose steps vLLM computes. Raises `EngineStartError` if the engine cannot start."""
     check_version()
     _check_settings(config)
     _set_environment(config)
-    vllm_config, executor = _start(config)
+    with progress.phase("starting vLLM", draws_itself=True):
+        vllm_config, executor = _start(config)
     info = _describe(config, vllm_config, executor)
     _log(info, vllm_config, executor)
     constraints = Constraints(info)
     constraints.grammars.load()
     stepper = VllmStepper(info, executor, constraints, prefix_cache=config.prefix_cache)
-    _compile_logprobs(stepper)
+    with progress.phase("compiling log probabilities"):
+        _compile_logprobs(stepper)
     return stepper
 
 

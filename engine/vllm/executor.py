@@ -86,10 +86,22 @@ def _set_up(vllm_config: Any) -> tuple[Executor, Any]:
     try:
         cache = _CacheSetUp(vllm_config, executor)._initialize_kv_caches(vllm_config)
         _check_cache(cache)
+        _wait_without_spinning(executor)
     except BaseException:
         executor.shutdown()
         raise
     return executor, cache
+
+
+def _wait_without_spinning(executor: Any) -> None:
+    """Let the thread that waits for worker processes sleep until they answer.
+
+    vLLM spins there, during the whole step. So it takes a core from threads that compute, and the interpreter from the
+    event loop of the scheduler, which makes the next plan meanwhile. Executors without processes have no such queues.
+    """
+    for queue in getattr(executor, "response_mqs", ()):
+        if queue._spin_condition is not None:  # it is None between machines
+            queue._spin_condition.busy_loop_s = 0.0
 
 
 def _check_cache(cache: Any) -> None:

@@ -52,6 +52,7 @@ class PositionalSampling(LogitsProcessor):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._vocab_size: int = vllm_config.model_config.get_vocab_size()
         self._rows: dict[int, SampledRow] = {}
+        _replace_nan_count()
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -92,3 +93,15 @@ class PositionalSampling(LogitsProcessor):  # type: ignore[misc]
         sequence = Sequence(new, _NO_LIMIT, stop_ids)
         row = SampledRow(sequence, output, self._vocab_size)
         return row if row.is_sampled or row.penalties is not None else None
+
+
+def has_nan(logits: Tensor) -> Tensor:
+    """Return 1 for each row of `logits` (rows, vocab) with a NaN, and 0 for the others, as int32 of shape (rows)."""
+    return logits.amax(dim=-1).isnan().to(torch.int32)
+
+
+def _replace_nan_count() -> None:
+    """Let vLLM look for a NaN in each row. It would count all of them: 1 ms for 32 rows of 49,000 on two cores."""
+    from vllm.v1.worker import gpu_model_runner  # a slow import, which vLLM's workers have done before
+
+    gpu_model_runner.count_nans_per_row = has_nan

@@ -5,25 +5,29 @@ lines say how many tokens are left, as a range. The heartbeats of workers say ho
 gets at present, and how many it would get with the whole engine. The pace is what a batch has really got lately. The
 module is pure; gateway/batches/forecasts.py collects the numbers.
 
-The earliest end is the least work with the whole engine, after what is expected of batches that were promised to end
-sooner. Only what misses its window by this bound is refused.
+The earliest end is the least work with the whole engine. A window is promised by more cautious numbers: work that is
+rarely exceeded, after what is expected of batches that are due sooner, in the share of the engine that interactive
+tiers have left in their busiest such time of the last hour. Urgent batches get this share.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from gateway.batches.line_deadlines import LineTimes
 from gateway.batches.model import Batch
 from gateway.batches.size import TOKEN_BYTES, InputSize
-from scheduler.registry.worker_status import TierCapacity, WorkerStatus
+from scheduler.registry.worker_status import LEFT_STRETCHES_S, TierCapacity, WorkerStatus
 
 KNOWN_LINES = 20  # finished lines after which a batch's own lengths and pace are believed
 USUAL_OUTPUT_TOKENS = 256  # of a choice, while no line of this model and endpoint has finished
 DEFAULT_CONTEXT = 4096  # tokens; while no worker is alive
 # Uncertainty of a mean, as a factor up and down: of another batch's lengths, and of the bytes of a token.
 OTHER_BATCH, OTHER_TEXT, UNKNOWN_TEXT = 2.0, 1.25, 2.0
-OTHER_RATE = 1.5  # of the rates, while the batch has no pace: other tiers may need more of the engine
+OTHER_RATE = 1.5  # of the rates, while the batch has no pace, and once more while the workers have run no lines
+MAX_LINES_PER_S = 500.0  # of one gateway, which runs a batch; as bench/facade.py has measured on two cores
 LEAST_ERROR = 0.1  # relative error of the mean of many finished lines: those that are left may be others
 
 
@@ -36,6 +40,11 @@ class Range:
     @classmethod
     def around(cls, expected: float, factor: float) -> "Range":
         return cls(expected / factor, expected, expected * factor)
+
+    @property
+    def cautious(self) -> float:
+        """A value that is rarely exceeded, if errors are factors and `high` is hardly ever exceeded."""
+        return math.sqrt(self.expected * self.high)
 
     def times(self, factor: float) -> "Range":
         return Range(self.low * factor, self.expected * factor, self.high * factor)
@@ -76,16 +85,21 @@ class Rates:
     whole_prompt_per_s: float
     whole_output_per_s: float
     step_s: float  # time of a step: an output takes at least one for each token
+    # Share of the whole rates that interactive tiers leave to urgent batches, in the busiest stretch of each of
+    # LEFT_STRETCHES_S.
+    left_shares: tuple[float, ...] = (1.0,) * len(LEFT_STRETCHES_S)
+    is_measured: bool = True  # whether workers have computed lines, so that rates are no guess from a few steps
 
     def seconds(self, work: Work) -> Range:
         """Return the time of `work` at the present rates."""
         prompt, output = work.prompt_tokens, work.output_tokens
+        least_s = max(self.line_s(work), work.lines / MAX_LINES_PER_S)
         times = (
             prompt.low / self.prompt_per_s + output.low / self.output_per_s,
             prompt.expected / self.prompt_per_s + output.expected / self.output_per_s,
             prompt.high / self.prompt_per_s + output.high / self.output_per_s,
         )
-        return Range(times[0], max(times[1], self.line_s(work)), max(times[2], self.line_s(work)))
+        return Range(times[0], max(times[1], least_s), max(times[2], least_s))
 
     def line_s(self, work: Work) -> float:
         """Return the time of one line by itself."""
@@ -93,12 +107,21 @@ class Rates:
 
     def least_s(self, work: Work) -> float:
         """Return the time of the least work with the whole engine."""
-        return work.prompt_tokens.low / self.whole_prompt_per_s + work.output_tokens.low / self.whole_output_per_s
+        return self._whole_s(work.prompt_tokens.low, work.output_tokens.low)
 
     def expected_s(self, work: Work) -> float:
         """Return the time of the expected work with the whole engine."""
-        prompt, output = work.prompt_tokens.expected, work.output_tokens.expected
-        return prompt / self.whole_prompt_per_s + output / self.whole_output_per_s
+        whole_s = self._whole_s(work.prompt_tokens.expected, work.output_tokens.expected)
+        return max(whole_s, work.lines / MAX_LINES_PER_S)
+
+    def cautious_s(self, work: Work) -> float:
+        """Return the time of work that is rarely exceeded, with the whole engine, at rates that may be a guess."""
+        whole_s = self._whole_s(work.prompt_tokens.cautious, work.output_tokens.cautious)
+        whole_s = whole_s if self.is_measured else OTHER_RATE * whole_s
+        return max(whole_s, self.line_s(work), work.lines / MAX_LINES_PER_S)
+
+    def _whole_s(self, prompt_tokens: float, output_tokens: float) -> float:
+        return prompt_tokens / self.whole_prompt_per_s + output_tokens / self.whole_output_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,23 +148,39 @@ class Estimate:
 
 
 def rates_of(workers: Iterable[WorkerStatus], tier: str) -> Rates | None:
-    """Return the rates of all workers together; None if one of them does not know its own yet, or none is alive."""
-    found = [status.capacity for worker in workers if (status := worker.tiers.get(tier)) is not None]
-    known = [capacity for capacity in found if capacity is not None and capacity.whole_output_tokens_per_s > 0]
-    if not known or len(known) < len(found) or any(not c.prefill_tokens_per_s for c in known):
+    """Return the rates of all workers together; None if one of them does not know one of its own, or none is alive."""
+    found = [(worker, status.capacity) for worker in workers if (status := worker.tiers.get(tier)) is not None]
+    serving = [(worker, c) for worker, c in found if c is not None and _knows_its_rates(c)]
+    known = [capacity for _, capacity in serving]
+    if not known or len(known) < len(found):
         return None
+    whole_output_per_s = sum(c.whole_output_tokens_per_s for c in known)
+    shares = [(c.whole_output_tokens_per_s / whole_output_per_s, _left_shares(worker, c)) for worker, c in serving]
     return Rates(
         prompt_per_s=sum(c.prefill_tokens_per_s for c in known),
         output_per_s=sum(min(c.output_tokens_per_s, c.whole_output_tokens_per_s * _share_left(c)) for c in known),
         whole_prompt_per_s=sum(c.whole_prefill_tokens_per_s for c in known),
-        whole_output_per_s=sum(c.whole_output_tokens_per_s for c in known),
+        whole_output_per_s=whole_output_per_s,
         step_s=max(c.step_s for c in known),
+        left_shares=tuple(sum(part * left[i] for part, left in shares) for i in range(len(LEFT_STRETCHES_S))),
+        is_measured=all(c.num_ended >= KNOWN_LINES for c in known),
     )
+
+
+def _knows_its_rates(capacity: TierCapacity) -> bool:
+    """Return whether a worker knows all its rates. Where it does not know one yet, that one is 0."""
+    prompt = capacity.prefill_tokens_per_s, capacity.whole_prefill_tokens_per_s
+    return min(*prompt, capacity.output_tokens_per_s, capacity.whole_output_tokens_per_s) > 0
 
 
 def _share_left(capacity: TierCapacity) -> float:
     """Return the share of the engine that higher tiers leave to the tier."""
     return capacity.prefill_tokens_per_s / capacity.whole_prefill_tokens_per_s
+
+
+def _left_shares(worker: WorkerStatus, capacity: TierCapacity) -> tuple[float, ...]:
+    """Return the share for each of LEFT_STRETCHES_S; while the worker does not know them, the present share."""
+    return worker.left_shares or (min(1.0, _share_left(capacity)),) * len(LEFT_STRETCHES_S)
 
 
 def context_of(workers: Iterable[WorkerStatus]) -> int:
@@ -219,8 +258,26 @@ def estimate(work: Work, ahead: Sequence[Work], rates: Rates | None, pace: Pace 
         return None
     own, others = rates.seconds(work), [rates.seconds(other) for other in ahead]
     finish_s = own.expected + sum(min(own.expected, other.expected) for other in others)
-    latest_s = OTHER_RATE * (own.high + sum(other.high for other in others))
+    factor = OTHER_RATE if rates.is_measured else OTHER_RATE**2
+    latest_s = factor * (own.high + sum(other.high for other in others))
     return Estimate(finish_s, min(least_s, finish_s), latest_s, "capacity")
+
+
+def finish_times_s(works: Sequence[Work], paces: Sequence[Pace | None], rates: Rates | None) -> list[float | None]:
+    """Return `estimate(…).finish_s` of each of `works`, which are all that share the tier, in n log n steps."""
+    times_s = [0.0 if rates is None else rates.seconds(work).expected for work in works]
+    ordered = sorted(times_s)
+    sums = [0.0, *accumulate(ordered)]
+    finish_s: list[float | None] = []
+    for work, pace, own_s in zip(works, paces, times_s, strict=True):
+        if pace is not None and pace.is_known:
+            finish_s.append(work.lines / pace.lines_per_s)
+        elif rates is None:
+            finish_s.append(None)
+        else:
+            num_shorter = bisect_left(ordered, own_s)
+            finish_s.append(sums[num_shorter] + own_s * (len(works) - num_shorter))
+    return finish_s
 
 
 def line_times(work: Work, sooner: Iterable[Work], rates: Rates) -> LineTimes:
@@ -228,32 +285,9 @@ def line_times(work: Work, sooner: Iterable[Work], rates: Rates) -> LineTimes:
     if not work.lines:
         return LineTimes()
     sooner_s = sum(rates.seconds(other).expected for other in sooner)
-    return LineTimes(rates.seconds(work).expected / work.lines, rates.line_s(work), sooner_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Commitment:
-    """A batch that was promised to end in time: the seconds until it is due, and its time with the whole engine."""
-
-    left_s: float
-    work_s: float
-
-
-def earliest_window_s(work_s: float, promised: Iterable[Commitment]) -> float:
-    """Return the shortest window in which a new batch with `work_s` seconds of work can end, with the whole engine.
-
-    Batches that are due sooner go first. A promise that could be kept without the new batch must still be kept with it,
-    so the new batch may have to be due later than that one.
-    """
-    due = sorted(promised, key=lambda batch: batch.left_s)
-    before_s = after_s = 0.0  # work of the batches that go first; the earliest place that breaks no promise
-    for batch in due:
-        before_s += batch.work_s
-        if 0 <= batch.left_s - before_s < work_s:
-            after_s = batch.left_s
-    window_s, before_s = max(after_s, work_s), 0.0
-    for batch in due:
-        if batch.left_s > max(window_s, before_s + work_s):
-            break
-        before_s += batch.work_s
-    return max(window_s, before_s + work_s)
+    return LineTimes(
+        line_s=rates.seconds(work).expected / work.lines,
+        own_s=rates.line_s(work),
+        sooner_s=sooner_s,
+        least_line_s=rates.least_s(work) / work.lines,
+    )

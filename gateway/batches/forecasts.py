@@ -4,15 +4,17 @@ Collects what gateway/batches/estimate.py computes with: batches that are not ov
 rates. Nothing here holds a batch up: where something is not known, the answer is None.
 """
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gateway.batches import estimate as estimates
-from gateway.batches.estimate import Commitment, Estimate, Pace, Range, Rates, Work
+from gateway.batches.estimate import Estimate, Lengths, Pace, Range, Rates, Work
 from gateway.batches.line_deadlines import URGENT_SHARE, LineTimes
 from gateway.batches.line_statistics import LineStatistics
 from gateway.batches.model import Batch, BatchStatus
+from gateway.batches.promises import Commitment, earliest_promise_s
 from gateway.batches.store import BatchStore
 from gateway.batches.window import window_text
 from scheduler.clock import Clock
@@ -21,12 +23,13 @@ from scheduler.registry.worker_status import WorkerStatus
 
 RUNNING = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
 FRESH_S = 1.0  # seconds for which the list of unfinished batches is used again
+READ_AT_ONCE = 100  # records of batches that are read from the store together
 ROOM = 1.1  # the window that a refusal names is this much longer than the least one, so that it still fits later
 
 
 @dataclass(frozen=True, slots=True)
 class Infeasible:
-    """A window in which a batch cannot end even with the whole engine, and the shortest one in which it may."""
+    """A window in which a batch cannot be promised to end, and the shortest one that can be promised."""
 
     window: str
     earliest_window: str
@@ -45,6 +48,7 @@ class BatchForecasts:
         self._statistics = statistics
         self._workers = workers
         self._clock = clock
+        self.num_late = 0  # batches without `best_effort` that are expected to end after their window
         self._unfinished: tuple[float, list[tuple[Batch, Work]]] | None = None  # when they were read
         self.reconfigure(tier)
 
@@ -59,7 +63,7 @@ class BatchForecasts:
         return [await self._describe(batch, paces.get(batch.id)) for batch in batches]
 
     async def infeasible(self, batch: Batch) -> Infeasible | None:
-        """Return why a new batch cannot end within its window; None if it can, or if that is not known."""
+        """Return why a new batch cannot be promised its window; None if it can, or if that is not known."""
         if batch.best_effort:
             return None
         earliest_s = await self._earliest_window_s(batch)
@@ -85,14 +89,15 @@ class BatchForecasts:
         }
 
     async def line_times(self, batch: Batch) -> LineTimes:
-        """Return how long the lines of a batch take at present; no time at all if that is not known."""
-        rates, work = self._rates(), await self._work(batch)
+        """Return how long the lines of a running batch take at present; no time at all if that is not known."""
+        rates, running = self._rates(), await self._running()
+        work = next((own for other, own in running if other.id == batch.id), None)
         if rates is None or work is None:
             return LineTimes()
         sooner = [
             other_work
-            for other, other_work in await self._others(batch)
-            if not other.best_effort and other.expires_at < batch.expires_at
+            for other, other_work in running
+            if other.id != batch.id and not other.best_effort and other.expires_at <= batch.expires_at
         ]
         return estimates.line_times(work, sooner, rates)
 
@@ -122,19 +127,56 @@ class BatchForecasts:
             if not other.best_effort
         ]
         writing_s = batch.expires_at - batch.lines_due_s
-        return estimates.earliest_window_s(rates.least_s(work), promised) + writing_s
+        return earliest_promise_s(work, promised, rates) + writing_s
 
     async def _work(self, batch: Batch) -> Work | None:
         model = batch.size.model if batch.size is not None else batch.model
         return estimates.work_left(batch, await self._statistics.lengths(model, batch.endpoint), self._context())
 
     async def _others(self, batch: Batch) -> list[tuple[Batch, Work]]:
-        """Return the other batches that are not over, with what is left of them, as of at most `FRESH_S` ago."""
+        """Return the other batches that are not over, with what is left of them."""
+        return [entry for entry in await self._running() if entry[0].id != batch.id]
+
+    async def _running(self) -> list[tuple[Batch, Work]]:
+        """Return the batches that are not over, with what is left of them, as of at most `FRESH_S` ago."""
         if self._unfinished is None or self._clock.now() - self._unfinished[0] >= FRESH_S:
-            found = await self._store.get_all(await self._store.unfinished())
-            works = [(other, await self._work(other)) for other in found if other.status in RUNNING]
-            self._unfinished = self._clock.now(), [(other, work) for other, work in works if work is not None]
-        return [entry for entry in self._unfinished[1] if entry[0].id != batch.id]
+            self._unfinished = self._clock.now(), await self._read_unfinished()
+        return self._unfinished[1]
+
+    async def _read_unfinished(self) -> list[tuple[Batch, Work]]:
+        """Return the batches that are not over, of all gateways, with what is left of them.
+
+        They are read some at a time, and the lengths of each model and endpoint once.
+        """
+        ids, context = await self._store.unfinished(), self._context()
+        lengths: dict[tuple[str | None, str], Lengths] = {}
+        entries: list[tuple[Batch, Work]] = []
+        for first in range(0, len(ids), READ_AT_ONCE):
+            for batch in await self._store.get_all(ids[first : first + READ_AT_ONCE]):
+                if batch.status not in RUNNING:
+                    continue
+                kind = batch.size.model if batch.size is not None else batch.model, batch.endpoint
+                if kind not in lengths:
+                    lengths[kind] = await self._statistics.lengths(*kind)
+                work = estimates.work_left(batch, lengths[kind], context)
+                if work is not None:
+                    entries.append((batch, work))
+        return entries
+
+    async def count_late(self) -> None:
+        """Count the batches of all gateways that are expected to end after their window: see `num_late`."""
+        entries = await self._read_unfinished()
+        paces = await self._statistics.paces([batch.id for batch, _ in entries])
+        self.num_late = await asyncio.to_thread(self._num_late, entries, paces, self._rates(), self._now_s())
+
+    def _num_late(
+        self, entries: Sequence[tuple[Batch, Work]], paces: Mapping[str, Pace], rates: Rates | None, now_s: float
+    ) -> int:
+        finish_s = estimates.finish_times_s(
+            [work for _, work in entries], [paces.get(batch.id) for batch, _ in entries], rates
+        )
+        ends = zip((batch for batch, _ in entries), finish_s, strict=True)
+        return sum(not b.best_effort and left_s is not None and now_s + left_s > b.lines_due_s for b, left_s in ends)
 
     def on_created(self) -> None:
         """Read the list again for the next question, because a batch was created."""

@@ -25,12 +25,14 @@ from gateway.batches.line_statistics import LineStatistics
 from gateway.batches.model import Batch, LineResult
 from gateway.batches.output import answered_line
 from gateway.batches.size import line_size
+from gateway.batches.tracing import BatchTracer
 from gateway.dead_letters import DeadLetters
+from gateway.http.trace import RequestTrace
 from gateway.identity import service_tier_of
 from gateway.protocol.errors import internal_error
 from scheduler.clock import Clock
 from scheduler.config import Tier
-from scheduler.request import WORKER_DIED, JobDeadline
+from scheduler.request import WORKER_DIED, JobDeadline, JobPart
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +57,7 @@ class Completions(Protocol):
         request_id: str,
         owner: str | None,
         wants_receipt: bool,
-        deadline: JobDeadline | None,
+        part: JobPart | None,
     ) -> tuple[int, dict[str, Any]]: ...
 
 
@@ -70,12 +72,14 @@ class LineRunner:
         statistics: LineStatistics,
         forecasts: BatchForecasts,
         dead_letters: DeadLetters | None = None,
+        tracer: BatchTracer | None = None,
     ) -> None:
         self.completions = completions
         self.clock = clock
         self.statistics = statistics
         self.forecasts = forecasts
         self.dead_letters = dead_letters
+        self.tracer = tracer
         self.reconfigure(tier)
 
     def reconfigure(self, tier: Tier) -> None:
@@ -101,29 +105,44 @@ class BatchLines:
         self._times_due_s = -math.inf  # when they are to be computed again
         self._times_lock = asyncio.Lock()
 
-    def is_urgent(self) -> bool:
-        """Return whether the next line is urgent, so that it must begin before lines of other batches."""
+    def urgent_due(self) -> float:
+        """Return when the batch is due if its next line must begin before lines of batches due later; else inf."""
+        if self._batch.best_effort:
+            return math.inf
         now_ms, urgent_ms = self._runner.clock.wall_ms(), self._runner.tier.urgent_ms
-        return not self._batch.best_effort and self._deadlines.is_urgent(self._times, now_ms, urgent_ms)
+        return self._deadlines.urgent_due_ms(self._times, now_ms, urgent_ms)
 
     async def run(self, line: BatchLine) -> LineResult:
         """Run a line until it has a final answer, and return the result. To stop the generation, cancel this call."""
+        tracer = self._runner.tracer
+        if tracer is None or self._batch.traceparent is None:
+            return await self._run(line)
+        with tracer.line(self._batch, line) as trace:
+            return await self._run(line, trace)
+
+    async def _run(self, line: BatchLine, trace: RequestTrace | None = None) -> LineResult:
         deadline = await self._deadline()
-        failures = pauses = 0
+        failures = attempts = 0
         while True:
-            # Each attempt needs a new id, because the queue ignores a request whose id it still holds.
+            # Each attempt needs a new id, because the queue ignores a request whose id it still holds. It continues
+            # what has been generated since the last failure, also for a gateway that has ended. After a failure, the
+            # line begins anew: with the same tokens, it might fail again.
+            part = JobPart(f"{self._batch.id}/{line.number}/{failures}", deadline)
             request_id = f"req_{secrets.token_hex(16)}"
             structlog.contextvars.bind_contextvars(request_id=request_id, tier=self._runner.tier.name)
-            status, body = await self._attempt(line, request_id, deadline)
+            status, body = await self._attempt(line, request_id, part)
+            attempts += 1
             if _was_given_up(status, body):  # another attempt would end further workers
                 if self._runner.dead_letters is not None:
                     await self._runner.dead_letters.assign(request_id, self._batch.id, line.custom_id, line.number)
-                return await self._result(line, request_id, status, body)
+                break
             failures += status >= 500 and status not in BUSY
             if (status < 500 and status not in BUSY) or failures == MAX_FAILURES:
-                return await self._result(line, request_id, status, body)
-            await self._runner.clock.sleep(_pause_s(pauses))
-            pauses += 1
+                break
+            await self._runner.clock.sleep(_pause_s(attempts - 1))
+        if trace is not None:
+            trace.note(tidegate__attempts=attempts, http__response__status_code=status)
+        return await self._result(line, request_id, status, body)
 
     async def _deadline(self) -> JobDeadline | None:
         """Return the deadline of the line that begins now; None for a line that is done when there is time."""
@@ -147,9 +166,7 @@ class BatchLines:
         await self._runner.statistics.add(self._batch, self._meter, line_size(line.body), result)
         return result
 
-    async def _attempt(
-        self, line: BatchLine, request_id: str, deadline: JobDeadline | None
-    ) -> tuple[int, dict[str, Any]]:
+    async def _attempt(self, line: BatchLine, request_id: str, part: JobPart) -> tuple[int, dict[str, Any]]:
         try:
             return await self._runner.completions.complete(
                 self._batch.endpoint,
@@ -159,7 +176,7 @@ class BatchLines:
                 request_id=request_id,
                 owner=self._batch.owner,
                 wants_receipt=True,  # it says how much engine time the line took
-                deadline=deadline,
+                part=part,
             )
         except (StoreUnreachable, StoreSilent):
             return 503, internal_error("The store is not reachable at the moment.").body()

@@ -7,9 +7,12 @@ due when the work behind it must begin, and the work of other batches that are d
                − (lines behind it) · (seconds a line) − its own time − work of batches that are due sooner
 
 While a batch is on schedule, this is far away. When it needs the engine from now on, the next line is due at once, and
-lines become urgent before that, by the tier's key `urgent_ms`, within an eighth of the window. The module is pure.
+lines become urgent before that, by the tier's key `urgent_ms`, within an eighth of the window. Of urgent batches, the
+one that is due first goes first; one that is late in any case would hold up the others, and does not. The module is
+pure.
 """
 
+import math
 from dataclasses import dataclass
 
 from gateway.batches.model import Batch
@@ -24,12 +27,14 @@ URGENT_SHARE = 1 / 8
 class LineTimes:
     """How long lines take: `line_s` from the end of one to the end of the next, `own_s` from its begin to its end.
 
-    `sooner_s` is the time of the work that is left of batches that are due sooner.
+    `sooner_s` is the time of the work that is left of batches that are due sooner or at the same time. `least_line_s`
+    is the least time of a line, with the whole engine.
     """
 
     line_s: float = 0.0
     own_s: float = 0.0
     sooner_s: float = 0.0
+    least_line_s: float = 0.0
 
 
 class LineDeadlines:
@@ -51,7 +56,12 @@ class LineDeadlines:
         needed_ms = int(1000 * (num_behind * times.line_s + times.own_s + times.sooner_s))
         return JobDeadline(max(now_ms, self._due_ms - needed_ms), self._urgent_ms)
 
-    def is_urgent(self, times: LineTimes, now_ms: int, max_urgent_ms: int) -> bool:
-        """Return whether the next line is urgent at once. `max_urgent_ms` is the `urgent_ms` of the tier."""
+    def urgent_due_ms(self, times: LineTimes, now_ms: int, max_urgent_ms: int) -> float:
+        """Return when the batch is due if its next line is urgent at once; else inf.
+
+        `max_urgent_ms` is the `urgent_ms` of the tier. A batch whose lines cannot end in time even with the whole
+        engine is not urgent any more.
+        """
         left_ms = self.deadline(max(0, self._num_left - 1), times, now_ms).at_ms - now_ms
-        return left_ms < min(self._urgent_ms, max_urgent_ms)
+        is_lost = now_ms + 1000 * self._num_left * times.least_line_s > self._due_ms
+        return self._due_ms if left_ms < min(self._urgent_ms, max_urgent_ms) and not is_lost else math.inf

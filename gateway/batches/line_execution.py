@@ -106,9 +106,9 @@ class LineExecution:
     async def _feed(self) -> None:
         """Run the lines that have no result. The window limits how many lines run at the same time."""
         done = await self._store.finished_lines(self._batch.id)
-        await write_order_aside(self._path)
+        await write_order_aside(self._path, self._batch.total)
         chunks = read_ordered_chunks(self._path, done)
-        share = self._window.join(self._batch.owner, self._lines.is_urgent)
+        share = self._window.join(self._batch.owner, self._lines.urgent_due)
         try:
             while chunk := await next_chunk(chunks):
                 for line in chunk:

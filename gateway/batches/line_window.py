@@ -3,12 +3,13 @@
 Jobs share the window by stride scheduling over tokens. Each free place goes to the key that has used the fewest tokens
 for its weight, and among the jobs of this key to the job that has used the fewest. A key or job that comes later starts
 level with the others, so that it neither waits for what they have had nor makes up for it. Keys without jobs leave
-their part to the others. While a job is urgent, places go to urgent jobs only: beside a large job, it would else get
-half of the engine, however urgent its lines are. Knows keys and counts; does not know lines, stores or time. Each
-gateway has its own window, so the shares are those of the jobs that one gateway runs.
+their part to the others. While jobs are urgent, each place goes to the urgent job that is due first: sharing equally
+with jobs that are due later, it would be late for their sake. Knows keys and counts; does not know lines or stores.
+Each gateway has its own window, so the shares are those of the jobs that one gateway runs.
 """
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ class KeyShare:
 
 
 ShareOf = Callable[[str | None], KeyShare]
+UrgentDue = Callable[[], float]  # when an urgent job is due, in any unit; inf while it is not urgent
 
 
 @dataclass(slots=True, eq=False)
@@ -58,9 +60,9 @@ class _Ended:
 class JobShare:
     """The share of one job, which has more lines to run until it leaves."""
 
-    def __init__(self, window: "LineWindow", key: _Key, used: float, is_urgent: Callable[[], bool]) -> None:
+    def __init__(self, window: "LineWindow", key: _Key, used: float, urgent_due: UrgentDue) -> None:
         self._window = window
-        self.is_urgent = is_urgent
+        self.urgent_due = urgent_due
         self.key = key
         self.used = used  # tokens
         self.in_flight = 0  # places that the job has been given, and whose lines have not ended
@@ -95,13 +97,13 @@ class LineWindow:
         self._ended = _Ended()  # of all jobs
         self._keys: dict[str | None, _Key] = {}
 
-    def join(self, owner: str | None, is_urgent: Callable[[], bool] = lambda: False) -> JobShare:
-        """Return the share of a new job of the key `owner`. `is_urgent` says whether its next line must begin first."""
+    def join(self, owner: str | None, urgent_due: UrgentDue = lambda: math.inf) -> JobShare:
+        """Return the share of a new job of the key `owner`. `urgent_due` says how urgent its next line is."""
         key = self._keys.setdefault(owner, _Key(owner, 0.0))
         if not key.jobs:
             others = (k.used for k in self._keys.values() if k.jobs and not self._is_at_limit(k))
             key.used = max(key.used, min(others, default=0.0))
-        job = JobShare(self, key, used=min((other.used for other in key.jobs), default=0.0), is_urgent=is_urgent)
+        job = JobShare(self, key, used=min((other.used for other in key.jobs), default=0.0), urgent_due=urgent_due)
         key.jobs.append(job)
         self._give()
         return job
@@ -133,8 +135,7 @@ class LineWindow:
     def _next(self) -> JobShare | None:
         """Return the job that gets the next place; None if none may have it."""
         jobs = [job for key in self._keys.values() for job in key.jobs if self._may_have_more(job)]
-        urgent = [job for job in jobs if job.is_urgent()]
-        return min(urgent or jobs, key=lambda job: (job.key.used, job.used), default=None)
+        return min(jobs, key=lambda job: (job.urgent_due(), job.key.used, job.used), default=None)
 
     def _may_have_more(self, job: JobShare) -> bool:
         if self._is_at_limit(job.key):

@@ -1,7 +1,8 @@
 """Keep the batches of one gateway running: start runs, renew locks, adopt batches that no gateway runs, clear up.
 
-There are two loops. The first loop looks after the runs every `TICK_S` seconds. The second loop removes leftovers. It
-is separate because it may take long, and must not delay the renewal of locks.
+There are three loops. The first loop looks after the runs every `TICK_S` seconds. The second loop removes leftovers,
+and the third one counts the batches that will be late. They are separate because they may take long, and must not delay
+the renewal of locks.
 """
 
 import asyncio
@@ -31,7 +32,8 @@ log = logging.getLogger(__name__)
 TICK_S = 0.1  # maximum seconds until a run learns that its batch was cancelled through another gateway
 ADOPT_S = 1.0  # seconds between two searches for batches that no gateway runs
 BROKEN_S = 5.0  # seconds before a run that ended with an exception is started again
-SWEEPER_TICK_S = 1.0  # seconds between two checks whether a sweep is due
+SWEEPER_TICK_S = 1.0  # seconds between two checks whether a sweep or a count is due
+LATE_S = 30.0  # seconds between two counts of the batches that will be late
 SWEEP_S = 60.0  # seconds between two sweeps of expired files and lost batches
 ORPHAN_SWEEP_S = 86_400.0  # seconds between two sweeps of orphans; the first sweep is at the start
 
@@ -48,7 +50,9 @@ class BatchMaintenance:
         make_run: MakeRun,
         clock: Clock,
         lock_ttl_s: float,
+        count_late: Callable[[], Awaitable[object]],
     ) -> None:
+        """`count_late` counts the batches that will be late, for the metrics."""
         self._store = store
         self._files = files
         self._make_run = make_run
@@ -56,6 +60,7 @@ class BatchMaintenance:
         self._storage = files.storage
         self._directory = files.data_dir / BATCHES  # one subdirectory for each batch whose input is on this machine
         self._lock_ttl_s = lock_ttl_s
+        self._count_late = count_late
         self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
         self._loops: list[asyncio.Task[None]] = []
         self._withdrawn: dict[str, str | None] = {}  # by id: the owners of batches that are to be removed
@@ -75,7 +80,8 @@ class BatchMaintenance:
             _Duty(self._sweep_orphans, ORPHAN_SWEEP_S),
             _Duty(self._warn_of_no_log, math.inf),
         )
-        loops = ((running, TICK_S), (sweeping, SWEEPER_TICK_S))
+        counting = (_Duty(self._count_late, LATE_S),)
+        loops = ((running, TICK_S), (sweeping, SWEEPER_TICK_S), (counting, SWEEPER_TICK_S))
         self._loops = [asyncio.create_task(self._perform(duties, tick_s)) for duties, tick_s in loops]
 
     async def close(self) -> None:

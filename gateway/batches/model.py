@@ -97,6 +97,7 @@ class Batch:
     engine_us: int = 0  # engine time of the answers, in microseconds
     size: InputSize | None = None  # None: the batch was created by a version that did not count its input
     best_effort: bool = False  # nothing is promised: its lines are never urgent
+    traceparent: str | None = None  # W3C trace context of the request that created it; None: it is not traced
 
     @property
     def window_s(self) -> int:

@@ -23,8 +23,9 @@ from typing import BinaryIO
 import anyio.to_process
 import msgspec
 
-from gateway.batches.input import BOM, CHUNK_LINES, BatchLine, in_chunks
+from gateway.batches.input import BLANKS, BOM, CHUNK_LINES, BatchLine, in_chunks
 from gateway.batches.prompt_text import output_limit, prompt_bytes
+from gateway.files.local_storage import move_durably
 from gateway.protocol.json_body import INLINE_SIZE
 
 BLOCK_BYTES = 128  # prompts are compared in blocks of so many bytes: about 32 tokens, two KV blocks
@@ -82,24 +83,27 @@ def _longest_last_lines_first(families: list[list[LinePrompt]]) -> list[LineProm
     return [line for family in (*families[:begin], *tail) for line in family]
 
 
-def write_order(path: Path) -> None:
-    """Write the order of the checked input at `path`, unless it is there already."""
+def write_order(path: Path, num_lines: int | None = None) -> None:
+    """Write the order of the checked input at `path`, unless it is there already.
+
+    An order of other than `num_lines` lines is written again (None: it may have any number): it was cut off.
+    """
     ordered_path = order_path(path)
-    if ordered_path.exists():
+    if ordered_path.exists() and num_lines in (None, ordered_path.stat().st_size / ENTRY.size):
         return
     unfinished = ordered_path.with_name(f"{ordered_path.name}.{os.getpid()}")
     with path.open("rb") as file:
         ordered = run_order([_line_prompt(*line) for line in _lines(file)])
     unfinished.write_bytes(b"".join(ENTRY.pack(line.number, line.offset) for line in ordered))
-    os.replace(unfinished, ordered_path)
+    move_durably(unfinished, ordered_path)
 
 
-async def write_order_aside(path: Path) -> None:
+async def write_order_aside(path: Path, num_lines: int) -> None:
     """Do the same while the event loop goes on: for a short input in a thread, for a longer one in another process."""
     if (await asyncio.to_thread(path.stat)).st_size <= INLINE_SIZE:
-        await asyncio.to_thread(write_order, path)
+        await asyncio.to_thread(write_order, path, num_lines)
     else:
-        await anyio.to_process.run_sync(write_order, path, cancellable=True)
+        await anyio.to_process.run_sync(write_order, path, num_lines, cancellable=True)
 
 
 def read_ordered_chunks(path: Path, done: Container[int]) -> Iterator[list[BatchLine]]:
@@ -126,7 +130,7 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
         begin = offset + (len(BOM) if number == 1 and raw.startswith(BOM) else 0)
         text = raw[begin - offset :]
         offset += len(raw)
-        if text.strip():
+        if text.strip(BLANKS):
             yield number, begin, text
 
 

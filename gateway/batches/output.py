@@ -24,6 +24,8 @@ from gateway.files.storage import Storage
 from gateway.files.store import FileStore
 
 PURPOSE = "batch_output"
+# Characters beside "\n" at which Python's `splitlines` ends a line, and their escapes. JSON has them in strings only.
+SEPARATORS = tuple((c.encode(), f"\\u{ord(c):04x}".encode()) for c in "\x85\u2028\u2029")
 BATCH_EXPIRED = (
     "batch_expired",
     "This request could not be executed before the completion window expired.",
@@ -145,7 +147,10 @@ def _copy_or_explain(
 def _line_text(batch_id: str, line: BatchLine, response: dict[str, Any] | None, error: dict[str, str] | None) -> bytes:
     line_id = f"batch_req_{_derived(batch_id, str(line.number))}"
     answer = {"id": line_id, "custom_id": line.custom_id, "response": response, "error": error}
-    return msgspec.json.encode(answer)
+    text = msgspec.json.encode(answer)
+    for separator, escaped in SEPARATORS:
+        text = text.replace(separator, escaped)
+    return text
 
 
 def _derived(batch_id: str, part: str) -> str:

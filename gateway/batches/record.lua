@@ -4,7 +4,7 @@
 -- ARGV: owner's token; name of the content; positions of the group's first byte and behind its last byte; number of
 --       the counts, then the name and the increment of each; then the numbers of the group's lines.
 -- Returns the number of lines; 0 if the group was recorded before; -1 if the caller does not own the batch; -2 if the
--- store does not know what the caller relies on, because it has lost its latest writes.
+-- store does not know what the caller relies on, because it has lost its latest writes or the batch was withdrawn.
 local record, done, results, owner = unpack(KEYS)
 local token, name, first, last, counts = unpack(ARGV, 1, 5)
 
@@ -16,7 +16,7 @@ if recorded == last then
   return 0
 end
 local lines = 6 + 2 * counts
-if recorded ~= first then
+if recorded ~= first or redis.call('EXISTS', record) == 0 then
   return -2
 end
 for i = lines, #ARGV do

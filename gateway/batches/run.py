@@ -53,6 +53,7 @@ class BatchRun:
         quota: TokenQuota,
         model_names: Collection[str],
         clock: Clock,
+        max_lines: int,
         max_line_bytes: int,
         on_end: OnEnd,
     ) -> None:
@@ -66,6 +67,7 @@ class BatchRun:
         self._quota = quota
         self._model_names = model_names
         self._clock = clock
+        self._max_lines = max_lines
         self._max_line_bytes = max_line_bytes
         self._on_end = on_end
         self._execution: LineExecution | None = None
@@ -144,7 +146,13 @@ class BatchRun:
     async def _validate(self, batch: Batch, path: Path) -> None:
         if batch.input_sha256 is not None and await asyncio.to_thread(sha256_of, path) != batch.input_sha256:
             return await self._move(BatchStatus.FAILED, errors=(INPUT_DAMAGED,))
-        report = await inspect_aside(path, batch.endpoint, self._model_names, max_line_bytes=self._max_line_bytes)
+        report = await inspect_aside(
+            path,
+            batch.endpoint,
+            self._model_names,
+            max_lines=self._max_lines,
+            max_line_bytes=self._max_line_bytes,
+        )
         errors = report.errors or await self._quota.reserve(batch, path)
         if errors:
             await self._move(BatchStatus.FAILED, errors=errors)

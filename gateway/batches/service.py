@@ -13,7 +13,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from gateway.batches.forecasts import BatchForecasts, Infeasible
-from gateway.batches.input import MAX_LINE_BYTES, input_name
+from gateway.batches.input import MAX_LINE_BYTES, MAX_LINES, input_name
 from gateway.batches.line import Completions, LineRunner
 from gateway.batches.line_statistics import LineStatistics
 from gateway.batches.line_window import KeyShare, LineWindow
@@ -23,11 +23,13 @@ from gateway.batches.run import BatchRun, OnEnd
 from gateway.batches.size import InputSize, size_aside
 from gateway.batches.store import BatchStore, Moved
 from gateway.batches.token_quota import CountTokens, TokenQuota
+from gateway.batches.tracing import BatchTracer
 from gateway.dead_letters import DeadLetters
 from gateway.files.disk import noticing_full_disk
 from gateway.files.pagination import Page
 from gateway.files.storage import ContentLost
 from gateway.files.store import FileStore, content_name
+from gateway.http.trace import CURRENT_TRACE
 from gateway.identity import Keyring
 from scheduler.clock import Clock
 from scheduler.config import TierSet
@@ -54,13 +56,22 @@ async def _ignore(batch: Batch) -> None:
     pass
 
 
+def _traced(on_end: OnEnd, tracer: BatchTracer) -> OnEnd:
+    async def end(batch: Batch) -> None:
+        await on_end(batch)
+        if batch.traceparent is not None:
+            tracer.end(batch)
+
+    return end
+
+
 class BatchService:
     """The service that creates, runs, lists and cancels the batches of one gateway.
 
-    `max_lines_in_flight` limits how many lines of all batches together run at the same time. `lock_ttl_s` is the
-    lifetime of a batch's lock in seconds. `on_end` is called with each batch that is over, at least once. `keyring` has
-    the weights and limits of the keys that own batches, and `count_tokens` counts the tokens of prompts against these
-    limits (None: no limits).
+    `max_lines` is the limit of one batch. `max_lines_in_flight` limits how many lines of all batches together run at
+    the same time. `lock_ttl_s` is the lifetime of a batch's lock in seconds. `on_end` is called with each batch that is
+    over, at least once. `keyring` has the weights and limits of the keys that own batches, and `count_tokens` counts
+    the tokens of prompts against these limits (None: no limits).
     """
 
     def __init__(
@@ -74,28 +85,35 @@ class BatchService:
         *,
         keyring: Keyring | None = None,
         count_tokens: CountTokens | None = None,
+        max_lines: int = MAX_LINES,
         max_lines_in_flight: int = 256,
         lock_ttl_s: float = 6.0,
         max_body_bytes: int = MAX_LINE_BYTES,
         workers: Callable[[], Sequence[WorkerStatus]] = list,
         dead_letters: DeadLetters | None = None,
         on_end: OnEnd = _ignore,
+        tracer: BatchTracer | None = None,
     ) -> None:
-        """`workers` returns the status of the workers that live, which says how fast batches are."""
+        """`workers` returns the status of the workers that live, which says how fast batches are.
+
+        With a `tracer`, batches whose creation is traced have traces.
+        """
         self._store = BatchStore(redis)
         self._files = files
         tier, statistics = tiers[tiers.batch_tier], LineStatistics(redis, clock)
         self._forecasts = BatchForecasts(self._store, statistics, workers, tier, clock)
-        self._lines = LineRunner(completions, tier, clock, statistics, self._forecasts, dead_letters)
+        self._lines = LineRunner(completions, tier, clock, statistics, self._forecasts, dead_letters, tracer)
         self._model_names = model_names
         self._clock = clock
         self._keyring = keyring or Keyring()
         self._window = LineWindow(max_lines_in_flight, self._share_of)
         self._quota = TokenQuota(redis, self._keyring, count_tokens)
         self._lock_ttl_s = lock_ttl_s
+        self._max_lines = max_lines
         self._max_body_bytes = max_body_bytes
-        self._on_end = on_end
-        self._maintenance = BatchMaintenance(self._store, files, self._make_run, clock, lock_ttl_s)
+        self._on_end = on_end if tracer is None else _traced(on_end, tracer)
+        count_late = self._forecasts.count_late
+        self._maintenance = BatchMaintenance(self._store, files, self._make_run, clock, lock_ttl_s, count_late)
 
     async def start(self) -> None:
         await self._maintenance.start()
@@ -115,7 +133,7 @@ class BatchService:
     async def create(self, new: NewBatch, new_id: str | None = None) -> Batch | InputProblem | Infeasible:
         """Create and start a batch.
 
-        Return an `InputProblem` if its input file cannot be used, and `Infeasible` if it certainly cannot end in time.
+        Return an `InputProblem` if its input file cannot be used, and `Infeasible` if its window cannot be promised.
 
         When this returns, the batch's record is durable. The batch also has its own link to the input, or its own copy.
         If it raises an error of the store or `DiskFull`, nothing of the batch is left, and it does not run. `new_id` is
@@ -136,7 +154,9 @@ class BatchService:
             with noticing_full_disk():
                 await self._files.storage.copy(content_name(file.id), input_name(batch_id))
                 size = await size_aside(await self._files.storage.fetch(input_name(batch_id)))
-            batch = replace(new.to_batch(batch_id, self._now_s(), size), input_sha256=file.sha256)
+            batch = new.to_batch(batch_id, self._now_s(), size)
+            trace = CURRENT_TRACE.get()
+            batch = replace(batch, input_sha256=file.sha256, traceparent=trace.traceparent if trace else None)
             infeasible = await self._forecasts.infeasible(batch)
             if infeasible is not None:
                 await self._maintenance.withdraw(batch_id, new.owner)
@@ -192,6 +212,11 @@ class BatchService:
         """Return the number of batches in each state, summed over all gateways."""
         return {status.value: count for status, count in (await self._store.counts_by_status()).items()}
 
+    @property
+    def num_late(self) -> int:
+        """The number of batches, of all gateways, that are expected to end after their window."""
+        return self._forecasts.num_late
+
     def _make_run(self, batch_id: str) -> BatchRun:
         return BatchRun(
             batch_id,
@@ -203,6 +228,7 @@ class BatchService:
             self._quota,
             self._model_names,
             self._clock,
+            self._max_lines,
             self._max_body_bytes,
             self._on_end,
         )

@@ -1,6 +1,6 @@
 """The size of a batch's input: how many requests, how much text, how many output tokens they may ask for.
 
-Counts without a tokenizer, because a batch is answered before its 50,000 lines could be tokenised. Lines that are not
+Counts without a tokenizer, because a batch is answered before its 100,000 lines could be tokenised. Lines that are not
 valid are left out: validation reports them. Reading blocks, so callers use `size_aside`.
 """
 

@@ -65,7 +65,8 @@ class BatchStore:
 
     async def withdraw(self, batch_id: str, owner: str | None) -> None:
         """Remove a batch that was not accepted after all."""
-        await self._withdraw(keys=[_key(batch_id), index_of(INDEX, owner), UNFINISHED, BY_STATUS], args=[batch_id])
+        keys = [_key(batch_id), index_of(INDEX, owner), UNFINISHED, BY_STATUS]
+        await self._withdraw(keys=[*keys, _done_key(batch_id), _results_key(batch_id)], args=[batch_id])
 
     async def get(self, batch_id: str) -> Batch | None:
         return (await self._load([batch_id]))[0]

@@ -4,6 +4,7 @@ Knows choices, the answer's format and the tier's timeout; does not know HTTP re
 owns its token stream: when the `ResponseStream` ends, the scheduler requests that have not finished are cancelled.
 """
 
+import hashlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from gateway.protocol.errors import ApiError, given_up, internal_error, invalid_
 from scheduler.client.token_stream import TokenStream
 from scheduler.clock import Clock
 from scheduler.config import Tier
-from scheduler.request import WORKER_DIED, EventKind, JobDeadline, Receipt, Request, TokenEvent
+from scheduler.request import WORKER_DIED, EventKind, JobPart, Receipt, Request, TokenEvent
 
 log = structlog.get_logger(__name__)
 
@@ -76,12 +77,18 @@ class PreparedRequest:
         requests = tuple(msgspec.structs.replace(r, wants_receipt=True) for r in self.requests)
         return replace(self, requests=requests, receipt_for=requested)
 
-    def as_part_of_job(self, deadline: JobDeadline | None) -> "PreparedRequest":
-        """Return the same request with a job's deadline; None: it is no part of a job. An own, earlier one stays."""
-        if deadline is None or min(r.deadline_ms - r.arrival_ms for r in self.requests) < self.tier.deadline_ms:
-            return self
-        changes = {"deadline_ms": deadline.at_ms, "urgent_ms": deadline.urgent_ms}
-        return replace(self, requests=tuple(msgspec.structs.replace(r, **changes) for r in self.requests))
+    def as_part_of_job(self, part: JobPart, model: str) -> "PreparedRequest":
+        """Return the same request as a part of a job, with the job's deadline. An own, earlier deadline stays.
+
+        `model` tells one version of the model from another: an output is continued only by the model that began it.
+        """
+        names = [_name_of_part(part, index, request, model) for index, request in enumerate(self.requests)]
+        parts = tuple(msgspec.structs.replace(r, job_part=n) for r, n in zip(self.requests, names, strict=True))
+        has_own = min(r.deadline_ms - r.arrival_ms for r in self.requests) < self.tier.deadline_ms
+        if part.deadline is not None and not has_own:
+            changes = {"deadline_ms": part.deadline.at_ms, "urgent_ms": part.deadline.urgent_ms}
+            parts = tuple(msgspec.structs.replace(request, **changes) for request in parts)
+        return replace(self, requests=parts)
 
     @property
     def text_options(self) -> object:
@@ -334,6 +341,16 @@ class ResponseStream:
         structlog.contextvars.bind_contextvars(
             prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens
         )
+
+
+def _name_of_part(part: JobPart, index: int, request: Request, model: str) -> str:
+    """Return a name that is the same each time the part is asked for, unless something changed that decides its output.
+
+    A seed that the caller has not chosen is another one each time: the output may go on with any.
+    """
+    sampling = request.sampling if request.is_seeded else msgspec.structs.replace(request.sampling, seed=0)
+    whole = (part.name, index, model, request.prompt_token_ids, sampling)
+    return hashlib.sha256(msgspec.msgpack.encode(whole, order="deterministic")).hexdigest()[:32]
 
 
 def _choice(index: int, request: Request, prepared: PreparedRequest, tokenizer: Tokenizer) -> Choice:

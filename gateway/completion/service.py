@@ -38,7 +38,7 @@ from scheduler.client.rejection import Rejected, RejectReason
 from scheduler.client.token_stream import TokenStream
 from scheduler.clock import Clock
 from scheduler.config import Tier
-from scheduler.request import Delivery, JobDeadline, Request
+from scheduler.request import Delivery, JobPart, Request
 
 OPENAI_DEFAULTS = SamplingDefaults()
 PING_S = 15.0  # seconds of silence before a keep-alive; proxies close connections that are silent for 30 to 60 s
@@ -108,14 +108,14 @@ class CompletionService:
         request_id: str,
         owner: str | None = None,
         wants_receipt: bool = False,
-        deadline: JobDeadline | None = None,
+        part: JobPart | None = None,
     ) -> tuple[int, dict[str, Any]]:
         """Answer one request without streaming. Return the HTTP status and the JSON body of the answer.
 
         Refusals and failures are also returned as an answer. `service_tier` is the value that the answer reports.
         `request_id` must be new in every call, because the ids of the scheduler requests are made from it. `owner` is
         the name of the caller's key (None: access is open). The key's limits do not hold up batches, but what a batch
-        uses is counted. `deadline` is that of a part of a job (None: the tier's).
+        uses is counted. `part` is the part of a job that this is (None: it is none).
         """
         try:
             request = await _parse_endpoint(endpoint, body)
@@ -124,7 +124,7 @@ class CompletionService:
             )
             if wants_receipt:
                 prepared = prepared.with_receipt(service_tier)
-            stream = await self.submit(prepared.as_part_of_job(deadline), is_limited=False)
+            stream = await self.submit_part(prepared, part)
             return 200, await stream.respond()
         except ApiError as error:
             return error.status, error.body()
@@ -225,6 +225,12 @@ class CompletionService:
             trace.note_submitted()
         shared = (self._tokenizer, self._clock, self._ping_s)
         return ResponseStream(prepared, tokens, *shared, account, trace, self._dead_letters)
+
+    async def submit_part(self, prepared: PreparedRequest, part: JobPart | None) -> ResponseStream:
+        """Enqueue `prepared` as a part of a job, as `submit` does. The limits of the owner's key do not count."""
+        if part is not None:
+            prepared = prepared.as_part_of_job(part, self._fingerprint)
+        return await self.submit(prepared, is_limited=False)
 
     async def _enqueue(self, prepared: PreparedRequest, patient: str | None) -> tuple[PreparedRequest, TokenStream]:
         """Enqueue all scheduler requests of `prepared`, or none of them.

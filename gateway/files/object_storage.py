@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from gateway.files.local_storage import PRIVATE_DIR, LocalStorage, local_entries, sha256_of, unlink
+from gateway.files.local_storage import PRIVATE_DIR, LocalStorage, local_entries, move_durably, sha256_of, unlink
 from gateway.files.storage import ContentDamaged, ContentLost, Entry, Storage, StorageUnreachable
 
 T = TypeVar("T")
@@ -226,7 +226,7 @@ def _download(files: Any, path: str, target: Path, sha256: str | None) -> None:
         files.get_file(path, str(partial_copy))
         if sha256 is not None and sha256_of(partial_copy) != sha256:
             raise ContentDamaged(f"{target.name} does not match its checksum")
-        os.replace(partial_copy, target)
+        move_durably(partial_copy, target)  # it is not checked again when a later start finds it
     finally:
         partial_copy.unlink(missing_ok=True)
 

@@ -14,7 +14,7 @@ from fastapi.responses import StreamingResponse
 from gateway.files.storage import ContentDamaged, Storage
 from gateway.files.store import StoredFile
 
-_RANGE = re.compile(r"bytes=(\d*)-(\d*)", re.ASCII)
+_RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII)  # no file has a size with more digits
 
 
 async def stored_content(request: Request, storage: Storage, name: str, file: StoredFile, media_type: str) -> Response:

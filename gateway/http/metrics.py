@@ -87,6 +87,11 @@ class GatewayMetrics:
         )
         self.workers_alive = Gauge("tidegate_workers_alive", "Workers with a fresh heartbeat.", registry=self.registry)
         self.batches = Gauge("tidegate_batches", "Batches by status.", ["status"], registry=self.registry)
+        self.batches_late = Gauge(
+            "tidegate_batches_late",
+            "Unfinished batches of all gateways that are expected to end after their window, except best effort.",
+            registry=self.registry,
+        )
         self.dead_letters = Gauge(
             "tidegate_dead_letters", "Requests that were given up because their workers died.", registry=self.registry
         )

@@ -138,8 +138,8 @@ def disk_full() -> ApiError:
 
 def files_quota_exceeded(used_bytes: int, quota_bytes: int) -> ApiError:
     message = (
-        f"The files of this API key may have {quota_bytes / 2**20:.0f} MB, and its other files have "
-        f"{used_bytes / 2**20:.1f} MB. Delete some (DELETE /v1/files/{{file_id}}), or let them expire "
+        f"The files of this API key may have {quota_bytes / 2**20:.0f} MB, and its other files and pending uploads "
+        f"have {used_bytes / 2**20:.1f} MB. Delete some (DELETE /v1/files/{{file_id}}), or let them expire "
         "(`expires_after`)."
     )
     return ApiError(413, message, param="file", code="files_quota_exceeded")

@@ -47,7 +47,7 @@ class NewResponse:
         self._store = store
         self._clock = clock
         self._items: list[Item] = []  # of its own input
-        self._owner: str | None = None
+        self.owner: str | None = None
         self._prepared: PreparedRequest | None = None
 
     async def prepare(
@@ -64,7 +64,7 @@ class NewResponse:
         Raises `ApiError` 400 or 404 if the request cannot be answered. Parameters are named as in the Responses API.
         """
         response_id = RESPONSE_PREFIX + request_id.removeprefix("req_")
-        self._owner = owner
+        self.owner = owner
         self._items = await self._conversations.input_of(self._request, response_id, owner)
         conversation = [*await self._conversations.before(self._request, owner), *self._items]
         prepare = partial(
@@ -85,17 +85,19 @@ class NewResponse:
 
     def run(self, stream: ResponseStream) -> ResponseRun:
         """Return the generation of the response, which was submitted as `stream`."""
-        return ResponseRun(stream, self._items, self._owner, self._store)
+        return ResponseRun(stream, self._items, self.owner, self._store)
 
-    async def store_queued(self, lease_ms: int) -> None:
-        """Store the response as queued, if it was prepared."""
+    async def store_queued(self, lease_ms: int) -> dict[str, Any]:
+        """Store the response as queued, and return it. It was prepared."""
         assert self._store is not None and self._prepared is not None
-        await self._store.create(self._queued(self._prepared), self._items, self._owner, lease_ms)
+        queued = self._queued(self._prepared)
+        await self._store.create(queued, self._items, self.owner, lease_ms)
+        return queued
 
     async def withdraw(self) -> None:
         """Remove what `store_queued` has stored."""
         if self._store is not None and self._prepared is not None:
-            await self._store.delete(self._queued(self._prepared)["id"], self._owner)
+            await self._store.delete(self._queued(self._prepared)["id"], self.owner)
 
     def _queued(self, prepared: PreparedRequest) -> dict[str, Any]:
         assert isinstance(prepared.answer, ResponseAnswer)

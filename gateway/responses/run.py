@@ -3,7 +3,7 @@
 Knows the answer, its stream of tokens and the store; does not know HTTP.
 """
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import structlog
@@ -21,6 +21,8 @@ from scheduler.clock import Clock
 from scheduler.config import Tier
 
 log = structlog.get_logger(__name__)
+
+Tell = Callable[[dict[str, Any], str | None], Awaitable[None]]
 
 RETRY_S = 1.0  # seconds between attempts to store the end of a background response
 SHUT_DOWN = "The server was shut down before the response was complete. Please create it again."
@@ -71,8 +73,10 @@ class ResponseRun:
             self.answer.failed(store_failed(error))
         await write(self.answer.events.last())
 
-    async def run_in_background(self, writer: EventWriter, store: ResponseStore, clock: Clock) -> None:
+    async def run_in_background(self, writer: EventWriter, store: ResponseStore, clock: Clock, tell: Tell) -> None:
         """Generate a response that is stored as queued. If it is cancelled meanwhile, its end is not stored.
+
+        `tell` is called with the stored end and the response's owner.
 
         If the store takes no writes, the response fails; its end is stored when the store takes writes again.
         """
@@ -87,19 +91,21 @@ class ResponseRun:
             self.answer.failed(internal_error())
         except BaseException:  # the task was cancelled: by the client, or because the gateway ends
             self.answer.failed(internal_error(SHUT_DOWN))
-            await self._end_in_background(writer, store)
+            await self._end_in_background(writer, store, tell)
             raise
         while True:
             try:
-                return await self._end_in_background(writer, store)
+                return await self._end_in_background(writer, store, tell)
             except (StoreUnreachable, StoreSilent):
                 await clock.sleep(RETRY_S)
 
-    async def _end_in_background(self, writer: EventWriter, store: ResponseStore) -> None:
+    async def _end_in_background(self, writer: EventWriter, store: ResponseStore, tell: Tell) -> None:
         """Store the end and report it. The events of a cancelled response end without a last event."""
         self._add_receipt()
         self._is_end_stored = self._is_end_stored or await store.update(self.answer.ending)
         await writer.write(self.answer.events.last() if self._is_end_stored else b"", is_last=True)
+        if self._is_end_stored:
+            await tell(self.answer.ending, self._owner)
 
     def _background_write(self, writer: EventWriter, store: ResponseStore) -> Write:
         is_queued = True

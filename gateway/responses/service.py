@@ -21,12 +21,13 @@ from gateway.responses.answer import last_event
 from gateway.responses.background import BackgroundRuns
 from gateway.responses.conversation import Conversations
 from gateway.responses.creation import NewResponse
+from gateway.responses.endings import Announcer, Endings
 from gateway.responses.event_log import EventWriter, follow
 from gateway.responses.request import ResponseRequest, parse_response_request
 from gateway.responses.store import ResponseStore, StoredResponse
 from scheduler.clock import Clock
 from scheduler.config import Tier
-from scheduler.request import JobDeadline
+from scheduler.request import JobPart
 
 ENDPOINT = "/v1/responses"
 LOST = "The server that generated the response has ended. Please create it again."
@@ -35,7 +36,7 @@ LOST = "The server that generated the response has ended. Please create it again
 class ResponseService:
     """The responses of one gateway. `redis` and `store` are None if this server stores no responses.
 
-    `drain_s` is how long `close` waits for background responses to end.
+    `drain_s` is how long `close` waits for background responses to end, `announcer` hears of their ends (None: nobody).
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class ResponseService:
         redis: Redis | None = None,
         store: ResponseStore | None = None,
         drain_s: float = 0.0,
+        announcer: Announcer | None = None,
     ) -> None:
         self._completions = completions
         self._clock = clock
@@ -52,10 +54,16 @@ class ResponseService:
         self._store = store
         self._conversations = Conversations(store)
         self._background = None if store is None else BackgroundRuns(store, clock, drain_s)
+        self._endings = None if announcer is None or redis is None else Endings(redis, announcer, clock)
 
     async def close(self) -> None:
         if self._background is not None:
             await self._background.close()
+
+    async def watch(self) -> None:
+        """Tell of the ends of background responses whose gateways have died, until this task is cancelled."""
+        if self._endings is not None:
+            await self._endings.watch(self.get, self._seems_lost)
 
     def new(self, request: ResponseRequest) -> NewResponse:
         """Return the response that `request` asks for. It is neither prepared nor submitted yet."""
@@ -69,14 +77,16 @@ class ResponseService:
         """
         if self._background is None:
             raise invalid_value("background", "This server stores no responses, so it has no background responses.")
-        await new.store_queued(self._background.lease_ms())
+        queued = await new.store_queued(self._background.lease_ms())
+        if self._endings is not None:
+            await self._endings.expect(queued, new.owner)
 
     def launch(self, new: NewResponse, stream: ResponseStream) -> dict[str, Any]:
         """Generate a response in the background. It was stored as queued. Return it as it is now."""
         assert self._store is not None and self._background is not None and self._redis is not None
         run = new.run(stream)
         writer = EventWriter(self._redis, run.answer.id, self._store.ttl_s)
-        self._background.launch(run.answer.id, run.run_in_background(writer, self._store, self._clock))
+        self._background.launch(run.answer.id, run.run_in_background(writer, self._store, self._clock, self._tell))
         return run.answer.unfinished("queued")
 
     async def complete(
@@ -89,7 +99,7 @@ class ResponseService:
         request_id: str,
         owner: str | None = None,
         wants_receipt: bool = False,
-        deadline: JobDeadline | None = None,
+        part: JobPart | None = None,
     ) -> tuple[int, dict[str, Any]]:
         """Answer one request without streaming, as `CompletionService.complete` does, also for /v1/responses."""
         if endpoint != ENDPOINT:
@@ -101,7 +111,7 @@ class ResponseService:
                 request_id=request_id,
                 owner=owner,
                 wants_receipt=wants_receipt,
-                deadline=deadline,
+                part=part,
             )
         parse = partial(parse_response_request, body)
         try:
@@ -113,7 +123,7 @@ class ResponseService:
             prepared = await new.prepare(tier=tier, service_tier=service_tier, request_id=request_id, owner=owner)
             if wants_receipt:
                 prepared = prepared.with_receipt(service_tier)
-            stream = await self._completions.submit(prepared.as_part_of_job(deadline), is_limited=False)
+            stream = await self._completions.submit_part(prepared, part)
             return 200, await new.run(stream).respond()
         except ApiError as error:
             return error.status, error.body()
@@ -180,7 +190,13 @@ class ResponseService:
     async def _replace(
         self, found: StoredResponse, changes: dict[str, Any], owner: str | None
     ) -> StoredResponse | None:
-        """Change a running response, unless it has ended meanwhile. Return it as it is stored then."""
+        """End a running response, unless it has ended meanwhile. Return it as it is stored then."""
         assert self._store is not None
-        await self._store.update(found.response | changes)
+        changed = found.response | changes
+        if await self._store.update(changed):
+            await self._tell(changed, owner)
         return await self._store.get(found.response["id"], owner)
+
+    async def _tell(self, response: dict[str, Any], owner: str | None) -> None:
+        if self._endings is not None:
+            await self._endings.tell(response, owner)

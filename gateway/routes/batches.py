@@ -166,9 +166,9 @@ async def _described(batches: BatchService, batch: Batch) -> dict[str, Any]:
 
 def _infeasible(found: Infeasible) -> ApiError:
     message = (
-        f"This batch cannot end within {found.window}, not even with the whole engine. The earliest feasible "
-        f"completion_window is '{found.earliest_window}'. Ask for that one or a longer one, or send "
-        '"best_effort": true to run it without a promise.'
+        f"This batch cannot be promised to end within {found.window}, beside interactive traffic and what is queued. "
+        f"The earliest feasible completion_window is '{found.earliest_window}'. Ask for that one or a longer one, or "
+        'send "best_effort": true to run it without a promise.'
     )
     return invalid_request(message, "completion_window", "completion_window_infeasible")
 

@@ -67,6 +67,8 @@ def refusing_full_disk() -> Iterator[None]:
 @router.post("/v1/files", openapi_extra=form_body(UPLOAD))
 async def upload_file(request: Request, caller: Caller, owner: Owner) -> Response:
     files, quota_bytes = files_of(request), quota_bytes_of(request, caller)
+    uploads = gateway_of(request).uploads
+    reserved = 0 if uploads is None or quota_bytes is None else await uploads.reserved_bytes(owner)
     announced = int(request.headers.get("content-length") or 0)
     if announced > MAX_FILE_BYTES + MAX_FORM_BYTES:
         raise _too_large(MAX_FILE_BYTES)  # refused before the client sends the file
@@ -74,11 +76,11 @@ async def upload_file(request: Request, caller: Caller, owner: Owner) -> Respons
     with refusing_full_disk():
         files.disk.check(announced)
         if digest is None:  # otherwise it may be the repetition of an upload that is in the quota already
-            await _check_quota(files, owner, quota_bytes, announced)
+            await _check_quota(files, owner, quota_bytes, announced, reserved)
         upload = await _receive(request, files, None if digest is None else digest.update)
 
         async def store(new_id: str) -> Response:
-            stored = await _store(files, upload, owner, quota_bytes, f"file-{new_id}")
+            stored = await _store(files, upload, owner, quota_bytes, reserved, f"file-{new_id}")
             return JSONResponse(stored.to_json())
 
         try:
@@ -166,18 +168,23 @@ def quota_bytes_of(request: Request, caller: ApiKey | None) -> int | None:
     return None if quota_mb is None else quota_mb * 2**20
 
 
-async def _check_quota(files: FileStore, owner: str | None, quota_bytes: int | None, announced: int) -> None:
-    """Refuse an upload before its file is sent, if the `announced` length of its form shows that it is too large."""
+async def _check_quota(
+    files: FileStore, owner: str | None, quota_bytes: int | None, announced: int, reserved: int
+) -> None:
+    """Refuse an upload before its file is sent, if the `announced` length of its form shows that it is too large.
+
+    `reserved` are the bytes that pending uploads of the owner have announced.
+    """
     if quota_bytes is None:
         return
     await files.sweep()
-    used_bytes = await files.used_bytes(owner)
+    used_bytes = await files.used_bytes(owner) + reserved
     if used_bytes + announced - MAX_FORM_BYTES > quota_bytes:
         raise files_quota_exceeded(used_bytes, quota_bytes)
 
 
 async def _store(
-    files: FileStore, upload: Upload, owner: str | None, quota_bytes: int | None, file_id: str
+    files: FileStore, upload: Upload, owner: str | None, quota_bytes: int | None, reserved: int, file_id: str
 ) -> StoredFile:
     purpose = _purpose(upload)
     expires_after_s = _expiry_s(upload, purpose)
@@ -194,10 +201,10 @@ async def _store(
             owner=owner,
             expires_after_s=expires_after_s,
             file_id=file_id,
-            quota_bytes=quota_bytes,
+            quota_bytes=None if quota_bytes is None else quota_bytes - reserved,
         )
     except QuotaExceeded as error:
-        raise files_quota_exceeded(error.used_bytes, error.quota_bytes) from None
+        raise files_quota_exceeded(error.used_bytes + reserved, error.quota_bytes + reserved) from None
 
 
 def _max_bytes(fields: Mapping[str, str]) -> int:

@@ -24,6 +24,7 @@ from gateway.routes.dependencies import authenticated
 from gateway.routes.queues import Queues, read_queues
 from gateway.state import Gateway, gateway_of
 from scheduler.client.client import SchedulerClient
+from scheduler.registry.worker_status import WorkerStart
 
 log = structlog.get_logger(__name__)
 
@@ -63,6 +64,7 @@ async def version(request: Request) -> dict[str, str]:
 async def ready(request: Request) -> JSONResponse:
     """Answer 200 while requests can be served, else 503 with a list of the missing parts and the store's `refusal`.
 
+    `starting` says what each worker does that starts, and for how many seconds, such as loading its model.
     The store is ready if it answers and takes writes. The gateway tries a write every second.
     """
     is_ready, report = await _readiness(gateway_of(request).client)
@@ -112,7 +114,7 @@ async def openapi(request: Request) -> JSONResponse:
 
 async def _readiness(client: SchedulerClient) -> tuple[bool, dict[str, Any]]:
     """Return whether requests can be served now, and the body of the answer."""
-    depths = await _depths(client)
+    depths, starting = await _depths(client)
     workers = [*client.workers, *client.task_workers]
     present = {"store": depths is not None and client.refusal is None, "worker": bool(workers)}
     missing = [part for part, is_there in present.items() if not is_there]
@@ -124,22 +126,25 @@ async def _readiness(client: SchedulerClient) -> tuple[bool, dict[str, Any]]:
         "draining": client.is_draining,
         "waiting": depths or {},
         "workers": [{"id": w.worker_id, "device": w.device, "models": list(w.model_names)} for w in workers],
+        "starting": [
+            {"id": w.worker_id, "phase": w.phase, "seconds": round(w.seconds, 1), "share": w.share} for w in starting
+        ],
     }
     return is_ready, report
 
 
-async def _depths(client: SchedulerClient) -> dict[str, int] | None:
-    """Return the number of waiting requests per tier; None if the store does not answer.
+async def _depths(client: SchedulerClient) -> tuple[dict[str, int] | None, list[WorkerStart]]:
+    """Return the number of waiting requests per tier, and the workers that start.
 
-    If no worker is known, look for one first.
+    The first is None if the store does not answer. If no worker is known, look for one first.
     """
     try:
         async with asyncio.timeout(STORE_TIMEOUT_S):
             if not (client.workers or client.task_workers):
                 await client.look_for_workers()
-            return await client.depths()
+            return await client.depths(), await client.starting()
     except Exception:  # each store adapter has its own errors; all of them mean "not ready"
-        return None
+        return None, []
 
 
 async def _exposition(gateway: Gateway) -> bytes:
@@ -148,6 +153,7 @@ async def _exposition(gateway: Gateway) -> bytes:
     limited = {key.name for key in gateway.keyring.keys if key.is_limited}
     metrics.show_from_the_start(gateway.tiers, limited or {NO_KEY}, (NO_KEY,) if gateway.keyring.is_open else ())
     metrics.workers_alive.set(len(client.workers) + len(client.task_workers))
+    metrics.batches_late.set(gateway.batches.num_late if gateway.batches is not None else 0)
     snapshots: dict[str, str] = {}
     queues: Queues | None = None
     with suppress(Exception):  # after any error of the store, the gateway's own metrics are still worth reading

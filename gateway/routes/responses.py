@@ -66,6 +66,9 @@ async def _create(request: Request, body: ResponseRequest, key: ApiKey | None, n
 async def _create_in_background(
     request: Request, body: ResponseRequest, key: ApiKey | None, service: ResponseService, new: NewResponse
 ) -> Response:
+    if (webhooks := gateway_of(request).webhooks) is not None:
+        webhooks.check(body.metadata, key)
+
     async def prepare(**options: Any) -> PreparedRequest:
         prepared = await new.prepare(**options)
         await service.enqueue(new)

@@ -12,6 +12,7 @@ from contextlib import suppress
 import msgspec
 from msgspec.structs import replace
 
+from gateway.http.trace import CURRENT_TRACE
 from gateway.identity import ResolvedTier
 from gateway.tasks.endings import Endings
 from gateway.tasks.model import CreateTasks
@@ -75,6 +76,7 @@ class TaskService:
     def _tasks(self, body: CreateTasks, resolved: ResolvedTier, owner: str | None, new_id: str) -> list[Task]:
         ids = [new_id] if len(body.items) == 1 else [_derived(new_id, number) for number in range(len(body.items))]
         now_ms, timeout_s = self._clock.wall_ms(), body.timeout_s or self._timeout_s
+        trace = CURRENT_TRACE.get()
         return [
             Task(
                 id=f"task_{task_id}",
@@ -86,6 +88,7 @@ class TaskService:
                 keep_ms=self._keep_ms,
                 metadata=body.metadata,
                 timeout_ms=max(1, round(timeout_s * 1000)),
+                traceparent=trace.traceparent if trace is not None else "",
             )
             for task_id, item in zip(ids, body.items, strict=True)
         ]

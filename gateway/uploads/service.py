@@ -87,6 +87,10 @@ class UploadService:
         await self._store.create(upload, used_bytes=await self._files.used_bytes(new.owner), quota_bytes=quota_bytes)
         return upload
 
+    async def reserved_bytes(self, owner: str | None) -> int:
+        """Return the bytes that the pending uploads of `owner` have announced."""
+        return await self._store.reserved_bytes(owner, self._now_s())
+
     async def pending(self, upload_id: str, *, owner: str | None) -> UploadState:
         """Return the state of an upload that takes parts. Raises `NoSuchUpload`, or `UploadRefused` if it has ended."""
         state = await self._state(upload_id, owner)

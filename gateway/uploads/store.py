@@ -6,6 +6,7 @@ bytes of parts: gateway/uploads/service.py has them on disk.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from redis.asyncio import Redis
@@ -62,6 +63,11 @@ class UploadStore:
         status = _status(text(fields["status"]), upload.expires_at, now_s)
         parts = {name: int(value) for name, value in fields.items() if name.startswith("part_")}
         return UploadState(upload, status, parts)
+
+    async def reserved_bytes(self, owner: str | None, now_s: int) -> int:
+        """Return the bytes that the pending uploads of `owner` have announced."""
+        pending: list[Any] = await self._redis.zrange(index_of(RESERVED, owner), f"({now_s}", "+inf", byscore=True)
+        return sum(int(text(member).rpartition(":")[2]) for member in pending)
 
     async def add_part(self, upload: Upload, part_id: str, size: int) -> str:
         """Add a part, durably. Return `PENDING` if it is there now, else `FULL`, `UNKNOWN`, or the upload's status."""

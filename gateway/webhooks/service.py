@@ -1,7 +1,7 @@
 """Webhooks of one gateway: which URL an event goes to, and the loop that delivers events until they are taken.
 
-Events come from batches (gateway/batches/run.py). They are delivered at least once, in no order. Does not know what a
-batch is, nor how a webhook is sent.
+Events come from batches (gateway/batches/run.py) and responses (gateway/responses/endings.py). They are delivered at
+least once, in no order. Does not know what a batch or a response is, nor how a webhook is sent.
 """
 
 import asyncio
@@ -76,13 +76,15 @@ class WebhookService:
 
         A repeated call has no effect while the event waits; after that, the event is delivered again.
         """
-        key = self._keyring.named(owner)
-        own = None if key is None or key.webhook is None else key.webhook.url
-        url = (metadata or {}).get(METADATA_KEY) or own
+        url = self._url_of(metadata, owner)
         if url is not None:
             now_ms = self._clock.wall_ms()
             event = Event(event_id(kind, object_id), kind, object_id, now_ms // 1000, url, owner)
             await self._store.add(event, now_ms)
+
+    def is_wanted(self, metadata: Mapping[str, str] | None, owner: str | None) -> bool:
+        """Return whether somebody wants to hear of the events of an object."""
+        return self._url_of(metadata, owner) is not None
 
     async def follow(self) -> None:
         """Deliver what is due, for ever. Events in delivery when this is cancelled are delivered again later."""
@@ -92,6 +94,8 @@ class WebhookService:
                     await self._begin_deliveries()
                 except (StoreUnreachable, StoreSilent) as error:
                     log.warning("webhooks wait for the store", error=str(error))
+                except Exception:
+                    log.exception("webhooks could not be delivered; their delivery goes on")
                 await self._clock.sleep(POLL_S)
         finally:
             for task in self._in_flight:
@@ -134,6 +138,11 @@ class WebhookService:
             await self._store.postpone(event, at_s)
             self._count("retried")
             log.warning("a webhook was not taken; it is tried again", attempts=event.attempts + 1, **told)
+
+    def _url_of(self, metadata: Mapping[str, str] | None, owner: str | None) -> str | None:
+        key = self._keyring.named(owner)
+        own = None if key is None or key.webhook is None else key.webhook.url
+        return (metadata or {}).get(METADATA_KEY) or own
 
     def _secret_of(self, owner: str | None) -> str | None:
         key = self._keyring.named(owner)

@@ -3,10 +3,11 @@
 Knows flags, files and exit codes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from time import perf_counter
 
 from pydantic import Field
 
@@ -20,6 +21,7 @@ from loadtest.extras import PLOTS, require
 from loadtest.machine import hardware
 from loadtest.model_command import ModelCommand
 from loadtest.model_shapes import ShapeError
+from loadtest.progress import ShownStart, progress
 from loadtest.running import one_sentence
 from scheduler.worker.step_log import StepEntry, read_step_log
 
@@ -97,12 +99,22 @@ class Calibrate(ModelCommand):
             num_threads=self.num_threads,
             steps_ahead=0,  # no async scheduling, so that a measured time belongs to one step only
         )
-        engine = build_torch_engine(config)
+        engine = build_torch_engine(config, ShownStart())
         seconds = min(self.seconds, QUICK_S) if self.quick else self.seconds
         limits = SweepLimits(seconds=seconds, max_decodes=self.max_decodes, max_context=self.max_context)
         sweep = Sweep(engine, limits, self.seed)
         try:
-            entries = list(sweep.run())
-            return _Measured(engine.info, entries, repeated_mape(sweep.repeat()))
+            entries = list(_shown(sweep.run(), seconds))
+            with progress("repeating steps"):
+                return _Measured(engine.info, entries, repeated_mape(sweep.repeat()))
         finally:
             engine.close()
+
+
+def _shown(entries: Iterator[StepEntry], seconds: float) -> Iterator[StepEntry]:
+    """Yield `entries`, which take about `seconds`, and show how far they are."""
+    with progress("measuring steps", seconds) as show:
+        began_s = perf_counter()
+        for entry in entries:
+            show(perf_counter() - began_s)
+            yield entry

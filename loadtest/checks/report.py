@@ -8,7 +8,6 @@ from typing import Any
 
 from loadtest.checks.mixed import MixedResult
 from loadtest.checks.nonce import NonceResult
-from loadtest.checks.streams import StreamsResult, Throughput
 from loadtest.estimates import QUANTILES, ClassSummary, Distribution, Estimate
 from loadtest.reporting.formats import ABSENT, interval, milliseconds, number
 from loadtest.reporting.record import Provenance, Record, Section, Table
@@ -128,34 +127,6 @@ def _verdict(result: NonceResult) -> str:
     wrong = f"{len(result.wrong)} WRONG answers, {result.leaks} with another request's nonce"
     verdict = "every answer is its own nonce" if result.passed else wrong
     return f"{sum(result.right.values())} of {result.requests} right: {verdict}"
-
-
-def streams_record(result: StreamsResult, provenance: Provenance) -> Record:
-    rows = [
-        _throughput_cells(f"{result.streams} at once", result.together),
-        _throughput_cells("one at a time", result.one_at_a_time),
-    ]
-    table = Table.of(("way", "requests", "errors", "tokens", "seconds", "tok/s"), rows)
-    failed = (f"ERROR: {example}" for example in result.error_examples)
-    return Record(
-        sections=[Section(table=table, notes=(*failed, f"ratio: {number(result.speedup)}"))],
-        data=_streams_as_dict(result),
-        provenance=provenance,
-    )
-
-
-def _throughput_cells(way: str, t: Throughput) -> tuple[str, ...]:
-    return (way, str(t.requests), str(t.errors), str(t.tokens), f"{t.elapsed_s:.1f}", f"{t.tokens_per_s:.1f}")
-
-
-def _streams_as_dict(result: StreamsResult) -> dict[str, Any]:
-    ways = {"together": result.together, "one_at_a_time": result.one_at_a_time}
-    return {
-        "streams": result.streams,
-        **{name: asdict(t) | {"tokens_per_s": t.tokens_per_s} for name, t in ways.items()},
-        "speedup": result.speedup,
-        "error_examples": result.error_examples,
-    }
 
 
 def _ms(estimate: Estimate | None) -> str:

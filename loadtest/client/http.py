@@ -1,14 +1,17 @@
 """The HTTP client of a load test: sends one request on one connection, and times the bytes as the socket delivers them.
 
 It uses an asyncio protocol and httptools instead of a client library. On a machine that also runs the model, the server
-loses the CPU time that the client uses. A token event costs 4 µs of CPU time and one wake-up of the process. Knows
-HTTP/1.1 and OpenAI's two generation routes; does not know when to send (see `runner`).
+loses the CPU time that the client uses. A token event costs 4 µs of CPU time and one wake-up of the process. Each
+request has its own connection, and with TLS a handshake of its own, which its times include. Knows HTTP/1.1 and
+OpenAI's two generation routes; does not know when to send (see `runner`).
 """
 
 import asyncio
 import ipaddress
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from time import perf_counter
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -19,7 +22,9 @@ import msgspec
 from loadtest.client.answer import AnswerReader, Outcome
 
 CHAT_PATH, COMPLETIONS_PATH = "/v1/chat/completions", "/v1/completions"
-MAX_QUOTED = 500  # number of bytes quoted in an error message if the status is not 200
+MAX_QUOTED = 200  # number of bytes quoted in an error message if the body is no OpenAI error
+_KEY_HINT = " (the key is read from TIDEGATE_API_KEY, or OPENAI_API_KEY)"
+HINTS = {401: _KEY_HINT, 403: _KEY_HINT, 404: " (is this the base URL of an OpenAI-compatible server?)"}
 
 
 class TargetError(Exception):
@@ -35,11 +40,23 @@ class Target:
     prefix: str = ""
     model: str = ""
     api_key: str = ""
+    is_tls: bool = False
+
+    @property
+    def tls(self) -> ssl.SSLContext | None:
+        return _tls_context() if self.is_tls else None
+
+    def __str__(self) -> str:
+        return f"{'https' if self.is_tls else 'http'}://{self.authority}{self.prefix}"
+
+    @property
+    def authority(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def head(self, method: str, path: str, body: bytes) -> bytes:
         lines = [
             f"{method} {self.prefix}{path} HTTP/1.1",
-            f"Host: {self.host}:{self.port}",
+            f"Host: {self.authority}",
             "Connection: close",
             "Content-Type: application/json",
             f"Content-Length: {len(body)}",
@@ -49,18 +66,24 @@ class Target:
         return "\r\n".join(lines).encode() + b"\r\n\r\n"
 
 
+@cache
+def _tls_context() -> ssl.SSLContext:
+    return ssl.create_default_context()
+
+
 def parse_target(url: str, allow_remote: bool = False, api_key: str = "") -> Target:
-    """Return the target for a URL of the form `http://host:port[/prefix][/v1]`. Raises `TargetError`.
+    """Return the target for a URL of the form `http[s]://host:port[/prefix][/v1]`. Raises `TargetError`.
 
     A host other than this machine needs `allow_remote`, because a load test of the wrong host is an attack.
     """
     parts = urlsplit(url)
-    if parts.scheme != "http" or not parts.hostname:
-        raise TargetError(f"{url}: expected http://HOST:PORT (TLS is not measured here)")
+    is_tls = parts.scheme == "https"
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise TargetError(f"{url}: expected http://HOST:PORT or https://HOST")
     if not allow_remote and not _is_loopback(parts.hostname):
         raise TargetError(f"{parts.hostname} is not this machine; --allow-remote sends load elsewhere")
     prefix = parts.path.rstrip("/").removesuffix("/v1")
-    return Target(parts.hostname, parts.port or 80, prefix, api_key=api_key)
+    return Target(parts.hostname, parts.port or (443 if is_tls else 80), prefix, api_key=api_key, is_tls=is_tls)
 
 
 def _is_loopback(host: str) -> bool:
@@ -140,7 +163,7 @@ async def _exchange(target: Target, factory: Callable[[], _Exchange], outcome: O
     loop = asyncio.get_running_loop()
     protocol = factory()
     try:
-        transport, _ = await loop.create_connection(lambda: protocol, target.host, target.port)
+        transport, _ = await loop.create_connection(lambda: protocol, target.host, target.port, ssl=target.tls)
     except OSError as error:
         outcome.error = f"cannot connect: {error.strerror or error}"
         return
@@ -193,7 +216,7 @@ async def post(target: Target, path: str, body: dict[str, Any], timeout_s: float
 async def _call(target: Target, method: str, path: str, body: bytes, timeout_s: float) -> bytes:
     try:
         async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(target.host, target.port)
+            reader, writer = await asyncio.open_connection(target.host, target.port, ssl=target.tls)
             try:
                 writer.write(target.head(method, path, body) + body)
                 response = await reader.read()
@@ -201,8 +224,8 @@ async def _call(target: Target, method: str, path: str, body: bytes, timeout_s: 
                 writer.close()
     except (OSError, TimeoutError) as error:
         reason = "no answer in time" if isinstance(error, TimeoutError) else error.strerror or str(error)
-        raise TargetError(f"http://{target.host}:{target.port}{path}: {reason}") from error
-    return _body_of(response, path)
+        raise TargetError(f"{target}{path}: {reason}") from error
+    return _body_of(response, f"{target}{path}")
 
 
 class _Collected:
@@ -215,17 +238,33 @@ class _Collected:
         self.body += body
 
 
-def _body_of(response: bytes, path: str) -> bytes:
+class _Error(msgspec.Struct):
+    message: str = ""
+
+
+class _Refusal(msgspec.Struct):
+    error: _Error
+
+
+def _body_of(response: bytes, url: str) -> bytes:
     collected = _Collected()
     parser = httptools.HttpResponseParser(collected)
     try:
         parser.feed_data(response)
     except httptools.HttpParserError as error:
-        raise TargetError(f"{path}: not HTTP: {error}") from error
-    if parser.get_status_code() != 200:
-        said = collected.body[:MAX_QUOTED].decode(errors="replace")
-        raise TargetError(f"{path}: HTTP {parser.get_status_code()}: {said}")
+        raise TargetError(f"{url}: not HTTP: {error}") from error
+    status = parser.get_status_code()
+    if status != 200:
+        raise TargetError(f"{url}: HTTP {status}: {_message_of(collected.body)}{HINTS.get(status, '')}")
     return collected.body
+
+
+def _message_of(body: bytes) -> str:
+    """Return the message of an OpenAI error, or the beginning of another body in one line."""
+    try:
+        return msgspec.json.decode(body, type=_Refusal).error.message
+    except msgspec.MsgspecError:
+        return " ".join(body[:MAX_QUOTED].decode(errors="replace").split())
 
 
 async def discover_model(target: Target) -> str:
@@ -240,7 +279,7 @@ async def discover_model(target: Target) -> str:
     try:
         models = msgspec.json.decode(await get(target, "/v1/models"), type=_Models)
     except msgspec.DecodeError as error:
-        raise TargetError(f"/v1/models: {error}") from error
+        raise TargetError(f"{target}/v1/models: not an OpenAI-compatible server: {error}") from error
     if not models.data:
-        raise TargetError("/v1/models: the server lists no model")
+        raise TargetError(f"{target}/v1/models: the server lists no model")
     return models.data[0].id

@@ -7,7 +7,9 @@ does not know statistics (see `estimates`) or which arms make an experiment (see
 import asyncio
 import resource
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
+from math import inf
 from time import perf_counter
 
 from loadtest.client.answer import Outcome
@@ -24,6 +26,7 @@ UNFINISHED = "unfinished when the arm ended"
 POLL_S = 0.05  # seconds between two calls of `should_stop`
 
 BusyProbe = Callable[[], Awaitable[float | None]]
+Turn = AbstractAsyncContextManager[None]  # held by a request while it is sent and answered
 
 
 async def unknown_busy_time() -> float | None:
@@ -35,12 +38,14 @@ class ArmWindow:
     """The phases of an arm.
 
     Closed loops fill the server for `lead_s`. Then results are measured for `duration_s`. Then open-loop requests have
-    `drain_s` to finish.
+    `drain_s` to finish, beside the closed loops. With `drains_closed_loops`, closed loops send no more then, and their
+    requests can finish, too.
     """
 
     duration_s: float
     lead_s: float = 3.0
     drain_s: float = 20.0
+    drains_closed_loops: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +81,7 @@ class ArmRun:
     lag_s: list[float] = field(default_factory=list)  # delay with which each open-loop request was sent
     busy_s: float | None = None  # engine time in the window; None if unknown
     planned: int = 0  # number of open-loop requests planned for the whole window
-    was_cut: bool = False  # `should_stop` ended the arm early
+    was_cut: bool = False  # `should_stop` or a cancellation ended the arm early
 
     @property
     def end_s(self) -> float:
@@ -91,45 +96,64 @@ async def run_arm(
     round_: int,
     busy_probe: BusyProbe = unknown_busy_time,
     should_stop: Callable[[ArmRun], bool] | None = None,
+    at_once: int | None = None,
+    on_start: Callable[[ArmRun], None] | None = None,
 ) -> ArmRun:
     """Run all `classes` at the same time. A class sends the same requests in every arm with the same seed and `round_`.
 
     `busy_probe` reads the server's counter of engine seconds at both ends of the window. Once `should_stop` returns
-    True, nothing more is sent, and the answers to open requests are not awaited.
+    True, nothing more is sent, and the answers to open requests are not awaited. With `at_once`, at most so many
+    requests are sent at the same time; the others wait for their turn in the client, in order, and their times include
+    that. `on_start` gets the run before it is filled, and keeps it if the call is cancelled.
     """
     closed = [(c, c.arrivals.streams) for c in classes if isinstance(c.arrivals, ClosedLoop)]
     opened = [c for c in classes if isinstance(c.arrivals, OpenLoop)]
     start_s = perf_counter() + (window.lead_s if closed else 0.0)
     run = ArmRun(start_s, window.duration_s, {c.name: [] for c in classes})
+    turn = nullcontext() if at_once is None else asyncio.Semaphore(at_once)
+    if on_start is not None:
+        on_start(run)
     # 1. make all random draws before the clock runs
     plans = [(c, plan_open_loop(c, window.duration_s, seed, round_)) for c in opened]
     run.planned = sum(len(plan) for _, plan in plans)
     # 2. let backlogs fill the server during the lead
     backlogs = [
-        asyncio.create_task(_run_closed_loop(target, c, streams, plan_closed_loop(c, seed, round_), run))
+        asyncio.create_task(_run_closed_loop(target, c, streams, plan_closed_loop(c, seed, round_), run, turn, window))
         for c, streams in closed
     ]
+    sent: list[asyncio.Task[None]] = []
+    arrivals: list[asyncio.Task[None]] = []
     try:
         # 3. measure
         await _sleep_until(start_s)
         cpu_before_s, busy_before = _cpu_s(), asyncio.ensure_future(busy_probe())
-        sent: list[asyncio.Task[None]] = []
-        arrivals = [asyncio.create_task(_run_open_loop(target, c, plan, run, sent)) for c, plan in plans]
+        arrivals += [asyncio.create_task(_run_open_loop(target, c, plan, run, sent, turn)) for c, plan in plans]
         await _sleep_to_the_end(run, should_stop)
         run.client_cpu_share = (_cpu_s() - cpu_before_s) / run.duration_s
         run.busy_s = _difference(await busy_probe(), await busy_before)
-        # 4. let open-loop requests finish while the backlogs go on
+        # 4. let open-loop requests finish; the backlogs go on, or finish too
         await _finish(arrivals, 0.0 if run.was_cut else None)
-        await _finish(sent, 0.0 if run.was_cut else window.drain_s)
-        _give_up(o for c in opened for o in run.outcomes[c.name])
+        drained = backlogs if window.drains_closed_loops else []
+        await _finish([*sent, *drained], 0.0 if run.was_cut else window.drain_s)
+        drained_classes = classes if window.drains_closed_loops else opened
+        _give_up(o for c in drained_classes for o in run.outcomes[c.name])
+    except asyncio.CancelledError:
+        run.was_cut = True
+        run.duration_s = min(run.duration_s, max(0.0, perf_counter() - run.start_s))
+        raise
     finally:
-        await _finish(backlogs, 0.0)
-    _mark_unfinished(run)
+        await _finish([*backlogs, *arrivals, *sent], 0.0)
+        _mark_unfinished(run)
     return run
 
 
 async def _run_open_loop(
-    target: Target, traffic: TrafficClass, plan: Sequence[PlannedRequest], run: ArmRun, sent: list[asyncio.Task[None]]
+    target: Target,
+    traffic: TrafficClass,
+    plan: Sequence[PlannedRequest],
+    run: ArmRun,
+    sent: list[asyncio.Task[None]],
+    turn: Turn,
 ) -> None:
     """Send each request at its time, and append its task to `sent`."""
     in_flight: set[asyncio.Task[None]] = set()
@@ -142,36 +166,59 @@ async def _run_open_loop(
         if len(in_flight) >= MAX_IN_FLIGHT:
             outcome.error = OVERFLOW
             continue
-        task = asyncio.create_task(send(target, path, body, outcome, streamed=True))
+        task = asyncio.create_task(_send_in_turn(turn, target, path, body, outcome, traffic.stream))
         in_flight.add(task)
         task.add_done_callback(in_flight.discard)
         sent.append(task)
 
 
 async def _run_closed_loop(
-    target: Target, traffic: TrafficClass, streams: int, plan: Iterator[PlannedRequest], run: ArmRun
+    target: Target,
+    traffic: TrafficClass,
+    streams: int,
+    plan: Iterator[PlannedRequest],
+    run: ArmRun,
+    turn: Turn,
+    window: ArmWindow,
 ) -> None:
-    """Keep `streams` requests in flight until the task is cancelled."""
+    """Keep `streams` requests in flight, until the task is cancelled or the window of a loop that drains has ended."""
+
+    def left_s() -> float:
+        return run.end_s - perf_counter() if window.drains_closed_loops else inf
 
     async def one_stream() -> None:
         for planned in plan:
             path, body = request_for(target, traffic, planned)
             outcome = Outcome(traffic.name, planned.index, due_s=perf_counter())
             run.outcomes[traffic.name].append(outcome)
-            await send(target, path, body, outcome, streamed=True)
+            await _send_in_turn(turn, target, path, body, outcome, traffic.stream)
             if outcome.error is not None:
-                await asyncio.sleep(outcome.retry_after_s or ERROR_PAUSE_S)
+                await asyncio.sleep(max(0.0, min(outcome.retry_after_s or ERROR_PAUSE_S, left_s())))
+            if left_s() <= 0:
+                return
 
     async with asyncio.TaskGroup() as group:
         for _ in range(streams):
             group.create_task(one_stream())
 
 
+async def _send_in_turn(
+    turn: Turn, target: Target, path: str, body: bytes, outcome: Outcome, is_streamed: bool
+) -> None:
+    async with turn:
+        await send(target, path, body, outcome, is_streamed)
+
+
 def request_for(target: Target, traffic: TrafficClass, planned: PlannedRequest) -> tuple[str, bytes]:
     """Return the path and the JSON body of a planned request."""
     prompt = word_prompt(planned) if traffic.endpoint == "chat" else token_prompt(planned)
     return completion_body(
-        target, prompt, planned.output_tokens, service_tier=traffic.service_tier, **traffic.extra_body
+        target,
+        prompt,
+        planned.output_tokens,
+        stream=traffic.stream,
+        service_tier=traffic.service_tier,
+        **traffic.extra_body,
     )
 
 

@@ -50,6 +50,7 @@ class Drawing:
     svg: str  # inserted without escaping, so it must be made by this program
     title: str = ""
     caption: str = ""
+    is_small: bool = False  # small drawings of a section stand beside each other where the page is wide
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import structlog
 from pydantic import AliasChoices, BaseModel, Field
 
+from loadtest.progress import progress
 from loadtest.reporting.output import publish
 from loadtest.reporting.record import Record, Section, Table
 from loadtest.running import one_sentence, print_progress
@@ -111,7 +112,8 @@ class Simulate(BaseModel):
         return True
 
     def _report(self, experiment: Experiment, *before: Section) -> None:
-        summary, observation = experiment.run()
+        with progress(f"simulating {experiment.duration_s:g} s", experiment.duration_s) as show:
+            summary, observation = experiment.run(show)
         options = self.model_dump(mode="json", exclude={"json_file"})
         record = simulation_record(self._title(experiment), summary, experiment.card, observation, options)
         publish(replace(record, sections=[*before, *record.sections]), self.json_file)
@@ -129,7 +131,8 @@ def log_errors_only() -> None:
 
 
 def _progress(what: str, amount: float, experiment: Experiment) -> Summary:
-    summary, _ = experiment.run()
+    with progress(f"simulating {what} {amount:.4g}", experiment.duration_s) as show:
+        summary, _ = experiment.run(show)
     verdict = "all SLOs kept" if summary.keeps_slos else "not all SLOs kept"
     print_progress(f"{what} {amount:.4g}: {verdict}")
     return summary

@@ -52,7 +52,8 @@ class Experiment:
     neighbour: float = 1.0
     interactive_only: bool = False
 
-    def run(self) -> tuple[Summary, Observation]:
+    def run(self, show: Callable[[float], None] = lambda now_s: None) -> tuple[Summary, Observation]:
+        """Simulate the load. `show` is told the virtual seconds since it began, once in each of them."""
         traffic = self.traffic()
         setting = Setting(
             tiers=self.tiers,
@@ -62,7 +63,9 @@ class Experiment:
             prefix_cache=traffic.shares_prefixes,
             drift=self._slowdown() if (self.drift, self.neighbour) != (1.0, 1.0) else None,
         )
-        observation = simulate(setting, traffic, self.duration_s, drain_s=self.drain_s, gather_s=self.gather_s)
+        observation = simulate(
+            setting, traffic, self.duration_s, drain_s=self.drain_s, gather_s=self.gather_s, show=show
+        )
         return summarize(observation, self.tiers), observation
 
     def traffic(self) -> Traffic:

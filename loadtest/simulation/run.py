@@ -5,6 +5,7 @@ clock.
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 
 from loadtest.simulation.clients import SimulatedClients
@@ -18,18 +19,34 @@ MOMENT_S = 1.0  # seconds between two snapshots
 
 
 def simulate(
-    setting: Setting, traffic: Traffic, duration_s: float, *, drain_s: float = DRAIN_S, gather_s: float = 0.0
+    setting: Setting,
+    traffic: Traffic,
+    duration_s: float,
+    *,
+    drain_s: float = DRAIN_S,
+    gather_s: float = 0.0,
+    show: Callable[[float], None] = lambda now_s: None,
 ) -> Observation:
-    """Send `traffic` for `duration_s`, then let requests finish for up to `drain_s`. Return the observation."""
-    return run_virtual(_run(setting, traffic, duration_s, drain_s, gather_s))
+    """Send `traffic` for `duration_s`, then let requests finish for up to `drain_s`. Return the observation.
+
+    `show` is told the virtual seconds since the load began, once in each of them.
+    """
+    return run_virtual(_run(setting, traffic, duration_s, drain_s, gather_s, show))
 
 
-async def _run(setting: Setting, traffic: Traffic, duration_s: float, drain_s: float, gather_s: float) -> Observation:
+async def _run(
+    setting: Setting,
+    traffic: Traffic,
+    duration_s: float,
+    drain_s: float,
+    gather_s: float,
+    show: Callable[[float], None],
+) -> Observation:
     observation = Observation(duration_s, traffic.classes)
     deployment = await start_deployment(setting, observation)
     clients = SimulatedClients(deployment, observation, gather_s)
     load = asyncio.create_task(_load(clients, deployment, traffic, observation, drain_s))
-    watch = asyncio.create_task(_watch(deployment, observation))
+    watch = asyncio.create_task(_watch(deployment, observation, show))
     await _until_done(load, [watch, *(worker.running for worker in deployment.workers)])
     watch.cancel()
     await deployment.end()
@@ -64,7 +81,7 @@ async def _until_done(load: "asyncio.Task[None]", others: "list[asyncio.Task[Non
     load.result()
 
 
-async def _watch(deployment: Deployment, observation: Observation) -> None:
+async def _watch(deployment: Deployment, observation: Observation, show: Callable[[float], None]) -> None:
     await deployment.clock.sleep(deployment.begins_s - deployment.clock.now())
     busy_s = [0.0 for _ in deployment.workers]
     while True:
@@ -73,6 +90,7 @@ async def _watch(deployment: Deployment, observation: Observation) -> None:
         share = (sum(now_busy_s) - sum(busy_s)) / (MOMENT_S * len(busy_s))
         busy_s = now_busy_s
         observation.moments.append(await _snapshot(deployment, share))
+        show(deployment.clock.now() - deployment.begins_s)
 
 
 async def _snapshot(deployment: Deployment, busy_share: float) -> Moment:

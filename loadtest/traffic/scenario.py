@@ -109,6 +109,7 @@ class TrafficClass(Strict):
     sessions: Sessions | None = None
     targets: Targets = Targets()
     endpoint: Literal["chat", "completions"] = "completions"
+    stream: bool = True
     extra_body: dict[str, Any] = {}  # further request fields, such as {priority: 10} for servers without service_tier
 
     @model_validator(mode="after")

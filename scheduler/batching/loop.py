@@ -17,6 +17,7 @@ from scheduler.batching import outcome
 from scheduler.batching.heartbeat import TaskHeartbeat
 from scheduler.batching.metrics import TaskMetrics
 from scheduler.batching.policy import BatchPolicy, CallPlan, LaneWait, Wait, without
+from scheduler.batching.tracing import CallTrace, TaskTracer
 from scheduler.clock import Clock
 from scheduler.request import Lease
 from scheduler.tasks.queue import TaskQueue
@@ -42,6 +43,7 @@ class BatchLoop:
         metrics: TaskMetrics,
         clock: Clock,
         worker_id: str,
+        tracer: TaskTracer | None = None,
     ) -> None:
         """The loop closes `queue` at its end. All other parts outlive it."""
         self._endpoint = endpoint
@@ -51,6 +53,7 @@ class BatchLoop:
         self._metrics = metrics
         self._clock = clock
         self._worker_id = worker_id
+        self._tracer = tracer
         self._held: list[ClaimedTask] = []
         self._backoff = ExponentialBackoff(cap=MAX_PAUSE_S, base=FIRST_PAUSE_S)
         self._num_failed = 0  # calls in a row that failed as a whole
@@ -164,21 +167,29 @@ class BatchLoop:
         """Call the endpoint with the held tasks. `left` is what else waited, which also wanted places in the batch."""
         claimed, begun_s = self._held, self._clock.now()
         counts = _counted(claimed)
+        tasks = [c.task for c in claimed]
+        trace = self._tracer.begin_call(tasks, self._policy.batch) if self._tracer is not None else None
+        # Without a trace of its own, the call goes on with that of its first task.
+        traceparent = tasks[0].traceparent if trace is None else trace.traceparent
         try:
-            results = await self._endpoint.call([c.task.input for c in claimed])
+            results = await self._endpoint.call([task.input for task in tasks], traceparent)
         except Unreachable as error:
+            _end(trace, "unreachable")
             self._metrics.record_call(claimed, self._policy.batch, 0.0, "unreachable")
             await self._give_back(plan)
             await self._pause(str(error), FIRST_PAUSE_S)
         except CallFailed as error:
-            self._record(plan, counts, left, begun_s, "busy" if error.is_busy else "failed")
-            await self._apply(outcome.of_failure(claimed, error, self._policy.may_isolate))
+            said = "busy" if error.is_busy else "failed"
+            _end(trace, said)
+            self._record(plan, counts, left, begun_s, said)
+            await self._apply(outcome.of_failure(claimed, error, self._policy.may_isolate), trace)
             self._held = []
             await self._pause(str(error), max(FIRST_PAUSE_S, error.retry_after_s) if error.is_busy else 0.0)
         else:
+            _end(trace, "ok")
             self._record(plan, counts, left, begun_s, "ok")
             self._num_failed = 0
-            await self._apply(outcome.of_results(claimed, results))
+            await self._apply(outcome.of_results(claimed, results), trace)
             self._held = []
 
     def _record(
@@ -189,8 +200,8 @@ class BatchLoop:
         self._policy.end_call(plan, slots, left, took_s, now)
         self._metrics.record_call(self._held, self._policy.batch, took_s, said)
 
-    async def _apply(self, outcomes: Sequence[outcome.Outcome]) -> None:
-        """Write the ends of tasks, and give the others back for another try."""
+    async def _apply(self, outcomes: Sequence[outcome.Outcome], trace: CallTrace | None = None) -> None:
+        """Write the ends of tasks, and give the others back for another try. `trace` is that of their call."""
         ended = [o for o in outcomes if isinstance(o, EndedTask)]
         retried = [o for o in outcomes if isinstance(o, RetriedTask)]
         are_written = await self._queue.end(ended)
@@ -200,6 +211,8 @@ class BatchLoop:
             if is_written:
                 self._metrics.record_ended(end, (wall_ms - end.task.arrival_ms) / 1000)
                 self._heartbeat.count_ended(end)
+                if self._tracer is not None:
+                    self._tracer.record(end, trace)
         for r in retried:
             self._metrics.record_retried(r.task.tier)
 
@@ -229,6 +242,11 @@ class BatchLoop:
 
 def _lease(claimed: ClaimedTask) -> Lease:
     return Lease(claimed.task.id, claimed.fence)
+
+
+def _end(trace: CallTrace | None, said: str) -> None:
+    if trace is not None:
+        trace.end(said)
 
 
 def _counted(claimed: Sequence[ClaimedTask]) -> dict[str, int]:

@@ -20,7 +20,7 @@ from scheduler.events.base import EventChannel
 from scheduler.queue.base import Backlog, Queue, QueueFull, TooFarBehind
 from scheduler.registry.base import WorkerRegistry
 from scheduler.registry.heartbeat_monitor import CHECK_S, WORKER_SILENT_S, HeartbeatMonitor
-from scheduler.registry.worker_status import WorkerStatus
+from scheduler.registry.worker_status import WorkerStart, WorkerStatus
 from scheduler.request import EventKind, Request, TokenEvent
 from scheduler.store.refusal import StoreRefused
 
@@ -334,6 +334,10 @@ class SchedulerClient:
         For callers who would otherwise say that there is none. Does not count as a read for the monitor.
         """
         self._note_workers(await self._registry.workers())
+
+    async def starting(self) -> list[WorkerStart]:
+        """Return what each worker does that starts and does not serve yet."""
+        return await self._registry.starting()
 
     def _note_workers(self, listed: Iterable[WorkerStatus]) -> None:
         alive = [w for w in listed if self._monitor.is_alive(w.worker_id, w.at_ms)]

@@ -73,7 +73,7 @@ class DispatchCore:
         self._given_up: list[tuple[RequestState, str]] = []  # held requests after their last attempt
         self.limit = InFlightLimit(max_in_flight)
         self.recompute = RecomputeBudget()
-        self._pace = UpstreamPace(step_time or StepTimeModel())
+        self._pace = UpstreamPace(step_time or StepTimeModel(remembers_sizes=True))
         self._streams = StreamTable(self._table, upstream, self._pace)
         self._server = ServerState()
         self._inputs = ControllerInputs(controller, self._table, self._engine)
@@ -125,7 +125,7 @@ class DispatchCore:
         return CoreStatus(
             kv_usage=self._server.kv_usage,
             kv_reserve_blocks=0,
-            step_cost=model.cost(),
+            step_cost=self._pace.cost(),
             knows_step_times=model.is_warm,
             step_time_error=model.mean_absolute_error,
             held={tier.name: count_by_status(self._table.of_tier(tier.name)) for tier in self.tiers},
@@ -279,8 +279,7 @@ class DispatchCore:
         )
 
     def _budgets(self, now: float) -> Budgets:
-        cost = self._pace.model.cost(mixed=self._table.any_pending)
-        return self._controller.budgets(list(self._table.interactive()), cost, now)
+        return self._controller.budgets(list(self._table.interactive()), self._pace.cost(), now)
 
     def can_continue(self, state: RequestState) -> bool:
         """Return whether another worker can continue the request from its output tokens."""
@@ -292,7 +291,7 @@ class DispatchCore:
         self._preemptions[state.tier.name, "recompute"] += 1
         self._streams.interrupt(state, now)
         self._streams.note_hang_up(state.id)
-        self._hang_up_from_s = now + self._pace.model.cost().step_s
+        self._hang_up_from_s = now + self._pace.cost().step_s
 
     # -- what the server says ----------------------------------------------------------------------------------------
 

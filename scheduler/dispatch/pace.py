@@ -6,9 +6,9 @@ decodes. One stream after the other serves as the reference. Knows request state
 """
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from engine.step_time.cost import StepWork
+from engine.step_time.cost import StepCost, StepWork
 from engine.step_time.model import StepTimeModel
 from scheduler.clock import NEVER_S
 from scheduler.request_state import RequestState
@@ -51,6 +51,15 @@ class UpstreamPace:
         self._shortest_s = NEVER_S  # length of the shortest step seen lately
         self._interval = _Interval()
 
+    def cost(self) -> StepCost:
+        """Return the present costs: of prefills as in mixed steps, of all else as in steps that only decode.
+
+        Mixed steps say little about decodes, whose part in them is small beside that of the prefills.
+        """
+        mixed = self.model.cost()
+        decodes = self.model.cost(mixed=False)
+        return replace(decodes, prefill_token_s=mixed.prefill_token_s, attend_s=mixed.attend_s)
+
     def note_tokens(self, state: RequestState, num_new: int, num_prefilled: int, now: float) -> SeenStep | None:
         """Record that a stream brought `num_new` tokens. Return the step before them, if one is complete now.
 
@@ -87,7 +96,7 @@ class UpstreamPace:
         return now - self._ended_s > SAME_STEP_SHARE * min(self._shortest_s, self._ended_s - self._since_s)
 
     def _count(self, state: RequestState, num_new: int, num_prefilled: int) -> None:
-        interval, cost = self._interval, self.model.cost()
+        interval, cost = self._interval, self.cost()
         context = state.num_tokens
         if num_prefilled:
             interval.work.add(num_prefilled, 0)

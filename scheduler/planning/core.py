@@ -61,6 +61,7 @@ class SchedulerCore:
         self._refused: list[tuple[RequestState, str, str]] = []  # with the reason, and its code
         self._awaiting_grammar: dict[str, RequestState] = {}
         self.used_s: defaultdict[str, float] = defaultdict(float)  # engine time since the start, by tier
+        self.interactive_s = 0.0  # engine time since the start that interactive tiers take from urgent bulk
         self._restored_tokens: Counter[str] = Counter()  # output tokens taken from checkpoints, by tier
         self.counts: Counter[str] = Counter()  # numbers of requests: accepted, finished, failed, cancelled, released
         self._outputs = OutputHandler(self.table, self.counts, worker_id)
@@ -119,6 +120,7 @@ class SchedulerCore:
             held={tier.name: count_by_status(self.table.of_tier(tier.name)) for tier in self.tiers},
             outputs=self.controller.outputs(now),
             used_s=self.used_s,
+            interactive_s=self.interactive_s,
             preemptions=self._planner.preemptions,
             recomputed_tokens=self._planner.recomputed_tokens,
             restored_tokens=self._restored_tokens,
@@ -308,6 +310,7 @@ class SchedulerCore:
             self.step_time.observe(work, result.elapsed_s)
         usage = self.running.end(result)
         report.sequences, report.used_s, report.planned_s = usage.sequences, usage.used_s, usage.planned_s
+        self.interactive_s += usage.interactive_s
         for tier, seconds in usage.used_s.items():
             self.used_s[tier] += seconds
 

@@ -93,6 +93,8 @@ class OutputHandler:
 
     def _finish(self, state: RequestState, reason: FinishReason, now: float, report: StepReport) -> None:
         event = step_report.finished_event(state, reason, now, self._worker_id)
+        if state.request.job_part and state.can_continue:  # its gateway may end before it has the event
+            report.checkpoints.append(step_report.last_checkpoint(state))
         self._table.remove(state)
         state.move(Status.FINISHED)
         self._counts["finished"] += 1

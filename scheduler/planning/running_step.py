@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 from engine.interface import StepEviction, StepPlan, StepResult
 from engine.step_time.cost import StepCost
+from scheduler.clock import NEVER_S
+from scheduler.config import Tier
 from scheduler.planning.step_eviction import StepTiming, TokenBucket, weigh_eviction
 from scheduler.request_state import RequestState
 
@@ -22,6 +24,7 @@ class StepUsage:
     sequences: Mapping[str, int] = field(default_factory=dict)  # number of sequences planned to run, by tier
     used_s: Mapping[str, float] = field(default_factory=dict)  # engine time by tier, without the work thrown away
     planned_s: float = 0.0  # time for which the step was planned; 0 if sequences were evicted from it
+    interactive_s: float = 0.0  # engine time that interactive tiers would have taken from urgent bulk
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,7 @@ class _TrackedStep:
     runs_s: Mapping[str, float]  # predicted cost of the runs, by tier
     sequences: Mapping[str, int]  # number of sequences, by tier
     interactive: frozenset[str]  # the interactive tiers with sequences in the step
+    itl_s: float = NEVER_S  # the shortest ITL SLO of these tiers
     accounts: Sequence[tuple[RequestState, float]] = ()  # requests that want a receipt, and the predicted costs
     is_eviction_requested: bool = False
     wasted_s: float = 0.0  # bulk work that the requested eviction throws away
@@ -62,6 +66,20 @@ class _TrackedStep:
             stayed[tier] += fixed_s * (stayed[tier] / payers_s if payers_s else 1 / len(payers))
         scale = elapsed_s / sum(stayed.values()) if stayed else 0.0
         return {tier: s * (min(1.0, scale) if was_evicted else scale) for tier, s in stayed.items()}
+
+    def interactive_s(self, elapsed_s: float, was_evicted: bool) -> float:
+        """Return the engine time that the interactive tiers would have taken from urgent bulk.
+
+        This is the cost of their runs, and the fixed cost of as much of a step as this one is long, if bulk makes steps
+        as long as the ITL SLO allows. `used_s` charges them the whole fixed cost, so that a few chats without bulk use
+        most of the engine by its count.
+        """
+        if not self.interactive:
+            return 0.0
+        scale = 1.0 if was_evicted else elapsed_s / self.timing.step_s
+        runs_s = sum(self.runs_s[tier] for tier in self.interactive)
+        fixed_s = self.timing.step_s - sum(self.runs_s.values())
+        return min(elapsed_s, scale * (runs_s + fixed_s * min(1.0, elapsed_s / self.itl_s)))
 
     def charge(self, used_s: Mapping[str, float]) -> None:
         """Divide the engine time that each tier used among its sequences, in proportion to predicted costs."""
@@ -98,7 +116,7 @@ class RunningStep:
         Sequences of `protected` tiers are not evicted, because the step serves the min share of these tiers.
         """
         evictable: list[_Evictable] = []
-        interactive: set[str] = set()
+        interactive: dict[str, Tier] = {}
         runs_s: defaultdict[str, float] = defaultdict(float)
         kept_runs_s, num_kept = 0.0, 0
         accounts: list[tuple[RequestState, float]] = []
@@ -110,7 +128,7 @@ class RunningStep:
             if state.request.wants_receipt:
                 accounts.append((state, run_s))
             if tier.is_interactive:
-                interactive.add(tier.name)
+                interactive[tier.name] = tier
             if tier.is_interactive or tier.name in protected:
                 kept_runs_s += run_s
                 num_kept += 1
@@ -119,7 +137,10 @@ class RunningStep:
         step_s = cost.step(kept_runs_s + sum(e.run_s for e in evictable)) if plan.run else 0.0
         timing = StepTiming(now, step_s, cost.step(kept_runs_s) if num_kept else 0.0)
         sequences = Counter(states[run.seq_id].tier.name for run in plan.run)
-        self._steps[plan.step_id] = _TrackedStep(timing, evictable, runs_s, sequences, frozenset(interactive), accounts)
+        itl_s = min((tier.slo.itl_p99_ms or NEVER_S for tier in interactive.values()), default=NEVER_S) / 1000
+        self._steps[plan.step_id] = _TrackedStep(
+            timing, evictable, runs_s, sequences, frozenset(interactive), itl_s, accounts
+        )
 
     def evictees(self, newcomer: RequestState, step_eviction: StepEviction, now: float) -> Sequence[str]:
         """Return the sequences to evict from the running step for `newcomer`: all evictable sequences, or none.
@@ -158,4 +179,5 @@ class RunningStep:
         else:
             self.waste_budget.refill(sum(used_s[tier] for tier in {e.tier for e in step.evictable}))
         self.bulk_total_s += result.elapsed_s - sum(used_s.get(tier, 0.0) for tier in step.interactive)
-        return StepUsage(step.sequences, used_s, 0.0 if result.evicted else step.timing.step_s)
+        interactive_s = step.interactive_s(result.elapsed_s, bool(result.evicted))
+        return StepUsage(step.sequences, used_s, 0.0 if result.evicted else step.timing.step_s, interactive_s)

@@ -39,6 +39,8 @@ class CoreStatus:
     missing_deadlines: Mapping[str, int]  # bulk requests that cannot end by their deadlines any more, by tier
     safety: float = 1.0  # the factor by which predicted costs are above the mean
     decode_cost: StepCost | None = None  # predicted costs in a step without prefills; None: as `step_cost`
+    # Sum: engine time that interactive tiers take from urgent bulk; None: not known, as the steps are a server's own.
+    interactive_s: float | None = None
 
 
 def count_by_status(states: Iterable[RequestState]) -> TierCounts:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from engine.interface import FinishReason
 from engine.step_time.cost import StepWork
-from scheduler.request import Delivery, EventKind, Lease, Receipt, TokenEvent
+from scheduler.request import Checkpoint, Delivery, EventKind, Lease, Receipt, TokenEvent
 from scheduler.request_state import RequestState, Sample, Status
 
 
@@ -49,6 +49,7 @@ class StepReport:
 
     events: dict[str, list[TokenEvent]] = field(default_factory=lambda: defaultdict(list))  # by gateway
     leases: list[Lease] = field(default_factory=list)  # leases of ended requests, to be acknowledged
+    checkpoints: list[Checkpoint] = field(default_factory=list)  # of finished parts of jobs
     samples: list[Sample] = field(default_factory=list)
     ended: list[Ended] = field(default_factory=list)
     lookups: list[PrefixLookup] = field(default_factory=list)
@@ -61,10 +62,11 @@ class StepReport:
     predicted_s: float = 0.0  # time predicted for `work` before the step-time model learned from this step
 
     def absorb(self, later: "StepReport") -> None:
-        """Append the events and leases of the report on a later step."""
+        """Append the events, leases and checkpoints of the report on a later step."""
         for reply_to, events in later.events.items():
             self.events[reply_to] += events
         self.leases += later.leases
+        self.checkpoints += later.checkpoints
 
 
 BULK_REPORT_S = 0.1  # minimum seconds between two token events of a stream without a latency SLO
@@ -127,6 +129,11 @@ def _tokens_event(
         prompt_logprobs=prompt_logprobs,
         receipt=receipt_of(state, worker_id),
     )
+
+
+def last_checkpoint(state: RequestState) -> Checkpoint:
+    """Return the whole output of a finished request but its last token, from which a worker gets this token again."""
+    return Checkpoint(state.lease, 0, tuple(state.output_token_ids[:-1]))
 
 
 def failed_event(state: RequestState, error: str, kind: EventKind = EventKind.FAILED, code: str = "") -> TokenEvent:

@@ -5,8 +5,9 @@ for i = 1, #ARGV, 2 do
   local id = ARGV[i]
   local held = holds(id, ARGV[i + 1])
   if held then
+    end_output(id)
     redis.call('ZREM', LEASES, id)
-    redis.call('DEL', REQUEST .. id, OUTPUT .. id)
+    redis.call('DEL', REQUEST .. id)
   end
   done[#done + 1] = held and 1 or 0
 end

@@ -92,8 +92,12 @@ class Queue(Protocol):
         """Store output tokens of leased requests. Return the number of tokens that are now stored for each of them.
 
         Return -1 for each lost lease: only the holder of the lease writes. A checkpoint at index 0 replaces the stored
-        tokens. Any other must begin where the stored tokens end, or nothing is stored. The tokens stay until the
-        request is acknowledged or cancelled; a store may forget them earlier, after a day without a checkpoint.
+        tokens. Any other must begin where the stored tokens of this request end, or nothing is stored. The tokens stay
+        until the request is acknowledged or cancelled; a store may forget them earlier, after a day without a
+        checkpoint.
+
+        Requests for the same part of a job share one output, which outlives them for a while. The next of them
+        continues from it. If there are several at once, only the one that was put last writes: -1 for all others.
         """
         ...
 

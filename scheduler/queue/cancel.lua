@@ -4,7 +4,8 @@ for i, id in ipairs(ARGV) do
   local key = REQUEST .. id
   local fields = redis.call('HMGET', key, 'tier', 'member')
   if fields[1] then
-    redis.call('DEL', key, OUTPUT .. id)
+    end_output(id)
+    redis.call('DEL', key)
     if redis.call('ZREM', QUEUE .. fields[1], fields[2]) == 1 then
       local prompt, output = read_member(fields[2])
       count_tokens(fields[1], 0 - prompt, 0 - output)

@@ -1,6 +1,6 @@
 -- Lease to a worker the requests of each tier that have the earliest deadlines.
 -- ARGV: worker id, now_ms, lease_ms, then tier and limit (>= 1) of each tier.
--- Returns {payload, fence, attempt, stored output tokens} of each claimed request, in the order of the tiers.
+-- Returns {payload, fence, attempt, stored output} of each claimed request, in the order of the tiers.
 local worker, now_ms, lease_ms = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 
 local ids = {}
@@ -30,6 +30,6 @@ for n, id in ipairs(ids) do
   redis.call('HSET', key, 'fence', string.format('%.0f', fence), 'worker', worker)
   redis.call('ZADD', LEASES, expires_ms, id)
   local payload, attempt = redis.call('HGET', key, 'payload'), redis.call('HINCRBY', key, 'attempt', 1)
-  claimed[n] = { payload, fence, attempt, redis.call('GET', OUTPUT .. id) }
+  claimed[n] = { payload, fence, attempt, take_output(id) }
 end
 return claimed

@@ -27,7 +27,18 @@ class _Record:
     worker_id: str = ""
     expires_ms: int = 0
     waits: bool = False  # leased, and in no step of its worker
-    output: tuple[int, ...] = ()  # checkpointed tokens
+
+    @property
+    def output_name(self) -> str:
+        return self.request.job_part or self.request.id
+
+
+@dataclass(slots=True)
+class _Output:
+    """Checkpointed tokens of a request, or of a part of a job."""
+
+    writer: int = 0  # number of the put of the request that may append; 0: none may
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -70,6 +81,7 @@ class _Shared:
     records: dict[str, _Record] = field(default_factory=dict)
     heaps: dict[str, list[tuple[int, int, str]]] = field(default_factory=lambda: defaultdict(list))
     waiting: dict[str, _Waiting] = field(default_factory=lambda: defaultdict(_Waiting))
+    outputs: dict[str, _Output] = field(default_factory=dict)  # those of parts of jobs are kept for ever
     alone: dict[str, str] = field(default_factory=dict)  # the request that runs alone, by worker id
     sequence: int = 0
     listeners: list[Wakeups] = field(default_factory=list)
@@ -122,15 +134,13 @@ class MemoryQueue:
         for fence, record in enumerate(taken, self._take_numbers(len(taken))):
             record.fence, record.worker_id, record.expires_ms = fence, self._worker_id, expires_ms
             record.attempt += 1
-        return [Claimed(r.request, r.fence, r.attempt, r.output) for r in taken if r.fence is not None]
+        return [Claimed(r.request, r.fence, r.attempt, self._take_output(r)) for r in taken if r.fence is not None]
 
     async def checkpoint(self, checkpoints: Sequence[Checkpoint]) -> list[int]:
         stored = []
         for checkpoint in checkpoints:
             held = self._held(checkpoint.lease)
-            if held is not None and checkpoint.index in (0, len(held.output)):
-                held.output = held.output[: checkpoint.index] + checkpoint.token_ids
-            stored.append(-1 if held is None else len(held.output))
+            stored.append(-1 if held is None else self._store_output(held, checkpoint))
         return stored
 
     async def note_step(self, waits: Mapping[Lease, bool], alone: Lease | None) -> None:
@@ -147,6 +157,7 @@ class MemoryQueue:
         for lease in leases:
             held = self._held(lease)
             if held is not None:
+                self._end_output(held)
                 del self._shared.records[lease.request_id]
             done.append(held is not None)
         return done
@@ -191,6 +202,7 @@ class MemoryQueue:
             known.append(record is not None)
             if record is None:
                 continue
+            self._end_output(record)
             if record.fence is None:
                 self._shared.waiting[record.request.tier].remove(record.request)
                 self._wake()
@@ -273,6 +285,30 @@ class MemoryQueue:
     def _held(self, lease: Lease) -> _Record | None:
         record = self._shared.records.get(lease.request_id)
         return record if record is not None and record.fence == lease.fence else None
+
+    def _store_output(self, record: _Record, checkpoint: Checkpoint) -> int:
+        output = self._shared.outputs.get(record.output_name, _Output())
+        if output.writer > record.number:
+            return -1
+        may_append = output.writer == record.number and len(output.token_ids) == checkpoint.index
+        if checkpoint.index == 0 or may_append:
+            tokens = output.token_ids[: checkpoint.index] + checkpoint.token_ids
+            output = self._shared.outputs[record.output_name] = _Output(record.number, tokens)
+        return len(output.token_ids)
+
+    def _take_output(self, record: _Record) -> tuple[int, ...]:
+        output = self._shared.outputs.get(record.output_name)
+        if output is None:
+            return ()
+        output.writer = max(output.writer, record.number)
+        return output.token_ids
+
+    def _end_output(self, record: _Record) -> None:
+        output = self._shared.outputs.get(record.output_name)
+        if not record.request.job_part:
+            self._shared.outputs.pop(record.output_name, None)
+        elif output is not None and output.writer == record.number:
+            output.writer = 0
 
     def _leased(self) -> list[_Record]:
         """Return the leased requests, sorted by expiry and then by id, as in the sorted set in Redis."""

@@ -2,7 +2,7 @@
 -- ARGV: tier, limit (-1: no limit), now_ms;
 --   the limits of the work ahead: requests, seconds; seconds per prompt token, seconds per output token;
 --   number of tiers above, their names;
---   then, for each request: id, deadline_ms, prompt tokens, output tokens, payload.
+--   then, for each request: id, deadline_ms, prompt tokens, output tokens, payload, part of a job (empty: of none).
 -- Returns an empty list if the requests are enqueued;
 -- {'full', depth} if the requests that are not known yet would exceed the limit;
 -- {'behind', requests, prompt tokens, output tokens} if more work waits ahead than allowed.
@@ -13,7 +13,7 @@ local queue, first_request = QUEUE .. tier, 9 + num_above
 
 local fresh, seen = {}, {}
 local latest_ms
-for i = first_request, #ARGV, 5 do
+for i = first_request, #ARGV, 6 do
   local id = ARGV[i]
   if not seen[id] and redis.call('EXISTS', REQUEST .. id) == 0 then
     fresh[#fresh + 1] = i
@@ -50,10 +50,14 @@ end
 local first = take_numbers(#fresh, now_ms)
 local fresh_prompt, fresh_output = 0, 0
 for n, i in ipairs(fresh) do
-  local id, deadline_ms, payload = ARGV[i], ARGV[i + 1], ARGV[i + 4]
+  local id, deadline_ms, payload, part = ARGV[i], ARGV[i + 1], ARGV[i + 4], ARGV[i + 5]
   local prompt_tokens, output_tokens = tonumber(ARGV[i + 2]), tonumber(ARGV[i + 3])
   local member = make_member(first + n - 1, prompt_tokens, output_tokens, id)
   redis.call('HSET', REQUEST .. id, 'tier', tier, 'member', member, 'deadline_ms', deadline_ms, 'payload', payload)
+  if part ~= '' then
+    redis.call('HSET', REQUEST .. id, 'part', part)
+    redis.call('PEXPIRE', OUTPUT .. part, OUTPUT_TTL_MS) -- it may wait for long
+  end
   redis.call('ZADD', queue, deadline_ms, member)
   fresh_prompt, fresh_output = fresh_prompt + prompt_tokens, fresh_output + output_tokens
 end

@@ -57,7 +57,7 @@ class RedisQueue:
         if any(r.tier != tier for r in requests):
             raise ValueError("one put is for one tier")
         rows = [
-            (r.id, r.deadline_ms, len(r.prompt_token_ids), r.sampling.max_tokens, self._encoder.encode(r))
+            (r.id, r.deadline_ms, len(r.prompt_token_ids), r.sampling.max_tokens, self._encoder.encode(r), r.job_part)
             for r in requests
         ]
         return await self._scripts.put(tier, limit, self._clock.wall_ms(), ahead or NO_LIMIT, rows)
@@ -82,7 +82,7 @@ class RedisQueue:
         return await self._scripts.release(leases) if leases else []
 
     async def checkpoint(self, checkpoints: Sequence[Checkpoint]) -> list[int]:
-        return await self._scripts.checkpoint(int(keys.OUTPUT_TTL_S * 1000), checkpoints) if checkpoints else []
+        return await self._scripts.checkpoint(checkpoints) if checkpoints else []
 
     async def note_step(self, waits: Mapping[Lease, bool], alone: Lease | None) -> None:
         request_id = "" if alone is None else alone.request_id

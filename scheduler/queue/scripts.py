@@ -17,8 +17,10 @@ from scheduler.store.scripts import load_script
 
 
 def key_names(namespace: str = keys.NAMESPACE) -> str:
-    """Return the Lua lines that name the keys of the queue in `namespace`, to be put in front of a script."""
-    return "".join(f"local {name} = '{key}'\n" for name, key in _keys(namespace).items())
+    """Return the Lua lines that name the keys of the queue in `namespace`, and lifetimes, for the top of a script."""
+    lifetimes = {"OUTPUT_TTL_MS": keys.OUTPUT_TTL_S, "PART_TTL_MS": keys.PART_TTL_S}
+    names = [f"local {name} = '{key}'\n" for name, key in _keys(namespace).items()]
+    return "".join([*names, *(f"local {name} = {1000 * seconds:.0f}\n" for name, seconds in lifetimes.items())])
 
 
 def _keys(namespace: str) -> dict[str, str]:
@@ -28,6 +30,7 @@ def _keys(namespace: str) -> dict[str, str]:
     return {name: namespace + key.removeprefix(keys.NAMESPACE) for name, key in names.items()}
 
 
+WRITER_DIGITS = 16  # in front of the tokens of a stored output
 INFINITY = 1e15  # stands for infinity, which not every version of Lua can parse
 
 
@@ -58,11 +61,11 @@ class Scripts:
         limit: int | None,
         now_ms: int,
         ahead: AheadLimit,
-        requests: Sequence[tuple[str, int, int, int, bytes]],
+        requests: Sequence[tuple[str, int, int, int, bytes, str]],
     ) -> QueueFull | TooFarBehind | None:
         """Return None if all requests are enqueued, else why they are refused.
 
-        Each item of `requests` is (id, deadline_ms, prompt tokens, maximum output tokens, payload).
+        Each item of `requests` is (id, deadline_ms, prompt tokens, maximum output tokens, payload, part of a job).
         """
         bounds = (
             min(ahead.max_requests, INFINITY),
@@ -82,7 +85,7 @@ class Scripts:
     async def claim(
         self, worker_id: str, now_ms: int, lease_ms: int, limits: Mapping[str, int]
     ) -> list[tuple[bytes, int, int, bytes | None]]:
-        """Return (payload, fence, attempt, stored output tokens) of each claimed request."""
+        """Return (payload, fence, attempt, stored output) of each claimed request."""
         wanted = [part for tier_and_limit in limits.items() for part in tier_and_limit]
         claimed: list[tuple[bytes, int, int, bytes | None]] = await self._claim(
             args=[worker_id, now_ms, lease_ms, *wanted]
@@ -98,9 +101,9 @@ class Scripts:
     async def release(self, leases: Sequence[Lease]) -> list[bool]:
         return _flags(await self._release(args=_flat(leases)))
 
-    async def checkpoint(self, ttl_ms: int, checkpoints: Sequence[Checkpoint]) -> list[int]:
+    async def checkpoint(self, checkpoints: Sequence[Checkpoint]) -> list[int]:
         rows = ((c.lease.request_id, c.lease.fence, c.index, _packed(c.token_ids)) for c in checkpoints)
-        stored: list[int] = await self._checkpoint(args=[ttl_ms, *(part for row in rows for part in row)])
+        stored: list[int] = await self._checkpoint(args=[part for row in rows for part in row])
         return stored
 
     async def note_step(self, worker_id: str, ttl_ms: int, alone: str, waits: Mapping[Lease, bool]) -> None:
@@ -134,9 +137,10 @@ def _packed(token_ids: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(token_ids)}I", *token_ids)
 
 
-def unpacked(token_ids: bytes | None) -> tuple[int, ...]:
-    """Return the stored output tokens of a request; none if there is no checkpoint."""
-    return struct.unpack(f"<{len(token_ids) // 4}I", token_ids) if token_ids else ()
+def unpacked(output: bytes | None) -> tuple[int, ...]:
+    """Return the tokens of a stored output; none if there is no checkpoint."""
+    tokens = (output or b"")[WRITER_DIGITS:]
+    return struct.unpack(f"<{len(tokens) // 4}I", tokens)
 
 
 def _flags(replies: Sequence[Any]) -> list[bool]:

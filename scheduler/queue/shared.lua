@@ -1,5 +1,5 @@
 -- Functions for every script of this folder. This file is put in front of each script, after the key names of keys.py
--- (QUEUE, WAITING, REQUEST, OUTPUT, ALONE, LEASES, SEQUENCE, WAKE). Scripts move requests atomically and make no decisions.
+-- (QUEUE, WAITING, REQUEST, OUTPUT, ALONE, LEASES, SEQUENCE, WAKE) and two lifetimes. Scripts move requests atomically and make no decisions.
 --
 -- Redis does not undo writes when a script fails half-way. Scripts therefore check before they write, and skip a
 -- request whose hash is missing (because an eviction policy or a person has removed it).
@@ -60,6 +60,38 @@ end
 
 local function holds(id, fence)
   return redis.call('HGET', REQUEST .. id, 'fence') == fence
+end
+
+-- Return the key of a request's stored output, the number of the request's put in 16 digits, and whether the request is
+-- a part of a job. The output begins with the number of the request that may append to it.
+local function output_of(id)
+  local fields = redis.call('HMGET', REQUEST .. id, 'part', 'member')
+  return OUTPUT .. (fields[1] or id), string.sub(fields[2], 1, 16), fields[1] and true
+end
+
+local function writer_of(key)
+  return redis.call('GETRANGE', key, 0, 15)
+end
+
+-- Return the stored output of a request that is claimed. From now on, no request that was put earlier appends to it.
+local function take_output(id)
+  local key, number = output_of(id)
+  local writer = writer_of(key)
+  if writer ~= '' and writer < number then
+    redis.call('SETRANGE', key, 0, number)
+  end
+  return redis.call('GET', key)
+end
+
+-- Forget the output of a request that ends. That of a part of a job stays for a while, and nobody may append to it.
+local function end_output(id)
+  local key, number, is_part = output_of(id)
+  if not is_part then
+    redis.call('DEL', key)
+  elseif writer_of(key) == number then
+    redis.call('SETRANGE', key, 0, string.rep('0', #number))
+    redis.call('PEXPIRE', key, PART_TTL_MS)
+  end
 end
 
 -- Move a request from the lease set back to its old place in its tier's set. No limit is checked: the request was

@@ -6,7 +6,7 @@ read the registry for admission, `/ready`, `/v1/models`, `/metrics` and `/admin/
 
 from typing import Protocol
 
-from scheduler.registry.worker_status import WorkerStatus
+from scheduler.registry.worker_status import WorkerStart, WorkerStatus
 
 
 class WorkerRegistry(Protocol):
@@ -19,6 +19,18 @@ class WorkerRegistry(Protocol):
 
     async def withdraw(self, worker_id: str) -> None:
         """Remove a worker. Unknown ids are ignored."""
+        ...
+
+    async def announce_start(self, start: WorkerStart) -> None:
+        """Announce what a worker does that does not serve yet. It is known for `START_TTL_S`."""
+        ...
+
+    async def withdraw_start(self, worker_id: str) -> None:
+        """Remove what a worker does at its start: it has started, or it has failed."""
+        ...
+
+    async def starting(self) -> list[WorkerStart]:
+        """Return what each worker does that starts at present, sorted by id."""
         ...
 
     async def workers(self) -> list[WorkerStatus]:

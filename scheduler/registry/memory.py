@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from scheduler.clock import Clock
-from scheduler.registry.worker_status import WorkerStatus
+from scheduler.registry.worker_status import WorkerStart, WorkerStatus
 from scheduler.store import keys
 
 
@@ -22,6 +22,7 @@ class MemoryWorkerRegistry:
         self._clock = clock
         self._ttl_s = ttl_s
         self._announced: dict[str, _Announcement] = {}
+        self._starting: dict[str, tuple[float, WorkerStart]] = {}
 
     async def announce(self, status: WorkerStatus, metrics_text: str, sla_json: str = "{}") -> None:
         expires_s = self._clock.now() + self._ttl_s
@@ -29,6 +30,16 @@ class MemoryWorkerRegistry:
 
     async def withdraw(self, worker_id: str) -> None:
         self._announced.pop(worker_id, None)
+
+    async def announce_start(self, start: WorkerStart) -> None:
+        self._starting[start.worker_id] = (self._clock.now() + keys.START_TTL_S, start)
+
+    async def withdraw_start(self, worker_id: str) -> None:
+        self._starting.pop(worker_id, None)
+
+    async def starting(self) -> list[WorkerStart]:
+        now = self._clock.now()
+        return [start for _, (until_s, start) in sorted(self._starting.items()) if until_s > now]
 
     async def workers(self) -> list[WorkerStatus]:
         return [a.status for a in self._alive().values()]

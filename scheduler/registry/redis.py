@@ -8,7 +8,7 @@ from contextlib import suppress
 import msgspec
 from redis.asyncio import Redis
 
-from scheduler.registry.worker_status import WorkerStatus
+from scheduler.registry.worker_status import WorkerStart, WorkerStatus
 from scheduler.store import keys
 from scheduler.store.refusal import StoreRefused
 
@@ -36,6 +36,26 @@ class RedisWorkerRegistry:
         pipeline.delete(keys.worker(worker_id))
         pipeline.srem(keys.WORKERS, worker_id)
         await pipeline.execute()
+
+    async def announce_start(self, start: WorkerStart) -> None:
+        ttl_ms = int(keys.START_TTL_S * 1000)
+        pipeline = self._client.pipeline(transaction=True)
+        pipeline.set(keys.starting(start.worker_id), self._encoder.encode(start), px=ttl_ms)
+        pipeline.sadd(keys.STARTING, start.worker_id)
+        pipeline.pexpire(keys.STARTING, ttl_ms)
+        await pipeline.execute()
+
+    async def withdraw_start(self, worker_id: str) -> None:
+        pipeline = self._client.pipeline(transaction=True)
+        pipeline.delete(keys.starting(worker_id))
+        pipeline.srem(keys.STARTING, worker_id)
+        await pipeline.execute()
+
+    async def starting(self) -> list[WorkerStart]:
+        members = await self._client.smembers(keys.STARTING)
+        ids = sorted(m.decode() if isinstance(m, bytes) else m for m in members)
+        values = await self._client.mget([keys.starting(worker_id) for worker_id in ids]) if ids else []
+        return [msgspec.msgpack.decode(value, type=WorkerStart) for value in values if isinstance(value, bytes)]
 
     async def workers(self) -> list[WorkerStatus]:
         return [self._decoder.decode(status) for status in (await self._fields("status")).values()]

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+LEFT_STRETCHES_S = (60, 300, 900, 3600)  # stretches of time for which `WorkerStatus.left_shares` tells a share
+
 
 @dataclass(frozen=True, slots=True)
 class TierCapacity:
@@ -21,6 +23,7 @@ class TierCapacity:
     # The same two rates if the tier had the whole engine and its largest batch size. They are not cautious.
     whole_prefill_tokens_per_s: float = 0.0
     whole_output_tokens_per_s: float = 0.0
+    num_ended: int = 0  # requests of the tier that have ended since the worker's start
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,16 @@ class GpuStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerStart:
+    """What a worker does that starts and does not serve yet. The store keeps it for a few seconds only."""
+
+    worker_id: str
+    phase: str  # such as "loading the model"
+    seconds: float  # since the phase began
+    share: float | None = None  # of the phase that is done; None: unknown
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerStatus:
     """A worker's heartbeat. The store keeps it for a few seconds only."""
 
@@ -62,4 +75,7 @@ class WorkerStatus:
     busy: float = 0.0  # share of the time since the last heartbeat in which the engine computed
     kv_usage: float = 0.0  # share of KV blocks in use
     gpus: tuple[GpuStatus, ...] = ()
+    # Share of the engine that interactive tiers leave to urgent bulk, in the busiest stretch of the last hour: one for
+    # each of LEFT_STRETCHES_S, smallest first. Empty: not known yet.
+    left_shares: tuple[float, ...] = ()
     batch_items: int = 0  # items per call of a worker with a static endpoint; 0: a worker with an engine

@@ -21,15 +21,20 @@ QUEUE_PREFIX = "tidegate:queue:"
 WAITING_PREFIX = "tidegate:waiting:"
 
 # One hash per request, from its put until its ack or cancel. Fields: tier, member, deadline_ms, payload (msgpack
-# `Request`), attempt (number of claims that count), and, while leased, fence, worker and waits (1: the request is in no
-# step of the worker, so that the worker's death does not count as an attempt). The hash has no TTL, because a line of a
-# batch may wait for a day.
+# `Request`), attempt (number of claims that count), part (`Request.job_part`, if it is a part of a job), and, while
+# leased, fence, worker and waits (1: the request is in no step of the worker, so that the worker's death does not count
+# as an attempt). The hash has no TTL, because a line of a batch may wait for a day.
 REQUEST_PREFIX = "tidegate:request:"
 
-# One string per request that has been checkpointed: its output tokens, 4 bytes each. A request whose checkpoint is gone
-# starts from its prompt.
-OUTPUT_PREFIX = "tidegate:output:"
+# One string per request that has been checkpointed, or per part of a job: 16 digits, and the output tokens, 4 bytes
+# each. The digits are the number of the put of the request that may append (zeros: none may). A request whose
+# checkpoint is gone starts from its prompt.
+OUTPUT_PREFIX = "tidegate:generated:"
 OUTPUT_TTL_S = 86_400.0
+
+# Seconds for which the output of a part of a job outlives its request. A gateway that is away for less time continues
+# its parts of jobs where they were.
+PART_TTL_S = 1800.0
 
 # One string per worker in whose step one request runs alone: the id of this request. It outlives the worker until its
 # requests are given back.
@@ -96,6 +101,13 @@ WORKER_PREFIX = "tidegate:worker:"
 # Seconds. A worker announces itself about every second; after several missed announcements in a row it counts as dead.
 WORKER_TTL_S = 6.0
 
+# One string per worker that starts and does not serve yet (msgpack `WorkerStart`), and the set of their ids. Both live
+# for this many seconds after the last report. A worker reports every second, but may be held up while it loads its
+# model.
+STARTING_PREFIX = "tidegate:starting:"
+STARTING = "tidegate:starting"
+START_TTL_S = 15.0
+
 # Tiers ------------------------------------------------------------------------------------------------
 
 # A hash. `generation` is the last number given to a document. `in_force` is the document that all gateways and workers
@@ -142,6 +154,10 @@ def events(gateway_id: str) -> str:
 
 def gateway_beat(gateway_id: str) -> str:
     return GATEWAY_BEAT_PREFIX + gateway_id
+
+
+def starting(worker_id: str) -> str:
+    return STARTING_PREFIX + worker_id
 
 
 def worker(worker_id: str) -> str:

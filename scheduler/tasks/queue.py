@@ -51,7 +51,7 @@ class TaskQueue:
 
     async def put(self, tasks: Sequence[Task], limit: int) -> QueueFull | None:
         """Enqueue all `tasks` (of one tier), or none if more than `limit` would wait then."""
-        rows = [(t.id, t.arrival_ms, 0, 0, self._encode(t)) for t in tasks]
+        rows = [(t.id, t.arrival_ms, 0, 0, self._encode(t), "") for t in tasks]
         refused = await self._scripts.put(tasks[0].tier, limit, self._clock.wall_ms(), NO_LIMIT, rows)
         return refused if isinstance(refused, QueueFull) else None
 

@@ -23,6 +23,7 @@ class Task(msgspec.Struct, frozen=True, omit_defaults=True):
     metadata: dict[str, str] | None = None
     failures: tuple[str, ...] = ()  # why each failed try failed
     timeout_ms: int | None = None  # how long it may wait for a try since its arrival
+    traceparent: str = ""  # W3C trace context of the request that created it; empty: it is not traced
 
     def is_expired(self, wall_ms: int) -> bool:
         """Return whether no further try may begin."""

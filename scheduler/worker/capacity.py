@@ -166,6 +166,7 @@ class CapacityEstimator:
             drain_per_s=_per_s(share_left, _request_s(history, states, prompt_s, output_s)),
             prefill_tokens_per_s=prefill_per_s,
             output_tokens_per_s=_per_s(share_left, output_s),
+            num_ended=history.num_ended,
         )
 
     def _with_whole_engine(

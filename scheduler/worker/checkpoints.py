@@ -1,14 +1,17 @@
 """Stores the output of bulk requests while it grows, so that another worker continues it if this one dies.
 
+The output of a part of a job is also continued if its gateway dies, and the next one asks for the part again.
+
 A write is one call for all requests together. It takes place every `CHECKPOINT_S` seconds at most, and holds at most
 `MAX_TOKENS` tokens. Two kinds of requests are stored only when the worker ends:
 
 - Interactive requests: their outputs are short, and their gateways fail them soon.
 - Requests whose tokens are sent after each step: a gateway may have got tokens after the checkpoint. In bfloat16, a
-  sequence that is continued may get other tokens there than before, and its answer would mix two generations.
+  sequence that is continued may get other tokens there than before, and its answer would mix two generations. Parts of
+  jobs are stored nevertheless: such a part fails, and its gateway asks for it again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from scheduler.clock import Clock
 from scheduler.queue.base import Queue
@@ -19,7 +22,7 @@ from scheduler.worker.refusals import Refusals
 
 CHECKPOINT_S = 2.0  # seconds between two writes; about what a worker's death costs in work
 MIN_TOKENS = 32  # a request with fewer new tokens is left out: computing them again costs less than a second
-MAX_TOKENS = 65_536  # of one write: 256 KiB, or 128 KiB a second
+MAX_TOKENS = 65_536  # of one write: 256 KiB, or 128 KiB a second; a single request may have more
 
 
 class Checkpointer:
@@ -41,20 +44,28 @@ class Checkpointer:
         states = [s for s in self._core.states if s.output_token_ids and self._core.can_continue(s)]
         await self._refusals.attempt(self._write([self._checkpoint(state) for state in states]))
 
+    async def save_parts(self, dropped: Iterable[RequestState]) -> None:
+        """Store the output of dropped parts of jobs, whose leases are still held: another gateway may ask for them."""
+        parts = [state for state in dropped if state.request.job_part and self._core.can_continue(state)]
+        # As a whole, because `run` may be writing other tokens of them just now.
+        await self._write([Checkpoint(state.lease, 0, tuple(state.output_token_ids)) for state in parts])
+
     def _due(self) -> list[Checkpoint]:
         """Return the checkpoints of the requests with the most new tokens, as many as one write may hold."""
-        due, num_tokens = [], 0
+        due: list[Checkpoint] = []
+        num_tokens = 0
         for state in sorted(self._candidates(), key=self._num_stored_behind, reverse=True):
             checkpoint = self._checkpoint(state)
-            if num_tokens + len(checkpoint.token_ids) <= MAX_TOKENS:
+            if not due or num_tokens + len(checkpoint.token_ids) <= MAX_TOKENS:
                 num_tokens += len(checkpoint.token_ids)
                 due.append(checkpoint)
         return due
 
     def _candidates(self) -> Iterator[RequestState]:
         for state in self._core.states:
-            is_bulk = not state.tier.is_interactive and state.request.delivery is Delivery.AT_END
-            if is_bulk and self._num_stored_behind(state) >= MIN_TOKENS and self._core.can_continue(state):
+            is_whole = state.request.delivery is Delivery.AT_END or bool(state.request.job_part)
+            is_stored = is_whole and not state.tier.is_interactive
+            if is_stored and self._num_stored_behind(state) >= MIN_TOKENS and self._core.can_continue(state):
                 yield state
 
     def _num_stored_behind(self, state: RequestState) -> int:

@@ -20,6 +20,7 @@ from scheduler.registry.base import WorkerRegistry
 from scheduler.registry.worker_status import GpuStatus, TierCapacity, TierStatus, WorkerStatus
 from scheduler.worker.capacity import CapacityEstimator
 from scheduler.worker.core import WorkerCore
+from scheduler.worker.left_shares import LeftShares
 from scheduler.worker.metrics import SchedulerMetrics
 
 ReadGpus = Callable[[], tuple[GpuStatus, ...]]
@@ -60,6 +61,7 @@ class Heartbeat:
         self._identity = identity
         self._clock = clock
         self._capacity = CapacityEstimator(engine)
+        self._left_shares = LeftShares()
         self._finished: Counter[str] = Counter()  # number of finished requests by tier, since the last heartbeat
         self._finished_per_s: dict[str, Ewma] = {}  # average rate of finished requests, by tier
         self._last_s: float | None = None
@@ -76,6 +78,8 @@ class Heartbeat:
         self._last_s = now
         status = self._core.status(now)
         capacities = self._capacity.measure(self._core.tiers, self._core.states, status, interval_s)
+        if status.interactive_s is not None:
+            self._left_shares.add(status.interactive_s, interval_s)
         tiers = {tier: self._tier(tier, status, capacities[tier], interval_s) for tier in capacities}
         self._finished.clear()
         sla_json = msgspec.json.encode(self._explanation(status, now, wall_ms)).decode()
@@ -137,4 +141,5 @@ class Heartbeat:
             busy=busy,
             kv_usage=kv_usage,
             gpus=gpus,
+            left_shares=self._left_shares.shares,
         )

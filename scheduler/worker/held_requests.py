@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from scheduler.clock import Clock
 from scheduler.request import Claimed
+from scheduler.request_state import RequestState
 from scheduler.worker.core import WorkerCore
 from scheduler.worker.metrics import SchedulerMetrics
 from scheduler.worker.tracing import RequestTracer
@@ -44,8 +45,8 @@ class HeldRequests:
             self._make_room(request_ids, self._clock.now())
         self.changed.set()
 
-    def drop(self, request_ids: Iterable[str]) -> None:
-        """Cancel requests that no client waits for any more."""
+    def drop(self, request_ids: Iterable[str]) -> list[RequestState]:
+        """Cancel requests that no client waits for any more. Return those that were held."""
         cancelled = self._core.cancel(request_ids)
         for state in cancelled:
             self._metrics.record_cancelled(state.tier.name)
@@ -53,6 +54,7 @@ class HeldRequests:
                 self._tracer.record(state, self._clock.now())
         if cancelled:
             self.changed.set()
+        return cancelled
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Remove requests whose leases this worker has lost."""

@@ -2,7 +2,8 @@
 
 The requests of a silent worker go back to the queue, so that another worker can take them over. If that worker wakes
 up, it drops them, because it has lost their leases. The requests of a silent gateway are dropped: nobody reads their
-tokens. This worker's own requests are looked after by `scheduler.worker.leases`.
+tokens. What parts of jobs have generated stays in the store, for the gateway that asks for them next. This worker's own
+requests are looked after by `scheduler.worker.leases`.
 """
 
 from collections import defaultdict
@@ -14,6 +15,7 @@ from scheduler.events.base import EventChannel
 from scheduler.queue.base import Queue
 from scheduler.registry.base import WorkerRegistry
 from scheduler.registry.heartbeat_monitor import CHECK_S, GATEWAY_SILENT_S, WORKER_SILENT_S, HeartbeatMonitor
+from scheduler.worker.checkpoints import Checkpointer
 from scheduler.worker.core import WorkerCore
 from scheduler.worker.held_requests import HeldRequests
 from scheduler.worker.refusals import Refusals
@@ -29,6 +31,7 @@ class Peers:
         events: EventChannel,
         registry: WorkerRegistry,
         held: HeldRequests,
+        checkpointer: Checkpointer,
         refusals: Refusals,
         clock: Clock,
         worker_id: str,
@@ -38,6 +41,7 @@ class Peers:
         self._events = events
         self._registry = registry
         self._held = held
+        self._checkpointer = checkpointer
         self._refusals = refusals
         self._clock = clock
         self._worker_id = worker_id
@@ -85,5 +89,5 @@ class Peers:
             log.warning("a gateway is silent; its requests are dropped", gateway=gateway_id)
         for gateway_id, request_ids in held.items():
             if self._gateways.is_silent(gateway_id):
+                await self._checkpointer.save_parts(self._held.drop(request_ids))
                 await self._queue.cancel(request_ids)
-                self._held.drop(request_ids)

@@ -12,6 +12,7 @@ from scheduler.events.base import EventChannel
 from scheduler.planning.step_report import StepReport
 from scheduler.queue.base import Queue
 from scheduler.request import TokenEvent
+from scheduler.worker.checkpoints import MIN_TOKENS, Checkpointer
 from scheduler.worker.held_requests import HeldRequests
 from scheduler.worker.refusals import Refusals
 
@@ -20,11 +21,18 @@ RETRY_S = 0.2  # seconds between two attempts while the store refuses writes
 
 class Publisher:
     def __init__(
-        self, queue: Queue, events: EventChannel, held: HeldRequests, refusals: Refusals, clock: Clock
+        self,
+        queue: Queue,
+        events: EventChannel,
+        held: HeldRequests,
+        checkpointer: Checkpointer,
+        refusals: Refusals,
+        clock: Clock,
     ) -> None:
         self._queue = queue
         self._events = events
         self._held = held
+        self._checkpointer = checkpointer
         self._refusals = refusals
         self._clock = clock
         self._unsent = StepReport()
@@ -62,12 +70,16 @@ class Publisher:
     async def _deliver(self, report: StepReport) -> None:
         """Publish the events first, then acknowledge the leases. `report` keeps what the store has not taken.
 
-        A crash between the two repeats events, but never loses a result.
+        A crash between the two repeats events, but never loses a result. If a gateway ends with events that it has not
+        read, the next one gets the parts of its jobs again from their checkpoints.
         """
         for reply_to, events in list(report.events.items()):
             if not await self._events.publish(reply_to, events):
                 await self._drop(events)
             del report.events[reply_to]
+        long_enough = [c for c in report.checkpoints if len(c.token_ids) >= MIN_TOKENS]
+        if long_enough:
+            await self._queue.checkpoint(long_enough)
         if report.leases:
             await self._queue.ack(report.leases)
 
@@ -75,5 +87,5 @@ class Publisher:
         """Drop the unfinished requests of `events`, because their gateway is gone."""
         ended = {e.request_id for e in events if e.is_last}
         unfinished = [i for i in dict.fromkeys(e.request_id for e in events) if i not in ended]
+        await self._checkpointer.save_parts(self._held.drop(unfinished))
         await self._queue.cancel(unfinished)
-        self._held.drop(unfinished)

@@ -64,7 +64,7 @@ async def test_steps_run_in_order_on_one_thread_of_their_own() -> None:
 
 async def test_a_grammar_is_compiled_on_another_thread_while_a_step_runs() -> None:
     may_end = threading.Event()
-    stepper = FakeStepper(lambda plan: may_end.wait(10) and None)
+    stepper = FakeStepper(lambda plan: may_end.wait(60) and None)
     async with running(stepper) as engine:
         engine.submit(StepPlan(1))
         compiled = await engine.compile_grammar("a")
@@ -106,7 +106,7 @@ async def test_submit_returns_while_the_step_runs() -> None:
 
 
 def wait_for(event: threading.Event) -> None:
-    assert event.wait(timeout=10)
+    assert event.wait(timeout=60)
 
 
 async def test_a_cancelled_collect_loses_nothing() -> None:

@@ -40,7 +40,7 @@ from gateway.webhooks.store import EventStore
 from gateway.webhooks.target import TargetPolicy
 from scheduler.config import Tier, load_tiers
 from scheduler.registry.worker_status import WorkerStatus
-from scheduler.request import JobDeadline
+from scheduler.request import JobDeadline, JobPart
 from tests.waiting import until
 
 MODEL = "tide-1"
@@ -81,6 +81,7 @@ class ScriptedCompletions:
         self.owners: set[str | None] = set()
         self.log_contexts: list[dict[str, Any]] = []  # the log context of each call
         self.deadlines: list[JobDeadline | None] = []
+        self.parts: list[str] = []  # names of the parts of jobs
         self.running = self.peak = 0
 
     async def complete(
@@ -93,10 +94,12 @@ class ScriptedCompletions:
         request_id: str,
         owner: str | None,
         wants_receipt: bool = False,
-        deadline: JobDeadline | None = None,
+        part: JobPart | None = None,
     ) -> tuple[int, dict[str, Any]]:
         question = body["messages"][-1]["content"]
-        self.deadlines.append(deadline)
+        assert part is not None
+        self.deadlines.append(part.deadline)
+        self.parts.append(part.name)
         self.owners.add(owner)
         self.calls[question] += 1
         self.request_ids.append(request_id)
@@ -172,7 +175,7 @@ class OfflineGateway:
 
     async def answered(self, batch_id: str, lines: int) -> ApiBatch:
         """Wait until `lines` lines count as completed or failed, and return the batch."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             while True:
                 batch = await self.client.batches.retrieve(batch_id)
                 counts = batch.request_counts
@@ -221,6 +224,7 @@ def make_gateway(
     keys: Keyring | None = None,
     completions: ScriptedCompletions | None = None,
     clock: ShiftedClock | None = None,
+    max_lines: int = 100_000,
     max_lines_in_flight: int = 256,
     lock_ttl_s: float = 6.0,
     max_body_bytes: int = 16 * 2**20,
@@ -250,6 +254,7 @@ def make_gateway(
         clock,
         keyring=keys,
         count_tokens=_count_words,
+        max_lines=max_lines,
         max_lines_in_flight=max_lines_in_flight,
         lock_ttl_s=lock_ttl_s,
         max_body_bytes=max_body_bytes,

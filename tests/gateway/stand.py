@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerFast
 from engine.interface import FinishReason
 from gateway.app import create_app
 from gateway.batches.service import BatchService
+from gateway.batches.tracing import BatchTracer
 from gateway.completion.answer_cache import AnswerCache
 from gateway.completion.metering import Metering
 from gateway.completion.sampling_defaults import SamplingDefaults
@@ -48,6 +49,7 @@ from gateway.responses.store import ResponseStore
 from gateway.state import Gateway, GatewayTiers, TracingMiddleware
 from gateway.tasks.endings import Endings
 from gateway.tasks.service import TaskService
+from gateway.webhooks.service import WebhookService
 from scheduler.client.client import SchedulerClient
 from scheduler.clock import Clock, SystemClock
 from scheduler.config import TierSet, parse_tiers
@@ -252,6 +254,7 @@ async def running_stand(
     key_source: KeySource | None = None,
     tokenizer: Tokenizer | None = None,
     responses: ResponseStore | None = None,
+    webhooks: WebhookService | None = None,
     redis: Redis | None = None,
     tasks: Redis | None = None,
     dead_letters: DeadLetters | None = None,
@@ -262,6 +265,7 @@ async def running_stand(
     certificate: Certificate | None = None,
     adapters: tuple[str, ...] = (),
     tracing: TracingMiddleware | None = None,
+    batch_tracer: BatchTracer | None = None,
     console: bool = True,
     data_dir: Path | None = None,
 ) -> AsyncIterator[Stand]:
@@ -269,8 +273,8 @@ async def running_stand(
 
     `administered` holds the store and the file through which its tiers can be changed. `metered` is the store of
     limits, usage and the answer cache; without it, there are none of them. `redis` and `responses` are the store of
-    responses (None: responses are not stored). With `redis` and `data_dir`, there are files and batches. `tasks` is the
-    store of tasks; with it, the gateway has seen a worker for them.
+    responses (None: responses are not stored), and `webhooks` hears of their ends. With `redis` and `data_dir`, there
+    are files and batches. `tasks` is the store of tasks; with it, the gateway has seen a worker for them.
     """
     clock, tiers, keyring = clock or SystemClock(), tiers or make_tiers(), keyring or Keyring()
     tokenizer = tokenizer or tiny_tokenizer()
@@ -297,7 +301,7 @@ async def running_stand(
         dead_letters=dead_letters,
         adapters=adapters,
     )
-    offline = ResponseService(service, clock, redis, responses)
+    offline = ResponseService(service, clock, redis, responses, announcer=webhooks)
     files = redis and data_dir and FileStore(redis, data_dir, clock)
     gateway = Gateway(
         model_names=names,
@@ -313,8 +317,9 @@ async def running_stand(
         usage=usage,
         tier_changes=administered and _tier_changes(*administered, client, queue, keyring),
         responses=offline,
+        webhooks=webhooks,
         files=files,
-        batches=files and redis and BatchService(redis, files, offline, tiers, names, clock),
+        batches=files and redis and BatchService(redis, files, offline, tiers, names, clock, tracer=batch_tracer),
         dead_letters=dead_letters,
         tasks=tasks and TaskService(TaskQueue(tasks, clock), Endings(tasks), client, clock, 3600.0, 86_400.0),
         idempotency=IdempotencyStore(redis or tasks, clock) if redis or tasks else None,

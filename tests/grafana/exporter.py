@@ -123,6 +123,7 @@ class Deployment:
         self.gateway.workers_alive.set(len(self.workers) - has_lost_one)
         self.gateway.show_store(not self._faulty, 0.001, dict.fromkeys(TIERS.tiers, 2000.0 if self._faulty else 0.1))
         self.gateway.batches.labels("in_progress").set(1)
+        self.gateway.batches_late.set(1)
         self.gateway.dead_letters.set(1)
 
     def families(self) -> dict[str, set[str]]:

@@ -1,7 +1,6 @@
 """A real Prometheus in a temporary directory, on a free port, scraping one target twice a second."""
 
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -12,12 +11,14 @@ from typing import Any, TypeVar
 import httpx
 import yaml
 
+from tests.system.server import free_port
+
 T = TypeVar("T")
 
 SCRAPE_INTERVAL = "500ms"  # also the time for a scrape, on a machine that is busy with other tests
 
 
-def wait_until(probe: Callable[[], T | None], what: str, deadline_s: float = 20.0) -> T:
+def wait_until(probe: Callable[[], T | None], what: str, deadline_s: float = 60.0) -> T:
     """The first value of `probe` that is neither None nor empty."""
     until_s = time.monotonic() + deadline_s
     while time.monotonic() < until_s:
@@ -71,7 +72,7 @@ def running(binary: str, folder: Path, target_port: int, rules: Path | None = No
     timing = {"scrape_interval": SCRAPE_INTERVAL, "scrape_timeout": SCRAPE_INTERVAL}
     rule_files = [] if rules is None else [str(rules)]
     config.write_text(yaml.safe_dump({"global": timing, "rule_files": rule_files, "scrape_configs": [job]}))
-    address = f"127.0.0.1:{_free_port()}"
+    address = f"127.0.0.1:{free_port()}"
     arguments = [f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]
     with (folder / "prometheus.log").open("w") as log:
         process = subprocess.Popen(
@@ -81,7 +82,7 @@ def running(binary: str, folder: Path, target_port: int, rules: Path | None = No
             env={**os.environ, "GOMAXPROCS": "1"},
         )
         try:
-            with httpx.Client(base_url=f"http://{address}", timeout=10, trust_env=False) as client:
+            with httpx.Client(base_url=f"http://{address}", timeout=30, trust_env=False) as client:
                 prometheus = Prometheus(client)
                 wait_until(lambda: prometheus.is_ready() or process.poll() is not None, "Prometheus is ready")
                 assert process.poll() is None, (folder / "prometheus.log").read_text()
@@ -89,10 +90,3 @@ def running(binary: str, folder: Path, target_port: int, rules: Path | None = No
         finally:
             process.kill()
             process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

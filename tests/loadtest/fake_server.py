@@ -5,6 +5,7 @@ Uses a real socket and real HTTP framing, but no model: text comes from `reply`,
 
 import asyncio
 import json
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -28,6 +29,8 @@ class FakeServer:
     reply: Callable[[Body], list[str]] = repeat_or_count
     status: Callable[[Body], int] = lambda body: 200
     is_silent: Callable[[Body], bool] = lambda body: False  # these get no answer until the client hangs up
+    tls: ssl.SSLContext | None = None
+    streams: bool = True  # otherwise, a request for a stream gets its whole answer at once
     tokens_per_event: int = 1
     separator: str = "\n"
     output_file_id: str | None = "file-2"  # of every batch
@@ -38,7 +41,7 @@ class FakeServer:
     tiers: list[Body] = field(default_factory=list)  # every document that was put in force, in order
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self.tls)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
@@ -46,9 +49,13 @@ class FakeServer:
         self._server.close()
         await self._server.wait_closed()
 
+    async def hang_up(self) -> None:
+        """Refuse connections from now on. Answers that have begun go on."""
+        self._server.close()
+
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -109,7 +116,7 @@ class FakeServer:
             await self._whole(writer, status, {"error": error})
             return
         pieces = self.reply(body)
-        if body.get("stream"):
+        if body.get("stream") and self.streams:
             await self._stream(body, pieces, writer)
             return
         usage = {"prompt_tokens": 3, "completion_tokens": len(pieces)}

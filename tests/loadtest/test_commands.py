@@ -74,19 +74,6 @@ async def test_a_nonce_of_another_request_is_named_a_leak() -> None:
     assert "1 of 4 right: 3 WRONG answers, 3 with another request's nonce" in out
 
 
-async def test_streams_prints_both_ways_and_their_ratio() -> None:
-    async with FakeServer() as server:
-        args = ("streams", "--url", server.url, "--streams", "4", "--output-tokens", "5")
-        (code, out, err), (too_much, _, _) = await asyncio.gather(
-            loadtest(*args), loadtest(*args, "--at-least", "1000000")
-        )
-    assert (code, too_much) == (0, 1), err
-    rows = {line.split("  ")[0]: line.split() for line in out.splitlines()}
-    assert rows["4 at once"][3:6] == ["8", "0", "40"]
-    assert rows["one at a time"][4:7] == ["4", "0", "20"]
-    assert "ratio: " in out
-
-
 async def test_mixed_measures_three_arms_and_relates_them() -> None:
     progress: list[str] = []
     async with FakeServer() as server:

@@ -8,7 +8,7 @@ from importlib.machinery import ModuleSpec
 import pytest
 
 from loadtest import extras
-from loadtest.__main__ import MOVED_TO_BENCH, main
+from loadtest.__main__ import MOVED, main
 from loadtest.extras import LOCUST, PLOTS, MissingExtra, require
 from loadtest.running import one_sentence
 
@@ -53,13 +53,13 @@ def test_each_wrong_flag_is_one_line(capsys: pytest.CaptureFixture[str]) -> None
     assert any(line.startswith("loadtest: mixed --duration: ") for line in said)
 
 
-@pytest.mark.parametrize("command", MOVED_TO_BENCH)
+@pytest.mark.parametrize("command", MOVED)
 def test_a_command_that_moved_names_its_new_place(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         main([command, "--any", "flag"])
     said = capsys.readouterr()
     assert (exit_info.value.code, said.out, said.err.count("\n")) == (2, "", 1)
-    assert f"`python -m bench {MOVED_TO_BENCH[command]}` in a checkout" in said.err
+    assert f"has moved: run {MOVED[command]}" in said.err
 
 
 def test_only_the_errors_that_were_named_become_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:

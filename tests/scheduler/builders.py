@@ -93,6 +93,7 @@ def make_request(
     cache_salt: str = "",
     wants_receipt: bool = False,
     urgent_ms: int = 0,
+    job_part: str = "",
     **sampling: Any,
 ) -> Request:
     """`prompt` is the token ids, or their number."""
@@ -110,6 +111,7 @@ def make_request(
         cache_salt=cache_salt,
         wants_receipt=wants_receipt,
         urgent_ms=urgent_ms,
+        job_part=job_part,
     )
 
 

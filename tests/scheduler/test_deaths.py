@@ -115,6 +115,95 @@ def test_a_worker_that_is_stopped_loses_nothing(tier: str) -> None:
     play(story)
 
 
+class Gateways:
+    """Gateways of a world, one after the other, that ask for the same parts of a job."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._num_asked = 0
+
+    async def ask(self, parts: int, max_tokens: int, delivery: Delivery) -> str:
+        """Let a gateway ask for all parts. Return its id."""
+        gateway_id, world = f"gateway-{self._num_asked}", self._world
+        self._num_asked += 1
+        await world.events.open(gateway_id)
+        for i in range(parts):
+            more = {"delivery": delivery, "job_part": f"part-{i}", "seed": i, "reply_to": gateway_id}
+            await world.queue.put([world.request(f"{gateway_id}-{i}", "batch", 40, max_tokens, **more)])
+        return gateway_id
+
+    def end(self, gateway_id: str) -> None:
+        del self._world.events._inboxes[gateway_id]
+
+    async def ask_to_the_end(self, parts: int, max_tokens: int, delivery: Delivery) -> list[Answer]:
+        names = [f"last-{i}" for i in range(parts)]
+        more = [{"delivery": delivery, "job_part": f"part-{i}", "seed": i} for i in range(parts)]
+        asked = zip(names, more, strict=True)
+        return await asyncio.gather(*(self._world.ask(n, "batch", 40, max_tokens, **m) for n, m in asked))
+
+
+@settings(max_examples=15)
+@given(
+    ends_s=st.lists(st.tuples(st.floats(0.1, 8.0), st.floats(0.0, 6.0), st.booleans()), min_size=1, max_size=3),
+    delivery=st.sampled_from(Delivery),
+    max_tokens=st.integers(20, 900),
+)
+def test_gateways_that_end_at_any_moment_change_no_output(
+    ends_s: list[tuple[float, float, bool]], delivery: Delivery, max_tokens: int
+) -> None:
+    """Each gateway asks for the parts that its predecessor has left, before the worker has noticed its end or later."""
+
+    async def story(world: World, workers: Succession) -> list[Answer]:
+        gateways = Gateways(world)
+        for lives_s, away_s, worker_dies in ends_s:
+            gateway_id = await gateways.ask(4, max_tokens, delivery)
+            await world.clock.sleep(lives_s)
+            gateways.end(gateway_id)
+            if worker_dies:
+                await workers.kill()
+            await world.clock.sleep(away_s)
+        return await gateways.ask_to_the_end(4, max_tokens, delivery)
+
+    for answer in play(story):
+        assert answer.token_ids == expected_tokens(answer.request)
+        assert answer.events[-1].kind is EventKind.FINISHED
+
+
+@pytest.mark.parametrize("delivery", Delivery)
+def test_a_gateways_death_costs_no_token_of_a_job_that_the_next_one_asks_for_later(delivery: Delivery) -> None:
+    async def story(world: World, workers: Succession) -> tuple[int, int]:
+        gateways = Gateways(world)
+        gateway_id = await gateways.ask(4, 900, delivery)
+        await world.clock.sleep(3.3)
+        gateways.end(gateway_id)
+        while world.core.num_held:
+            await world.clock.sleep(0.1)
+        generated = sum(life.num_new_tokens for life in workers.lives)
+        await gateways.ask_to_the_end(4, 900, delivery)
+        return generated, sum(life.num_new_tokens for life in workers.lives)
+
+    generated, total = play(story)
+    assert generated > 4 * 200
+    assert total - 4 * 900 <= 4, "at most the tokens of the step in which it was dropped"
+
+
+def test_a_part_that_ended_when_its_gateway_was_dead_is_not_generated_again() -> None:
+    async def story(world: World, workers: Succession) -> int:
+        gateways = Gateways(world)
+        gateway_id = await gateways.ask(1, 200, Delivery.AT_END)
+        await world.clock.sleep(0.3)
+        gateways.end(gateway_id)
+        while world.core.num_held:
+            await world.clock.sleep(0.1)
+        [life] = workers.lives
+        assert life.num_new_tokens == 200
+        [answer] = await gateways.ask_to_the_end(1, 200, Delivery.AT_END)
+        assert answer.token_ids == expected_tokens(answer.request)
+        return sum(life.num_new_tokens for life in workers.lives)
+
+    assert play(story) == 201, "only the last token"
+
+
 def test_a_request_with_log_probabilities_begins_again() -> None:
     async def story(world: World, workers: Succession) -> None:
         asked = asyncio.create_task(world.ask("r", "batch", 40, 600, delivery=Delivery.AT_END, logprobs=0))
@@ -131,7 +220,7 @@ def test_a_checkpoint_of_another_engine_is_used_only_where_it_fits() -> None:
     async def story(world: World, workers: Succession) -> None:
         asked = asyncio.create_task(world.ask("r", "batch", 40, 600, delivery=Delivery.AT_END))
         await world.clock.sleep(CHECKPOINT_S + 1.0)
-        world.queue._shared.records["r"].output = (5,) * 600
+        world.queue._shared.outputs["r"].token_ids = (5,) * 600
         await workers.kill()
         assert [state.num_restored for state in world.core.states] == [0], "it leaves no token to generate"
         answer = await asked

@@ -2,13 +2,14 @@
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -18,9 +19,14 @@ START_TIMEOUT_S = 90.0  # an idle machine needs a few seconds, a busy one much l
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a port on which nobody listens. Outgoing connections do not get it either: theirs are from 32768 on.
+
+    The numbers are the system's, because two processes of a test run draw the same ones otherwise.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0, what: str = "") -> None:
@@ -59,7 +65,7 @@ class Server:
 
     def workers(self) -> list[str]:
         """Return the ids of the workers that the gateway sees, whether it is ready or not."""
-        return [str(worker["id"]) for worker in httpx.get(f"{self.root}/ready", timeout=5).json()["workers"]]
+        return [str(worker["id"]) for worker in httpx.get(f"{self.root}/ready", timeout=10).json()["workers"]]
 
     def kill(self, part: str) -> int:
         """Kill a part with SIGKILL. Return its pid."""
@@ -69,7 +75,7 @@ class Server:
 
     def is_ready(self) -> bool:
         try:
-            return httpx.get(f"{self.root}/ready", timeout=5).status_code == 200
+            return httpx.get(f"{self.root}/ready", timeout=10).status_code == 200
         except httpx.TransportError:
             return False
 
@@ -88,7 +94,7 @@ class Server:
         """Return the sum of the samples of `name` whose labels include `labels`."""
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
         total = 0.0
-        for line in httpx.get(f"{self.root}/metrics", timeout=10).text.splitlines():
+        for line in httpx.get(f"{self.root}/metrics", timeout=30).text.splitlines():
             if line.startswith((name + "{", name + " ")) and all(w in line for w in wanted):
                 total += float(line.rsplit(" ", 1)[1])
         return total

@@ -41,7 +41,7 @@ async def long_streams(
     started = asyncio.Semaphore(0)
     streams = [asyncio.create_task(stream_to_its_end(client, 1900, started, go_on)) for _ in range(num)]
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             for _ in range(num):
                 await started.acquire()
         yield streams

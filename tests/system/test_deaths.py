@@ -114,14 +114,17 @@ async def test_a_killed_worker_loses_no_bulk_request_and_no_batch_line(server: S
         await run_until(server, load.is_half_done)
         killed = server.kill("worker")
         # While the new worker loads its engine, the announcement of the dead one must not be taken for it.
-        await asyncio.to_thread(wait_for, lambda: not server.is_ready(), 15, "the gateway to miss its worker")
+        await asyncio.to_thread(wait_for, lambda: server.pid_of("worker") != killed, what="a new worker")
+        os.kill(server.pid_of("worker"), signal.SIGSTOP)  # so that it does not finish loading meanwhile
+        await asyncio.to_thread(wait_for, lambda: not server.is_ready(), what="the gateway to miss its worker")
+        os.kill(server.pid_of("worker"), signal.SIGCONT)
         assert await asyncio.gather(*load.bulk.values()) == list(load.bulk)
         for nonce, answer in zip(load.chats, await asyncio.gather(*load.chats.values()), strict=True):
             assert answer == nonce or isinstance(answer, APIError)
         for batch_id, lines in load.batches.items():
             assert await batch_answers(client, batch_id) == expected(lines)
         assert await ask(client, "still-here") == "still-here"
-    await asyncio.to_thread(wait_for, server.is_ready, 10, "the gateway to see its new worker")
+    await asyncio.to_thread(wait_for, server.is_ready, what="the gateway to see its new worker")
     assert server.pid_of("worker") != killed
     assert psutil.pid_exists(server.pid_of("worker"))
 
@@ -147,7 +150,7 @@ async def test_a_batch_survives_the_death_of_every_part(tmp_path: Path) -> None:
             assert len(everything) >= 3
             server.process.kill()
             server.process.wait()
-            _, alive = await asyncio.to_thread(psutil.wait_procs, everything, 15)
+            _, alive = await asyncio.to_thread(psutil.wait_procs, everything, 30)
             assert alive == [], "parts must die with their supervisor"
     with running(tmp_path) as server:
         server.wait_until_ready()

@@ -20,7 +20,7 @@ SLA_STREAM = "/admin/sla/stream"
 
 async def test_sigterm_drains_and_exits_zero(tmp_path: Path) -> None:
     """Requests that end in time end normally. The others get an error, not a closed connection."""
-    with running(tmp_path, "--drain-s", "4") as server:
+    with running(tmp_path, "--drain-s", "8") as server:
         server.wait_until_ready()
         parts = [server.pid_of(part) for part in ("valkey", "worker", "gateway")]
         go_on = asyncio.Event()
@@ -28,11 +28,14 @@ async def test_sigterm_drains_and_exits_zero(tmp_path: Path) -> None:
             short_started = asyncio.Semaphore(0)
             short = asyncio.create_task(stream_to_its_end(client, 20, short_started))
             await short_started.acquire()
-            async with httpx.AsyncClient(base_url=server.root) as watcher, watcher.stream("GET", SLA_STREAM) as feed:
+            async with (
+                httpx.AsyncClient(base_url=server.root, timeout=30) as watcher,
+                watcher.stream("GET", SLA_STREAM) as feed,
+            ):
                 events = feed.aiter_lines()
                 assert await anext(events) == "event: sla"
                 server.process.send_signal(signal.SIGTERM)
-                await asyncio.to_thread(wait_for, lambda: not server.is_ready(), 5, "the drain")
+                await asyncio.to_thread(wait_for, lambda: not server.is_ready(), what="the drain")
                 refused = await watcher.get("/v1/models")
                 assert (refused.status_code, refused.headers["retry-after"]) == (503, "5"), "and not a closed port"
                 assert await short == "length", "a running request is finished"
@@ -54,6 +57,6 @@ async def test_sigterm_drains_and_exits_zero(tmp_path: Path) -> None:
 async def test_the_second_interrupt_kills_at_once(own_server: Server) -> None:
     async with make_client(own_server) as client, long_streams(client, 48, asyncio.Event()):
         own_server.process.send_signal(signal.SIGINT)
-        await asyncio.to_thread(wait_for, lambda: own_server.has_logged("stopping"), 10, "the drain")
+        await asyncio.to_thread(wait_for, lambda: own_server.has_logged("stopping"), what="the drain")
         own_server.process.send_signal(signal.SIGINT)
-        assert await asyncio.to_thread(own_server.process.wait, 5) == 1
+        assert await asyncio.to_thread(own_server.process.wait, 20) == 1  # not after the 30 s of a drain

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import signal
 from collections.abc import Iterator
 
 import httpx
@@ -12,6 +13,7 @@ import yaml
 from openai import AsyncOpenAI
 from redis import Redis
 
+from scheduler.queue.scripts import WRITER_DIGITS
 from scheduler.request import WORKER_DIED
 from scheduler.store import keys
 from tests.system.deadly_worker import DEADLY_PROMPT
@@ -59,12 +61,15 @@ async def write(client: AsyncOpenAI) -> str:
 
 def wait_until_forgotten(store: "Redis[bytes]") -> None:
     """Wait until no checkpoint is stored: a worker publishes an answer before it acknowledges the request."""
-    wait_for(lambda: stored_tokens(store) == 0)
+    wait_for(lambda: stored_tokens(store) == 0, timeout_s=60)
 
 
-def stored_tokens(store: "Redis[bytes]") -> int:
-    """Return the number of checkpointed tokens of all requests."""
-    return sum(store.strlen(key) // 4 for key in store.keys(keys.OUTPUT_PREFIX + "*"))
+OF_REQUESTS, OF_PARTS = "req_*", "[^r]*"  # the names of outputs: ids of requests; hashes, for lines of batches
+
+
+def stored_tokens(store: "Redis[bytes]", names: str = OF_REQUESTS) -> int:
+    """Return the number of checkpointed tokens."""
+    return sum((store.strlen(key) - WRITER_DIGITS) // 4 for key in store.keys(keys.OUTPUT_PREFIX + names))
 
 
 async def test_a_killed_worker_costs_only_the_tokens_since_its_last_checkpoint(server: Server) -> None:
@@ -77,7 +82,7 @@ async def test_a_killed_worker_costs_only_the_tokens_since_its_last_checkpoint(s
             while not writing.done() and not stored_tokens(store):
                 await asyncio.sleep(0.01)
             worker = psutil.Process(server.kill("worker"))
-            await asyncio.to_thread(psutil.wait_procs, [worker], 10)
+            await asyncio.to_thread(psutil.wait_procs, [worker], 30)
             saved = stored_tokens(store)
             assert 0 < saved < MAX_TOKENS
             assert await writing == expected
@@ -88,6 +93,58 @@ async def test_a_killed_worker_costs_only_the_tokens_since_its_last_checkpoint(s
         restored = server.metric("tidegate_restored_tokens_total", tier="bulk")
         generated = server.metric("tidegate_generation_tokens_total", tier="bulk")
         return (restored, generated) == (saved, MAX_TOKENS - saved)
+
+    await asyncio.to_thread(wait_for, is_shown)
+
+
+def long_line() -> bytes:
+    """Return a line of a batch that asks for what `write` asks for."""
+    body = {"model": MODEL, "prompt": "Tidegate", "max_tokens": MAX_TOKENS, "temperature": 1, "seed": 7}
+    body["ignore_eos"] = True
+    return json.dumps({"custom_id": "long", "method": "POST", "url": "/v1/completions", "body": body}).encode()
+
+
+def num_batch_tokens(server: Server) -> tuple[float, float]:
+    """Return how many tokens of batches the workers have taken from checkpoints, and how many they have generated."""
+    names = ("tidegate_restored_tokens_total", "tidegate_generation_tokens_total")
+    restored, generated = (server.metric(name, tier="batch") for name in names)
+    return restored, generated
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+async def test_a_line_goes_on_where_it_was_after_its_gateway_has_ended(server: Server, end: signal.Signals) -> None:
+    await asyncio.to_thread(server.wait_until_ready)
+    async with make_client(server, max_retries=8) as client:
+        expected = await write(client)
+        with Redis.from_url(server.socket_url) as store:
+            store.delete(*store.keys(keys.OUTPUT_PREFIX + OF_PARTS), "none")
+            before = num_batch_tokens(server)
+            file = await client.files.create(file=("in.jsonl", io.BytesIO(long_line())), purpose="batch")
+            batch = await client.batches.create(
+                input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+            )
+            await asyncio.to_thread(wait_for, lambda: stored_tokens(store, OF_PARTS) > 0)
+            saved = stored_tokens(store, OF_PARTS)
+            gateway = psutil.Process(server.pid_of("gateway"))
+            gateway.send_signal(end)
+            await asyncio.to_thread(psutil.wait_procs, [gateway], 60)
+        await asyncio.to_thread(server.wait_until_ready)
+        async with asyncio.timeout(120):
+            while (batch := await client.batches.retrieve(batch.id)).status != "completed":
+                await asyncio.sleep(0.1)
+        assert batch.output_file_id is not None
+        [result] = (await client.files.content(batch.output_file_id)).text.splitlines()
+    assert json.loads(result)["response"]["body"]["choices"][0]["text"] == expected
+
+    def is_shown() -> bool:
+        """Return whether the metrics show that the first gateway's tokens were not generated again."""
+        restored, generated = (now - then for now, then in zip(num_batch_tokens(server), before, strict=True))
+        if end is signal.SIGTERM and restored == 0:  # the line has ended in the gateway's drain
+            return generated == MAX_TOKENS
+        # A worker saves what it has when it notices that a gateway is dead. One that is stopped says that it goes, and
+        # then at most the tokens since the last checkpoint are lost.
+        most = MAX_TOKENS + 2 if end is signal.SIGKILL else 2 * MAX_TOKENS - restored
+        return saved <= restored < MAX_TOKENS <= generated <= most
 
     await asyncio.to_thread(wait_for, is_shown)
 
@@ -120,6 +177,6 @@ async def test_a_line_that_kills_its_workers_is_given_up_and_no_other_line_is(se
     assert num_starts(server) - starts == 2
     [letter] = httpx.get(f"{server.root}/admin/dead-letters", timeout=10).json()["data"]
     assert (letter["batch_id"], letter["custom_id"], letter["attempts"]) == (batch.id, "deadly", 2)
-    assert server.metric("tidegate_dead_letters") == 1
+    await asyncio.to_thread(wait_for, lambda: server.metric("tidegate_dead_letters") == 1)
     assert httpx.delete(f"{server.root}/admin/dead-letters/{letter['id']}", timeout=10).status_code == 200
     await asyncio.to_thread(server.wait_until_ready)

@@ -24,7 +24,7 @@ GUIDE = README.parent / "docs" / "getting-started.md"
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
 
 
-async def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+async def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not await asyncio.to_thread(condition):
             await asyncio.sleep(0.02)
@@ -138,15 +138,15 @@ async def test_a_client_that_disconnects_frees_its_place(server: Server, client:
     async for _ in stream:
         break
     await stream.close()
-    await eventually(lambda: cancelled() == before + 1)
+    await eventually(lambda: cancelled() > before)
     await eventually(lambda: server.metric("tidegate_num_requests_running") == 0)
 
 
 async def test_metrics_of_worker_and_gateway_are_in_one_page(server: Server, client: AsyncOpenAI) -> None:
     await ask(client, "abcd-1234")
     await eventually(lambda: server.metric("tidegate_time_to_first_token_seconds_count", tier="realtime") > 0)
+    await eventually(lambda: server.metric("tidegate_http_requests_total", route="/v1/chat/completions") > 0)
     assert server.metric("tidegate_slo_target_seconds", tier="realtime", metric="ttft") == 0.5
-    assert server.metric("tidegate_http_requests_total", route="/v1/chat/completions") > 0
     assert server.metric("tidegate_controller_batch_size", tier="bulk") > 0
 
 
@@ -164,7 +164,7 @@ async def test_metrics_of_worker_and_gateway_are_in_one_page(server: Server, cli
 async def test_invalid_input_gets_an_error_in_openais_format(
     server: Server, payload: bytes, status: int, code: str | None
 ) -> None:
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=30) as http:
         headers = {"content-type": "application/json"}
         answer = await http.post(f"{server.base_url}/chat/completions", content=payload, headers=headers)
     error = answer.json()["error"]
@@ -224,7 +224,7 @@ def test_two_servers_cannot_share_a_data_directory(server: Server) -> None:
     with running(server.data_dir) as second:
         assert second.process.wait(60) == 78
         assert str(server.process.pid) in second.log.read_text()
-    assert server.is_ready()
+    server.wait_until_ready()
 
 
 @pytest.mark.timeout(180)
@@ -232,25 +232,25 @@ async def test_parts_run_alone_on_an_existing_store(server: Server, tmp_path: Pa
     """`tidegate gateway` and `tidegate worker` on the Valkey of a running server, which they do not disturb."""
     store = ("--redis-url", server.socket_url)
     with (
-        running(tmp_path / "second", *store, command="gateway") as gateway,
+        running(tmp_path / "second", *store, "--drain-s", "90", command="gateway") as gateway,
         running(tmp_path / "w", *store, command="worker") as worker,
     ):
         gateway.wait_until_ready()
         workers_url = f"{gateway.root}/ready"
-        wait_for(lambda: len(httpx.get(workers_url).json()["workers"]) == 2, 60, "the second worker")
+        wait_for(lambda: len(httpx.get(workers_url, timeout=30).json()["workers"]) == 2, 60, "the second worker")
         async with make_client(gateway) as client:
             nonces = [make_nonce(random.Random(i)) for i in range(24)]
             assert await asyncio.gather(*(ask(client, n, service_tier="flex") for n in nonces)) == nonces
             go_on = asyncio.Event()
             async with long_streams(client, 16, go_on) as streams:
                 gateway.process.send_signal(signal.SIGTERM)
-                await asyncio.to_thread(wait_for, lambda: not gateway.is_ready(), 10, "the gateway to drain")
-                gateway.process.send_signal(signal.SIGTERM)  # at once, not after 30 s
-                assert await asyncio.to_thread(gateway.process.wait, 15) == 0
+                await asyncio.to_thread(wait_for, lambda: not gateway.is_ready(), what="the gateway to drain")
+                gateway.process.send_signal(signal.SIGTERM)  # at once, not after 90 s
+                assert await asyncio.to_thread(gateway.process.wait, 40) == 0
                 go_on.set()
                 answers = await asyncio.gather(*streams)
         assert all(ended_by_the_server(answer) for answer in answers)
         assert any(isinstance(answer, APIError) for answer in answers), "no request was cut short"
         worker.process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(worker.process.wait, 60) == 0
-    assert server.is_ready() and len(server.workers()) == 1
+    await eventually(lambda: server.is_ready() and len(server.workers()) == 1)

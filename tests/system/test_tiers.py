@@ -1,6 +1,7 @@
 """Changes of tiers.yaml under a running server: by SIGHUP and over HTTP, with running requests, and invalid ones."""
 
 import asyncio
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,6 +69,8 @@ async def test_sighup_changes_the_tiers_under_requests_that_run_and_wait(server:
     asking: Any = {"model": MODEL, "prompt": "Tide", "max_tokens": 600, "extra_body": flex}
     assert post(server, tiers()).status_code == 200
     async with AsyncOpenAI(base_url=server.base_url, api_key="test", max_retries=0, timeout=60) as client:
+        worker = server.pid_of("worker")
+        os.kill(worker, signal.SIGSTOP)  # so that none ends before all have come
         answers = [asyncio.create_task(client.completions.create(**asking)) for _ in range(5)]
         async with Redis.from_url(server.socket_url) as redis:
 
@@ -75,6 +78,7 @@ async def test_sighup_changes_the_tiers_under_requests_that_run_and_wait(server:
                 return await num_entered(redis, "bulk") == len(answers)
 
             await until(all_entered)
+            os.kill(worker, signal.SIGCONT)
             without_bulk = {**tiers(), "batch_tier": "chat", "tiers": {"chat": tiers()["tiers"]["chat"]}}
             refused = await asyncio.to_thread(post, server, without_bulk)
             assert refused.status_code == 409, refused.text

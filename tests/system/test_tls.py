@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(120)
 
 def answers(url: str, authority: trustme.CA) -> bool:
     try:
-        return httpx.get(url, verify=trusting(authority), timeout=5).status_code == 200
+        return httpx.get(url, verify=trusting(authority), timeout=10).status_code == 200
     except httpx.TransportError:
         return False
 
@@ -33,11 +33,11 @@ def test_a_gateway_serves_https_only_and_reads_a_renewed_certificate_on_sighup(t
                 httpx.get(f"{gateway.root}/health", timeout=5)
             keyfile.write_text("no key")
             gateway.process.send_signal(signal.SIGHUP)
-            wait_for(lambda: "the one in use stays" in gateway.log.read_text(), 10, "the refusal")
+            wait_for(lambda: "the one in use stays" in gateway.log.read_text(), what="the refusal")
             assert answers(health, first)
             write_certificate(tmp_path, second)
             gateway.process.send_signal(signal.SIGHUP)
-            wait_for(lambda: answers(health, second), 10, "the renewed certificate")
+            wait_for(lambda: answers(health, second), what="the renewed certificate")
 
 
 def test_serve_with_a_bad_certificate_ends_before_it_starts_anything(tmp_path: Path) -> None:

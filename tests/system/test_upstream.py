@@ -58,7 +58,7 @@ async def ask(client: AsyncOpenAI, prompt: list[int], max_tokens: int = 20, tier
 
 async def test_it_serves_once_the_upstream_answers(server: Server, upstream: ScriptedServer) -> None:
     assert server.has_logged("the upstream answers")
-    workers = httpx.get(f"{server.root}/ready").json()["workers"]
+    workers = httpx.get(f"{server.root}/ready", timeout=30).json()["workers"]
     assert [worker["device"] for worker in workers] == ["vllm"]
 
 
@@ -125,7 +125,7 @@ async def test_a_killed_worker_leaves_nothing_running_at_the_upstream(
 
 def test_an_upstream_needs_its_engine(tmp_path: Path) -> None:
 
-    done = run_to_end("serve", "--engine", "openai", timeout_s=30)
+    done = run_to_end("serve", "--engine", "openai")
     assert done.returncode == 2 and "--upstream http://HOST:PORT" in done.stderr
-    done = run_to_end("serve", "--upstream", "http://127.0.0.1:1", timeout_s=30)
+    done = run_to_end("serve", "--upstream", "http://127.0.0.1:1")
     assert done.returncode == 2 and "--engine openai" in done.stderr

@@ -15,6 +15,9 @@ from redis.asyncio import Redis
 from starlette.datastructures import Headers
 from starlette.responses import FileResponse
 
+from gateway.batches.input import MAX_LINES
+from gateway.batches.model import LineError
+from gateway.routes.files import MAX_BATCH_BYTES
 from tests.gateway.batches.test_forecasts import WORKER
 from tests.gateway.offline import MODEL, OfflineGateway, jsonl, line, lines, running_gateway
 from tests.waiting import until
@@ -93,6 +96,59 @@ async def test_parquet_keeps_its_types(batch: CommandLine, tmp_path: Path) -> No
     answers = [{"answer": f"Re: {n}", "error": None} for n in (1, 2)]
     rows = [{"n": 1, "tags": ["a"]}, {"n": 2, "tags": ["b", "c"]}]
     assert parquet.read_table(output).to_pylist() == [row | answer for row, answer in zip(rows, answers, strict=True)]
+
+
+async def test_a_column_of_several_types_becomes_one_of_texts_in_parquet(batch: CommandLine, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    source = _written(tmp_path / "in.jsonl", '{"n": 1, "tags": null}\n{"n": "two", "tags": null}\n{"n": [3]}\n')
+    assert await batch("run", source, "-o", tmp_path / "out.parquet", "--template", "{n}", "--model", MODEL) == 0
+    rows = parquet.read_table(tmp_path / "out.parquet").to_pylist()
+    assert [(row["n"], row["tags"], row["answer"]) for row in rows] == [
+        ("1", None, "Re: 1"),
+        ("two", None, "Re: two"),
+        ("[3]", None, "Re: [3]"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("header", "template"), [(",text", "{text}"), ("n,user.name", "{user.name}"), ("n,a[0]", "{a[0]}")]
+)
+async def test_columns_may_have_any_name(batch: CommandLine, tmp_path: Path, header: str, template: str) -> None:
+    """The first is what pandas writes: a column of row numbers without a name."""
+    source, output = _written(tmp_path / "in.csv", f"{header}\n0,ebb\n"), tmp_path / "out.csv"
+    assert await batch("run", source, "-o", output, "--template", template, "--model", MODEL) == 0
+    assert output.read_text().splitlines() == [f"{header},answer,error", "0,ebb,Re: ebb,"]
+
+
+async def test_a_run_whose_input_was_refused_begins_again(
+    batch: CommandLine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out.jsonl"
+    assert await batch("run", _written(tmp_path / "in.jsonl", jsonl([line("a", body={})])), "-o", output) == 1
+    assert "body.model" in capsys.readouterr().err
+    assert await batch("run", _written(tmp_path / "in.jsonl", jsonl(lines(2))), "-o", output) == 0
+    assert len(_results(output)) == 2
+
+
+async def test_a_part_that_was_refused_runs_again_beside_the_others(
+    batch: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "MAX_PART_LINES", 2)
+    source, output = _written(tmp_path / "in.jsonl", jsonl(lines(4))), tmp_path / "out.jsonl"
+    quota, refused = batch.gateway.app.state.gateway.batches._quota, [LineError("token_limit_exceeded", "Later.")]
+
+    async def reserve(*args: Any) -> tuple[LineError, ...]:
+        return (refused.pop(),) if refused else ()
+
+    monkeypatch.setattr(quota, "reserve", reserve)
+    assert await batch("run", source, "-o", output) == 1
+    assert await batch("run", source, "-o", output) == 0
+    assert [result["custom_id"] for result in _results(output)] == [f"q{n}" for n in range(4)]
+    assert set(batch.gateway.completions.answered.values()) == {1}
+
+
+def test_a_part_is_not_larger_than_a_server_takes() -> None:
+    assert work.MAX_PART_BYTES <= MAX_BATCH_BYTES and work.MAX_PART_LINES <= MAX_LINES
 
 
 async def test_a_run_that_was_cut_off_goes_on_without_a_second_batch(
@@ -258,6 +314,10 @@ async def test_submit_status_list_fetch_and_cancel(
         ("in.txt", "text", [], "add --format"),
         ("in.parquet", "text", ["--template", "{a}"], "no Parquet file"),
         ("in.csv", "text\nebb\n", ["--template", "{text"], "is not valid"),
+        ("in.csv", "text\nebb\n", ["--template", "{text.size}"], "is not valid"),
+        ("in.csv", "text\nebb\n", ["--template", "{text[high]}"], "is not valid"),
+        ("in.csv", "a,a\n1,2\n", ["--template", "{a}"], "a column twice"),
+        ("in.jsonl", '{"text": "\\ud83d"}\n', ["--template", "{text}"], "surrogate"),
     ],
 )
 def test_input_that_cannot_be_used_is_explained(
@@ -282,7 +342,7 @@ def test_a_server_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.Capt
 def test_rows_may_come_from_standard_input(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with _written(tmp_path / "rows", "text\tn\nebb\t1\n").open() as file:
+    with _written(tmp_path / "rows", "\ufefftext\tn\r\nebb\t1\r\n").open() as file:
         monkeypatch.setattr("sys.stdin", file)
         assert run_batch(["validate", "-", "--format", "tsv", "--template", "{text} {n}", "--model", MODEL]) == 0
     assert "1 requests" in capsys.readouterr().out

@@ -10,6 +10,10 @@ import pytest
 from scheduler.registry.worker_status import GpuStatus
 from tests.waiting import until
 from tidegate.gpu import gpu_reader
+from tidegate.settings import WorkerSettings
+from tidegate.worker import _gpu_index
+
+NAME = "NVIDIA H100 80GB HBM3"  # what engines on CUDA give as their device
 
 
 class NVMLError(Exception):
@@ -61,7 +65,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
 
 async def test_all_gpus_are_read_and_read_again(driver: Driver) -> None:
-    read = gpu_reader("cuda", {})
+    read = gpu_reader(NAME, environment={})
     assert read is not None
     assert read() == (GpuStatus("NVIDIA GPU-0", 1000, 8000, 0.37), GpuStatus("NVIDIA GPU-1", 1000, 8000, None))
     driver.used_mb = 2000
@@ -72,17 +76,26 @@ async def test_all_gpus_are_read_and_read_again(driver: Driver) -> None:
 
 @pytest.mark.parametrize(("chosen", "names"), [("1", ["GPU-1"]), ("GPU-abc, 0", ["GPU-abc", "GPU-0"]), ("", [])])
 async def test_only_visible_gpus_are_read(driver: Driver, chosen: str, names: list[str]) -> None:
-    read = gpu_reader("cuda:0", {"CUDA_VISIBLE_DEVICES": chosen})
+    read = gpu_reader(NAME, environment={"CUDA_VISIBLE_DEVICES": chosen})
     assert read is not None
     assert [gpu.name for gpu in read()] == [f"NVIDIA {name}" for name in names]
 
 
+@pytest.mark.parametrize(("device", "name"), [("auto", "GPU-0"), ("cuda", "GPU-0"), ("cuda:1", "GPU-1")])
+async def test_a_worker_of_our_own_engine_reads_the_gpu_that_it_uses(driver: Driver, device: str, name: str) -> None:
+    settings = WorkerSettings(redis_url="redis://127.0.0.1:1", device=device)
+    read = gpu_reader(NAME, _gpu_index(settings), {})
+    assert read is not None
+    assert [gpu.name for gpu in read()] == [f"NVIDIA {name}"]
+    assert _gpu_index(settings.model_copy(update={"engine": "vllm"})) is None
+
+
 def test_a_cpu_has_none(driver: Driver) -> None:
-    assert gpu_reader("cpu", {}) is None
+    assert gpu_reader("cpu", environment={}) is None
 
 
 def test_without_a_driver_or_its_package_nothing_is_said(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     driver.lost.add("all")
-    assert gpu_reader("cuda", {}) is None
+    assert gpu_reader(NAME, environment={}) is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert gpu_reader("cuda", {}) is None
+    assert gpu_reader(NAME, environment={}) is None

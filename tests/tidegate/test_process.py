@@ -34,7 +34,7 @@ def test_sighup_reloads_or_stops_if_the_terminal_was_closed() -> None:
             os.close(ours)
             process.send_signal(signal.SIGHUP)
             assert said.readline() == "stopped\n"
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()

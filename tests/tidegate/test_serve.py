@@ -12,15 +12,10 @@ from scheduler.registry.redis import RedisWorkerRegistry
 from scheduler.registry.worker_status import WorkerStatus
 from scheduler.reload.store import Follower, TierStore
 from scheduler.store import connection
+from tests.system.server import free_port
 from tidegate.process import gateway_name, worker_name
 from tidegate.serve import _gateway, _worker, run_serve, start_text, with_address
 from tidegate.settings import ServeSettings
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def status(worker_id: str) -> WorkerStatus:
@@ -40,7 +35,8 @@ def test_a_store_that_does_not_answer_is_named_without_its_password(url: str, mo
 
 
 def test_workers_of_two_servers_have_two_names() -> None:
-    one, other = free_port(), free_port()
+    one = free_port()
+    other = next(port for port in iter(free_port, None) if port != one)
     first, again, second = (with_address(ServeSettings(port=port)).worker_id for port in (one, one, other))
     assert first == again
     assert first != second

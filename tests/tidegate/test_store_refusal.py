@@ -21,7 +21,7 @@ from tests.waiting import until
 from tidegate.gateway import build_gateway
 from tidegate.settings import GatewaySettings
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 CHAT: dict[str, Any] = {"model": "tidegate-demo", "messages": [{"role": "user", "content": "hi"}]}
 BODIES: dict[str, dict[str, Any]] = {

@@ -106,7 +106,7 @@ async def running(supervisor: Supervisor) -> AsyncIterator["asyncio.Task[int]"]:
 
 
 async def exit_code(run: "asyncio.Task[int]") -> int:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         return await run
 
 
@@ -124,7 +124,7 @@ async def test_parts_start_store_first_and_stop_gateway_first(journal: Journal) 
     ]
     supervisor = Supervisor(parts, on_ready=ready.set)
     async with running(supervisor) as run:
-        await asyncio.wait_for(ready.wait(), 10)
+        await asyncio.wait_for(ready.wait(), 30)
         assert journal.events()[0] == "start store"
         assert sorted(journal.events()[1:]) == ["start gateway", "start worker-0", "start worker-1"]
         supervisor.stop()
@@ -204,9 +204,9 @@ async def test_a_part_that_was_ready_once_is_not_given_up(journal: Journal) -> N
     ready = asyncio.Event()
     supervisor = Supervisor([journal.part("worker")], on_ready=ready.set)
     async with running(supervisor) as run:
-        await asyncio.wait_for(ready.wait(), 10)
+        await asyncio.wait_for(ready.wait(), 30)
         for life in range(1, 8):
-            await until(lambda life=life: journal.count("start worker") == life, 20)  # type: ignore[misc]
+            await until(lambda life=life: journal.count("start worker") == life)  # type: ignore[misc]
             os.kill(journal.pids("worker")[-1], signal.SIGKILL)
             if life == 5:
                 assert not run.done()
@@ -233,7 +233,7 @@ async def test_a_part_that_has_served_is_started_again_even_after_78(journal: Jo
     ready = asyncio.Event()
     supervisor = Supervisor([journal.part("worker")], on_ready=ready.set)
     async with running(supervisor) as run:
-        await asyncio.wait_for(ready.wait(), 10)
+        await asyncio.wait_for(ready.wait(), 30)
         os.kill(journal.pids("worker")[0], signal.SIGUSR1)
         await until(lambda: journal.count("start worker") == 2)
         supervisor.stop()
@@ -258,7 +258,7 @@ async def test_a_probe_that_raises_means_not_ready_and_is_logged_once(
     part = replace(journal.part("worker"), ready=probe)
     supervisor = Supervisor([part], on_ready=ready.set)
     async with running(supervisor) as run:
-        await asyncio.wait_for(ready.wait(), 10)
+        await asyncio.wait_for(ready.wait(), 30)
         supervisor.stop()
         assert await exit_code(run) == 0
     assert warnings == ["the store is away"]
@@ -304,7 +304,7 @@ async def test_a_part_that_is_not_running_has_nothing_to_drain(
     monkeypatch.setattr(supervision.log, "warning", lambda *_, **__: ended.set())
     supervisor = Supervisor([journal.part("worker", behaviour="exit 1")])
     async with running(supervisor) as run:
-        await asyncio.wait_for(ended.wait(), 10)
+        await asyncio.wait_for(ended.wait(), 30)
         supervisor.stop()
         assert await exit_code(run) == 0
     assert journal.count("start worker") == 1
@@ -349,7 +349,7 @@ async def test_the_embedded_store_keeps_socket_and_data_through_its_restart(tmp_
         part = Part("valkey", Stage.STORE, valkey.argv, ready=valkey.is_ready, pass_fds=valkey.pass_fds)
         supervisor = Supervisor([part], on_ready=ready.set)
         async with running(supervisor) as run:
-            await asyncio.wait_for(ready.wait(), 10)
+            await asyncio.wait_for(ready.wait(), 30)
             with redis.Redis.from_url(valkey.url) as client:
                 client.set("key", "value")
                 first = client.info("server")["process_id"]
@@ -390,15 +390,15 @@ def reporter(journal: Journal, behaviour: str = "serve") -> Part:
 
 async def test_a_part_that_hangs_is_killed_and_started_again(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     ready = asyncio.Event()
-    monkeypatch.setattr(supervision, "WATCHDOG_S", 0.5)
+    monkeypatch.setattr(supervision, "WATCHDOG_S", 2.0)
     with capture_logs() as logs:
         async with running(Supervisor([reporter(journal)], on_ready=ready.set)) as run:
-            await asyncio.wait_for(ready.wait(), 10)
+            await asyncio.wait_for(ready.wait(), 30)
             os.kill(journal.pids("reporter")[0], signal.SIGSTOP)
             await until(lambda: journal.count("start reporter") == 2)
             assert gone(journal.pids("reporter")[0])
             assert not run.done()
-    assert {"part": "reporter", "silent_s": 0.5}.items() <= next(
+    assert {"part": "reporter", "silent_s": 2.0}.items() <= next(
         line for line in logs if line["event"].startswith("killing a part that hangs")
     ).items()
 
@@ -420,10 +420,10 @@ async def test_a_part_that_is_stuck_is_killed_and_one_that_is_not_ready_may_take
 
 async def test_a_supervisor_that_was_stopped_kills_nobody(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     ready = asyncio.Event()
-    monkeypatch.setattr(supervision, "WATCHDOG_S", 0.8)
+    monkeypatch.setattr(supervision, "WATCHDOG_S", 2.0)
     async with running(Supervisor([reporter(journal)], on_ready=ready.set)):
-        await asyncio.wait_for(ready.wait(), 10)
-        time.sleep(1.0)  # stops the supervisor, which runs in this thread; the reports wait in its socket
+        await asyncio.wait_for(ready.wait(), 30)
+        time.sleep(2.5)  # stops the supervisor, which runs in this thread; the reports wait in its socket
         await asyncio.sleep(0.01)
         assert journal.count("start reporter") == 1
         assert not gone(journal.pids("reporter")[0])
@@ -468,7 +468,7 @@ def spawn(journal: Journal) -> Iterator[Spawn]:
 
 
 async def both_up(journal: Journal) -> None:
-    await until(lambda: bool(journal.pids("worker") and journal.pids("gateway")), 20)
+    await until(lambda: bool(journal.pids("worker") and journal.pids("gateway")))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -476,7 +476,7 @@ async def test_a_signal_drains_and_exits_0(journal: Journal, spawn: Spawn, numbe
     process = spawn("serve")
     await both_up(journal)
     process.send_signal(number)
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0
     assert journal.events()[2:] == ["stop gateway", "stop worker"]
 
 
@@ -486,7 +486,7 @@ async def test_a_second_signal_kills(journal: Journal, spawn: Spawn) -> None:
     process.send_signal(signal.SIGINT)
     await until(lambda: journal.count("stop worker") == 1)
     process.send_signal(signal.SIGINT)
-    assert process.wait(20) == 1
+    assert process.wait(60) == 1
     assert gone(journal.pids("worker")[0])
 
 
@@ -504,7 +504,7 @@ async def test_parts_die_with_a_killed_supervisor(journal: Journal, spawn: Spawn
     process = spawn("ignore SIGTERM")
     await both_up(journal)
     process.kill()
-    process.wait(10)
+    process.wait(60)
     await until(lambda: gone(journal.pids("worker")[0]) and gone(journal.pids("gateway")[0]))
 
 

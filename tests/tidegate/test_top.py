@@ -141,7 +141,7 @@ def in_terminal(flags: list[str], ending: bytes) -> tuple[str, int]:
         preexec_fn=lambda: own_terminal(its),
     )
     os.close(its)
-    seen, until_s, sent = b"", time.monotonic() + 30, False
+    seen, until_s, sent = b"", time.monotonic() + 60, False
     with contextlib.suppress(OSError):  # the end of the command closes the terminal
         while time.monotonic() < until_s:
             if select.select([ours], [], [], 0.5)[0]:
@@ -155,7 +155,7 @@ def in_terminal(flags: list[str], ending: bytes) -> tuple[str, int]:
             if process.poll() is not None:
                 break
     try:
-        return seen.decode(errors="replace"), process.wait(timeout=10)
+        return seen.decode(errors="replace"), process.wait(timeout=60)
     finally:
         process.kill()
         os.close(ours)

@@ -100,7 +100,7 @@ def test_the_running_server_holds_the_lock_too(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(ValkeyError, match="in use"), EmbeddedValkey(tmp_path):
         pass
     process.terminate()
-    process.wait(10)
+    process.wait(60)
     with EmbeddedValkey(tmp_path):
         pass
 
@@ -138,7 +138,7 @@ async def test_is_ready_means_that_the_server_answers(tmp_path: Path) -> None:
         process = subprocess.Popen(valkey.argv, pass_fds=valkey.pass_fds)
         await until(valkey.is_ready)
         process.terminate()
-        process.wait(10)
+        process.wait(60)
         assert await valkey.is_ready() is False
 
 
@@ -172,7 +172,7 @@ async def test_the_server_ends_with_the_process_that_started_it(tmp_path: Path) 
     with client_of(url) as client:
         server = psutil.Process(client.info("server")["process_id"])
     parent.send_signal(signal.SIGKILL)
-    parent.wait(10)
+    parent.wait(60)
     parent.stdin.close()
     parent.stdout.close()
     await until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE)

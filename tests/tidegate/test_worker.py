@@ -293,7 +293,7 @@ def test_an_engine_that_breaks_in_its_first_steps_cannot_start(
     error: Exception, settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     engine = NoEngine(error)
-    monkeypatch.setattr(worker, "build_engine", lambda config: engine)
+    monkeypatch.setattr(worker, "build_engine", lambda config, progress: engine)
     assert run_worker(settings) == EX_CONFIG
     assert engine.is_closed
     said = capfd.readouterr()
@@ -304,7 +304,7 @@ def test_an_engine_that_breaks_in_its_first_steps_cannot_start(
 def test_an_interrupt_while_the_model_loads_is_an_ordinary_end(
     settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(settings: WorkerSettings) -> None:
+    def interrupted(config: object, progress: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(worker, "build_engine", interrupted)

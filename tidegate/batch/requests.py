@@ -3,7 +3,7 @@
 Pure. Knows the line format of OpenAI's Batch API; does not know files or servers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from string import Formatter
 from typing import Any
@@ -37,12 +37,12 @@ class Template:
 
     def _filled(self, text: str, row: Row) -> str:
         try:
-            return Formatter().vformat(text, (), row)
+            return _Columns().vformat(text, (), row)
         except (KeyError, IndexError):
             raise BatchProblem(
                 f"The template {text!r} names a column that is not there; there is {_names(row)}."
             ) from None
-        except ValueError as error:
+        except (ValueError, TypeError, AttributeError) as error:
             raise BatchProblem(
                 f"The template {text!r} is not valid: {error}; a brace as text is {{{{ or }}}}."
             ) from None
@@ -54,6 +54,13 @@ class Template:
             return {"input": text} | ({} if self.system is None else {"instructions": self.system})
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return {"messages": [*system, {"role": "user", "content": text}]}
+
+
+class _Columns(Formatter):
+    """Fills in columns by their whole names, which may contain dots and brackets."""
+
+    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return (kwargs[field_name], field_name) if field_name in kwargs else super().get_field(field_name, args, kwargs)
 
 
 def row_id(row: Row, number: int, column: str | None) -> str:

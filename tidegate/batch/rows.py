@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from io import TextIOWrapper
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -69,11 +70,14 @@ def row_writer(path: Path, kind: str) -> Iterator[RowWriter]:
 def _read_csv(path: Path, delimiter: str = ",") -> Iterator[Row]:
     csv.field_size_limit(2**30)
     with _text(path) as file:
-        reader = csv.DictReader(file, delimiter=delimiter, restkey="", strict=True)
+        reader = csv.DictReader(file, delimiter=delimiter, strict=True)
         try:
+            header = reader.fieldnames or ()
+            if len(set(header)) < len(header):
+                raise BatchProblem(f"{path}: the header names a column twice.")
             for row in reader:
-                if "" in row or None in row.values():
-                    named = f"the header names {len(reader.fieldnames or ())}"
+                if None in row or None in row.values():
+                    named = f"the header names {len(header)}"
                     raise BatchProblem(f"{path}, line {reader.line_num}: the number of fields differs; {named}.")
                 yield row
         except csv.Error as error:
@@ -115,10 +119,15 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
 @contextmanager
 def _text(path: Path) -> Iterator[IO[str]]:
+    encoding, newline = "utf-8-sig", ""  # -sig: some editors write a byte order mark
     if path == STANDARD:
-        yield sys.stdin
+        text = TextIOWrapper(sys.stdin.buffer, encoding, newline=newline)
+        try:
+            yield text
+        finally:
+            text.detach()  # standard input stays open
         return
-    with path.open(encoding="utf-8-sig", newline="") as file:  # -sig: some editors write a byte order mark
+    with path.open(encoding=encoding, newline=newline) as file:
         yield file
 
 
@@ -145,10 +154,11 @@ class _Csv:
 
 
 class _Parquet:
-    """Writes groups of rows. The columns and their types are those of the first group."""
+    """Writes groups of rows. The columns are those of the first row, and their types those of the first group."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._types: dict[str, Any] = {}
         self._rows: list[Row] = []
         self._writer: Any = None
 
@@ -165,21 +175,37 @@ class _Parquet:
         import pyarrow
         from pyarrow.parquet import ParquetWriter
 
-        schema = None if self._writer is None else self._writer.schema
-        table = pyarrow.Table.from_pylist(self._rows, schema=schema or _schema(self._rows))
+        types = dict.fromkeys(self._rows[0]) if self._writer is None else self._types
+        columns = {name: _column(name, [row.get(name) for row in self._rows], kind) for name, kind in types.items()}
+        table = pyarrow.table(columns)
         if self._writer is None:
+            self._types = dict(zip(table.schema.names, table.schema.types, strict=True))
             self._writer = ParquetWriter(self._path, table.schema)
         self._writer.write_table(table)
         self._rows = []
 
 
-def _schema(rows: Sequence[Row]) -> Any:
-    """Return the schema of `rows`; a column without a value in them is one of strings, as answers and errors are."""
+def _column(name: str, values: Sequence[Any], kind: Any) -> Any:
+    """Return values as a column of Parquet of the type `kind`; None: their own type, or texts if they have several.
+
+    A column without values is one of texts, as answers and errors are. Raises `BatchProblem`.
+    """
     import pyarrow
 
-    schema = pyarrow.Table.from_pylist(rows).schema
-    fields = [pyarrow.field(f.name, pyarrow.string()) if pyarrow.types.is_null(f.type) else f for f in schema]
-    return pyarrow.schema(fields)
+    try:
+        column = pyarrow.array(values, kind)
+    except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, OverflowError) as error:
+        if kind is not None and not pyarrow.types.is_string(kind):
+            raise BatchProblem(
+                f"The column {name!r} has other values than in its first rows, which Parquet cannot hold ({error}). "
+                "The server keeps the results: write them with `tidegate batch fetch`, or choose another format."
+            ) from None
+        return pyarrow.array([_text_of(value) for value in values], pyarrow.string())
+    return column.cast(pyarrow.string()) if pyarrow.types.is_null(column.type) else column
+
+
+def _text_of(value: Any) -> str | None:
+    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _cell(value: Any) -> Any:

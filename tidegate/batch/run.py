@@ -83,6 +83,8 @@ def _await_part(work: Work, part: Part, server: BatchServer, tell: Callable[[str
     for batch in server.updates(part.batch_id, tell):
         counts = batch.request_counts
         yield 0 if counts is None else counts.completed + counts.failed, eta_of(batch)
+    if batch.status == "failed":
+        _leave(work, part)
     check_accepted(batch)
     if batch.status != "completed":
         tell(f"{batch.id} is {batch.status}: lines without an answer have an error instead.")
@@ -91,6 +93,15 @@ def _await_part(work: Work, part: Part, server: BatchServer, tell: Callable[[str
             server.download(file_id, work.path(part, kind))
     part.ended = True
     work.save()
+
+
+def _leave(work: Work, part: Part) -> None:
+    """Let the same command begin again with a part that the server has refused, or with a mended input."""
+    part.begin_again()
+    if any(other.batch_id is not None for other in work.parts):
+        work.save()
+    else:
+        work.remove()
 
 
 def _joined(work: Work, part: Part) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from tidegate.batch.problems import BatchProblem
 from tidegate.batch.rows import STANDARD, Row
 
-MAX_PART_LINES, MAX_PART_BYTES = 50_000, 200 * 2**20  # of one input file, as in OpenAI's Batch API
+MAX_PART_LINES, MAX_PART_BYTES = 50_000, 200 * 10**6  # of one input file, as in OpenAI's Batch API
 
 
 @dataclass(slots=True)
@@ -30,6 +30,11 @@ class Part:
     file_id: str | None = None
     batch_id: str | None = None
     ended: bool = False  # its results are downloaded
+
+    def begin_again(self) -> None:
+        """Forget a batch that the server has refused, so that a later attempt makes a new one."""
+        self.file_id = self.batch_id = None
+        self.retry_key = secrets.token_hex(16)
 
 
 @dataclass(slots=True)
@@ -117,7 +122,7 @@ class _PartWriter:
 
     def add(self, number: int, request: dict[str, Any], row: Row | None) -> None:
         self._check(number, request)
-        text = json.dumps(request, ensure_ascii=False).encode() + b"\n"
+        text = _json_line(number, request)
         part = self._work.parts[-1] if self._work.parts else None
         if part is None or part.lines == MAX_PART_LINES or self._size + len(text) > MAX_PART_BYTES:
             part = self._begin()
@@ -125,7 +130,7 @@ class _PartWriter:
         self._requests.write(text)
         if row is not None:
             self._work.has_rows = True
-            self._rows.write(json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n")
+            self._rows.write(_json_line(number, row))
         part.lines += 1
         self._size += len(text)
 
@@ -153,3 +158,10 @@ class _PartWriter:
         if url != self._work.endpoint:
             raise BatchProblem(f"Request {number} is for {url}, others for {self._work.endpoint}: one endpoint a run.")
         self._ids.add(custom_id)
+
+
+def _json_line(number: int, value: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(value, ensure_ascii=False, default=str).encode() + b"\n"
+    except UnicodeEncodeError:
+        raise BatchProblem(f"Request {number} has half of a surrogate pair, which is no character.") from None

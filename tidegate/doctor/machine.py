@@ -89,7 +89,8 @@ def _kernels(reason: str, *, is_gpu: bool) -> Finding:
 def _memory(free: int, weights: int | None) -> Finding:
     if weights is None:
         return Finding("memory", f"{free / GIB:.1f} GiB free")
-    text = f"{free / GIB:.1f} GiB free, the weights take {weights / GIB:.1f}"
+    taken = f"{weights / GIB:.1f}" if weights >= GIB / 10 else "less than 0.1"
+    text = f"{free / GIB:.1f} GiB free, the weights take {taken}"
     if weights > free:
         remedy = "end other programs, or use a smaller or a quantised model, or --engine vllm on several GPUs"
         return error("memory", text, remedy)

@@ -17,6 +17,7 @@ from tidegate.top.view import notice, screen
 
 LOCAL = "http://127.0.0.1:8000"
 TIMEOUT_S = 10.0  # seconds for the server to answer; it waits 2 s for its store
+LEAST_INTERVAL_S = 0.1  # seconds between two looks
 FILE_COLUMNS = 160  # width of what is not written to a terminal, so that no cell is cut
 EX_FAILED = 1
 END_KEYS = frozenset(b"qQ\x04")  # also Ctrl-D; Ctrl-C is a signal
@@ -41,7 +42,7 @@ def run_top(args: list[str]) -> int:
             if options.once:
                 console.print(screen(_read(client), url))
             else:
-                _watch(client, url, console, options.interval_s)
+                _watch(client, url, console, max(options.interval_s, LEAST_INTERVAL_S))
     except KeyboardInterrupt:
         pass
     except (Refused, Away) as problem:

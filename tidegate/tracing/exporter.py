@@ -11,11 +11,13 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Tracer
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.types import ASGIApp
 
 from scheduler.request_state import RequestState
+from tidegate.tracing.batch_spans import BatchSpans, SpanIds
+from tidegate.tracing.context import context_of
 from tidegate.tracing.http_spans import TracedRequests
+from tidegate.tracing.task_spans import TaskSpans
 from tidegate.tracing.worker_spans import record_spans
 
 FLUSH_S = 3.0  # seconds for the last spans to be sent when a process ends
@@ -28,7 +30,9 @@ class Tracing:
         """`part` is gateway or worker; `instance` names this process. OTEL_SERVICE_NAME replaces the service's name."""
         service = os.environ.get("OTEL_SERVICE_NAME") or f"tidegate-{part}"
         named = {"service.name": service, "service.instance.id": instance, "service.version": _version()}
-        self._provider = TracerProvider(resource=Resource.create(named), shutdown_on_exit=False)
+        self._ids = SpanIds()
+        resource = Resource.create(named)
+        self._provider = TracerProvider(resource=resource, id_generator=self._ids, shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
         self._tracer: Tracer = self._provider.get_tracer("tidegate", _version())
 
@@ -39,11 +43,18 @@ class Tracing:
         return cls(part, instance, BatchSpanProcessor(OTLPSpanExporter()))
 
     def middleware(self, app: ASGIApp) -> ASGIApp:
-        """Return `app` with a span around each request that generates something."""
+        """Return `app` with a span around each request that generates something, now or later."""
         return TracedRequests(app, self._tracer)
+
+    def batches(self) -> BatchSpans:
+        """Return what records the spans of batches and their lines."""
+        return BatchSpans(self._tracer, self._ids)
 
     def requests_of(self, worker_id: str) -> "WorkerTracer":
         return WorkerTracer(self._tracer, worker_id)
+
+    def tasks_of(self, worker_id: str, endpoint: str) -> TaskSpans:
+        return TaskSpans(self._tracer, worker_id, endpoint)
 
     def close(self) -> None:
         """Send the last spans, for at most `FLUSH_S`: a collector that is away must not hold up the end."""
@@ -60,7 +71,7 @@ class WorkerTracer:
         self._worker_id = worker_id
 
     def record(self, state: RequestState, now: float) -> None:
-        parent = TraceContextTextMapPropagator().extract({"traceparent": state.request.traceparent})
+        parent = context_of(state.request.traceparent)
         wall_ns = time.time_ns()
         record_spans(self._tracer, parent, state, self._worker_id, now, lambda at_s: wall_ns - int((now - at_s) * 1e9))
 

@@ -1,4 +1,7 @@
-"""The gateway's spans: one for each request that generates something, and under it preparation and output."""
+"""The gateway's spans: one for each request that generates something, and under it preparation and output.
+
+Requests that create batches or tasks have one, too: what is generated for them later is recorded under it.
+"""
 
 from http import HTTPMethod
 from typing import Any
@@ -9,10 +12,11 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.http.trace import CURRENT_TRACE, RequestTrace
+from tidegate.tracing.context import FIRST_ERROR, traceparent_of
 
 # Endpoints whose requests are traced. All others answer from memory or the store.
-TRACED_PATHS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses"))
-FIRST_ERROR = 500  # statuses from here on are errors of the server; below, the client's
+GENERATING_PATHS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses"))
+TRACED_PATHS = GENERATING_PATHS | {"/v1/batches", "/v1/tasks"}
 
 _propagator = TraceContextTextMapPropagator()
 
@@ -68,7 +72,8 @@ class TracedRequests:
             span.set_attribute("error.type", str(status or "disconnected"))
             span.set_status(Status(StatusCode.ERROR))
         began_ns: int = span.start_time  # the spans of the SDK have it
-        self._child(span, "tidegate.prepare", began_ns, trace.submitted_ns)
+        if scope["path"] in GENERATING_PATHS:
+            self._child(span, "tidegate.prepare", began_ns, trace.submitted_ns)
         if trace.first_token_ns is not None:
             span.set_attribute("gen_ai.response.time_to_first_chunk", (trace.first_token_ns - began_ns) / 1e9)
             self._child(span, "tidegate.output", trace.first_token_ns, None)
@@ -83,8 +88,3 @@ def _parent(scope: Scope) -> Context:
     """Return the trace of the client, if its headers name one."""
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     return _propagator.extract(headers, context=Context())
-
-
-def traceparent_of(span: Span) -> str:
-    context = span.get_span_context()
-    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"

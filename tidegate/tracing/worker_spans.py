@@ -43,6 +43,8 @@ def _describe(root: Span, state: RequestState, worker_id: str) -> None:
             "tidegate.sequence_id": request.id,
             "tidegate.tier": request.tier,
             "tidegate.worker": worker_id,
+            "tidegate.attempt": state.attempt,
+            "tidegate.restored_tokens": state.num_restored,
             "tidegate.status": state.status.value,
             "tidegate.pauses": state.num_stops,
             "tidegate.paused_s": state.paused_s,

@@ -23,6 +23,7 @@ import structlog
 import torch
 
 from engine.native.cpu.processors import Processor, cpu_flags, processors
+from engine.progress import NO_PROGRESS, Progress
 
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "decoder_layer.cpp", "sampling.cpp"))
 _HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
@@ -47,19 +48,19 @@ _COMPILE_LIMIT_S = 120  # time limit per compiler call, seconds
 _CPU_MODEL_FIELDS = ("flags", "Features", "model name", "CPU part")
 
 
-def load_library() -> ctypes.CDLL | None:
+def load_library(progress: Progress = NO_PROGRESS) -> ctypes.CDLL | None:
     """Return the kernels' library; compile it first if it is not cached. Return None on failure and log the reason."""
-    library = library_or_reason()
+    library = library_or_reason(progress)
     if isinstance(library, ctypes.CDLL):
         return library
     structlog.get_logger().warning("no CPU kernels", reason=library)
     return None
 
 
-def library_or_reason() -> ctypes.CDLL | str:
+def library_or_reason(progress: Progress = NO_PROGRESS) -> ctypes.CDLL | str:
     """Return the kernels' library, or the reason why there is none."""
     try:
-        return ctypes.CDLL(str(_built_for_this_machine()))
+        return ctypes.CDLL(str(_built_for_this_machine(progress)))
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
         reason = next(iter(said.strip().splitlines()), type(error).__name__)
@@ -85,11 +86,14 @@ def build_for_processors() -> list[Path]:
     ]
 
 
-def _built_for_this_machine() -> Path:
+def _built_for_this_machine(progress: Progress) -> Path:
     """Return the path of the library; compile it if it does not exist. Errors are those of `build_for_processors`."""
     compiler, openmp = _find_compiler(), torch_openmp()
     library = _cache_directory() / f"kernels-{_fingerprint(compiler, openmp)}.so"
-    return library if library.exists() else _compile(compiler, _NATIVE, openmp, library)
+    if library.exists():
+        return library
+    with progress.phase("compiling the CPU kernels"):
+        return _compile(compiler, _NATIVE, openmp, library)
 
 
 def _prebuilt_libraries() -> list[Path]:

@@ -5,6 +5,8 @@ Every problem with a model is raised as an `EngineStartError`, whose message nam
 """
 
 import inspect
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from engine.native.attention.paged import ATTENTION_NAME
 from engine.native.device import free_bytes
 from engine.native.model.head_padding import attention_forward_padded
 from engine.native.model.weights import quantization_method, read_weights, stored_bytes
+from engine.progress import NO_PHASE, Phase
 
 # Values of a configuration's `layer_types` that this engine supports.
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -45,22 +48,25 @@ def load_config(config: EngineConfig) -> Any:
     return hf_config
 
 
-def load_model(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def load_model(
+    config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device, phase: Phase = NO_PHASE
+) -> nn.Module:
     """Return the model with weights in `dtype` on `device`, in evaluation mode. `bind` sets its attention later.
 
-    Raises `EngineStartError` if the weights are wrong, or if they do not fit into the free memory.
+    `phase` is told how many tensors are loaded. Raises `EngineStartError` if the weights are wrong, or if they do not
+    fit into the free memory.
     """
     # No mask function is registered under this name, so modeling code makes no masks. The engine's attention needs no
     # masks: it knows contexts and windows.
     AttentionInterface.register(ATTENTION_NAME, attention_forward_padded)
-    transformers_logging.disable_progress_bar()  # a worker's stderr is its log
     options = {"dtype": dtype, "attn_implementation": ATTENTION_NAME}
     try:
         _check_fits(weight_bytes(config, hf_config, dtype), device)
         if config.load_format == "dummy":
             model = _random_model(hf_config, config.seed, device, options)
         else:
-            model = read_weights(str(Path(config.model).expanduser()), hf_config, device, options)
+            with _telling(phase, config):
+                model = read_weights(str(Path(config.model).expanduser()), hf_config, device, options)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise EngineStartError(f"not enough memory for the weights of {config.model}") from error
     except EngineStartError:
@@ -69,6 +75,35 @@ def load_model(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device:
         raise EngineStartError(f"model {config.model}: {first_line(error)}") from error
     module: nn.Module = model.eval().requires_grad_(False)
     return module
+
+
+def is_on_hub(config: EngineConfig) -> bool:
+    """Return whether the model's name is a hub id and no directory."""
+    return not Path(config.model).expanduser().is_dir()
+
+
+@contextmanager
+def _telling(phase: Phase, config: EngineConfig) -> Iterator[None]:
+    """Tell `phase` how far transformers has loaded the weights. For a model of the hub, it shows this itself."""
+
+    def bar(make_bar: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        parts = args[0] if args else options.get("iterable")
+        return _counted(parts, phase) if isinstance(parts, Collection) else make_bar(*args, **options)
+
+    if is_on_hub(config):
+        yield
+        return
+    before = transformers_logging.set_tqdm_hook(bar)
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(before)
+
+
+def _counted(parts: Collection[Any], phase: Phase) -> Iterator[Any]:
+    for number, part in enumerate(parts):
+        phase.show(number, len(parts))
+        yield part
 
 
 def weight_bytes(config: EngineConfig, hf_config: Any, dtype: torch.dtype) -> int | None:

@@ -30,7 +30,7 @@ from engine.native.execution.torch_engine import TorchEngine
 from engine.native.kv.cache import KVCache, LayerShape, block_bytes
 from engine.native.kv.sizing import fitting_model_len, num_kv_blocks, wanted_model_len
 from engine.native.kv.swap import SwapSpace, make_swap_space
-from engine.native.model.loader import context_limit, eos_token_ids, is_quantised, load_config, load_model
+from engine.native.model.loader import context_limit, eos_token_ids, is_on_hub, is_quantised, load_config, load_model
 from engine.native.model.probe import LayerSpec, probe_layers
 from engine.native.startup.cpu_eviction_trial import can_evict_rows
 from engine.native.startup.cpu_optimize import optimize_for_cpu
@@ -42,25 +42,28 @@ from engine.native.startup.cuda_bring_up import (
     working_kernels,
 )
 from engine.native.startup.fusion import is_same_model, trial_logits
+from engine.progress import Progress
 from engine.sampling.sampler import sample
 
 _SMALL_MODEL = 10_000_000  # a model with fewer parameters is small; see `_set_threads`
 
 
-def build_native_engine(config: EngineConfig) -> TorchEngine:
+def build_native_engine(config: EngineConfig, progress: Progress) -> TorchEngine:
     """Build an engine whose steps run on the caller's thread. Raises `EngineStartError` if the engine cannot start."""
     _check_sizes(config)
-    loaded = _load(config)
-    kernels = _choose_kernels(config, loaded)
+    loaded = _load(config, progress)
+    kernels = _choose_kernels(config, loaded, progress)
     memory = _divide_memory(config, loaded, kernels)
     info = _describe(config, loaded, kernels, memory)
     runner = ModelRunner(
         loaded.model, memory.cache, [spec.window for spec in loaded.specs], loaded.device, kernels.attention
     )
     if config.optimize and not is_quantised(loaded.model):
-        _optimize(runner, info, loaded, kernels)
+        with progress.phase("trying faster layers"):
+            _optimize(runner, info, loaded, kernels)
     if kernels.graph_sizes:
-        _capture_graphs(runner, info, loaded, kernels, memory)
+        with progress.phase("capturing CUDA graphs"):
+            _capture_graphs(runner, info, loaded, kernels, memory)
     info = replace(info, step_eviction=_step_eviction(runner, info, loaded, kernels))
     _log(info, loaded, memory)
     sampler = sample if kernels.library is None else CpuSampler(kernels.library)
@@ -98,14 +101,17 @@ class _Loaded:
         return [spec.shape for spec in self.specs]
 
 
-def _load(config: EngineConfig) -> _Loaded:
+def _load(config: EngineConfig, progress: Progress) -> _Loaded:
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    hf_config = load_config(config)
-    wanted_len = wanted_model_len(config, context_limit(hf_config))
-    model = load_model(config, hf_config, dtype, device)
+    # The hub's client shows its downloads itself.
+    with progress.phase("loading the model", draws_itself=is_on_hub(config)) as phase:
+        hf_config = load_config(config)
+        wanted_len = wanted_model_len(config, context_limit(hf_config))
+        model = load_model(config, hf_config, dtype, device, phase)
     _set_threads(config, model)
-    specs, step_bytes = _measure(model, hf_config, config, device)
+    with progress.phase("probing the model"):
+        specs, step_bytes = _measure(model, hf_config, config, device)
     return _Loaded(device, dtype, hf_config, wanted_len, model, specs, step_bytes)
 
 
@@ -157,9 +163,10 @@ class _Kernels:
         return "own Triton kernels" if self.library is None else "own C++ kernels"
 
 
-def _choose_kernels(config: EngineConfig, loaded: _Loaded) -> _Kernels:
-    library = load_library() if loaded.device.type == "cpu" and config.optimize else None
-    attention = _attention_kernels(config, loaded, library)
+def _choose_kernels(config: EngineConfig, loaded: _Loaded, progress: Progress) -> _Kernels:
+    library = load_library(progress) if loaded.device.type == "cpu" and config.optimize else None
+    with progress.phase("trying the attention kernels"):
+        attention = _attention_kernels(config, loaded, library)
     wants_graphs = config.cuda_graphs and loaded.device.type == "cuda" and attention is not None
     return _Kernels(
         library, attention, graph_sizes(config.max_num_seqs, config.max_step_tokens) if wants_graphs else []

@@ -112,7 +112,7 @@ export class FirstTokenChart {
     const line = (color, more) => ({ stroke: () => css(color), width: 2, spanGaps: true, points: { show: false }, ...more });
     const series = [line("--bad", { dash: [4, 4], width: 1.5 }), line("--i1", {}), dots("--i1", false), dots("--b1", true)];
     const y = { range: (_, __, most) => [0, Math.max(0.1, 1.15 * (most ?? 0))] };
-    const texts = (_, splits) => splits.map((s) => (s < 10 ? `${Math.round(1000 * s)} ms` : `${s} s`));
+    const texts = (_, splits) => splits.map((s) => (s < 1 ? `${Math.round(1000 * s)} ms` : `${Number(s.toFixed(2))} s`));
     this.#plot = makePlot(byId("ttft-plot"), series, y, texts, loads);
   }
 

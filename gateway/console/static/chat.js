@@ -70,6 +70,7 @@ export class Chat {
     try {
       await this.#answer(body, facts);
     } catch (error) {
+      if (this.#messages.at(-1)?.content === text) this.#messages.pop(); // the next question goes without this one
       facts.classList.add("bad");
       say(facts, sentenceOf(error));
     } finally {

@@ -27,6 +27,7 @@ class Row {
       }
       say(this.#values.get(name), text);
     }
+    for (const [name, value] of this.#values) if (!(name in figures)) say(value, "–"); // it is not known any more
   }
 }
 

@@ -51,7 +51,14 @@ export class Load {
     this.#button.setAttribute("aria-pressed", "false");
     say(this.#button, "Load it");
     byId("load-size").disabled = false;
-    say(this.#note, reason || "The bulk load is off.");
+    say(this.#note, reason || `The bulk load is off.${this.#comparison()}`);
+  }
+
+  /** Return what the load did to first tokens, as a sentence; an empty text if too little was measured. */
+  #comparison() {
+    const [alone, loaded] = ["alone", "loaded"].map((kind) => median(this.#history.probes(kind)));
+    if (alone === null || loaded === null) return "";
+    return ` First tokens, median: ${ms(1000 * alone)} alone, ${ms(1000 * loaded)} beside bulk.`;
   }
 
   async #start() {
@@ -88,7 +95,7 @@ export class Load {
 
   async #load(run) {
     const size = Number(byId("load-size").value);
-    const timer = setTimeout(() => this.stop("The bulk load has ended by itself."), MAX_LOAD_MS);
+    const timer = setTimeout(() => this.stop(`The bulk load has ended by itself.${this.#comparison()}`), MAX_LOAD_MS);
     run.signal.addEventListener("abort", () => clearTimeout(timer), { once: true });
     this.#isLoaded = true;
     this.#history.beginLoad(Date.now() / 1000);
@@ -131,7 +138,7 @@ export function probeLegend(history) {
     return middle === null ? "–" : ms(1000 * middle);
   };
   return [
-    { label: "Probe without load, median", text: text("alone"), color: "--i1", kind: "ring" },
-    { label: "with load, median", text: text("loaded"), color: "--b1", kind: "dot" },
+    { label: "Probes alone, median", text: text("alone"), color: "--i1", kind: "ring" },
+    { label: "Probes beside bulk, median", text: text("loaded"), color: "--b1", kind: "dot" },
   ];
 }

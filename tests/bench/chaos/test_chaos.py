@@ -14,6 +14,7 @@ import pytest
 from bench.chaos.clock import Clocks
 from bench.chaos.disk import Disks
 from bench.chaos.faults import KINDS, Fault, planned_faults
+from bench.chaos.job import JobComparison, compared, job_lines
 from bench.chaos.link import Link
 from bench.chaos.load import LOST, Answer, BatchWork, judge_lines
 from bench.chaos.report import RECOVERY_LIMIT_S, ChaosRun, chaos_record
@@ -95,6 +96,30 @@ def test_each_line_of_a_batch_must_be_there_once_and_right(records: list[dict[st
     assert problem in found and bool(problem) == bool(found)
 
 
+def test_a_job_under_faults_must_give_the_output_of_a_calm_one() -> None:
+    calm = {"line-0": "a", "line-1": "b"}
+    assert compared(calm, dict(calm), 2) == ""
+    assert "1 lines are missing, 0 differ" in compared(calm, {"line-0": "a"}, 2)
+    assert "0 lines are missing, 1 differ" in compared(calm, {"line-0": "a", "line-1": "x"}, 2)
+    assert compared(calm, calm | {"line-2": "c"}, 2)
+    assert "even in peace" in compared({"line-0": "a"}, calm, 2)
+    assert "even in peace" in compared(calm | {"line-2": "c"}, calm | {"line-2": "c"}, 2)
+
+
+def test_the_job_is_a_part_of_the_verdict_and_takes_the_place_of_the_batches() -> None:
+    run = replace(good_run(), batches=[], job=JobComparison(2, 1.0, 2.0))
+    assert run.problems() == [] and chaos_record(run).data["job"]["lines"] == 2
+    worse = replace(run, job=JobComparison(2, 1.0, 2.0, "1 lines are missing"))
+    assert worse.problems() == ["the job: 1 lines are missing"]
+
+
+def test_the_lines_of_a_job_are_different_and_their_answers_are_certain() -> None:
+    lines = job_lines(500, seed=3)
+    assert lines == job_lines(500, seed=3)
+    assert len({one["custom_id"] for one in lines}) == len({one["body"]["prompt"] for one in lines}) == 500
+    assert all(one["body"]["temperature"] == 0 or "seed" in one["body"] for one in lines)
+
+
 def test_a_seed_makes_the_same_faults_and_each_round_has_every_kind() -> None:
     first, again = (list(islice(planned_faults(7), 2 * ROUND)) for _ in range(2))
     assert first == again != list(islice(planned_faults(8), 2 * ROUND))
@@ -113,7 +138,7 @@ async def test_a_link_passes_on_delays_and_cuts(tmp_path: Path) -> None:
         at_store.remove(writer)
 
     server = await asyncio.start_unix_server(echo, tmp_path / "store")
-    async with server, Link(tmp_path / "store") as link, asyncio.timeout(10):
+    async with server, Link(tmp_path / "store") as link, asyncio.timeout(30):
         port = int(link.url.rpartition(":")[2])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         link.delay_s = 0.05
@@ -200,9 +225,9 @@ def run_on_disk(disks: Disks, tmp_path: Path, program: str) -> str:
 
 
 def test_a_disk_is_slow_for_one_process_and_folder_and_writes_wait_for_a_sync(disks: Disks, tmp_path: Path) -> None:
-    disks.set("part", sync_s=0.5)
+    disks.set("part", sync_s=2.0)
     other_s, ours_s, sync_s = map(float, run_on_disk(disks, tmp_path, SYNCING).split())
-    assert other_s < 0.5 <= ours_s and sync_s >= 0.5
+    assert other_s < 2 <= ours_s and sync_s >= 2
 
 
 def test_a_disk_is_full_for_one_process_and_folder(disks: Disks, tmp_path: Path) -> None:
@@ -223,7 +248,7 @@ async def test_a_store_with_a_slow_disk_confirms_no_write_in_time_and_goes_on_wh
                 await durable(client, timeout_s=0.5)
             assert await client.get("a") == b"1"
             disks.set("store")
-            assert await durable(client, timeout_s=5.0)
+            assert await durable(client, timeout_s=30.0)
 
 
 def test_all_libraries_are_preloaded() -> None:

@@ -11,18 +11,12 @@ import yaml
 from transformers import PreTrainedTokenizerFast
 
 from bench.isolation.command import Isolation
-from bench.isolation.servers import (
-    context_of,
-    serving,
-    tidegate_command,
-    vllm_command,
-    with_tokenizer,
-    write_served_shape,
-)
+from bench.isolation.servers import context_of, vllm_command, with_tokenizer, write_served_shape
 from bench.locust.command import Locust
 from bench.locust.runs import CONTINUOUS, ONE_AT_A_TIME, Entry, read_entries
 from loadtest.client.http import TargetError
 from loadtest.model_shapes import write_shape
+from loadtest.serving import serving, tidegate_command
 from loadtest.shipped_tiers import shipped_tiers_path
 from loadtest.traffic.scenario import ScenarioError
 from scheduler.config import parse_tiers

@@ -18,8 +18,8 @@ from bench.isolation.rounds import Rounds
 from bench.isolation.summary import summarize_arms
 from bench.isolation.tuning import Sweep, SweepPoint
 from bench.isolation.warnings import warnings_of
-from bench.reporting.page import render_page
 from loadtest.client.runner import Timing
+from loadtest.reporting.page import render_page
 from loadtest.reporting.record import Card, Drawing, Fold, Frame, Provenance, Record, Row, Section, Table
 from loadtest.reporting.text import render_text
 from loadtest.shipped_tiers import read_shipped_tiers

@@ -8,7 +8,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.isolation.servers import Server
 from bench.peers.arms import Servers
 from bench.peers.closed_loops import LoopPart, Loops, plan_loops
 from bench.peers.closed_loops_report import loop_goals, loops_record
@@ -17,6 +16,7 @@ from bench.peers.processes import CpuMeter, tree_cpu_s
 from loadtest.client.answer import Outcome
 from loadtest.client.http import Target, TargetError
 from loadtest.reporting.text import render_text
+from loadtest.serving import Server
 from tests.loadtest.fake_server import Body, FakeServer
 
 LOOPS = Loops((2, 4), 3, (4, 9), 5, rounds=2, settle_s=0.0, seed=1)

@@ -98,6 +98,26 @@ def test_sampled_tokens_and_log_probabilities_are_those_of_the_native_engine(
         assert_alike(logprobs.prompt[name], expected_logprobs.prompt[name])
 
 
+def test_rows_with_a_nan_are_found() -> None:
+    from engine.vllm.logits_processor import has_nan
+
+    logits = torch.randn(6, 97)
+    logits[:, 3] = float("-inf")
+    logits[1, 96] = logits[4, 0] = float("nan")
+    logits[5] = float("nan")
+    logits[2, 5] = float("inf")
+    assert has_nan(logits).tolist() == [0, 1, 0, 0, 1, 1]
+
+
+def test_the_thread_that_waits_for_processes_sleeps(on_vllm: VllmStepper) -> None:
+    """Beside computing threads, one that spins would take a core from them."""
+    on_vllm.step(StepPlan(0, start=(make_new("a", range(9), max_tokens=9),), run=(Run("a", 9),)))
+    executor: Any = on_vllm._executor
+    queues = executor._executor.response_mqs
+    assert queues and all(queue._spin_condition.busy_loop_s == 0 for queue in queues)
+    on_vllm.step(StepPlan(1, abort=("a",)))
+
+
 def write_adapter(directory: Path, model: Any) -> dict[str, torch.Tensor]:
     """Write a LoRA adapter of the query projections. Return what it adds to the weights, by the weight's name."""
     torch.manual_seed(11)

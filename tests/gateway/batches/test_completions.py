@@ -63,7 +63,7 @@ async def ended(http: httpx.AsyncClient, batch_id: str) -> dict[str, Any]:
         batch.update((await http.get(f"/batches/{batch_id}")).json())
         return batch["status"] in ("completed", "failed", "cancelled", "expired")
 
-    await until(over, timeout_s=30)
+    await until(over)
     return batch
 
 
@@ -103,7 +103,7 @@ async def test_cancelling_a_batch_frees_its_generations(redis_client: Redis, tmp
         assert (await http.post(f"/batches/{batch_id}/cancel")).json()["status"] == "cancelling"
         assert (await ended(http, batch_id))["request_counts"] == {"total": 20, "completed": 0, "failed": 0}
         await until(lambda: len(stand.worker.cancelled) == 20)
-        assert stand.waiting == 0
+        await until(lambda: stand.waiting == 0)
 
 
 async def test_the_offline_routes_ask_for_a_key(redis_client: Redis, tmp_path: Path) -> None:

@@ -1,17 +1,16 @@
-"""Estimates of a batch's time: tokens as ranges, rates of workers, and windows beside promises to others."""
+"""Estimates of a batch's time: tokens as ranges, and rates of workers."""
 
 from dataclasses import replace
 
 import pytest
 
 from gateway.batches.estimate import (
-    Commitment,
     Lengths,
     Pace,
     Rates,
     Work,
-    earliest_window_s,
     estimate,
+    finish_times_s,
     line_times,
     rates_of,
     work_left,
@@ -31,6 +30,14 @@ CAPACITY = TierCapacity(
     output_tokens_per_s=50.0,
     whole_prefill_tokens_per_s=400.0,
     whole_output_tokens_per_s=200.0,
+)
+
+
+RATE_NAMES = (
+    "prefill_tokens_per_s",
+    "output_tokens_per_s",
+    "whole_prefill_tokens_per_s",
+    "whole_output_tokens_per_s",
 )
 
 
@@ -64,6 +71,13 @@ def test_a_batch_that_runs_is_judged_by_its_own_lines() -> None:
     assert 1 < work.output_tokens.high / 500 < 1.5
 
 
+def test_cautious_work_lies_between_what_is_expected_and_the_most() -> None:
+    output = left(lengths=SEEN).output_tokens
+    assert output.expected < output.cautious < output.high
+    known = replace(SIZE, min_output=10_000, max_output=10_000)
+    assert left(replace(BATCH, size=known), SEEN).output_tokens.cautious == 10_000
+
+
 def test_outputs_stay_within_what_the_requests_allow() -> None:
     eager = replace(SIZE, min_output=10_000, max_output=10_000)
     output = left(replace(BATCH, size=eager), SEEN).output_tokens
@@ -86,7 +100,26 @@ def test_rates_are_those_of_all_workers_or_not_known() -> None:
     assert rates is not None and (rates.prompt_per_s, rates.whole_output_per_s, rates.step_s) == (200, 400, 0.01)
     assert rates_of([], "batch") is None
     assert rates_of([worker(), worker(None)], "batch") is None
-    assert rates_of([worker(replace(CAPACITY, prefill_tokens_per_s=0.0))], "batch") is None
+    for rate in RATE_NAMES:  # 0 is "not known"
+        assert rates_of([worker(), worker(replace(CAPACITY, **{rate: 0.0}))], "batch") is None
+
+
+def test_workers_count_by_their_rates_in_what_interactive_tiers_leave() -> None:
+    idle = replace(worker(replace(CAPACITY, whole_output_tokens_per_s=600.0)), left_shares=(0.9, 1.0, 1.0, 1.0))
+    busy = replace(worker(), left_shares=(0.1, 0.2, 0.4, 0.4))
+    rates = rates_of([idle, busy], "batch")
+    assert rates is not None and rates.left_shares == pytest.approx((0.7, 0.8, 0.85, 0.85))
+    unknown = rates_of([worker()], "batch")
+    assert unknown is not None and unknown.left_shares == (0.25,) * 4, "the present share"
+
+
+def test_rates_are_a_guess_until_the_workers_have_run_some_lines() -> None:
+    guessed = rates_of([worker()], "batch")
+    measured = rates_of([worker(replace(CAPACITY, num_ended=20))], "batch")
+    assert guessed is not None and measured is not None
+    assert guessed.cautious_s(left()) == 1.5 * measured.cautious_s(left())
+    first, later = estimate(left(), [], guessed, None), estimate(left(), [], measured, None)
+    assert first is not None and later is not None and first.latest_s == 1.5 * later.latest_s
 
 
 def test_the_earliest_end_is_the_least_work_with_the_whole_engine() -> None:
@@ -116,6 +149,17 @@ def test_a_batch_that_has_a_pace_goes_on_with_it() -> None:
     assert unsure is None
 
 
+def test_many_short_lines_take_the_time_of_the_gateway() -> None:
+    size = InputSize(lines=100_000, choices=100_000, prompt_bytes=400, distinct_bytes=400, max_output=100_000)
+    work, fast = (
+        left(replace(BATCH, total=100_000, size=size)),
+        replace(RATES, output_per_s=1e6, whole_output_per_s=1e6),
+    )
+    found = estimate(work, [], fast, None)
+    assert found is not None and found.earliest_s < 10 < found.finish_s == fast.expected_s(work) == 200
+    assert fast.cautious_s(work) == 200
+
+
 def test_one_long_line_takes_its_steps() -> None:
     size = InputSize(lines=1, choices=1, prompt_bytes=4, distinct_bytes=4, min_output=1000, max_output=1000)
     work = left(replace(BATCH, total=1, size=size))
@@ -124,17 +168,12 @@ def test_one_long_line_takes_its_steps() -> None:
     assert found is not None and found.finish_s == 10.0
 
 
-@pytest.mark.parametrize(
-    ("promised", "window_s"),
-    [
-        ([], 100),
-        ([(50, 40)], 140),  # due sooner, so it goes first
-        ([(1000, 400)], 100),  # has time to wait
-        ([(450, 400)], 500),  # has not: the new one must come after it
-        ([(450, 400), (520, 50)], 550),
-        ([(10, 400)], 500),  # is lost anyway, but goes first
-        ([(1000, 400), (1050, 600)], 1100),
-    ],
-)
-def test_the_earliest_window_keeps_the_promises_to_others(promised: list[tuple[float, float]], window_s: float) -> None:
-    assert earliest_window_s(100, [Commitment(*entry) for entry in promised]) == window_s
+def test_the_ends_of_all_batches_together_are_those_of_each() -> None:
+    works = [left(replace(BATCH, total=100, completed=done)) for done in (0, 5, 5, 10, 19)]
+    paces: list[Pace | None] = [None, Pace(2.0, 100.0, 50), None, Pace(2.0, 100.0, 3), None]
+    for rates in (RATES, None):
+        found = finish_times_s(works, paces, rates)
+        for number, (work, pace) in enumerate(zip(works, paces, strict=True)):
+            alone = estimate(work, works[:number] + works[number + 1 :], rates, pace)
+            assert found[number] == (alone and pytest.approx(alone.finish_s))
+    assert finish_times_s([], [], RATES) == []

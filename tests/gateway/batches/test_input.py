@@ -94,7 +94,7 @@ def test_an_empty_file(tmp_path: Path, content: bytes) -> None:
 def test_too_many_lines(tmp_path: Path) -> None:
     assert inspect(tmp_path, jsonl(lines(4)), max_lines=4).errors == ()
     [error] = inspect(tmp_path, jsonl(lines(5)), max_lines=4).errors
-    assert error.code == "too_many_tasks"
+    assert error.code == "too_many_tasks" and "more than 4 requests" in error.message
 
 
 def test_line_numbers_are_bounded(tmp_path: Path) -> None:
@@ -137,6 +137,18 @@ def test_a_chunk_is_bounded_in_lines_and_in_bytes(tmp_path: Path) -> None:
     assert [len(chunk) for chunk in read_chunks(path)] == [CHUNK_LINES, 1]
     path.write_bytes(jsonl(line(f"q{n}", body=body(user="x" * (CHUNK_BYTES // 2))) for n in range(3)))
     assert [[x.custom_id for x in chunk] for chunk in read_chunks(path)] == [["q0", "q1"], ["q2"]]
+
+
+@pytest.mark.parametrize("byte", [b"\x0b", b"\x0c", b"\x1c", b"\x00"])
+async def test_a_line_with_bytes_around_it_that_json_does_not_allow_is_refused(
+    redis_client: Redis, tmp_path: Path, byte: bytes
+) -> None:
+    """A run decodes the lines as they stand, so one that the check accepts must be JSON without any mending."""
+    async with running_gateway(redis_client, tmp_path) as gateway:
+        request = json.dumps(line("a")).encode()
+        batch = await gateway.ended((await gateway.submit([byte + request, request + byte])).id)
+        assert batch.errors is not None and batch.errors.data is not None
+        assert [(e.code, e.line) for e in batch.errors.data] == [("invalid_json_line", 1), ("invalid_json_line", 2)]
 
 
 async def test_a_wrong_input_fails_the_batch_and_runs_nothing(redis_client: Redis, tmp_path: Path) -> None:

@@ -64,6 +64,11 @@ async def test_a_lasting_fault_is_the_answer() -> None:
     assert completions.answered["q"] == 0 and completions.calls["q"] == MAX_FAILURES + 1
 
 
+async def test_an_attempt_continues_the_one_before_it_but_not_one_that_has_failed() -> None:
+    _, completions, _ = await run([503, 429, 500, 503])
+    assert completions.parts == ["batch_1/7/0"] * 3 + ["batch_1/7/1"] * 2
+
+
 async def test_the_same_line_has_the_same_id_each_time() -> None:
     first, _, _ = await run([400])
     second, _, _ = await run([400])

@@ -1,5 +1,6 @@
 """Deadlines of lines, which say how urgent the whole batch is."""
 
+import math
 from dataclasses import replace
 
 from gateway.batches.line_deadlines import LineDeadlines, LineTimes
@@ -44,3 +45,21 @@ def test_without_known_times_all_lines_are_due_at_the_end() -> None:
 
 def test_files_of_a_short_window_take_a_part_of_it() -> None:
     assert replace(BATCH, expires_at=NOW_S + 100).lines_due_s == NOW_S + 95
+
+
+def urgent_due_s(deadlines: LineDeadlines, at_s: float, least_line_s: float = 0.5) -> float:
+    times = replace(TIMES, least_line_s=least_line_s)
+    return deadlines.urgent_due_ms(times, int(1000 * at_s), max_urgent_ms=10 * HOUR * 1000) / 1000
+
+
+def test_an_urgent_batch_says_when_it_is_due() -> None:
+    deadlines = LineDeadlines(BATCH)
+    must_begin_s = BATCH.lines_due_s - 89 * TIMES.line_s - TIMES.own_s
+    assert urgent_due_s(deadlines, must_begin_s - 451) == math.inf
+    assert urgent_due_s(deadlines, must_begin_s - 449) == urgent_due_s(deadlines, must_begin_s) == BATCH.lines_due_s
+
+
+def test_a_batch_that_cannot_end_in_time_holds_up_no_other() -> None:
+    deadlines = LineDeadlines(BATCH)
+    assert urgent_due_s(deadlines, BATCH.lines_due_s - 46) == BATCH.lines_due_s, "90 lines need 45 s at least"
+    assert urgent_due_s(deadlines, BATCH.lines_due_s - 44) == math.inf

@@ -1,6 +1,7 @@
 """The window of lines in flight: shares by weight, limits, and no job that waits for ever. In virtual time."""
 
 import asyncio
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -71,19 +72,33 @@ def test_while_a_job_is_urgent_free_places_go_to_urgent_jobs_only() -> None:
     async def run() -> tuple[int, int, int]:
         window = LineWindow(SIZE)
         large, late = Job(window, "a", 1 << 30), Job(window, "b", 10 * SIZE)
-        late.share.is_urgent = lambda: now() >= 3.5 * LINE_S
+        late.share.urgent_due = lambda: 0.0 if now() >= 3.5 * LINE_S else math.inf
         with running(large, late):
             await asyncio.sleep(5.5 * LINE_S)
             before = large.done
             await asyncio.sleep(3 * LINE_S)
             during = large.done - before
-            late.share.is_urgent = lambda: False
+            late.share.urgent_due = lambda: math.inf
             await asyncio.sleep(4 * LINE_S)
             return during, late.share.ended.lines, large.done - before - during
 
     during, late_done, after = run_virtual(run())
     assert during == 0, "lines that ran have ended, and no others began"
     assert late_done >= 5 * SIZE and after >= SIZE
+
+
+def test_of_urgent_jobs_the_one_due_first_has_the_window() -> None:
+    async def run() -> tuple[int, int, int]:
+        window = LineWindow(SIZE)
+        first, later, other = (Job(window, owner, 5 * SIZE) for owner in ("a", "b", "c"))
+        first.share.urgent_due, later.share.urgent_due = lambda: 7.0, lambda: 9.0
+        with running(first, later, other):
+            await asyncio.sleep(7.5 * LINE_S)
+            return first.done, later.done, other.done
+
+    first, later, other = run_virtual(run())
+    assert first == 5 * SIZE, "though the others have used fewer tokens"
+    assert SIZE <= later < 3 * SIZE and other <= SIZE, "beside the lines that were given places before it was urgent"
 
 
 @settings(max_examples=8)

@@ -167,7 +167,7 @@ async def test_lines_wait_while_too_many_results_cannot_be_recorded(
     await until(lambda: len(storage.faults) < 9_990)
     assert not any(task.done() for task in adding[2:])
     storage.faults.clear()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await asyncio.gather(*adding)
         await recorder.drained()
     run.cancel()
@@ -191,7 +191,7 @@ async def test_results_are_collected_where_each_append_is_costly(redis_client: R
         await recorder.add(result(number))
         await asyncio.sleep(0)
     assert storage.appends == 0
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await recorder.drained()
     run.cancel()
     assert storage.appends == 1

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from redis.asyncio import ConnectionPool, Redis, UnixDomainSocketConnection
 
 from gateway.batches.input import input_name
 from gateway.batches.model import Batch, BatchStatus
+from gateway.batches.order import ENTRY, order_path
 from gateway.batches.run import LOST_S, BatchRun
 from gateway.batches.store import BatchStore
 from gateway.files.store import FileStore
@@ -139,6 +141,21 @@ async def test_a_gateway_may_die_at_any_message_to_the_store(redis_client: Redis
             assert await redis_client.keys(f"tidegate:batches:{kind}:*") == []
 
 
+@pytest.mark.parametrize("size", [0, 100, 10 * ENTRY.size])
+async def test_an_order_that_was_cut_off_is_written_again(redis_client: Redis, tmp_path: Path, size: int) -> None:
+    first = ScriptedCompletions()
+    first.permits = asyncio.Semaphore(4)
+    async with running_gateway(redis_client, tmp_path, completions=first) as gateway:
+        created = await gateway.submit(lines(20))
+        await gateway.answered(created.id, 4)
+        order = order_path(gateway.files.data_dir / input_name(created.id))
+    os.truncate(order, size)
+    second = ScriptedCompletions()
+    second.statuses["q19"] = [400]
+    async with running_gateway(redis_client, tmp_path, completions=second) as gateway:
+        await assert_every_line_once(gateway, created.id, 20)
+
+
 async def test_the_next_start_removes_what_a_crash_after_the_end_left_on_disk(
     redis_client: Redis, tmp_path: Path
 ) -> None:
@@ -158,7 +175,7 @@ async def _live(redis: Redis, directory: Path, messages: int, batch_id: str) -> 
     lifetime = Lifetime(messages)
     client = mortal(redis, lifetime)
     async with running_gateway(client, directory, completions=_refusing_one(), max_lines_in_flight=3):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not lifetime.over.is_set() and await redis.hget(f"tidegate:batch:{batch_id}", "status") not in [
                 status.encode() for status in TERMINAL
             ]:

@@ -75,7 +75,7 @@ async def live(redis: Redis, storage: ObjectStorage, messages: int, batch_id: st
     client = mortal(redis, lifetime)
     settings = {"completions": completions, "max_lines_in_flight": 3, "storage": storage}
     async with running_gateway(client, storage.directory, **settings):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not lifetime.over.is_set() and await redis.hget(f"tidegate:batch:{batch_id}", "status") not in [
                 status.encode() for status in TERMINAL
             ]:
@@ -107,7 +107,7 @@ async def gateway(redis_client: Redis, tmp_path: Path, way: Way) -> AsyncIterato
         yield gateway
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 async def test_nothing_is_lost_when_s3_is_cut_off_in_mid_job(gateway: OfflineGateway, way: Way) -> None:
     completions = gateway.completions
     completions.permits, completions.statuses["q3"] = asyncio.Semaphore(10), [400]
@@ -116,7 +116,7 @@ async def test_nothing_is_lost_when_s3_is_cut_off_in_mid_job(gateway: OfflineGat
     way.cut()
     for _ in range(30):
         completions.permits.release()
-    await until(lambda: way.refused >= 3, timeout_s=30)
+    await until(lambda: way.refused >= 3)
     batch = await gateway.client.batches.retrieve(created.id)
     assert batch.status == "in_progress" and batch.request_counts is not None
     assert batch.request_counts.completed + batch.request_counts.failed == 10, "what is not in S3 does not count"
@@ -125,7 +125,7 @@ async def test_nothing_is_lost_when_s3_is_cut_off_in_mid_job(gateway: OfflineGat
     assert set(completions.calls.values()) == {1}
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 async def test_requests_that_need_s3_are_told_to_come_back(gateway: OfflineGateway, way: Way) -> None:
     file_id = await gateway.upload(jsonl(lines(2)))
     way.cut()
@@ -156,7 +156,7 @@ async def test_downloads_from_s3(gateway: OfflineGateway) -> None:
         part = await gateway.http.get(path, headers={"range": wanted, "if-range": whole.headers["etag"]})
         assert (part.status_code, part.content) == (206, content[start:stop])
         assert part.headers["content-range"] == f"bytes {start}-{stop - 1}/{len(content)}"
-    for wanted in ("bytes=0-1,5-6", "lines=1-2", "bytes=-", "bytes=9-2"):
+    for wanted in ("bytes=0-1,5-6", "lines=1-2", "bytes=-", "bytes=9-2", f"bytes={'9' * 5000}-"):
         assert (await gateway.http.get(path, headers={"range": wanted})).content == content
     stale = await gateway.http.get(path, headers={"range": "bytes=0-0", "if-range": '"other"'})
     assert stale.content == content

@@ -105,6 +105,21 @@ async def test_a_former_owner_changes_nothing(store: BatchStore, redis_client: R
     assert batch is not None and (batch.status, batch.total) == (S.IN_PROGRESS, 4)
 
 
+async def test_a_batch_that_is_withdrawn_while_another_gateway_runs_it_leaves_nothing(
+    store: BatchStore, redis_client: Redis
+) -> None:
+    """Gateways with one storage adopt a batch as soon as its record is there, before it is known to be durable."""
+    await store.create(make_batch())
+    token = await owner_of(store, "batch_1")
+    await store.record("batch_1", "r1", 0, 10, [make_result(1)], token)
+    await store.withdraw("batch_1", make_batch().owner)
+    for first, last in ((10, 20), (0, 10)):
+        with pytest.raises(OwnershipLost):
+            await store.record("batch_1", "r1", first, last, [make_result(2)], token)
+    assert await store.get("batch_1") is None
+    assert await redis_client.keys("tidegate:batch*:batch_1") == [b"tidegate:batches:owner:batch_1"]
+
+
 async def test_forgetting_leaves_only_the_record(store: BatchStore, redis_client: Redis) -> None:
     await store.create(make_batch())
     token = await owner_of(store, "batch_1")

@@ -33,7 +33,7 @@ def words(count: int) -> dict[str, Any]:
 
 async def status_of(gateway: OfflineGateway, batch_id: str) -> str:
     """Return the status of a batch after its input was checked."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while (status := (await gateway.client.batches.retrieve(batch_id)).status) == "validating":
             await asyncio.sleep(0.005)
     return status

@@ -69,7 +69,7 @@ class Browser:
         answered = self._answers[number] = asyncio.get_running_loop().create_future()
         message = {"id": number, "method": method, "params": params} | ({"sessionId": session} if session else {})
         self._writer.write(json.dumps(message).encode() + b"\0")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             answer = await answered
         assert "error" not in answer, f"{method}: {answer['error']}"
         result: dict[str, Any] = answer["result"]
@@ -134,7 +134,7 @@ class Page:
             raise AssertionError(f"{details.get('exception', {}).get('description', details['text'])}: {expression}")
         return answer["result"].get("value")
 
-    async def until(self, expression: str, timeout_s: float = 15.0) -> None:
+    async def until(self, expression: str, timeout_s: float = 30.0) -> None:
         """Return as soon as a JavaScript expression holds."""
         await self.evaluate(UNTIL % (1000 * timeout_s, expression))
 

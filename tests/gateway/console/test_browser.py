@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from gateway.identity import ApiKey, Keyring
-from scheduler.request import Request, TokenEvent
+from scheduler.request import EventKind, Request, TokenEvent
 from scheduler.store import connection
 from tests.gateway.console.chromium import CHROMIUM, Browser, Page, running_browser
 from tests.gateway.stand import MODEL, Stand, running_stand, token_by_token, token_ids
@@ -185,8 +185,10 @@ async def test_it_connects_again_after_the_store_was_away(
 
     async with browser.page(f"{stand.url}/") as page:
         await page.until("document.querySelector('#status').textContent === 'live'")
+        await page.until("/Answers in\\n[0-9]/.test(document.querySelector('#engine-list').innerText)")
         monkeypatch.setattr(stand.gateway.client, "backlogs", broken)
         await page.until("document.querySelector('#status').textContent.includes('store is not reachable')")
+        await page.until("document.querySelector('#engine-list').innerText.includes('Answers in\\n–')")
         monkeypatch.undo()
         await page.until("document.querySelector('#status').textContent === 'live'")
 
@@ -252,6 +254,20 @@ async def test_a_refusal_is_said_in_words(browser: Browser, stand: Stand) -> Non
         assert await page.evaluate("document.querySelector('#send').disabled") is False
 
 
+async def test_a_failed_question_is_not_sent_with_the_next_one(browser: Browser, stand: Stand) -> None:
+    script = stand.worker.script
+    stand.worker.script = lambda request: [TokenEvent(request.id, EventKind.FAILED, 0, error="boom")]
+    async with browser.page(f"{stand.url}/") as page:
+        await page.until("document.querySelector('#chat-model').value")
+        await ask(page, "Hello?")
+        await page.until("document.querySelector('.facts.bad')")
+        stand.worker.script = script
+        await ask(page, "Hello?")
+        await page.until("document.querySelectorAll('.assistant .facts')[1]?.textContent.includes('total')")
+    failed, answered = stand.worker.served
+    assert answered.prompt_token_ids == failed.prompt_token_ids
+
+
 # -- load --------------------------------------------------------------------------------------------------------------
 
 
@@ -265,8 +281,8 @@ async def test_the_button_turns_a_bulk_load_on_and_off(browser: Browser, stand: 
         await page.evaluate("document.querySelector('#load-size').value = '16'")
         await page.click("#load")
         assert await page.evaluate("document.querySelector('#load').getAttribute('aria-pressed')") == "true"
-        await until(lambda: len(bulk_ids(stand)) == 16, timeout_s=20)
-        await page.until("!document.querySelector('#ttft-legend').innerText.split('with load')[1].includes('–')")
+        await until(lambda: len(bulk_ids(stand)) == 16)
+        await page.until("!document.querySelector('#ttft-legend').innerText.split('beside bulk')[1].includes('–')")
         await page.click("#load")
         await until(lambda: bulk_ids(stand) <= set(stand.worker.cancelled))
         assert await page.text("#load") == "Load it"
@@ -323,7 +339,7 @@ async def test_a_batch_from_upload_to_download(browser: Browser, stand: Stand, t
         await page.until("document.querySelector('#batch-list .state')?.textContent === 'completed'")
         assert "12 of 12" in await page.text("#batch-list") and "questions.jsonl" in await page.text("#batch-list")
         await page.click("#batch-list button")
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(30):
             name = await browser.downloads.get()
         [output] = downloads.iterdir()
         assert name.endswith("_output.jsonl") and len(output.read_text().splitlines()) == 12

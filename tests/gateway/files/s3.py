@@ -19,7 +19,7 @@ def s3_server() -> Iterator[Address]:
     server.start()
     try:
         host, port = server.get_host_and_port()
-        httpx.put(f"http://{host}:{port}/{BUCKET}").raise_for_status()
+        httpx.put(f"http://{host}:{port}/{BUCKET}", timeout=30).raise_for_status()
         yield host, port
     finally:
         server.stop()

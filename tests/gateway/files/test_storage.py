@@ -133,7 +133,7 @@ async def test_a_storage_that_refuses_or_hangs_is_unreachable(tmp_path: Path, mo
     import threading
 
     released = threading.Event()
-    monkeypatch.setattr(storage._files, "pipe_file", lambda *_: released.wait(10), raising=False)
+    monkeypatch.setattr(storage._files, "pipe_file", lambda *_: released.wait(60), raising=False)
     with pytest.raises(StorageUnreachable):
         await storage.append("batches/x/results", 0, b"1")
     released.set()

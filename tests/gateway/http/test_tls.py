@@ -56,7 +56,7 @@ def half_open(stand: Stand, number: int, sent: bytes = b"") -> Iterator[Sequence
 
 async def is_closed(connection: socket.socket) -> bool:
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while await asyncio.get_running_loop().sock_recv(connection, 1024):
                 pass  # an alert of TLS
     except ConnectionResetError:
@@ -109,7 +109,7 @@ async def test_handshakes_count_as_connections_and_give_their_place_to_new_ones(
     limits = replace(LIMITS, max_connections=8, max_per_address=8)
     async with running_stand(certificate=certificate, limits=limits, with_worker=False) as stand:
         with half_open(stand, 40) as sockets:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 assert (await stand.http.get("/health")).status_code == 200
             assert all([await is_closed(connection) for connection in sockets[:32]])
             assert closed(stand, "replaced") >= 32
@@ -129,7 +129,7 @@ async def test_headers_over_tls_must_come_in_time(certificate: Certificate) -> N
         port = httpx.URL(stand.url).port
         reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting())
         writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             assert (await reader.readline()).split()[1] == b"408"
         writer.close()
         assert closed(stand, "slow_headers") == 1
@@ -139,7 +139,7 @@ async def test_a_renewed_certificate_is_used_after_a_reload(tmp_path: Path) -> N
     certificate, renewed = Certificate(*write_certificate(tmp_path)), trustme.CA()
     async with (
         running_stand(certificate=certificate, with_worker=False) as stand,
-        httpx.AsyncClient(verify=trusting(renewed)) as client,
+        httpx.AsyncClient(verify=trusting(renewed), timeout=30) as client,
     ):
         with pytest.raises(httpx.ConnectError):
             await client.get(f"{stand.url}/health")

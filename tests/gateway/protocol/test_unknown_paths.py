@@ -5,6 +5,7 @@ import pytest
 
 from tests.gateway.protocol.test_errors import error_of
 from tests.gateway.stand import MODEL, running_stand
+from tests.waiting import until
 
 NOT_SERVED = [
     ("POST", "/v1/embeddings"),
@@ -60,7 +61,9 @@ async def test_the_client_of_openai_does_not_retry_them() -> None:
         client = stand.client.with_options(max_retries=2)
         with pytest.raises(openai.BadRequestError, match="is not served here"):
             await client.embeddings.create(model=MODEL, input="a")
-        assert stand.metric("tidegate_http_requests_total", route="unmatched", method="-", status="400") == 1
+        await until(
+            lambda: stand.metric("tidegate_http_requests_total", route="unmatched", method="-", status="400") == 1
+        )
 
 
 async def test_mistakes_in_a_url_get_a_hint() -> None:

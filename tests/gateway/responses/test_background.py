@@ -26,7 +26,7 @@ async def storing(redis: Redis, script: Scripting | str = "Hello there!", **opti
 
 
 async def ended(stand: Stand, response_id: str) -> Response:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while (found := await stand.client.responses.retrieve(response_id)).status in ("queued", "in_progress"):
             await asyncio.sleep(0.005)
     return found

@@ -6,6 +6,7 @@ from openai.types.chat import ChatCompletionMessageParam
 from engine.interface import FinishReason
 from scheduler.request import Delivery
 from tests.gateway.stand import CONTEXT, MODEL, answer_with, running_stand, text_of, token_ids
+from tests.waiting import until
 
 HI: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
 
@@ -92,7 +93,7 @@ async def test_n_choices_have_their_own_seeds_and_count_the_prompt_once() -> Non
 async def test_a_stop_string_ends_the_answer_and_the_generation() -> None:
     async with running_stand("one two three four") as stand:
         answer = await stand.client.chat.completions.create(model=MODEL, messages=HI, stop=["three", "xx"])
-        assert stand.waiting == 0
+        await until(lambda: stand.waiting == 0)
     assert answer.choices[0].message.content == "one two "
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage is not None

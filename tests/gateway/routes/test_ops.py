@@ -13,6 +13,7 @@ from gateway.identity import ApiKey, Keyring
 from gateway.routes import ops
 from gateway.routes.ops import render
 from scheduler.clock import SystemClock
+from scheduler.registry.worker_status import WorkerStart
 from tests.gateway.stand import CONTEXT, MODEL, running_stand, token_ids
 from tests.waiting import until
 
@@ -107,6 +108,15 @@ async def test_ready_needs_worker_and_store(monkeypatch: pytest.MonkeyPatch) -> 
     async with running_stand(with_worker=False) as stand:
         response = await stand.http.get("/ready")
     assert (response.status_code, response.json()["missing"]) == (503, ["worker"])
+
+
+async def test_ready_says_what_a_worker_does_that_starts() -> None:
+    async with running_stand(with_worker=False) as stand:
+        assert (await stand.http.get("/ready")).json()["starting"] == []
+        await stand.worker.registry.announce_start(WorkerStart("w1", "loading the model", 12.34, 0.25))
+        response = await stand.http.get("/ready")
+    assert response.status_code == 503 and response.json()["missing"] == ["worker"]
+    assert response.json()["starting"] == [{"id": "w1", "phase": "loading the model", "seconds": 12.3, "share": 0.25}]
 
 
 def samples_of(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:

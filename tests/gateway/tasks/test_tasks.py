@@ -111,7 +111,7 @@ async def test_waiting_ends_with_the_state_of_then(stand: Stand) -> None:
 async def test_a_client_that_hangs_up_ends_its_wait(stand: Stand) -> None:
     created = await create(stand, input="x")
     with pytest.raises(httpx.ReadTimeout):
-        await get(stand, created["id"], wait_s=60, timeout=0.1)
+        await get(stand, created["id"], wait_s=60, timeout=httpx.Timeout(30, read=0.1))
     tasks = stand.gateway.tasks
     assert tasks is not None
     await until(lambda: not tasks._endings._watched)

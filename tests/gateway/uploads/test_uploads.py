@@ -128,6 +128,20 @@ async def test_an_upload_expires_and_is_swept(gateway: OfflineGateway) -> None:
     assert {path.name for path in parts_on_disk(gateway)} == {fresh.id, kept}
 
 
+@pytest.mark.parametrize("with_key", [False, True])  # with a key, the file is received before it is refused
+async def test_files_leave_the_quota_that_pending_uploads_have_reserved(
+    gateway: OfflineGateway, with_key: bool
+) -> None:
+    pending = await begun(gateway, 2**20 - 100)
+    headers = {"Idempotency-Key": "k"} if with_key else {}
+    sent: dict[str, Any] = {"purpose": "user_data", "extra_headers": headers}
+    with pytest.raises(openai.APIStatusError, match="pending uploads") as refused:
+        await gateway.client.files.create(file=("x.bin", b"x" * 101), **sent)
+    assert (refused.value.status_code, refused.value.code) == (413, "files_quota_exceeded")
+    await gateway.client.uploads.cancel(pending.id)
+    await gateway.client.files.create(file=("x.bin", b"x" * 101), **sent)
+
+
 async def test_pending_uploads_reserve_the_quota_of_their_owner(gateway: OfflineGateway) -> None:
     await gateway.upload(b"x" * 2**19, "x.bin", "user_data")
     first = await begun(gateway, 2**19 - 100)

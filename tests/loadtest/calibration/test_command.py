@@ -56,7 +56,7 @@ def counted_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("counted_steps")
 def test_a_sweep_finds_what_the_engines_steps_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stepper = ModeledStepper(MIXED, DECODE, max_model_len=600, num_blocks=400, max_step_tokens=256)
-    monkeypatch.setattr(command, "build_torch_engine", lambda config: stepper)
+    monkeypatch.setattr(command, "build_torch_engine", lambda config, progress: stepper)
     out = tmp_path / "card.json"
     main(["calibrate", "--model", str(tmp_path), "--out", str(out), "--seconds", "12", "--max-context", "500"])
     card = load_cost_card(str(out))

@@ -1,9 +1,13 @@
 """The client against a real socket: errors become outcomes, and load stays on this machine."""
 
 import asyncio
+import ssl
+from pathlib import Path
 
 import pytest
+import trustme
 
+from loadtest.client import http
 from loadtest.client.answer import Outcome
 from loadtest.client.http import Target, TargetError, completion_body, discover_model, get, parse_target, send
 from tests.loadtest.fake_server import FakeServer
@@ -90,7 +94,30 @@ def test_other_machines_need_a_flag(url: str) -> None:
     assert parse_target(url, allow_remote=True).host in url
 
 
-@pytest.mark.parametrize("url", ["https://127.0.0.1:8000", "127.0.0.1:8000", "http://"])
+@pytest.mark.parametrize("url", ["ftp://127.0.0.1:8000", "127.0.0.1:8000", "http://"])
 def test_urls_that_cannot_be_measured_are_refused(url: str) -> None:
     with pytest.raises(TargetError):
         parse_target(url)
+
+
+async def test_tls_is_measured_if_the_certificate_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    authority = trustme.CA()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    async with FakeServer(tls=context) as server:
+        target = parse_target(server.url)
+        with pytest.raises(TargetError, match=f"https://127.0.0.1:{server.port}/v1/models: .*certificate"):
+            await discover_model(target)
+        authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+        monkeypatch.setattr(http, "_tls_context", lambda: ssl.create_default_context(cafile=tmp_path / "ca.pem"))
+        assert await discover_model(target) == "fake"
+        outcome = await ask(server)
+    assert outcome.error is None and outcome.completion_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("url", "authority"),
+    [("https://localhost", "localhost:443"), ("http://localhost/v1", "localhost:80"), ("http://[::1]:80", "[::1]:80")],
+)
+def test_the_port_follows_from_the_scheme(url: str, authority: str) -> None:
+    assert parse_target(url).authority == authority

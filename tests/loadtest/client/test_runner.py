@@ -40,12 +40,16 @@ async def test_an_arm_sends_its_plan_and_collects_every_answer() -> None:
 
 async def test_both_classes_run_together_and_the_backlog_leads() -> None:
     async with FakeServer() as server:
-        window = ArmWindow(0.4, lead_s=0.1)
-        run = await run_arm(parse_target(server.url), [CHAT, BACKLOG], window, seed=1, round_=0)
+        window = ArmWindow(20.0, lead_s=1.0)
+        run = await run_arm(parse_target(server.url), [CHAT, BACKLOG], window, 1, 0, should_stop=both_were_served)
     assert run.outcomes["chat"] and run.outcomes["backlog"]
     assert min(o.due_s for o in run.outcomes["backlog"]) < run.start_s
     assert {body.get("priority") for body in server.requests} == {None, 10}
-    assert any(o.tokens_between(run.start_s, run.end_s) for o in run.outcomes["backlog"])
+
+
+def both_were_served(run: ArmRun) -> bool:
+    chat, backlog = run.outcomes["chat"], run.outcomes["backlog"]
+    return any(o.is_complete for o in chat) and any(o.tokens_between(run.start_s, run.end_s) for o in backlog)
 
 
 async def test_arrivals_do_not_wait_for_a_server_that_never_answers() -> None:
@@ -68,7 +72,8 @@ async def test_arrivals_do_not_wait_for_a_server_that_never_answers() -> None:
 
 async def test_a_closed_loop_never_has_more_than_its_streams_in_flight() -> None:
     async with FakeServer() as server:
-        run = await run_arm(parse_target(server.url), [BACKLOG], ArmWindow(0.3, 0.0), seed=1, round_=0)
+        window = ArmWindow(60.0, 0.0)
+        run = await run_arm(parse_target(server.url), [BACKLOG], window, 1, 0, should_stop=has_gone_round)
     ends = [(o.finished_s, -1) for o in run.outcomes["backlog"] if o.finished_s is not None]
     starts = [(o.sent_s, 1) for o in run.outcomes["backlog"] if o.sent_s]
     level = peak = 0
@@ -76,6 +81,54 @@ async def test_a_closed_loop_never_has_more_than_its_streams_in_flight() -> None
         level += change
         peak = max(peak, level)
     assert 1 <= peak <= 3 and len(starts) > 3
+
+
+async def test_with_a_limit_the_others_wait_in_the_client_and_their_times_say_so() -> None:
+    async with FakeServer() as server:
+        window = ArmWindow(0.3, 0.0, drains_closed_loops=True)
+        run = await run_arm(parse_target(server.url), [BACKLOG], window, seed=1, round_=0, at_once=1)
+    backlog = sorted(run.outcomes["backlog"], key=lambda o: o.sent_s)
+    assert len(backlog) >= 3 and all(o.is_complete for o in backlog)
+    for before, after in zip(backlog, backlog[1:], strict=False):
+        assert before.finished_s is not None and before.finished_s <= after.sent_s
+    third = backlog[2]  # all three were due at once
+    assert third.ttft_s is not None and third.ttft_s > (backlog[1].finished_s or 0.0) - third.due_s > 0
+
+
+async def test_loops_that_drain_send_no_more_and_finish() -> None:
+    async with FakeServer() as server:
+        window = ArmWindow(0.2, 0.0, drains_closed_loops=True)
+        run = await run_arm(parse_target(server.url), [BACKLOG], window, seed=1, round_=0)
+    assert run.outcomes["backlog"] and all(o.is_complete for o in run.outcomes["backlog"])
+
+
+async def test_answers_that_a_drain_waits_for_in_vain_count_with_what_they_have_waited() -> None:
+    async with FakeServer(is_silent=lambda body: True) as server:
+        window = ArmWindow(0.1, 0.0, drain_s=0.1, drains_closed_loops=True)
+        run = await run_arm(parse_target(server.url), [BACKLOG], window, seed=1, round_=0)
+    assert len(run.outcomes["backlog"]) == 3
+    assert all(o.error == UNFINISHED and (o.ttft_s or 0.0) >= window.drain_s for o in run.outcomes["backlog"])
+
+
+async def test_a_cancelled_arm_keeps_what_it_has_measured() -> None:
+    runs: list[ArmRun] = []
+    async with FakeServer(is_silent=lambda body: body["max_tokens"] == 4) as server:
+        target, window = parse_target(server.url), ArmWindow(600.0, 0.0)
+        arm = asyncio.create_task(run_arm(target, [CHAT, BACKLOG], window, 1, 0, on_start=runs.append))
+        async with asyncio.timeout(30):
+            while not (runs and any(o.is_complete for o in runs[0].outcomes["chat"])):
+                await asyncio.sleep(0.01)
+        arm.cancel()
+        await asyncio.gather(arm, return_exceptions=True)
+        assert arm.cancelled()
+        assert [task for task in asyncio.all_tasks() if "client/runner.py" in repr(task)] == [], "nothing sends on"
+    assert runs[0].was_cut and 0 < runs[0].duration_s < 600
+    assert all(o.finished_s is not None or o.error for o in runs[0].outcomes["chat"])
+
+
+def has_gone_round(run: ArmRun) -> bool:
+    """Return whether each stream of the backlog has asked again."""
+    return len(run.outcomes["backlog"]) > 6
 
 
 async def test_a_backlog_is_cut_off_at_the_end_and_not_slow() -> None:

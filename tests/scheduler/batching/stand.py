@@ -13,6 +13,7 @@ from scheduler.batching.heartbeat import TaskHeartbeat
 from scheduler.batching.loop import BatchLoop
 from scheduler.batching.metrics import TaskMetrics
 from scheduler.batching.policy import BatchPolicy
+from scheduler.batching.tracing import TaskTracer
 from scheduler.clock import SystemClock
 from scheduler.registry.redis import RedisWorkerRegistry
 from scheduler.tasks.queue import TaskQueue
@@ -48,12 +49,14 @@ class ScriptedEndpoint:
     def __init__(self) -> None:
         self.script: Script = echo
         self.calls: list[list[bytes]] = []  # items of each call, without padding
+        self.traceparents: list[str] = []  # of each call
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def call(self, items: Sequence[bytes]) -> list[ItemResult]:
+    async def call(self, items: Sequence[bytes], traceparent: str = "") -> list[ItemResult]:
         assert len(padded(items, BATCH)) == BATCH
         self.calls.append(list(items))
+        self.traceparents.append(traceparent)
         await self.gate.wait()
         return self.script(items)
 
@@ -70,13 +73,14 @@ class Stand:
         self.registry = RedisWorkerRegistry(redis)
         self.collector = CollectorRegistry()
         self.metrics = TaskMetrics(self.collector, TIERS)
+        self.tracer: TaskTracer | None = None
         self._running: list[asyncio.Task[None]] = []
 
     def start(self, worker_id: str = "w1") -> tuple[BatchLoop, "asyncio.Task[None]"]:
         queue = TaskQueue(self._redis, self.clock, worker_id)
         beat = TaskHeartbeat(self.registry, queue, self.metrics, self.clock, worker_id, "scripted", BATCH)
         policy = BatchPolicy(TIERS, BATCH, self.clock.now())
-        loop = BatchLoop(self.endpoint, policy, queue, beat, self.metrics, self.clock, worker_id)
+        loop = BatchLoop(self.endpoint, policy, queue, beat, self.metrics, self.clock, worker_id, self.tracer)
         running = asyncio.create_task(loop.run())
         self._running.append(running)
         return loop, running

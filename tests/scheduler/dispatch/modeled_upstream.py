@@ -5,6 +5,7 @@ of each running sequence, and whole prompts of those that start. So a test sees 
 """
 
 import asyncio
+import random
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
@@ -31,11 +32,23 @@ class _Sequence:
 class ModeledUpstream:
     """Implements `engine.streaming.Upstream`."""
 
-    def __init__(self, clock: Clock, cost: StepCost = FAST, places: int = 64, info: EngineInfo | None = None) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        cost: StepCost = FAST,
+        places: int = 64,
+        info: EngineInfo | None = None,
+        *,
+        noise: float = 0.0,
+        seed: int = 1,
+    ) -> None:
+        """The time of a step is the one of `cost`, times a random factor with the standard deviation `noise`."""
         self.info = info or make_info(num_blocks=1 << 16)
         self.unsupported: frozenset[str] = frozenset({"bad_words"})
         self._clock = clock
         self._cost = cost
+        self._noise = noise
+        self._random = random.Random(seed)
         self.places = places
         self.refuses = False  # answer 503 instead of letting requests wait
         self.is_up = True
@@ -103,7 +116,7 @@ class ModeledUpstream:
             work.add(1 if sequence.is_started else tokens, tokens if sequence.is_started else 0)
             self.num_computed += 1 if sequence.is_started else tokens
             sequence.is_started = True
-        await self._clock.sleep(self._cost.of(work))
+        await self._clock.sleep(self._cost.of(work) * self._random.lognormvariate(0.0, self._noise))
         for sequence in batch:
             if sequence in self.running:
                 self._emit(sequence)

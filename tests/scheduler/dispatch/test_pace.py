@@ -1,4 +1,5 @@
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -11,46 +12,74 @@ from tests.scheduler.builders import make_decode
 COST = StepCost(step_s=0.02, prefill_token_s=0.001, attend_s=0.0, context_token_s=0.0, decode_s=0.0005)
 
 
-def run_steps(pace: UpstreamPace, steps: int, seed: int) -> list[SeenStep]:
-    """Play a server's steps: streams of changing number, whose tokens arrive in bursts in any order."""
-    rng, now, seen = random.Random(seed), 0.0, []
-    running: dict[RequestState, int] = {}  # stream → tokens until its end
-    for step in range(steps):
-        new = {make_decode(f"s{step}", prompt=rng.randint(20, 200)): rng.randint(5, 60)} if rng.random() < 0.3 else {}
-        if not new and not running:
-            continue
+class Server:
+    """A server's steps, as far as a worker sees them: the tokens of its streams arrive in bursts, in any order."""
+
+    def __init__(self, pace: UpstreamPace, seed: int, noise: float = 0.0) -> None:
+        self._pace = pace
+        self._random = random.Random(seed)
+        self._noise = noise
+        self._running: dict[RequestState, int] = {}  # stream → tokens until its end
+        self._now = 0.0
+        self._num_begun = 0
+
+    def run(self, steps: int, begins: Callable[[int], bool], tokens: tuple[int, int]) -> list[SeenStep]:
+        """Play steps. `begins` says whether a stream begins beside a number of others, `tokens` how long it may be."""
+        return [seen for _ in range(steps) for seen in self._step(begins(len(self._running)), tokens)]
+
+    def _step(self, begins: bool, tokens: tuple[int, int]) -> list[SeenStep]:
+        new = {self._begin(): self._random.randint(*tokens)} if begins else {}
+        if not new and not self._running:
+            return []
         work = StepWork()
-        for state in running:
+        for state in self._running:
             work.add(1, state.num_tokens)
         for state in new:
             work.add(state.num_tokens, 0)
-        now += COST.of(work)
-        burst = [(state, 0) for state in running] + [(state, state.num_tokens) for state in new]
-        rng.shuffle(burst)
-        for position, (state, prefilled) in enumerate(burst):
-            found = pace.note_tokens(state, 1, prefilled, now + 1e-4 * position)
-            seen += [found] if found is not None else []
-        running |= new
-        for state in list(running):
-            running[state] -= 1
-            if not running[state]:
-                del running[state]
-                pace.forget(state.id)
-    return seen
+        self._now += COST.of(work) * self._random.lognormvariate(0.0, self._noise)
+        burst = [(state, 0) for state in self._running] + [(state, state.num_tokens) for state in new]
+        self._random.shuffle(burst)
+        found = [
+            self._pace.note_tokens(s, 1, prefilled, self._now + 1e-4 * i) for i, (s, prefilled) in enumerate(burst)
+        ]
+        self._running |= new
+        for state in list(self._running):
+            self._running[state] -= 1
+            if not self._running[state]:
+                del self._running[state]
+                self._pace.forget(state.id)
+        return [seen for seen in found if seen is not None]
+
+    def _begin(self) -> RequestState:
+        self._num_begun += 1
+        return make_decode(f"s{self._num_begun}", prompt=self._random.randint(20, 200))
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_costs_are_learned_from_bursts(seed: int) -> None:
-    pace = UpstreamPace(StepTimeModel())
-    seen = run_steps(pace, 1200, seed)
+    pace = UpstreamPace(StepTimeModel(remembers_sizes=True))
+    rng = random.Random(seed)
+    seen = Server(pace, seed).run(1200, lambda _: rng.random() < 0.3, tokens=(5, 60))
     assert len(seen) > 400
     assert pace.model.is_warm
     errors = [abs(step.predicted_s / step.elapsed_s - 1) for step in seen[-200:]]
     assert sorted(errors)[len(errors) // 2] < 0.1, "half of the last steps are predicted to a tenth"
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_the_cost_of_a_stream_is_known_after_many_steps_of_as_many_streams(seed: int) -> None:
+    """While the number of streams hardly changes, nothing tells the cost of a stream from that of a step."""
+    pace = UpstreamPace(StepTimeModel(remembers_sizes=True))
+    server, rng = Server(pace, seed, noise=0.1), random.Random(seed)
+    server.run(400, lambda count: count < 4 and rng.random() < 0.1, tokens=(5, 60))  # some chats
+    server.run(3000, lambda count: count < 32, tokens=(100, 156))  # then bulk
+    cost = pace.cost()
+    slowed = cost.step(36 * cost.decode(150)) / cost.step(4 * cost.decode(150))
+    assert slowed == pytest.approx(COST.step(36 * COST.decode(150)) / COST.step(4 * COST.decode(150)), rel=0.2)
+
+
 def test_several_tokens_at_once_say_nothing_about_a_step() -> None:
-    pace, state = UpstreamPace(StepTimeModel()), make_decode("a")
+    pace, state = UpstreamPace(StepTimeModel(remembers_sizes=True)), make_decode("a")
     pace.note_tokens(state, 1, 32, 0.0)
     assert pace.note_tokens(state, 4, 0, 0.1) is None
     assert pace.note_tokens(state, 1, 0, 0.2) is None, "the step with four tokens is over, and of unknown length"
@@ -59,7 +88,7 @@ def test_several_tokens_at_once_say_nothing_about_a_step() -> None:
 
 
 def test_the_time_of_a_step_is_shared_by_the_tiers() -> None:
-    pace = UpstreamPace(StepTimeModel())
+    pace = UpstreamPace(StepTimeModel(remembers_sizes=True))
     chat, bulk = make_decode("chat", "realtime"), [make_decode(f"b{i}") for i in range(3)]
     for step in range(4):
         for position, state in enumerate([chat, *bulk]):

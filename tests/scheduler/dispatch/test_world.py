@@ -17,7 +17,7 @@ from scheduler.control.controller import SLAController
 from scheduler.dispatch.assembly import build_dispatch_loop
 from scheduler.dispatch.core import DispatchCore
 from scheduler.events.memory import MemoryEventChannel
-from scheduler.queue.memory import MemoryQueue
+from scheduler.queue.memory import MemoryQueue, _Output
 from scheduler.registry.memory import MemoryWorkerRegistry
 from scheduler.request import Delivery, EventKind, Request, TokenEvent
 from scheduler.virtual_time import VirtualClock
@@ -171,9 +171,9 @@ def test_chat_beside_bulk_is_nearly_as_fast_as_alone() -> None:
     async def only_bulk(world: World) -> tuple[list[Answer], list[Answer]]:
         return [], await bulk(world, 64, 27.0)
 
-    single, _ = play(alone, cost=CPU)
-    mixed, answers = play(beside, cost=CPU)
-    _, undisturbed = play(only_bulk, cost=CPU)
+    single, _ = play(alone, cost=CPU, noise=0.1)
+    mixed, answers = play(beside, cost=CPU, noise=0.1)
+    _, undisturbed = play(only_bulk, cost=CPU, noise=0.1)
     assert all(answer.is_right for answer in (*single, *mixed, *answers))
     assert at(mixed, 0.5) <= 1.5 * at(single, 0.5)
     assert at(mixed, 0.99) <= 2.5 * at(single, 0.99)
@@ -339,10 +339,10 @@ def test_a_stopped_worker_gives_its_requests_back() -> None:
 
 def test_bulk_is_checkpointed_and_a_claim_continues_from_its_checkpoint() -> None:
     async def story(world: World) -> None:
-        records = world.queue._shared.records
+        outputs = world.queue._shared.outputs
         asked = asyncio.create_task(world.ask("first", "bulk", max_tokens=300, delivery=Delivery.AT_END))
         await world.clock.sleep(CHECKPOINT_S + 0.1)
-        saved = records["first"].output
+        saved = outputs["first"].token_ids
         assert 32 <= len(saved) < 300
         assert (await asked).is_right
         world.upstream.is_up = False
@@ -353,7 +353,7 @@ def test_bulk_is_checkpointed_and_a_claim_continues_from_its_checkpoint() -> Non
         )
         await world.clock.sleep(0.1)
         for name in ("second", "penalised"):
-            records[name].output = saved
+            outputs[name] = _Output(token_ids=saved)
         world.upstream.is_up = True
         assert (await again).is_right and (await penalised).is_right
         continued = {stream.seq_id: stream.output_token_ids for stream in world.upstream.opened}

@@ -34,7 +34,7 @@ def tokens(*token_ids: int, request_id: str = "r", index: int = 0) -> TokenEvent
 
 async def take(channel: EventChannel, gateway_id: str, count: int) -> list[list[TokenEvent]]:
     messages: list[list[TokenEvent]] = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         async for message in channel.listen(gateway_id):
             messages.append(message)
             if len(messages) == count:
@@ -135,7 +135,7 @@ async def test_close_ends_the_listener_and_makes_publishing_fail(channel: EventC
             heard.set()
 
     listening = asyncio.create_task(listen())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await heard.wait()
         await channel.close()
         await listening

@@ -142,3 +142,20 @@ def test_engine_time_that_was_thrown_away_is_charged_to_no_request() -> None:
     running.evictees(NEWCOMER, StepEviction.ROWS, 0.01)
     running.end(result(evicted=("w", "b0", "b1", "b2")))
     assert wanting.engine_s == 0.0
+
+
+def interactive_s(*states: RequestState, **more: Any) -> float:
+    return begin(*states).end(result(**more)).interactive_s
+
+
+def test_interactive_tiers_take_their_runs_and_the_fixed_cost_of_a_part_of_a_step() -> None:
+    full_s, itl_s = 0.03, 0.1
+    assert interactive_s(RT, *BULK[:3]) == pytest.approx(0.03 / 0.03 * (0.005 + 0.01 * full_s / itl_s))
+    assert interactive_s(*BULK) == 0
+
+
+def test_a_chat_without_bulk_does_not_take_the_whole_engine() -> None:
+    running = begin(RT)
+    usage = running.end(StepResult(0, elapsed_s=0.015))
+    assert usage.used_s == {"realtime": 0.015}
+    assert usage.interactive_s == pytest.approx(0.005 + 0.01 * 0.15)

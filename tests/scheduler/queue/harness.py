@@ -36,7 +36,12 @@ class ManualClock:
 
 
 def make_request(
-    request_id: str = "r1", tier: str = "realtime", deadline_ms: int = START_MS + 1000, tokens: int = 3, output: int = 8
+    request_id: str = "r1",
+    tier: str = "realtime",
+    deadline_ms: int = START_MS + 1000,
+    tokens: int = 3,
+    output: int = 8,
+    job_part: str = "",
 ) -> Request:
     return Request(
         id=request_id,
@@ -46,6 +51,7 @@ def make_request(
         arrival_ms=START_MS,
         deadline_ms=deadline_ms,
         reply_to="gateway-1",
+        job_part=job_part,
     )
 
 

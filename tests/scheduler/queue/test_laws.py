@@ -21,6 +21,7 @@ IDS = tuple("abcdefgh")
 tier = st.sampled_from(TIERS)
 worker = st.sampled_from(WORKERS)
 request_id = st.sampled_from(IDS)
+job_part = st.sampled_from(["", "", "part-1", "part-2"])
 deadline = st.integers(0, 3).map(lambda n: START_MS + n)
 # A lease is drawn by its index among all leases ever granted, so most of them are stale.
 leases = st.lists(st.integers(0, 30), min_size=1, max_size=4)
@@ -40,7 +41,7 @@ operations = st.one_of(
     st.tuples(
         st.just("put"),
         tier,
-        st.lists(st.tuples(request_id, deadline, tokens, tokens), min_size=1, max_size=4),
+        st.lists(st.tuples(request_id, deadline, tokens, tokens, job_part), min_size=1, max_size=4),
         st.none() | st.integers(0, 4),
         st.none() | ahead_limits,
     ),
@@ -73,9 +74,9 @@ class Trial:
         return await getattr(self, name)(*arguments)
 
     async def put(
-        self, tier: str, requests: list[tuple[str, int, int, int]], limit: int | None, ahead: AheadLimit | None
+        self, tier: str, requests: list[tuple[str, int, int, int, str]], limit: int | None, ahead: AheadLimit | None
     ) -> object:
-        refused = await self.queue.put([make_request(i, tier, d, p, o) for i, d, p, o in requests], limit, ahead)
+        refused = await self.queue.put([make_request(i, tier, *more) for i, *more in requests], limit, ahead)
         if refused is None:
             self.alive.update(i for i, *_ in requests)
         return refused
@@ -168,8 +169,9 @@ async def scenario(url: str, done: list[tuple]) -> None:  # type: ignore[type-ar
             assert memory.alive == redis.alive
             assert sorted(await places(client)) == sorted(redis.alive), "each request in exactly one place"
             assert sorted(await hashes(client)) == sorted(redis.alive), "and none without its payload"
-            stored = {key.decode() for key in await client.keys(keys.OUTPUT_PREFIX + "*")}
-            assert stored <= {keys.OUTPUT_PREFIX + i for i in redis.alive}, "no checkpoint outlives its request"
+            outputs = await client.keys(keys.OUTPUT_PREFIX + "*")
+            stored = {key.decode().removeprefix(keys.OUTPUT_PREFIX) for key in outputs}
+            assert {name for name in stored if not name.startswith("part-")} <= redis.alive, "it goes with its request"
     finally:
         await redis.handles.close()
         await client.aclose()

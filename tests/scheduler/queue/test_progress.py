@@ -1,10 +1,17 @@
 """What a worker leaves in the queue before it dies: checkpoints, and who can be blamed. Both queues pass."""
 
+import asyncio
+
 import pytest
+import redis as sync_redis
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from redis.asyncio import Redis
 
 from scheduler.queue.base import Queue
 from scheduler.request import Checkpoint, Claimed, Lease
-from tests.scheduler.queue.harness import Handles, ids, lease_of, make_request
+from scheduler.store import connection, keys
+from tests.scheduler.queue.harness import Handles, ManualClock, ids, lease_of, make_request
 
 LEASE_S = 10.0
 
@@ -78,6 +85,140 @@ async def test_the_checkpoint_goes_with_its_request(handles: Handles, end: str) 
     assert await handles("w1").checkpoint([Checkpoint(lease_of(a), 0, (1,))]) == [-1]
     [again] = await claimed(handles, "a")
     assert again.output_token_ids == ()
+
+
+# -- parts of jobs -----------------------------------------------------------------------------------------------------
+
+
+async def claimed_part(handles: Handles, name: str, worker: str = "w1", part: str = "part") -> Claimed:
+    """Put a request for a part of a job, and claim it."""
+    await handles().put([make_request(name, job_part=part)])
+    [claimed] = await claim(handles(worker), 1)
+    return claimed
+
+
+@pytest.mark.parametrize("end", ["ack", "cancel"])
+async def test_the_output_of_a_part_outlives_its_request(handles: Handles, end: str) -> None:
+    first = await claimed_part(handles, "first")
+    await handles("w1").checkpoint([Checkpoint(lease_of(first), 0, (4, 5))])
+    await (handles().ack([lease_of(first)]) if end == "ack" else handles().cancel(["first"]))
+    assert (await claimed_part(handles, "other", part="another part")).output_token_ids == ()
+    second = await claimed_part(handles, "second")
+    assert second.output_token_ids == (4, 5)
+    assert await handles("w1").checkpoint([Checkpoint(lease_of(second), 2, (6,))]) == [3]
+    await handles("w2").requeue_worker("w1")
+    assert {c.request.id: c.output_token_ids for c in await claim(handles("w2"))} == {"second": (4, 5, 6), "other": ()}
+
+
+async def test_a_part_that_waited_unclaimed_changes_nothing(handles: Handles) -> None:
+    first = await claimed_part(handles, "first")
+    await handles("w1").checkpoint([Checkpoint(lease_of(first), 0, (4, 5))])
+    await handles().put([make_request("second", job_part="part")])
+    await handles().cancel(["second"])
+    assert await handles("w1").checkpoint([Checkpoint(lease_of(first), 2, (6,))]) == [3]
+
+
+async def test_of_two_requests_for_a_part_the_one_that_was_put_last_writes(handles: Handles) -> None:
+    """The gateway of the first one has died, or was only slow; its request may even be claimed last."""
+    await handles().put([make_request("old", deadline_ms=2, job_part="part")])
+    await handles().put([make_request("new", deadline_ms=1, job_part="part")])
+    [new] = await claim(handles("w1"), 1)
+    assert await handles("w1").checkpoint([Checkpoint(lease_of(new), 0, (1, 2))]) == [2]
+    [old] = await claim(handles("w2"), 1)
+    assert old.output_token_ids == (1, 2)
+    assert await handles("w2").checkpoint([Checkpoint(lease_of(old), 2, (9,))]) == [-1]
+    assert await handles("w2").checkpoint([Checkpoint(lease_of(old), 0, (9,))]) == [-1]
+    await handles().cancel(["old"])
+    assert await handles("w1").checkpoint([Checkpoint(lease_of(new), 2, (3,))]) == [3]
+
+
+async def test_a_newer_request_takes_over_in_mid_part_and_what_it_leaves_is_taken_back_whole(handles: Handles) -> None:
+    old = await claimed_part(handles, "old")
+    assert await handles("w1").checkpoint([Checkpoint(lease_of(old), 0, (1, 2))]) == [2]
+    new = await claimed_part(handles, "new", "w2")
+    assert new.output_token_ids == (1, 2)
+    assert await handles("w1").checkpoint([Checkpoint(lease_of(old), 2, (9,))]) == [-1], "the new one writes now"
+    assert await handles("w2").checkpoint([Checkpoint(lease_of(new), 2, (3,))]) == [3]
+    await handles().cancel(["new"])
+    assert await handles("w1").checkpoint([Checkpoint(lease_of(old), 3, (9,))]) == [3], "these are not its own tokens"
+    assert await handles("w1").checkpoint([Checkpoint(lease_of(old), 0, (1, 2, 9))]) == [3]
+    assert (await claimed_part(handles, "last")).output_token_ids == (1, 2, 9)
+
+
+async def test_the_output_of_an_ended_part_expires(redis_client: Redis, clock: ManualClock) -> None:
+    handles = Handles(clock, redis_client)
+    first, key = await claimed_part(handles, "first"), keys.OUTPUT_PREFIX + "part"
+    await handles("w1").checkpoint([Checkpoint(lease_of(first), 0, (4, 5))])
+    assert keys.PART_TTL_S < await redis_client.ttl(key) <= keys.OUTPUT_TTL_S
+    await handles().cancel(["first"])
+    assert 0 < await redis_client.ttl(key) <= keys.PART_TTL_S
+    await handles().put([make_request("second", job_part="part")])
+    assert await redis_client.ttl(key) > keys.PART_TTL_S, "the next one may wait for long"
+    await handles.close()
+
+
+writes = st.tuples(st.just("write"), st.integers(1, 3), st.sampled_from(["more", "whole", "not yet"]))
+moves = st.one_of(
+    st.tuples(st.just("put"), st.integers(1, 5)),
+    st.tuples(st.just("claim"), st.sampled_from(["w1", "w2"])),
+    writes,
+    writes,
+    st.tuples(st.sampled_from(["ack", "cancel", "release"]), st.integers(1, 3)),
+    st.tuples(st.just("death"), st.sampled_from(["w1", "w2"])),
+)
+
+
+async def play_part(url: str, done: list[tuple]) -> None:  # type: ignore[type-arg]
+    """Let requests for one part of a job come, write and go. Each claim generates tokens of its own."""
+    client = connection.connect(url)
+    handles = Handles(ManualClock(), client)
+    generations: list[tuple[Lease, list[int]]] = []  # of each claim: its tokens, with those from which it continued
+    try:
+        for number, (name, *arguments) in enumerate(done):
+            if name == "put":
+                await handles().put([make_request(f"r{number}", deadline_ms=arguments[0], job_part="part")])
+            elif name == "claim":
+                for claimed in await claim(handles(arguments[0]), 1):
+                    output = list(claimed.output_token_ids)
+                    known = [tokens[: len(output)] for _, tokens in generations]
+                    assert not output or output in known, "the tokens of one claim, from its beginning"
+                    generations.append((lease_of(claimed), output))
+            elif name == "death":
+                await handles().requeue_worker(arguments[0])
+            elif generations:
+                lease, tokens = generations[-arguments[0] % len(generations)]
+                match name, arguments[1:]:
+                    case "write", ("not yet",):
+                        tokens.append(number)
+                    case "write", (how,):
+                        index = len(tokens) if how == "more" else 0
+                        tokens.append(number)
+                        await handles().checkpoint([Checkpoint(lease, index, tuple(tokens[index:]))])
+                    case "cancel", _:
+                        await handles().cancel([lease.request_id])
+                    case _:
+                        await getattr(handles(), name)([lease])
+    finally:
+        await handles.close()
+        await client.aclose()
+
+
+UNWRITTEN = ("write", 1, "not yet")  # of the newest claim, so that its tokens are as many as the older one has stored
+
+
+@settings(max_examples=80)
+@example(
+    done=[
+        *[("put", 1), ("claim", "w1"), ("put", 2), ("claim", "w2"), ("write", 2, "whole"), UNWRITTEN],
+        *[("write", 1, "more"), ("cancel", 1), ("put", 3), ("claim", "w1")],
+    ]
+)
+@given(done=st.lists(moves, min_size=8, max_size=40))
+def test_no_output_of_a_part_mixes_two_generations(valkey_url: str, done: list[tuple]) -> None:  # type: ignore[type-arg]
+    with sync_redis.Redis.from_url(valkey_url) as client:
+        client.flushall()
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        runner.run(play_part(valkey_url, done))
 
 
 # -- who is blamed for a death -----------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from scheduler.clock import SystemClock
 from scheduler.registry.base import WorkerRegistry
 from scheduler.registry.memory import MemoryWorkerRegistry
 from scheduler.registry.redis import RedisWorkerRegistry
-from scheduler.registry.worker_status import TierStatus, WorkerStatus
+from scheduler.registry.worker_status import TierStatus, WorkerStart, WorkerStatus
 from scheduler.store import connection, keys
 from tests.waiting import until
 
@@ -92,3 +92,28 @@ async def test_dead_workers_are_removed_from_the_index(
     await redis_client.delete(keys.worker("w1"))
     assert await redis_client.scard(keys.WORKERS) == 1
     assert await registry.workers() == []
+
+
+async def test_what_workers_do_at_their_start_is_known_until_they_have_started(registry: WorkerRegistry) -> None:
+    assert await registry.starting() == []
+    await registry.announce_start(WorkerStart("w2", "loading the model", 1.5))
+    await registry.announce_start(WorkerStart("w1", "loading PyTorch", 0.5))
+    await registry.announce_start(WorkerStart("w2", "loading the model", 2.5, 0.25))
+    expected = [WorkerStart("w1", "loading PyTorch", 0.5), WorkerStart("w2", "loading the model", 2.5, 0.25)]
+    assert await registry.starting() == expected
+    assert await registry.workers() == [], "they do not serve yet"
+    await registry.withdraw_start("w1")
+    await registry.withdraw_start("unknown")
+    assert await registry.starting() == expected[1:]
+
+
+async def test_a_worker_that_dies_at_its_start_is_forgotten(
+    registry: WorkerRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys, "START_TTL_S", 0.05)
+    await registry.announce_start(WorkerStart("w1", "loading the model", 1.0))
+
+    async def is_forgotten() -> bool:
+        return await registry.starting() == []
+
+    await until(is_forgotten)

@@ -39,7 +39,7 @@ class Server:
     def end(self, number: int = signal.SIGTERM) -> None:
         if self._process is not None:
             self._process.send_signal(number)
-            self._process.wait(10)
+            self._process.wait(60)
             self._process = None
 
 
@@ -78,8 +78,8 @@ async def test_commands_fail_in_bounded_time_without_a_server(client: Redis) -> 
 
 @pytest.fixture
 def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "REPLY_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(connection, "COMMAND_TIMEOUT_S", 0.25)
+    monkeypatch.setattr(connection, "REPLY_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(connection, "COMMAND_TIMEOUT_S", 0.75)
 
 
 async def test_commands_fail_in_bounded_time_when_the_server_hangs(short_timeouts: None, server: Server) -> None:
@@ -88,7 +88,7 @@ async def test_commands_fail_in_bounded_time_when_the_server_hangs(short_timeout
     client = connection.connect(server.valkey.url)
     await client.set("key", "value")
     server.send(signal.SIGSTOP)
-    async with asyncio.timeout(2.0):
+    async with asyncio.timeout(30):
         with pytest.raises(StoreSilent):
             await client.get("key")
         with pytest.raises(StoreSilent):
@@ -163,7 +163,7 @@ async def test_a_task_that_sends_commands_can_be_cancelled_at_any_moment(redis_c
         for _ in range(moment % 13):
             await asyncio.sleep(0)
         task.cancel()
-        done, _ = await asyncio.wait({task}, timeout=2)
+        done, _ = await asyncio.wait({task}, timeout=30)
         if not done:
             task.cancel()
         assert done, "a cancellation was swallowed"

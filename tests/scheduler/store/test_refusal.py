@@ -55,7 +55,7 @@ async def by_blocking_client(client: Redis) -> None:
 WRITES = (by_command, by_pipeline, by_transaction, by_script, by_blocking_client)
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("code", CODES)
 async def test_every_refused_write_names_its_cause_and_reads_go_on(client: Redis, store: str, code: str) -> None:
     await client.set("key", "before")

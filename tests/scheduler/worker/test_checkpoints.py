@@ -53,10 +53,10 @@ class Rig:
         return state
 
     def stored(self, state: RequestState) -> tuple[int, ...]:
-        return self._queue._shared.records[state.id].output
+        return self._queue._shared.outputs[state.id].token_ids
 
     def forget(self, state: RequestState) -> None:
-        self._queue._shared.records[state.id].output = ()
+        del self._queue._shared.outputs[state.id]
 
 
 def play(story: Any) -> None:
@@ -117,6 +117,19 @@ def test_one_write_has_a_bounded_size_and_the_longest_waiting_go_first(monkeypat
         assert rig.writes == [{"b": (0, 140), "a": (0, 100)}]
         await rig.clock.sleep(CHECKPOINT_S)
         assert rig.writes[1:] == [{"c": (0, 120)}]
+
+    play(story)
+
+
+def test_an_output_beyond_the_size_of_a_write_is_stored_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may begin again at index 0, after the store has lost what it had."""
+    monkeypatch.setattr(checkpoints, "MAX_TOKENS", 250)
+
+    async def story(rig: Rig) -> None:
+        for name, output in (("long", 300), ("short", 100)):
+            await rig.hold(name, output=output)
+        await rig.clock.sleep(2.5 * CHECKPOINT_S)
+        assert rig.writes == [{"long": (0, 300)}, {"short": (0, 100)}]
 
     play(story)
 

@@ -8,7 +8,9 @@ from scheduler.events.memory import MemoryEventChannel
 from scheduler.planning.step_report import StepReport
 from scheduler.queue.memory import MemoryQueue
 from scheduler.request import EventKind, Lease, TokenEvent
+from scheduler.request_state import RequestState
 from scheduler.virtual_time import VirtualClock
+from scheduler.worker.checkpoints import Checkpointer
 from scheduler.worker.publisher import Publisher
 from scheduler.worker.refusals import Refusals
 from tests.scheduler.builders import make_request
@@ -37,11 +39,14 @@ class Rig:
         self.queue = MemoryQueue(self.clock)
         self.events = SlowChannel(self.clock)
         self.dropped: list[str] = []
-        held: Any = self  # for `drop` alone
-        self.publisher = Publisher(self.queue, self.events, held, Refusals(), self.clock)
+        self.states: list[RequestState] = []
+        rig: Any = self  # for `drop` and `states` alone
+        checkpointer = Checkpointer(rig, self.queue, Refusals(), self.clock)
+        self.publisher = Publisher(self.queue, self.events, rig, checkpointer, Refusals(), self.clock)
 
-    def drop(self, request_ids: Iterable[str]) -> None:
+    def drop(self, request_ids: Iterable[str]) -> list[RequestState]:
         self.dropped += request_ids
+        return []
 
     async def put(self, *names: str) -> list[Lease]:
         await self.queue.put([make_request(name) for name in names])

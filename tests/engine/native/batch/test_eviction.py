@@ -255,7 +255,7 @@ async def test_another_thread_requests_an_eviction_while_the_step_runs(make_engi
 
         def wait_at_every_layer() -> torch.Tensor | None:
             reached.set()
-            assert requested.wait(timeout=10)
+            assert requested.wait(timeout=60)
             return enter()
 
         stepper._runner.attention.enter_layer = wait_at_every_layer  # type: ignore[method-assign]

@@ -2,7 +2,8 @@
 
 import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -243,3 +244,33 @@ def test_layers_with_quantised_weights_are_not_replaced(llama: Path, monkeypatch
     monkeypatch.setattr("engine.native.startup.engine_builder.is_quantised", lambda model: True)
     build_torch_engine(make_config(llama))
     assert len(optimized) == 1
+
+
+class Told:
+    """Remembers what it is told about a start. Implements `engine.progress.Progress` and `Phase`."""
+
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+        self.shown: list[tuple[int, int]] = []
+
+    @contextmanager
+    def phase(self, name: str, *, draws_itself: bool = False) -> Iterator["Told"]:
+        assert not draws_itself, "the model is not on the hub"
+        self.phases.append(name)
+        yield self
+
+    def show(self, done: int, total: int) -> None:
+        assert self.phases[-1] == "loading the model"
+        self.shown.append((done, total))
+
+
+def test_a_start_says_what_it_does_and_how_many_tensors_are_loaded(
+    llama: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    told = Told()
+    build_torch_engine(make_config(llama), told)
+    assert told.phases[:3] == ["loading PyTorch", "loading the model", "probing the model"]
+    assert told.phases[-1] == "trying faster layers"
+    [total] = {total for _, total in told.shown}
+    assert [done for done, _ in told.shown] == list(range(total)) and total > 10
+    assert "Loading weights" not in capfd.readouterr().err

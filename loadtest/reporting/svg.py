@@ -43,14 +43,14 @@ STYLE: dict[str, Any] = {
 }
 
 
-def draw_svg(name: str, height_in: float, draw: Callable[[Figure], None]) -> str:
-    """Return an `<svg>` element that fills the width of the page.
+def draw_svg(name: str, height_in: float, draw: Callable[[Figure], None], width_in: float = WIDTH_IN) -> str:
+    """Return an `<svg>` element that fills its place on the page; its sizes are in inches, where text has 10 pt.
 
     `draw` draws into the empty figure. `name` must be unique on a page: it makes the ids in the element unique.
     """
     style: Any = STYLE | {"svg.hashsalt": name}
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
+        figure = Figure(figsize=(width_in, height_in), layout="constrained")
         draw(figure)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None}, dpi=160)
