@@ -29,10 +29,10 @@ ROOM = 1.1  # the window that a refusal names is this much longer than the least
 
 @dataclass(frozen=True, slots=True)
 class Infeasible:
-    """A window in which a batch cannot be promised to end, and the shortest one that can be promised."""
+    """A window in which a batch cannot be promised to end, and the shortest that can be promised; None: none can."""
 
     window: str
-    earliest_window: str
+    earliest_window: str | None
 
 
 class BatchForecasts:

@@ -27,11 +27,14 @@ def checked_window(text: str) -> str:
     return text
 
 
-def window_text(seconds: float) -> str:
+def window_text(seconds: float) -> str | None:
     """Return the shortest completion window that is at least `seconds` long, in a unit that rounds by little.
 
-    Windows of more than two units are given in whole units: minutes below two hours, hours below two days, else days.
+    None: there is none so long. Windows of more than two units are given in whole units: minutes below two hours, hours
+    below two days, else days.
     """
+    if seconds > LONGEST_S:
+        return None
     seconds = max(SHORTEST_S, seconds)
     unit = "m" if seconds <= 2 * _UNITS["h"] else "h" if seconds <= 2 * _UNITS["d"] else "d"
     return f"{math.ceil(seconds / _UNITS[unit])}{unit}"

@@ -165,10 +165,14 @@ async def _described(batches: BatchService, batch: Batch) -> dict[str, Any]:
 
 
 def _infeasible(found: Infeasible) -> ApiError:
+    feasible = (
+        "No completion_window is long enough at present. Make it smaller"
+        if found.earliest_window is None
+        else f"The earliest feasible completion_window is '{found.earliest_window}'. Ask for that one or a longer one"
+    )
     message = (
         f"This batch cannot be promised to end within {found.window}, beside interactive traffic and what is queued. "
-        f"The earliest feasible completion_window is '{found.earliest_window}'. Ask for that one or a longer one, or "
-        'send "best_effort": true to run it without a promise.'
+        f'{feasible}, or send "best_effort": true to run it without a promise.'
     )
     return invalid_request(message, "completion_window", "completion_window_infeasible")
 

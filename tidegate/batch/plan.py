@@ -58,6 +58,8 @@ def _estimated(answer: Mapping[str, Any], window: str) -> Iterator[str]:
     if earliest is not None:
         verdict = "feasible" if answer["feasible"] else "not feasible, so the batch would be refused"
         yield f"Earliest window: {earliest}; {window} is {verdict}."
+    elif answer["feasible"] is False:
+        yield "No window is long enough at present, so the batch would be refused."
     for tier in answer.get("interactive", ()):
         yield _effect(tier, bool(answer.get("becomes_urgent")))
 

@@ -97,6 +97,13 @@ async def test_a_window_that_is_too_short_is_refused_with_the_earliest(gateway: 
     assert (await gateway.create(file_id, "103m")).status == "validating"
 
 
+async def test_where_no_window_is_long_enough_none_is_named(gateway: OfflineGateway) -> None:
+    size = {"model": MODEL, "lines": 10**6, "prompt_bytes": 0, "min_output": 10**9, "max_output": 10**9, "unlimited": 0}
+    asked = {"endpoint": "/v1/chat/completions", "completion_window": "30d", **size}
+    answer = (await gateway.http.post("/v1/batches/estimate", json=asked)).json()
+    assert (answer["feasible"], answer["earliest_window"]) == (False, None)
+
+
 async def test_a_short_window_is_promised_less_of_the_engine_than_a_long_one(gateway: OfflineGateway) -> None:
     gateway.completions.permits = asyncio.Semaphore(0)
     file_id = await gateway.upload(jsonl(long_lines(50)))

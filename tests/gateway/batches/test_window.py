@@ -26,3 +26,8 @@ def test_anything_else_is_refused_with_the_windows_that_there_are(text: str) -> 
 )
 def test_seconds_are_rounded_up_to_a_window(seconds: float, text: str) -> None:
     assert window_text(seconds) == text and window_s(text) >= seconds
+
+
+def test_there_is_no_window_for_more_than_the_longest() -> None:
+    assert window_text(30 * 86_400) == "30d"
+    assert window_text(30 * 86_400 + 1) is None
