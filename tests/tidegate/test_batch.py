@@ -360,13 +360,13 @@ async def test_a_plan_says_what_the_server_expects(
         assert await CommandLine(gateway, url)("plan", source, "--window", "1h") == 0
         printed = capsys.readouterr().out
         assert await CommandLine(gateway, url)("submit", source, "--window", "1h") == 1
-        assert "The earliest feasible completion_window is '93m'" in capsys.readouterr().err
+        assert "The earliest feasible completion_window is '103m'" in capsys.readouterr().err
         assert await CommandLine(gateway, url)("submit", source, "--window", "1h", "--best-effort") == 0
         batch_id = capsys.readouterr().out.strip()
         assert await CommandLine(gateway, url)("status", batch_id) == 0
     assert f"1000 requests for /v1/chat/completions ({MODEL}), in 1 batch(es)." in printed
     assert "Output tokens: about 1 M (from 1 M to 1 M)." in printed and "Time: about 5 h 33 min" in printed
-    assert "Earliest window: 93m; 1h is not feasible" in printed
+    assert "Earliest window: 103m; 1h is not feasible" in printed
     assert "Peak effect on realtime: answers up to 1.25 times as long" in printed
     assert "ends about" in capsys.readouterr().out
 
