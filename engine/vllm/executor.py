@@ -4,8 +4,9 @@ Knows vLLM's executors (one process, several processes, Ray) and in which order 
 sampling. vLLM's internals move with every minor version: `build.py` checks that it is the version of the tests.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from vllm.v1.engine.core import EngineCore
@@ -15,6 +16,8 @@ from engine.config import EngineStartError
 from engine.sequences.sequence_table import Chunk
 from engine.vllm.batch import Batch, Sampled
 from engine.vllm.messages import Messages, decode
+
+LOOK_MS = 1  # longest time between two looks for the answer of a worker process
 
 
 class VllmExecutor:
@@ -100,8 +103,15 @@ def _wait_without_spinning(executor: Any) -> None:
     event loop of the scheduler, which makes the next plan meanwhile. Executors without processes have no such queues.
     """
     for queue in getattr(executor, "response_mqs", ()):
-        if queue._spin_condition is not None:  # it is None between machines
-            queue._spin_condition.busy_loop_s = 0.0
+        condition = queue._spin_condition
+        if condition is not None:  # it is None between machines
+            condition.busy_loop_s = 0.0
+            condition.wait = partial(_wait_for_answer, condition.wait)
+
+
+def _wait_for_answer(wait: Callable[[int], None], timeout_ms: int | None = None) -> None:
+    """Wait until a process tells of an answer, at most `LOOK_MS`: its word is dropped if others are on their way."""
+    wait(LOOK_MS if timeout_ms is None else min(timeout_ms, LOOK_MS))
 
 
 def _check_cache(cache: Any) -> None:
