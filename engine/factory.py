@@ -51,8 +51,11 @@ def _load_builder() -> "Callable[[EngineConfig, Progress], TorchEngine]":
 
 
 def _load_vllm_builder() -> "Callable[[EngineConfig, Progress], Stepper]":
-    """Return the function that builds the engine over vLLM's executor."""
-    _limit_spinning()
+    """Return the function that builds the engine over vLLM's executor.
+
+    Its threads wait as vLLM lets them: they compute many small parts of a step, and threads that slept between those
+    would take a seventh longer for it.
+    """
     from engine.vllm.build import build_vllm_stepper  # imports torch; vLLM is imported by the call
 
     return build_vllm_stepper

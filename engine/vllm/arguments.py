@@ -8,6 +8,7 @@ import shlex
 from typing import Any, NoReturn
 
 from engine.config import EngineConfig, EngineStartError
+from engine.vllm.worker import WORKER_EXTENSION
 
 # vLLM's flags for what this project decides, and where it is decided.
 OWNED_FLAGS = {
@@ -31,6 +32,7 @@ OWNED_FLAGS = {
     "stream-interval": "the tiers",
     "disable-hybrid-kv-cache-manager": "one KV cache for all layers",
     "logits-processors": "the request's sampling options",
+    "worker-extension-cls": "one message for each step",
     "max-logprobs": "the gateway's limits",
     "logprobs-mode": "the request's log probabilities",
     "structured-outputs-config": "the request's response_format",
@@ -116,4 +118,5 @@ def _own(config: EngineConfig) -> dict[str, Any]:
         "async_scheduling": False,  # steps ahead are planned here
         "disable_hybrid_kv_cache_manager": True,
         "logits_processors": [PROCESSOR],
+        "worker_extension_cls": WORKER_EXTENSION,
     }

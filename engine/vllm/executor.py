@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from vllm import envs
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 
@@ -16,8 +17,9 @@ from engine.config import EngineStartError
 from engine.sequences.sequence_table import Chunk
 from engine.vllm.batch import Batch, Sampled
 from engine.vllm.messages import Messages, decode
+from engine.vllm.worker import COMPUTE_STEP
 
-LOOK_MS = 1  # longest time between two looks for the answer of a worker process
+LOOK_MS = 10  # longest time between two looks for the answer of a worker process
 
 
 class VllmExecutor:
@@ -34,6 +36,7 @@ class VllmExecutor:
         has_stages = vllm_config.parallel_config.pipeline_parallel_size > 1
         self._messages = Messages(vllm_config.model_config.get_vocab_size(), adapters, sends_tokens=has_stages)
         self._computes_here = vllm_config.parallel_config.distributed_executor_backend == "uni"
+        self._has_queues = hasattr(self._executor, "response_mqs")
 
     @property
     def name(self) -> str:
@@ -54,6 +57,9 @@ class VllmExecutor:
         step, grammar = self._messages.encode(batch)
         if self._computes_here:
             return self._thread.submit(lambda: decode(self._compute(step, grammar), batch.chunks))
+        if self._has_queues:
+            computing = self._compute_in_workers(step, grammar)
+            return self._thread.submit(lambda: decode(computing.result(), batch.chunks))
         computed = self._executor.execute_model(step, non_block=True)
         sampled = self._executor.sample_tokens(grammar, non_block=True)
         return self._thread.submit(lambda: _wait(computed, sampled, batch.chunks))
@@ -65,6 +71,16 @@ class VllmExecutor:
     def _compute(self, step: Any, grammar: Any) -> Any:
         output = self._executor.execute_model(step)
         return self._executor.sample_tokens(grammar) if output is None else output
+
+    def _compute_in_workers(self, step: Any, grammar: Any) -> "Future[Any]":
+        computing: Future[Any] = self._executor.collective_rpc(
+            COMPUTE_STEP,
+            timeout=envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS,
+            args=(step, grammar),
+            non_block=True,
+            unique_reply_rank=self._executor.output_rank,
+        )
+        return computing
 
 
 def _wait(computed: "Future[Any]", sampled: "Future[Any]", chunks: tuple[Chunk, ...]) -> dict[str, Sampled]:
@@ -110,7 +126,7 @@ def _wait_without_spinning(executor: Any) -> None:
 
 
 def _wait_for_answer(wait: Callable[[int], None], timeout_ms: int | None = None) -> None:
-    """Wait until a process tells of an answer, at most `LOOK_MS`: its word is dropped if others are on their way."""
+    """Wait until a process tells of an answer, at most `LOOK_MS`: vLLM drops its word soon after another one."""
     wait(LOOK_MS if timeout_ms is None else min(timeout_ms, LOOK_MS))
 
 

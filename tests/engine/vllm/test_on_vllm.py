@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from engine import factory
 from engine.config import EngineConfig, EngineStartError
 from engine.factory import build_torch_engine
 from engine.interface import Run, StepPlan
@@ -116,6 +117,25 @@ def test_the_thread_that_waits_for_processes_sleeps(on_vllm: VllmStepper) -> Non
     queues = executor._executor.response_mqs
     assert queues and all(queue._spin_condition.busy_loop_s == 0 for queue in queues)
     on_vllm.step(StepPlan(1, abort=("a",)))
+
+
+def test_a_step_is_one_message_to_the_workers(on_vllm: VllmStepper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM drops the notice of an answer that comes soon after another, so a step must not have two."""
+    executor: Any = on_vllm._executor
+    queue, sent = executor._executor.rpc_broadcast_mq, []
+    enqueue = queue.enqueue
+    monkeypatch.setattr(queue, "enqueue", lambda message, *rest: (sent.append(message[0]), enqueue(message, *rest)))
+    on_vllm.step(StepPlan(0, start=(make_new("a", range(9), max_tokens=9),), run=(Run("a", 9),)))
+    on_vllm.step(StepPlan(1, run=(Run("a", 1),)))
+    assert len(sent) == 2
+    on_vllm.step(StepPlan(2, abort=("a",)))
+
+
+def test_the_threads_of_vllm_wait_as_vllm_lets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The native engine's threads sleep soon at a barrier; vLLM's meet many in a step and would sleep at each."""
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    factory._load_vllm_builder()
+    assert "GOMP_SPINCOUNT" not in os.environ
 
 
 def write_adapter(directory: Path, model: Any) -> dict[str, torch.Tensor]:
