@@ -2,14 +2,15 @@
 
 The function gets a list of exactly B items and returns a list of B outputs, in the same order. An output that is an
 exception is the error of its item; an exception that the function raises fails the whole call. An async function runs
-in the worker's event loop, any other in a thread.
+in an event loop and a thread of its own, which it may block; any other in a thread.
 """
 
 import asyncio
 import importlib
 import inspect
+import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Thread
@@ -23,6 +24,7 @@ from engine.static.padding import padded, without_padding
 
 PREFIX = "python:"
 MAX_REASON = 300  # characters of an exception's text that are kept
+CANCEL_S = 1.0  # time that an async function gets to end after its time is over; one that blocks never does
 
 
 class FunctionEndpoint:
@@ -34,35 +36,59 @@ class FunctionEndpoint:
         self._function = function
         self._batch = batch
         self._timeout_s = timeout_s
+        self._loop = _start_loop() if inspect.iscoroutinefunction(function) else None
 
     async def call(self, items: Sequence[bytes], traceparent: str = "") -> list[ItemResult]:
         decoded = [msgspec.json.decode(item) for item in padded(items, self._batch)]
         try:
-            async with asyncio.timeout(self._timeout_s):
-                outputs = await self._run(decoded)
+            outputs = await asyncio.wait_for(asyncio.wrap_future(self._begin(decoded)), self._longest_s)
         except TimeoutError as error:
-            if inspect.iscoroutinefunction(self._function):
-                raise CallFailed("The function did not return in time.") from error
             raise EndpointHangs(f"{self.name} has not returned within {self._timeout_s:g} s") from error
         if not isinstance(outputs, list | tuple):
             raise CallFailed(f"The function returned {type(outputs).__name__}, not a list.")
         return [_item_result(output) for output in without_padding(outputs, len(items), self._batch)]
 
-    async def _run(self, items: list[Any]) -> Any:
+    @property
+    def _longest_s(self) -> float:
+        return self._timeout_s if self._loop is None else self._timeout_s + CANCEL_S
+
+    def _begin(self, items: list[Any]) -> "Future[Any]":
+        """Start the function. Whatever it raises arrives as `CallFailed`, also what would end a thread or a loop."""
+        if self._loop is None:
+            return _in_thread(self._function, items)
+        return asyncio.run_coroutine_threadsafe(self._run_async(items), self._loop)
+
+    async def _run_async(self, items: list[Any]) -> Any:
+        running = asyncio.timeout(self._timeout_s)
         try:
-            if inspect.iscoroutinefunction(self._function):
+            async with running:
                 return await self._function(items)
-            return await _in_thread(self._function, items)
-        except (TimeoutError, asyncio.CancelledError):
-            raise
-        except Exception as error:
-            raise CallFailed(f"The function raised {_reason(error)}") from error
+        except BaseException as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # nobody waits for the outputs any more
+                raise
+            if running.expired():
+                raise CallFailed("The function did not return in time.") from error
+            raise _call_failed(error) from error
 
     async def close(self) -> None:
-        return None
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
 
 
-async def _in_thread(function: Callable[[list[Any]], Any], items: list[Any]) -> Any:
+def _start_loop() -> asyncio.AbstractEventLoop:
+    """Return an event loop that runs in a thread of its own. What a function opens in it serves later calls too."""
+    loop = asyncio.new_event_loop()
+
+    def run() -> None:
+        loop.run_forever()
+        loop.close()
+
+    Thread(target=run, name="endpoint", daemon=True).start()
+    return loop
+
+
+def _in_thread(function: Callable[[list[Any]], Any], items: list[Any]) -> "Future[Any]":
     """Run the function in a thread that does not keep the process alive: it may never return."""
     future: Future[Any] = Future()
 
@@ -71,26 +97,51 @@ async def _in_thread(function: Callable[[list[Any]], Any], items: list[Any]) -> 
         try:
             result = function(items)
         except BaseException as error:
-            # A function's own TimeoutError must not look like the end of the time for the call.
-            future.set_exception(RuntimeError(_reason(error)) if isinstance(error, TimeoutError) else error)
+            future.set_exception(_call_failed(error))
         else:
             future.set_result(result)
 
     Thread(target=run, name="endpoint", daemon=True).start()
-    return await asyncio.wrap_future(future)
+    return future
+
+
+def _call_failed(error: BaseException) -> CallFailed:
+    return CallFailed(f"The function raised {_reason(error)}")
 
 
 def _item_result(output: Any) -> ItemResult:
     if isinstance(output, BaseException):
         return ItemResult(error=_reason(output))
     try:
-        return ItemResult(msgspec.json.encode(output))
-    except (TypeError, ValueError, RecursionError) as error:
-        return ItemResult(error=f"The output is not JSON: {error}"[:MAX_REASON])
+        text = msgspec.json.encode(output)
+        if b"null" in text and not _is_finite(msgspec.to_builtins(output)):  # msgspec writes null for NaN
+            return ItemResult(error="The output is not JSON: it contains NaN or Infinity.")
+    except Exception as error:
+        return ItemResult(error=f"The output is not JSON: {_text(error)}"[:MAX_REASON])
+    return ItemResult(text)
+
+
+def _is_finite(value: object) -> bool:
+    """Return whether all numbers in a JSON value are finite."""
+    match value:
+        case float():
+            return math.isfinite(value)
+        case list() | tuple():
+            return all(map(_is_finite, value))
+        case Mapping():
+            return all(map(_is_finite, value.values()))
+    return True
 
 
 def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:MAX_REASON]
+    return f"{type(error).__name__}: {_text(error)}"[:MAX_REASON]
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "it cannot be told"
 
 
 def load_function(spec: str) -> Callable[[list[Any]], Any]:

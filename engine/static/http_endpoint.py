@@ -4,6 +4,8 @@ The request's body is `{"items": [...], "count": n}` with exactly B items, of wh
 The answer's is `{"results": [...]}` with B entries in the same order, each `{"output": ...}` or `{"error": "why"}`.
 """
 
+import asyncio
+import math
 from collections.abc import Sequence
 
 import httpx
@@ -12,7 +14,9 @@ import msgspec
 from engine.static.interface import CallFailed, ItemResult, Unreachable
 from engine.static.padding import padded, without_padding
 
-BUSY = {429, 502, 503, 504}  # statuses by which a server or a proxy says that it takes no work at the moment
+# Statuses by which a server, or a proxy before it, says that it takes no work at the moment; for how many seconds in a
+# row the items are not the cause. A proxy says 502 and 504 also if one of the items breaks the server.
+EXCUSED_S = {429: math.inf, 503: math.inf, 502: 30.0, 504: 30.0}
 MAX_REASON = 300  # characters of an endpoint's own words that are kept
 
 
@@ -40,6 +44,7 @@ class HttpEndpoint:
         self.name = _without_password(url)
         self._url = url
         self._batch = batch
+        self._timeout_s = timeout_s
         timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, 5.0))
         self._http = httpx.AsyncClient(timeout=timeout, transport=transport)
         self._encode = msgspec.json.Encoder().encode
@@ -53,10 +58,11 @@ class HttpEndpoint:
     async def _post(self, body: bytes, traceparent: str) -> httpx.Response:
         headers = {"content-type": "application/json", **({"traceparent": traceparent} if traceparent else {})}
         try:
-            return await self._http.post(self._url, content=body, headers=headers)
+            async with asyncio.timeout(self._timeout_s):  # httpx limits the time between two pieces of an answer
+                return await self._http.post(self._url, content=body, headers=headers)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise Unreachable(f"{self.name} cannot be reached: {error or 'no connection in time'}") from error
-        except httpx.TimeoutException as error:
+        except (TimeoutError, httpx.TimeoutException) as error:
             raise CallFailed("The endpoint did not answer in time.") from error
         except httpx.HTTPError as error:
             raise CallFailed(f"The connection to the endpoint broke: {error or type(error).__name__}") from error
@@ -64,7 +70,7 @@ class HttpEndpoint:
     def _read(self, response: httpx.Response) -> list[_Result]:
         if response.status_code != 200:
             reason = f"The endpoint answered {response.status_code}: {response.text[:MAX_REASON]}"
-            raise CallFailed(reason, response.status_code in BUSY, _retry_after_s(response))
+            raise CallFailed(reason, EXCUSED_S.get(response.status_code, 0.0), _retry_after_s(response))
         try:
             return self._decoder.decode(response.content).results
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:

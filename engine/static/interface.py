@@ -19,14 +19,19 @@ class ItemResult:
 class CallFailed(Exception):
     """A whole call failed. The message says why, in one sentence.
 
-    `is_busy` says that the endpoint refuses work at the moment, so none of the items can be the cause. It should not be
-    called again for `retry_after_s` seconds.
+    Calls that fail in a row for no longer than `excused_s` are no tries of their items: the endpoint takes no work at
+    the moment. It should not be called again for `retry_after_s` seconds.
     """
 
-    def __init__(self, reason: str, is_busy: bool = False, retry_after_s: float = 0.0) -> None:
+    def __init__(self, reason: str, excused_s: float = 0.0, retry_after_s: float = 0.0) -> None:
         super().__init__(reason)
-        self.is_busy = is_busy
+        self.excused_s = excused_s
         self.retry_after_s = retry_after_s
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the endpoint says that it takes no work at the moment."""
+        return self.excused_s > 0
 
 
 class Unreachable(Exception):

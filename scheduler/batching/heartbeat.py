@@ -6,6 +6,7 @@ Tasks of a worker that has gone silent go back to the queue.
 from collections import Counter
 
 import structlog
+from redis.exceptions import ConnectionError, TimeoutError
 
 from engine.step_time.ewma import Ewma
 from scheduler.batching.metrics import TaskMetrics
@@ -18,6 +19,7 @@ from scheduler.tasks.task import EndedTask
 
 log = structlog.get_logger()
 
+STORE_AWAY = (ConnectionError, TimeoutError)  # also a store that answers, but refuses writes
 BEAT_EVERY = 2  # rounds of `CHECK_S` seconds between two heartbeats
 RATE_WEIGHT = 0.2  # weight of the newest heartbeat in the average rate of ended tasks
 
@@ -50,14 +52,20 @@ class TaskHeartbeat:
         self._ended[ended.task.tier] += 1
 
     async def run(self) -> None:
-        """Send heartbeats and look at others', until this task is cancelled."""
+        """Send heartbeats and look at others', until this task is cancelled.
+
+        While the store is away, a call under way goes on. Nobody could send heartbeats meanwhile, so nobody is silent.
+        """
         rounds = 0
         while True:
             await self._clock.sleep(CHECK_S)
             rounds += 1
-            await self._check_peers()
-            if rounds % BEAT_EVERY == 0:
-                await self.beat()
+            try:
+                await self._check_peers()
+                if rounds % BEAT_EVERY == 0:
+                    await self.beat()
+            except STORE_AWAY:
+                self._peers = HeartbeatMonitor(WORKER_SILENT_S)
 
     async def beat(self) -> None:
         now = self._clock.now()

@@ -7,14 +7,16 @@ that comes while a batch is waiting is in it, and bulk gets what is left.
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar
 
 import structlog
+from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 
 from engine.static.interface import CallFailed, Endpoint, Unreachable
 from scheduler.batching import outcome
-from scheduler.batching.heartbeat import TaskHeartbeat
+from scheduler.batching.heartbeat import STORE_AWAY, TaskHeartbeat
 from scheduler.batching.metrics import TaskMetrics
 from scheduler.batching.policy import BatchPolicy, CallPlan, LaneWait, Wait, without
 from scheduler.batching.tracing import CallTrace, TaskTracer
@@ -31,6 +33,9 @@ LISTEN_S = 0.5  # longest wait for a wake-up from the queue, because one may be 
 # the endpoint is away or busy. They double with each further failure.
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 2.0
 MAX_RETRY_AFTER_S = 30.0  # the longest Retry-After of an endpoint that is obeyed
+WRITE_RETRIES = 34  # of the results of a call; about a minute
+
+T = TypeVar("T")
 
 
 class BatchLoop:
@@ -57,6 +62,7 @@ class BatchLoop:
         self._held: list[ClaimedTask] = []
         self._backoff = ExponentialBackoff(cap=MAX_PAUSE_S, base=FIRST_PAUSE_S)
         self._num_failed = 0  # calls in a row that failed as a whole
+        self._failing_since_s = 0.0  # time of the first of them
         self._serving: asyncio.Task[None] | None = None
         self._draining = asyncio.Event()
         self.is_announced = False
@@ -159,7 +165,7 @@ class BatchLoop:
         return self._policy.is_due(waits, now)
 
     async def _give_back(self, plan: CallPlan) -> None:
-        await self._queue.release([_lease(c) for c in self._held])
+        await _until_written(lambda: self._queue.release([_lease(c) for c in self._held]))
         self._note_claimed(plan, -len(self._held))
         self._held = []
 
@@ -181,9 +187,13 @@ class BatchLoop:
         except CallFailed as error:
             said = "busy" if error.is_busy else "failed"
             _end(trace, said)
-            self._record(plan, counts, left, begun_s, said)
-            await self._apply(outcome.of_failure(claimed, error, self._policy.may_isolate), trace)
-            self._held = []
+            if self._fails_for_s() < error.excused_s:
+                self._metrics.record_call(claimed, self._policy.batch, 0.0, said)
+                await self._give_back(plan)
+            else:
+                self._record(plan, counts, left, begun_s, said)
+                await self._apply(outcome.of_failure(claimed, error, self._policy.may_isolate), trace)
+                self._held = []
             await self._pause(str(error), max(FIRST_PAUSE_S, error.retry_after_s) if error.is_busy else 0.0)
         else:
             _end(trace, "ok")
@@ -201,11 +211,14 @@ class BatchLoop:
         self._metrics.record_call(self._held, self._policy.batch, took_s, said)
 
     async def _apply(self, outcomes: Sequence[outcome.Outcome], trace: CallTrace | None = None) -> None:
-        """Write the ends of tasks, and give the others back for another try. `trace` is that of their call."""
+        """Write the ends of tasks, and give the others back for another try. `trace` is that of their call.
+
+        While the store is away, it is tried again: without these writes, the endpoint would compute the tasks again.
+        """
         ended = [o for o in outcomes if isinstance(o, EndedTask)]
         retried = [o for o in outcomes if isinstance(o, RetriedTask)]
-        are_written = await self._queue.end(ended)
-        await self._queue.retry(retried)
+        are_written = await _until_written(lambda: self._queue.end(ended))
+        await _until_written(lambda: self._queue.retry(retried))
         wall_ms = self._clock.wall_ms()
         for end, is_written in zip(ended, are_written, strict=True):
             if is_written:
@@ -216,8 +229,14 @@ class BatchLoop:
         for r in retried:
             self._metrics.record_retried(r.task.tier)
 
+    def _fails_for_s(self) -> float:
+        """Return the seconds since the first of the calls in a row that have failed as a whole."""
+        return self._clock.now() - self._failing_since_s if self._num_failed else 0.0
+
     async def _pause(self, reason: str, shortest_s: float) -> None:
         """Leave an endpoint alone for a while after a whole call has failed."""
+        if not self._num_failed:
+            self._failing_since_s = self._clock.now()
         backoff_s = self._backoff.compute(self._num_failed) if self._num_failed else 0.0
         pause_s = max(backoff_s, min(shortest_s, MAX_RETRY_AFTER_S))
         self._num_failed += 1
@@ -236,8 +255,21 @@ class BatchLoop:
         unrenewed = UnrenewedLeases()
         while True:
             await self._clock.sleep(RENEW_S)
-            await self._queue.renew([_lease(c) for c in self._held], LEASE_S)
-            await self._queue.requeue_expired(unrenewed.observe(await self._queue.expired_leases(LEASE_S)))
+            try:
+                await self._queue.renew([_lease(c) for c in self._held], LEASE_S)
+                await self._queue.requeue_expired(unrenewed.observe(await self._queue.expired_leases(LEASE_S)))
+            except STORE_AWAY:  # nobody could renew meanwhile
+                unrenewed = UnrenewedLeases()
+
+
+async def _until_written(write: Callable[[], Awaitable[T]]) -> T:
+    """Await `write()` until the store takes it. After the last of `WRITE_RETRIES`, raise why it does not."""
+    retry = Retry(ExponentialBackoff(cap=MAX_PAUSE_S, base=FIRST_PAUSE_S), WRITE_RETRIES, STORE_AWAY)
+    return await retry.call_with_retry(write, _ignore)
+
+
+async def _ignore(error: Exception) -> None:
+    return None
 
 
 def _lease(claimed: ClaimedTask) -> Lease:

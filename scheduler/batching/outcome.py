@@ -25,10 +25,9 @@ def of_results(claimed: Sequence[ClaimedTask], results: Sequence[ItemResult]) ->
 def of_failure(claimed: Sequence[ClaimedTask], failure: CallFailed, may_isolate: bool) -> list[Outcome]:
     """Return the outcomes of a call that failed as a whole.
 
-    One of its items may be the cause, unless the endpoint was busy. The next tries then are calls with fewer items.
+    One of its items may be the cause, so the next tries are calls with fewer items.
     """
-    isolates = may_isolate and not failure.is_busy
-    return [_failed(c, str(failure), _next_lane(c) if isolates else c.task.tier) for c in claimed]
+    return [_failed(c, str(failure), _next_lane(c) if may_isolate else c.task.tier) for c in claimed]
 
 
 def before_call(claimed: ClaimedTask, wall_ms: int) -> Outcome | None:

@@ -157,8 +157,10 @@ class BatchPolicy:
 
     def _limits(self, counts: Mapping[Tier, int]) -> dict[str, int]:
         """Return the slots of each tier: first what min shares guarantee, the rest by priority."""
-        limits = {tier.name: min(count, self._guaranteed_slots(tier)) for tier, count in counts.items()}
-        left = max(0, self.batch - sum(limits.values()))
+        limits, left = dict[str, int](), self.batch
+        for tier, count in counts.items():  # after a very long call, the guarantees together exceed a batch
+            limits[tier.name] = min(count, self._guaranteed_slots(tier), left)
+            left -= limits[tier.name]
         for tier, count in counts.items():
             more = min(left, count - limits[tier.name])
             limits[tier.name] += more

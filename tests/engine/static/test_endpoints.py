@@ -1,5 +1,8 @@
 """The call of an endpoint with fixed batches: padding, the wire format, and every way in which a call fails."""
 
+import asyncio
+import contextlib
+import math
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -88,12 +91,30 @@ async def test_http_answers_that_fail_the_call(response: httpx.Response, reason:
     assert not failure.is_busy
 
 
-@pytest.mark.parametrize("status", [429, 502, 503, 504])
-async def test_http_says_when_it_is_busy(status: int) -> None:
+@pytest.mark.parametrize(("status", "excused_s"), [(429, math.inf), (503, math.inf), (502, 30.0), (504, 30.0)])
+async def test_http_says_when_it_is_busy(status: int, excused_s: float) -> None:
     busy = httpx.Response(status, headers={"retry-after": "7"})
     async with http_endpoint(lambda body: busy) as endpoint:
         failure = await failure_of(endpoint)
-    assert (failure.is_busy, failure.retry_after_s) == (True, 7.0)
+    assert (failure.is_busy, failure.excused_s, failure.retry_after_s) == (True, excused_s, 7.0)
+
+
+async def test_an_answer_that_drips_ends_with_the_time_for_the_call() -> None:
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+            while not writer.is_closing():
+                writer.write(b" ")
+                await writer.drain()
+                await asyncio.sleep(0.01)
+        writer.close()
+
+    async with await asyncio.start_server(drip, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        endpoint = HttpEndpoint(f"http://127.0.0.1:{port}/", BATCH, 0.3)
+        assert "in time" in str(await failure_of(endpoint))
+        await endpoint.close()
 
 
 async def test_a_retry_after_that_is_a_date_counts_as_none() -> None:
@@ -136,17 +157,93 @@ async def test_a_function_that_raises_fails_the_call() -> None:
     [
         (lambda items: None, "NoneType, not a list"),
         (lambda items: items[:1], "1 results for a batch of 4"),
-        (lambda items: (_ for _ in ()).throw(TimeoutError("of its own")), "of its own"),
     ],
 )
 async def test_functions_that_return_no_batch(function: Callable[[list[Any]], Any], reason: str) -> None:
     assert reason in str(await failure_of(function_endpoint(function)))
 
 
-async def test_an_output_that_is_no_json_fails_its_item() -> None:
-    results = await function_endpoint(lambda items: [object(), 1, 1, 1]).call([b"1", b"2"])
+class Untellable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("nor this")
+
+
+ERRORS = (
+    TimeoutError,
+    StopIteration,
+    StopAsyncIteration,
+    SystemExit,
+    KeyboardInterrupt,
+    asyncio.CancelledError,
+    Untellable,
+)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_whatever_a_function_raises_fails_the_call_alone(error: type[BaseException], is_async: bool) -> None:
+    fails = True
+
+    def run(items: list[Any]) -> list[Any]:
+        if fails:
+            raise error
+        return items
+
+    async def run_later(items: list[Any]) -> list[Any]:
+        return run(items)
+
+    endpoint = function_endpoint(run_later if is_async else run)
+    assert "The function raised" in str(await failure_of(endpoint))
+    fails = False
+    assert await endpoint.call([b"1"]) == [ItemResult(b"1")]
+    await endpoint.close()
+
+
+async def test_an_async_function_that_blocks_does_not_block_the_worker() -> None:
+    gate = threading.Event()
+
+    async def block(items: list[Any]) -> list[Any]:
+        assert gate.wait(30)
+        return items
+
+    endpoint = function_endpoint(block)
+    calling = asyncio.create_task(endpoint.call([b"1"]))
+    await asyncio.sleep(0)  # the call has begun, and this loop still runs
+    gate.set()
+    assert await calling == [ItemResult(b"1")]
+    await endpoint.close()
+
+
+async def test_an_async_function_is_cancelled_when_its_time_is_over() -> None:
+    async def wait(items: list[Any]) -> list[Any]:
+        await asyncio.Event().wait()
+        return items
+
+    endpoint = function_endpoint(wait, timeout_s=0.01)
+    assert "in time" in str(await failure_of(endpoint))
+    await endpoint.close()
+
+
+async def test_calls_of_an_async_function_share_an_event_loop() -> None:
+    """So a client that the function has opened in one call serves the next ones."""
+    loops = []
+
+    async def run(items: list[Any]) -> list[Any]:
+        loops.append(asyncio.get_running_loop())
+        return items
+
+    endpoint = function_endpoint(run)
+    for _ in range(2):
+        await endpoint.call([b"1"])
+    await endpoint.close()
+    assert loops[0] is loops[1] is not asyncio.get_running_loop()
+
+
+@pytest.mark.parametrize("output", [object(), math.nan, {"score": [1.0, -math.inf]}, (None, math.nan), Untellable])
+async def test_an_output_that_is_no_json_fails_its_item(output: Any) -> None:
+    results = await function_endpoint(lambda items: [output, None, 1, 1]).call([b"1", b"2", b"3"])
     assert "not JSON" in results[0].error
-    assert results[1] == ItemResult(b"1")
+    assert results[1:] == [ItemResult(b"null"), ItemResult(b"1")]
 
 
 async def test_a_function_that_never_returns_hangs() -> None:

@@ -1,6 +1,7 @@
 """The loop of a worker with a static endpoint, on a real store."""
 
 import asyncio
+import math
 import random
 from collections.abc import Sequence
 
@@ -10,6 +11,8 @@ from engine.static.interface import CallFailed, EndpointHangs, ItemResult, Unrea
 from scheduler.batching.outcome import WORKER_DIED
 from scheduler.tasks.lanes import MAX_TRIES
 from scheduler.tasks.task import TaskState
+from scheduler.worker.leases import RENEW_S
+from tests.refusals import refusing
 from tests.scheduler.batching.stand import BATCH, Stand, echo
 from tests.waiting import until
 
@@ -82,15 +85,61 @@ async def test_a_busy_endpoint_gets_the_same_batch_again(stand: Stand) -> None:
 
     def script(items: Sequence[bytes]) -> list[ItemResult]:
         if next(answers):
-            raise CallFailed("503", is_busy=True)
+            raise CallFailed("503", excused_s=math.inf)
         return echo(items)
 
     stand.endpoint.script = script
     stand.start()
     tasks = await stand.put(numbers(BATCH))
-    assert {s.state for s in await stand.ended(tasks)} == {TaskState.DONE}
+    assert {(s.state, s.attempts) for s in await stand.ended(tasks)} == {(TaskState.DONE, 1)}
     assert stand.endpoint.calls[0] == stand.endpoint.calls[1]
-    assert stand.metric("task_retries_total", tier="realtime") == BATCH
+    assert stand.metric("endpoint_calls_total", outcome="busy") == 1
+
+
+async def test_a_busy_endpoint_makes_no_dead_letters(stand: Stand) -> None:
+    """The reason for a busy answer is not an item, however many calls get one."""
+
+    def busy(items: Sequence[bytes]) -> list[ItemResult]:
+        raise CallFailed("503", excused_s=math.inf)
+
+    stand.endpoint.script = busy
+    stand.start()
+    tasks = await stand.put(numbers(BATCH))
+    await until(lambda: len(stand.endpoint.calls) > 2 * MAX_TRIES)
+    stand.endpoint.script = echo
+    assert {(s.state, s.attempts) for s in await stand.ended(tasks)} == {(TaskState.DONE, 1)}
+
+
+async def test_an_item_that_breaks_the_server_behind_a_proxy_ends_alone(stand: Stand) -> None:
+    """The proxy says 502 then. That excuses the items only for a while."""
+
+    def script(items: Sequence[bytes]) -> list[ItemResult]:
+        if b'"bad"' in items:
+            raise CallFailed("502", excused_s=2.0)
+        return echo(items)
+
+    stand.endpoint.script = script
+    tasks = await stand.put([*numbers(BATCH - 1), b'"bad"'])
+    stand.start()
+    *good, bad = await stand.ended(tasks)
+    assert {s.state for s in good} == {TaskState.DONE}
+    assert (bad.state, bad.error) == (TaskState.DEAD, "502")
+
+
+async def test_a_call_outlasts_a_store_that_refuses_writes(stand: Stand, valkey_url: str) -> None:
+    """The call goes on, and its results are written when the store takes writes again."""
+    stand.endpoint.gate.clear()
+    tasks = await stand.put(numbers(BATCH))
+    _, running = stand.start()
+    await until(lambda: bool(stand.endpoint.calls))
+    with refusing(valkey_url):
+        began_s = stand.clock.now()
+        await until(lambda: stand.clock.now() - began_s > 2 * RENEW_S)  # heartbeats and renewals were refused meanwhile
+        stand.endpoint.gate.set()
+        await until(lambda: stand.metric("endpoint_calls_total", outcome="ok") == 1)
+        assert not running.done()
+    assert {(s.state, s.attempts) for s in await stand.ended(tasks)} == {(TaskState.DONE, 1)}
+    assert len(stand.endpoint.calls) == 1
 
 
 async def test_draining_ends_the_call_under_way_and_claims_no_more(stand: Stand) -> None:

@@ -40,7 +40,6 @@ def test_a_call_that_failed_as_a_whole_isolates_its_items() -> None:
     assert lanes_of(1, broken, may_isolate=True) == ["realtime.2"]
     assert lanes_of(2, broken, may_isolate=True) == ["realtime.3"]
     assert lanes_of(1, broken, may_isolate=False) == ["realtime"]
-    assert lanes_of(1, CallFailed("503", is_busy=True), may_isolate=True) == ["realtime"]
 
 
 def test_a_try_without_a_failure_is_one_whose_worker_died() -> None:

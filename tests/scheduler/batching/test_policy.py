@@ -88,6 +88,20 @@ def test_a_flood_from_above_leaves_bulk_its_min_share() -> None:
     assert share == pytest.approx(0.1, abs=0.02)
 
 
+def test_guarantees_together_never_exceed_a_batch() -> None:
+    """Tiers that got nothing during a very long call are owed more than a batch, each of them."""
+    tiers = make_tiers(bulk={"floor": 0.3}, batch={"floor": 0.3})
+    policy = BatchPolicy(tiers, BATCH, now=0.0)
+    waiting = {tier.name: LaneWait(10 * BATCH, 0.0) for tier in tiers.by_priority}
+    for took_s in [0.001] * 50 + [30.0]:
+        policy.end_call(CallPlan({"realtime": BATCH}), {"realtime": BATCH}, waiting, took_s, 0.0)
+    for _ in range(50):
+        plan = policy.decide(waiting, now=1.0)
+        assert isinstance(plan, CallPlan)
+        assert sum(plan.limits.values()) == BATCH
+        policy.end_call(plan, plan.limits, waiting, 0.001, 1.0)
+
+
 @pytest.mark.parametrize(("count", "every"), [(100, ISOLATED_EVERY), (500, MANY_ISOLATED_EVERY)])
 def test_isolated_tasks_get_a_share_of_the_calls_while_others_wait(count: int, every: int) -> None:
     policy, plans = BatchPolicy(TIERS, BATCH, now=0.0), []
