@@ -8,28 +8,23 @@ fields of a body that matter to the whole batch are checked here. The other fiel
 import asyncio
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import anyio.to_process
 import msgspec
 
+from gateway.batches.aside import run_aside
+from gateway.batches.lines import MAX_LINE_BYTES, numbered_lines
 from gateway.batches.model import LineError
 from gateway.files.storage import BATCHES
 from gateway.protocol.errors import ApiError
-from gateway.protocol.json_body import INLINE_SIZE, parse_json_object
+from gateway.protocol.json_body import parse_json_object
 
 MAX_LINES = 100_000  # twice as many as in OpenAI's Batch API
 MAX_NUMBER = 2_000_000  # of a line, blank ones included: the store has a bit for each
-MAX_LINE_BYTES = 16 * 2**20
 MAX_ERRORS = 100  # maximum number of reported errors; after this number, the rest of the file is not read
 CHUNK_LINES, CHUNK_BYTES = 500, 2**20  # a chunk ends when it reaches one of these two sizes
 SERVICE_TIERS = (None, "auto", "default", "flex")  # of a line's body; another one would promise what a batch has not
-PIECE_BYTES = 2**16  # bytes read at once while a line that is too long is skipped
-BOM = b"\xef\xbb\xbf"  # UTF-8's byte order mark, which some editors write
-BLANKS = b" \t\r\n"  # JSON's white space: around other bytes that Python counts as such, a line is no JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +58,7 @@ def input_name(batch_id: str) -> str:
 
 def read_chunks(path: Path) -> Iterator[list[BatchLine]]:
     """Yield the lines of a batch input in chunks. The input must have been checked before: errors are not handled."""
-    return in_chunks(_numbered(path))
+    return in_chunks(numbered_lines(path))
 
 
 def in_chunks(numbered: Iterable[tuple[int, bytes]]) -> Iterator[list[BatchLine]]:
@@ -83,7 +78,7 @@ def in_chunks(numbered: Iterable[tuple[int, bytes]]) -> Iterator[list[BatchLine]
 
 def input_line(path: Path, number: int) -> bytes | None:
     """Return the text of one line of a batch input; None if there is no such line."""
-    return next((text for found, text in _numbered(path) if found == number), None)
+    return next((text for found, text in numbered_lines(path) if found == number), None)
 
 
 async def next_chunk(chunks: Iterator[list[BatchLine]]) -> list[BatchLine]:
@@ -106,7 +101,7 @@ def inspect_input(
     seen = _Seen(endpoint, model_names)
     errors: list[LineError] = []
     total = 0
-    for number, text in _numbered(path, max_line_bytes):
+    for number, text in numbered_lines(path, max_line_bytes):
         total += 1
         if total > max_lines:
             message = f"The input file has more than {max_lines} requests."
@@ -132,14 +127,8 @@ async def inspect_aside(
     max_lines: int = MAX_LINES,
     max_line_bytes: int = MAX_LINE_BYTES,
 ) -> InputReport:
-    """Do the same while the event loop goes on: a short file in a thread, a longer one in another process.
-
-    A parser holds Python's global lock for as long as a line takes, so in a thread long lines would stop all streams.
-    """
-    inspect = partial(inspect_input, path, endpoint, tuple(model_names), max_lines, max_line_bytes)
-    if (await asyncio.to_thread(path.stat)).st_size <= INLINE_SIZE:
-        return await asyncio.to_thread(inspect)
-    return await anyio.to_process.run_sync(inspect, cancellable=True)
+    """Do the same while the event loop goes on."""
+    return await run_aside(path, inspect_input, endpoint, tuple(model_names), max_lines, max_line_bytes)
 
 
 @dataclass(slots=True)
@@ -150,25 +139,6 @@ class _Seen:
     model_names: Collection[str]
     model: str | None = None
     custom_ids: set[str] = field(default_factory=set)
-
-
-def _numbered(path: Path, max_bytes: int | None = None) -> Iterator[tuple[int, bytes]]:
-    """Yield the number and the text of each non-blank line. A line longer than `max_bytes` has b"" as its text."""
-    with path.open("rb") as file:
-        for number in count(1):
-            text = file.readline(-1 if max_bytes is None else max_bytes + 1)
-            if not text:
-                return
-            if max_bytes is not None and len(text) > max_bytes and not text.endswith(b"\n"):
-                _skip_line(file)
-                yield number, b""
-            elif stripped := (text.removeprefix(BOM) if number == 1 else text).strip(BLANKS):
-                yield number, stripped
-
-
-def _skip_line(file: BinaryIO) -> None:
-    while (piece := file.readline(PIECE_BYTES)) and not piece.endswith(b"\n"):
-        pass
 
 
 def _too_long(number: int, max_bytes: int) -> LineError:

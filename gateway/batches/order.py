@@ -10,7 +10,6 @@ The order lies in a file beside the input, as pairs of a line's number and its o
 input alone, so it can be made again anywhere. Knows lines and prompts; does not know jobs, windows or results.
 """
 
-import asyncio
 import os
 import struct
 from collections.abc import Container, Iterator, Sequence
@@ -20,13 +19,13 @@ from itertools import accumulate, count, groupby
 from pathlib import Path
 from typing import BinaryIO
 
-import anyio.to_process
 import msgspec
 
-from gateway.batches.input import BLANKS, BOM, CHUNK_LINES, BatchLine, in_chunks
+from gateway.batches.aside import run_aside
+from gateway.batches.input import CHUNK_LINES, BatchLine, in_chunks
+from gateway.batches.lines import BLANKS, BOM
 from gateway.batches.prompt_text import output_limit, prompt_bytes
 from gateway.files.local_storage import move_durably
-from gateway.protocol.json_body import INLINE_SIZE
 
 BLOCK_BYTES = 128  # prompts are compared in blocks of so many bytes: about 32 tokens, two KV blocks
 DIGEST_BYTES = 8  # two different blocks of one batch have the same digest with a chance below 1 : 10^6
@@ -99,11 +98,8 @@ def write_order(path: Path, num_lines: int | None = None) -> None:
 
 
 async def write_order_aside(path: Path, num_lines: int) -> None:
-    """Do the same while the event loop goes on: for a short input in a thread, for a longer one in another process."""
-    if (await asyncio.to_thread(path.stat)).st_size <= INLINE_SIZE:
-        await asyncio.to_thread(write_order, path, num_lines)
-    else:
-        await anyio.to_process.run_sync(write_order, path, num_lines, cancellable=True)
+    """Do the same while the event loop goes on."""
+    await run_aside(path, write_order, num_lines)
 
 
 def read_ordered_chunks(path: Path, done: Container[int]) -> Iterator[list[BatchLine]]:

@@ -13,10 +13,11 @@ from typing import Any
 from redis.asyncio import Redis
 
 from gateway.batches.forecasts import BatchForecasts, Infeasible
-from gateway.batches.input import MAX_LINE_BYTES, MAX_LINES, input_name
+from gateway.batches.input import MAX_LINES, input_name
 from gateway.batches.line import Completions, LineRunner
 from gateway.batches.line_statistics import LineStatistics
 from gateway.batches.line_window import KeyShare, LineWindow
+from gateway.batches.lines import MAX_LINE_BYTES
 from gateway.batches.maintenance import BatchMaintenance
 from gateway.batches.model import Batch, BatchStatus, NewBatch
 from gateway.batches.run import BatchRun, OnEnd

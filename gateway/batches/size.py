@@ -4,17 +4,17 @@ Counts without a tokenizer, because a batch is answered before its 100,000 lines
 valid are left out: validation reports them. Reading blocks, so callers use `size_aside`.
 """
 
-import asyncio
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import anyio.to_process
-import msgspec
+from gateway.batches.aside import run_aside
+from gateway.batches.lines import MAX_LINE_BYTES, numbered_lines
+from gateway.protocol.errors import ApiError
+from gateway.protocol.json_body import parse_json_object
 
 MAX_DEPTH = 64  # of a body's values, as in a request
-INLINE_BYTES = 2**20  # a larger input is counted in another process, because parsing would hold up streams
 # Bytes of a prompt that are compared at once. A text begins like an earlier one as far as their first blocks are equal.
 BLOCK_BYTES = 512
 TOKEN_BYTES = 4  # usual length of a token in English text; a prompt that is a list of token ids counts as such a text
@@ -72,9 +72,7 @@ def line_size(body: Mapping[str, Any]) -> LineSize:
 
 async def size_aside(path: Path) -> InputSize:
     """Return the size of the input while the event loop goes on."""
-    if (await asyncio.to_thread(path.stat)).st_size <= INLINE_BYTES:
-        return await asyncio.to_thread(input_size, path)
-    return await anyio.to_process.run_sync(input_size, path, cancellable=True)
+    return await run_aside(path, input_size)
 
 
 def input_size(path: Path) -> InputSize:
@@ -98,14 +96,14 @@ def input_size(path: Path) -> InputSize:
 
 
 def _bodies(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open("rb") as file:
-        for text in file:
-            try:
-                line = msgspec.json.decode(text)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                continue
-            if isinstance(line, dict) and isinstance(body := line.get("body"), dict):
-                yield body
+    """Yield the bodies of the lines, within the limits in memory that validation has too."""
+    for _, text in numbered_lines(path, MAX_LINE_BYTES):
+        try:
+            line = parse_json_object(text)
+        except ApiError:
+            continue
+        if isinstance(body := line.get("body"), dict):
+            yield body
 
 
 def _line_size(body: Mapping[str, Any], prompt_bytes: int) -> LineSize:

@@ -45,8 +45,8 @@ class ConnectionLimits:
     exempt: Callable[[str], bool] = lambda address: False
     max_header_bytes: int = 64 * 2**10
     header_timeout_s: float = 10.0
-    body_timeout_s: float = 10.0  # seconds for the first bytes of a body; then the rate counts
-    body_bytes_per_s: float = 1024.0
+    body_timeout_s: float = 10.0  # seconds for the first bytes of a body, and the longest pause after them
+    body_bytes_per_s: float = 1024.0  # rate, over `body_timeout_s`, below which a body is given up
     send_timeout_s: float = 60.0  # seconds in which a client must accept more of an answer
 
 
@@ -128,12 +128,12 @@ class ConnectionTable:
 
     def await_body(self, connection: Connection, num_bytes: int) -> None:
         """Note that a body is incomplete, and that `num_bytes` more bytes of it have come."""
-        now = self._now()
+        latest = self._now() + self.limits.body_timeout_s  # else a fast part would pay for hours of silence
         deadline = self._bodies.get(connection)
         if deadline is None:
             self.clear(connection)
-            deadline = now + self.limits.body_timeout_s
-        self._bodies[connection] = deadline + num_bytes / self.limits.body_bytes_per_s
+            deadline = latest
+        self._bodies[connection] = min(latest, deadline + num_bytes / self.limits.body_bytes_per_s)
 
     def await_rest(self, connection: Connection) -> None:
         """Note that a request is answered whose body is incomplete. The rest is not needed, so it gets little time."""

@@ -8,9 +8,11 @@ import asyncio
 import os
 import pickle
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import anyio
 import anyio.to_process
 import msgspec
 from anyio import BrokenWorkerProcess
@@ -32,6 +34,7 @@ VALUE_MARKS = b'",[{'
 NO_MARKS = bytes(set(range(256)) - set(VALUE_MARKS))
 STRING = re.compile(rb'"[^"]*"?')  # the end is optional, so that the search is linear
 PARSE_TIMEOUT_S = 30.0  # seconds for the other process; it starts within two, and takes under a second for 16 MB
+RESERVED_SHARE = 0.25  # of the bytes of all bodies
 PARSE_NICENESS = 10  # priority of the other process: streams and the engine on the same cores come first
 
 
@@ -46,12 +49,18 @@ T = TypeVar("T")
 
 
 class BodyReader:
-    """Reads the bodies of requests. All that are being received or parsed may have `max_total_bytes` together."""
+    """Reads the bodies of requests. All that are being received or parsed may have `max_total_bytes` together.
+
+    The last `RESERVED_SHARE` of these are for clients that hold less than this share. A client is a key, or an address
+    while access is open.
+    """
 
     def __init__(self, max_total_bytes: int) -> None:
         self._max_total_bytes = max_total_bytes
         self._num_bytes = 0
+        self._num_bytes_of: Counter[str] = Counter()  # by client
         self._turn = asyncio.Lock()
+        self._process = anyio.CapacityLimiter(1)  # not anyio's default, which work of other kinds may have taken
 
     async def read(
         self,
@@ -64,12 +73,12 @@ class BodyReader:
         `on_bytes` gets the body's bytes as they come. They are not kept, unlike those of `request.body()`. Raises
         `ApiError` 400 if the body is not one JSON object, and 503 if there are too many bodies.
         """
-        data, held = bytearray(), 0
+        data, held, client = bytearray(), 0, _client(request)
         try:
             async for chunk in request.stream():
                 held += len(chunk)
-                self._num_bytes += len(chunk)
-                if self._num_bytes > self._max_total_bytes:
+                self._add(client, len(chunk))
+                if self._is_too_much(client):
                     raise too_many_bodies()
                 data += chunk
                 if on_bytes is not None:
@@ -78,17 +87,38 @@ class BodyReader:
                 return interpret(parse_json_object(data))
             return await self._read_in_process(data, interpret)
         finally:
-            self._num_bytes -= held
+            self._add(client, -held)
+            if not self._num_bytes_of[client]:
+                del self._num_bytes_of[client]
+
+    def _add(self, client: str, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        self._num_bytes_of[client] += num_bytes
+
+    def _is_too_much(self, client: str) -> bool:
+        reserved = RESERVED_SHARE * self._max_total_bytes
+        most = self._max_total_bytes - (reserved if self._num_bytes_of[client] > reserved else 0)
+        return self._num_bytes > most
 
     async def _read_in_process(self, data: bytearray, interpret: Callable[[dict[str, Any]], T]) -> T:
         async with self._turn:
             try:
                 async with asyncio.timeout(PARSE_TIMEOUT_S):
-                    pickled = await anyio.to_process.run_sync(_read_here, data, interpret, cancellable=True)
+                    pickled = await anyio.to_process.run_sync(
+                        _read_here, data, interpret, cancellable=True, limiter=self._process
+                    )
                     result: T = await asyncio.to_thread(pickle.loads, pickled)
                     return result
-            except (BrokenWorkerProcess, TimeoutError):
+            except TimeoutError:
+                raise too_many_bodies() from None
+            except BrokenWorkerProcess:
                 raise internal_error("The server could not read this body.") from None
+
+
+def _client(request: Request) -> str:
+    """Return whose body it is: the name of the key, or the address of a client without one."""
+    name: str | None = getattr(request.state, "key_name", None)
+    return name or (request.client.host if request.client is not None else "")
 
 
 async def read_object(

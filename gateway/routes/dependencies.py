@@ -54,6 +54,7 @@ async def authenticated(request: Request) -> ApiKey | None:
         raise
     if key is not None:
         structlog.contextvars.bind_contextvars(key=key.name)
+        request.state.key_name = key.name
     return key
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.batches.input import BOM
+from gateway.batches.lines import BOM
 from gateway.batches.order import (
     BLOCK_BYTES,
     TAIL_LINES,

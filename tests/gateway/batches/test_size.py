@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from gateway.batches.size import BLOCK_BYTES, INLINE_BYTES, InputSize, input_size, line_size, size_aside
+from gateway.batches.lines import MAX_LINE_BYTES
+from gateway.batches.size import BLOCK_BYTES, InputSize, input_size, line_size, size_aside
+from gateway.protocol.json_body import INLINE_SIZE, MAX_CONTAINERS
 from tests.gateway.offline import MODEL, jsonl, line
 
 
@@ -62,8 +64,15 @@ def test_only_what_no_earlier_prompt_begins_with_is_distinct(tmp_path: Path) -> 
 async def test_a_large_input_is_counted_in_another_process(tmp_path: Path) -> None:
     text = "word " * 2000
     path = written(tmp_path / "in", *(chat(f"q{n}", text) for n in range(150)))
-    assert path.stat().st_size > INLINE_BYTES
+    assert path.stat().st_size > INLINE_SIZE
     assert await size_aside(path) == input_size(path)
+
+
+def test_lines_that_validation_refuses_are_not_parsed(tmp_path: Path) -> None:
+    """They would take up to 100 times their size in memory."""
+    good, many = chat("q1"), chat("q2", extra=[[]] * (MAX_CONTAINERS + 1))
+    path = written(tmp_path / "in", many, good, {**good, "padding": "x" * MAX_LINE_BYTES})
+    assert input_size(path) == input_size(written(tmp_path / "good", good))
 
 
 def test_sizes_add_up() -> None:

@@ -11,7 +11,13 @@ import msgspec
 import pytest
 import structlog
 
-from gateway.http.connections import RESERVED_DESCRIPTORS, ConnectionLimits, default_max_connections
+from gateway.http.connections import (
+    RESERVED_DESCRIPTORS,
+    Closed,
+    ConnectionLimits,
+    ConnectionTable,
+    default_max_connections,
+)
 from tests.gateway.stand import MODEL, Stand, running_stand
 from tests.waiting import until
 
@@ -152,13 +158,41 @@ async def test_bodies_must_come_at_a_rate() -> None:
         assert stand.worker.served == []
 
 
-async def test_bytes_gain_time_for_a_body() -> None:
+async def test_a_fast_part_of_a_body_pays_for_no_silence() -> None:
     limits = replace(LIMITS, body_timeout_s=SOON, body_bytes_per_s=1.0)
-    async with running_stand(limits=limits) as stand, connected(stand) as slow, connected(stand) as client:
-        await client.send(post(CHAT)[:-1])
-        assert await slow.ask(post(b"", length=10)) == 408  # after the same time, but without a byte
-        await client.send(CHAT[-1:])
-        assert (await client.answer())[0] == 200
+    async with running_stand(limits=limits) as stand, connected(stand) as client:
+        assert await client.ask(post(CHAT)[:-1]) == 408
+
+
+class FakeConnection:
+    """A connection of which the table needs nothing but its address."""
+
+    address = "192.0.2.1"
+    is_read_paused = False
+    num_unsent = 0
+
+    def __init__(self) -> None:
+        self.closed: Closed | None = None
+
+    def give_up(self, reason: Closed) -> None:
+        self.closed = reason
+
+    def abort(self) -> None:
+        raise AssertionError("nothing is unsent")
+
+
+async def test_a_body_that_keeps_the_rate_is_read_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = ConnectionLimits(body_timeout_s=10.0, body_bytes_per_s=100.0)
+    now_s, table = [0.0], ConnectionTable(limits, count_closed=lambda reason: None)
+    monkeypatch.setattr(table, "_now", lambda: now_s[0])
+    steady, slow = FakeConnection(), FakeConnection()
+    for _ in range(100):
+        now_s[0] += 9.0
+        table.await_body(steady, 900)
+        table.await_body(slow, 850)  # a little less than the rate
+        table._sweep()
+    assert steady.closed is None
+    assert slow.closed is Closed.SLOW_BODY
 
 
 async def test_the_rest_of_a_refused_body_must_come_soon() -> None:

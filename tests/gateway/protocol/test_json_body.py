@@ -8,6 +8,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import anyio.to_process
 import pytest
 from fastapi import Request
 from hypothesis import given
@@ -97,7 +98,45 @@ async def test_bodies_have_a_limit_in_total() -> None:
     assert error.value.status == 503 and "retry-after" in error.value.headers
     reading.cancel()
     await asyncio.wait([reading])
-    assert (await reader.read(request_with(b'{"a": "%s"}' % (b"x" * 900)), where))[0] == 900
+    assert (await reader.read(request_with(b'{"a": "%s"}' % (b"x" * 700)), where))[0] == 700
+
+
+async def test_the_last_quarter_of_the_limit_is_for_other_clients() -> None:
+    reader = BodyReader(1000)
+
+    class Slow(Request):
+        """A body of which 700 bytes have come."""
+
+        async def stream(self) -> AsyncIterator[bytes]:
+            yield b'{"a": "' + b"x" * 693
+            await asyncio.Event().wait()
+
+    def of(key: str, *chunks: bytes) -> Request:
+        request = request_with(*chunks, reader=reader)
+        request.state.key_name = key
+        return request
+
+    first = of("greedy")
+    reading = asyncio.create_task(reader.read(Slow(first.scope, first.receive), where))
+    await asyncio.sleep(0)
+    with pytest.raises(ApiError) as error:
+        await read_object(of("greedy", b'{"a": "%s"}' % (b"x" * 100)), where)
+    assert error.value.status == 503
+    assert (await read_object(of("other", b'{"a": "%s"}' % (b"x" * 200)), where))[0] == 200
+    reading.cancel()
+    await asyncio.wait([reading])
+    assert (await read_object(of("greedy", b'{"a": "%s"}' % (b"x" * 700)), where))[0] == 700
+
+
+async def test_other_work_in_processes_does_not_keep_bodies_waiting() -> None:
+    other = anyio.to_process.current_default_process_limiter()
+    for n in range(int(other.total_tokens)):
+        await other.acquire_on_behalf_of(n)
+    try:
+        assert (await asyncio.wait_for(read_object(request_with(LONG), where), 30))[0] == INLINE_SIZE
+    finally:
+        for n in range(int(other.total_tokens)):
+            other.release_on_behalf_of(n)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,35 @@
+"""Work on a batch's input beside the event loop: on a short one in a thread, on a longer one in another process.
+
+A parser holds Python's global lock for as long as a line takes, so in a thread long lines would stop all streams. The
+processes come after streams and the engine on the same cores, and few run at once, so that many batches at a time leave
+processes for the bodies of requests.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import anyio
+import anyio.to_process
+
+from gateway.protocol.json_body import INLINE_SIZE, PARSE_NICENESS
+
+T = TypeVar("T")
+
+_processes = anyio.CapacityLimiter(2)  # a second one, so that a short input need not wait for the longest
+
+
+async def run_aside(path: Path, function: Callable[..., T], *args: Any) -> T:
+    """Return `function(path, *args)`. All must be picklable."""
+    if (await asyncio.to_thread(path.stat)).st_size <= INLINE_SIZE:
+        return await asyncio.to_thread(function, path, *args)
+    work = partial(_run_here, function, path, *args)
+    return await anyio.to_process.run_sync(work, cancellable=True, limiter=_processes)
+
+
+def _run_here(function: Callable[..., T], *args: Any) -> T:
+    os.nice(max(0, PARSE_NICENESS - os.nice(0)))
+    return function(*args)
