@@ -35,7 +35,7 @@ from gateway.identity import Keyring
 from scheduler.clock import Clock
 from scheduler.config import TierSet
 from scheduler.registry.worker_status import WorkerStatus
-from scheduler.store.connection import LOST
+from scheduler.store.durability import LOST
 from scheduler.store.refusal import NotDurable
 
 _CANCELLED = (BatchStatus.CANCELLING, BatchStatus.CANCELLED)

@@ -17,7 +17,7 @@ from redis.asyncio.lock import Lock
 
 from gateway.batches.model import Batch, BatchStatus, LineResult
 from gateway.files.pagination import Page, index_of, page_of_ids, position_of, text
-from scheduler.store.connection import durable
+from scheduler.store.durability import durable
 from scheduler.store.scripts import load_script
 
 INDEX = "tidegate:batches"  # sorted set of ids by position; one per owner

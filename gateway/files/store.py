@@ -25,7 +25,7 @@ from gateway.files.local_storage import PRIVATE_DIR, LocalStorage, sha256_of
 from gateway.files.pagination import Page, index_of, page_of_ids, position_of, text, tombstone_key
 from gateway.files.storage import FILES, INCOMING, Storage
 from scheduler.clock import Clock
-from scheduler.store.connection import durable
+from scheduler.store.durability import durable
 from scheduler.store.refusal import StoreRefused
 from scheduler.store.scripts import load_script
 

@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from gateway.files.pagination import index_of, text
 from gateway.files.store import QuotaExceeded
 from gateway.uploads.model import CANCELLED, COMPLETED, EXPIRED, MAX_PARTS, PENDING, NoSuchUpload, Upload
-from scheduler.store.connection import LOST, durable
+from scheduler.store.durability import LOST, durable
 from scheduler.store.refusal import NotDurable
 from scheduler.store.scripts import load_script
 

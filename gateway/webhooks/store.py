@@ -9,7 +9,7 @@ import msgspec
 from redis.asyncio import Redis
 
 from gateway.webhooks.event import GIVE_UP_S, Event
-from scheduler.store.connection import durable
+from scheduler.store.durability import durable
 from scheduler.store.scripts import load_script
 
 DUE = "tidegate:webhooks:due"  # sorted set of ids by the time of the next attempt in ms

@@ -16,8 +16,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.exceptions import BusyLoadingError, ResponseError, TimeoutError
 
-from scheduler.store import keys
-from scheduler.store.refusal import NotDurable, refusal_of
+from scheduler.store.refusal import refusal_of
 
 CONNECT_TIMEOUT_S = 2.0
 REPLY_TIMEOUT_S = 5.0
@@ -31,7 +30,6 @@ MAX_BACKOFF_S = 0.5
 MAX_DOUBLINGS = 16
 # After this time without a message, subscribe again: the connection may be broken without being closed.
 RESUBSCRIBE_S = 10.0
-LOST = "it has restarted, and has lost what it had taken last"
 FOREVER = -1  # given as the number of retries, it makes redis-py retry without a limit
 
 Command = bytes | str | Iterable[bytes]
@@ -95,34 +93,6 @@ async def _messages_until_silent(pubsub: PubSub, channel: str) -> AsyncIterator[
             yield message
     finally:
         await pubsub.aclose()  # type: ignore[no-untyped-call]
-
-
-async def durable(client: Redis, key: str | None = None, *, timeout_s: float = 3.0) -> bool:
-    """Wait until everything written so far, on any connection, is on the server's disk. Then return True.
-
-    Return False if the server cannot tell: before Redis 7.2, or without an AOF, where its operator has chosen so.
-    Raises `NotDurable` if it takes longer than `timeout_s`, and `StoreRefused` if the server takes no writes.
-
-    A server that has crashed meanwhile may have lost the caller's writes, and confirms what it has left: with a slow
-    disk, it answers before it writes anything. So name the `key` that was written: `NotDurable` is raised if it is not
-    there. What was only changed must be read again after this.
-    """
-    pipeline = client.pipeline(transaction=False)
-    pipeline.set(keys.DURABLE, b"", px=int(keys.DURABLE_TTL_S * 1000))
-    pipeline.execute_command("WAITAOF", 1, 0, int(timeout_s * 1000))
-    pipeline.exists(key or keys.DURABLE)
-    written, confirmed, is_there = await pipeline.execute(raise_on_error=False)
-    if isinstance(written, Exception):
-        raise refusal_of(written) or written
-    if key is not None and is_there == 0:
-        raise NotDurable(LOST)
-    if isinstance(confirmed, ResponseError):
-        return False
-    if isinstance(confirmed, Exception):
-        raise confirmed
-    if int(confirmed[0]) < 1:
-        raise NotDurable
-    return True
 
 
 class _SendsDirectly(AbstractConnection):

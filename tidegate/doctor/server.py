@@ -20,6 +20,7 @@ from gateway.http.tls import load_certificate
 from gateway.keys.file import read_entries
 from scheduler.config import load_tiers
 from scheduler.store import connection
+from scheduler.store.durability import durable
 from tidegate.doctor.finding import Finding, error, warning
 from tidegate.listening import CannotListen, listen
 from tidegate.settings import ServeSettings
@@ -139,7 +140,7 @@ async def _pace(client: Redis) -> Finding:
 
 
 async def _durability(client: Redis) -> Finding:
-    if await connection.durable(client):
+    if await durable(client):
         return Finding("store", "what is acknowledged is on its disk")
     text = "it cannot say what is on its disk: if it dies, files and batches may be lost"
     return warning("store", text, "use Valkey, or Redis 7.2 or newer, with `appendonly yes`")

@@ -8,7 +8,7 @@ import openai
 import pytest
 from redis.asyncio import Redis
 
-from scheduler.store.connection import durable
+from scheduler.store.durability import durable
 from tests.gateway.offline import OfflineGateway, jsonl, lines, running_gateway
 from tests.waiting import until
 

@@ -13,6 +13,7 @@ from redis.exceptions import ConnectionError as StoreUnreachable
 from redis.exceptions import TimeoutError as StoreSilent
 
 from scheduler.store import connection
+from scheduler.store.durability import ROUNDS, durable
 from scheduler.store.refusal import NotDurable
 from tests.waiting import until
 from tidegate.process import dies_with_parent
@@ -117,7 +118,7 @@ async def test_durable_writes_survive_a_kill_of_the_server(server: Server, clien
     await server.start()
     for n in range(500):
         await client.set(f"key-{n}", n)
-    assert await connection.durable(client) is True
+    assert await durable(client) is True
     server.end(signal.SIGKILL)
     await server.start()
     assert [await client.get(f"key-{n}") for n in range(500)] == [b"%d" % n for n in range(500)]
@@ -130,7 +131,7 @@ async def test_durable_covers_the_writes_of_other_connections(server: Server, cl
     await other.set("key", "value")
     assert (await client.execute_command("WAITAOF", 1, 0, 50))[0] == 1
     with pytest.raises(NotDurable):
-        await connection.durable(client, timeout_s=0.05)
+        await durable(client, timeout_s=0.05)
     await other.aclose()
 
 
@@ -138,18 +139,51 @@ async def test_a_write_that_the_server_has_lost_is_not_durable(client: Redis, se
     """The server crashes after it has answered, and confirms what it has left. Without its log, that is nothing."""
     await server.start()
     await client.set("lost", "1")
-    assert await connection.durable(client, "lost") is True
+    assert await durable(client, "lost") is True
     server.end(signal.SIGKILL)
     shutil.rmtree(server.valkey.data_dir / "appendonlydir")
     await server.start()
-    assert await connection.durable(client) is True
+    assert await durable(client) is True
     with pytest.raises(NotDurable, match="has lost what it had taken last"):
-        await connection.durable(client, "lost")
+        await durable(client, "lost")
 
 
 async def test_a_server_without_an_aof_is_not_durable(server: Server, client: Redis) -> None:
     await server.start("--appendonly", "no")
-    assert await connection.durable(client) is False
+    assert await durable(client) is False
+
+
+async def test_many_waits_for_the_disk_leave_connections_to_others(server: Server, client: Redis) -> None:
+    await server.start("--appendfsync", "no")
+    await client.set("key", "value")
+    await client.config_resetstat()
+    waits = []
+    for n in range(2 * ROUNDS):
+        waits += [asyncio.create_task(durable(client, "key", timeout_s=4.5)) for _ in range(20)]
+        await until(lambda n=n: _num_blocked(client, min(n + 1, ROUNDS)))  # type: ignore[misc]
+    assert await client.get("key") == b"value"  # as many waits as connections would leave none
+    assert not any(wait.done() for wait in waits)
+    await client.config_set("appendfsync", "always")
+    await client.set("key", "other")
+    assert await asyncio.gather(*waits) == [True] * len(waits)
+    assert (await client.info("commandstats"))["cmdstat_waitaof"]["calls"] == ROUNDS + 1
+
+
+async def _num_blocked(client: Redis, count: int) -> bool:
+    return bool((await client.info("clients"))["blocked_clients"] == count)
+
+
+async def test_a_wait_for_the_disk_begins_after_the_write(server: Server, client: Redis) -> None:
+    """Waits that begin while others are under way do not share what those have confirmed."""
+    await server.start("--appendfsync", "no")
+    waits = [asyncio.create_task(durable(client, timeout_s=4.5)) for _ in range(ROUNDS)]
+    await until(lambda: _num_blocked(client, 1))
+    await client.set("late", "value")
+    late = asyncio.create_task(durable(client, "late", timeout_s=4.5))
+    await until(lambda: _num_blocked(client, 2))
+    await client.config_set("appendfsync", "always")
+    await client.set("key", "value")
+    assert await asyncio.gather(*waits, late) == [True] * (ROUNDS + 1)
 
 
 async def test_a_task_that_sends_commands_can_be_cancelled_at_any_moment(redis_client: Redis) -> None:

@@ -8,6 +8,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import BusyLoadingError, ResponseError
 
 from scheduler.store import connection
+from scheduler.store.durability import durable
 from scheduler.store.refusal import CAUSES, StoreRefused, refusal_of
 from tests.refusals import CODES, limitable_valkey, refusing
 
@@ -66,11 +67,11 @@ async def test_every_refused_write_names_its_cause_and_reads_go_on(client: Redis
             assert refused.value.cause == CAUSES[code], write
             assert SECRET not in str(refused.value)
         with pytest.raises(StoreRefused):
-            await connection.durable(client)
+            await durable(client)
         assert await client.get("key") == b"before"
     for write in WRITES:
         await write(client)
-    assert await connection.durable(client) is True
+    assert await durable(client) is True
 
 
 async def test_a_server_that_loads_its_data_is_asked_again_and_then_named() -> None:

@@ -1,0 +1,88 @@
+"""Waits until writes are on the disk of Redis or Valkey.
+
+Such a wait takes about a second, and longer with a slow disk. Few of them run at once, and each confirms the writes of
+all who wait for it, so that many writers leave connections to everybody else.
+"""
+
+import asyncio
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from scheduler.store import keys
+from scheduler.store.refusal import NotDurable, refusal_of
+
+LOST = "it has restarted, and has lost what it had taken last"
+ROUNDS = 4  # waits of one client at once; each occupies a connection
+
+
+async def durable(client: Redis, key: str | None = None, *, timeout_s: float = 3.0) -> bool:
+    """Wait until everything written so far, on any connection, is on the server's disk. Then return True.
+
+    Return False if the server cannot tell: before Redis 7.2, or without an AOF, where its operator has chosen so.
+    Raises `NotDurable` if it takes longer than `timeout_s` from when the wait began, and `StoreRefused` if the server
+    takes no writes. If `ROUNDS` waits are under way, the next one begins when one of them has ended.
+
+    A server that has crashed meanwhile may have lost the caller's writes, and confirms what it has left: with a slow
+    disk, it answers before it writes anything. So name the `key` that was written: `NotDurable` is raised if it is not
+    there. What was only changed must be read again after this.
+    """
+    written, confirmed = await _rounds_of(client).confirm(timeout_s)
+    if isinstance(written, Exception):
+        raise refusal_of(written) or written
+    if key is not None and not await client.exists(key):
+        raise NotDurable(LOST)
+    if isinstance(confirmed, ResponseError):
+        return False
+    if isinstance(confirmed, Exception):
+        raise confirmed
+    if int(confirmed[0]) < 1:
+        raise NotDurable
+    return True
+
+
+class _Rounds:
+    """The waits of one client."""
+
+    def __init__(self, client: Redis) -> None:
+        self._pool = client.connection_pool
+        self._slots = asyncio.Semaphore(ROUNDS)
+        self._next: dict[float, asyncio.Task[list[Any]]] = {}  # rounds that have not begun, by their time limits
+
+    async def confirm(self, timeout_s: float) -> list[Any]:
+        """Return what the server answers in a round that begins after this call: to a write, and to WAITAOF."""
+        if timeout_s not in self._next:
+            self._next[timeout_s] = asyncio.create_task(self._run(timeout_s))
+            self._next[timeout_s].add_done_callback(_look_at_error)
+        return await asyncio.shield(self._next[timeout_s])  # others wait for it, too
+
+    async def _run(self, timeout_s: float) -> list[Any]:
+        try:
+            await self._slots.acquire()
+        finally:
+            del self._next[timeout_s]  # who comes from now on may have written after this round's write
+        try:
+            pipeline = Redis(connection_pool=self._pool).pipeline(transaction=False)
+            pipeline.set(keys.DURABLE, b"", px=int(keys.DURABLE_TTL_S * 1000))
+            pipeline.execute_command("WAITAOF", 1, 0, int(timeout_s * 1000))
+            return await pipeline.execute(raise_on_error=False)
+        finally:
+            self._slots.release()
+
+
+def _look_at_error(round_: "asyncio.Task[list[Any]]") -> None:
+    """Look at the error of a round for which nobody waits any more, so that asyncio does not report it."""
+    if not round_.cancelled():
+        round_.exception()
+
+
+_rounds: WeakKeyDictionary[Redis, _Rounds] = WeakKeyDictionary()
+
+
+def _rounds_of(client: Redis) -> _Rounds:
+    rounds = _rounds.get(client)
+    if rounds is None:
+        rounds = _rounds[client] = _Rounds(client)
+    return rounds
