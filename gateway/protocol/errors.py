@@ -171,6 +171,14 @@ def too_many_bodies() -> ApiError:
     return ApiError(503, message, "server_error", code="server_overloaded", headers=retry_after(2.0))
 
 
+def too_many_followers(count: int) -> ApiError:
+    message = (
+        f"You follow {count} background responses that are still generated, and this server serves no more followers "
+        "at the moment. Please poll the response without 'stream', or follow it later."
+    )
+    return ApiError(429, message, "requests", code="rate_limit_exceeded", headers=retry_after(5.0))
+
+
 def store_failed(error: StoreUnreachable | StoreSilent | None = None) -> ApiError:
     """Return the error for a request that needs the store, or the file storage, while it is away or takes no writes."""
     message = "The server's store is not reachable at the moment."

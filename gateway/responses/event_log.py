@@ -4,15 +4,19 @@ A client may follow the events through any gateway, leave, and come back later t
 and their sequence numbers; does not know their content.
 """
 
+import asyncio
+import builtins
 from collections.abc import AsyncGenerator
 from typing import Any
 
 from redis.asyncio import Redis
+from redis.exceptions import TimeoutError
 
 from scheduler.store import connection
 
 LIFETIME_S = 900  # seconds for which events can be followed after the last one, if the response is stored for longer
 WAIT_S = 5.0  # seconds for which a follower waits before it yields nothing
+AWAY_S = 10.0  # seconds of the store's absence that followers outlast
 READ_COUNT = 256  # entries per read
 FRAME_END = b"\n\n"
 
@@ -40,14 +44,19 @@ async def follow(redis: Redis, response_id: str, after: int, waits: bool) -> Asy
     """Yield the frames of the events with a sequence number greater than `after`, until the last event.
 
     Each item is the highest sequence number so far, and the new frames. The frames are empty after each `WAIT_S`
-    without an event, and also at once if there is no event and `waits` is false.
+    without an event, and also at once if there is no event and `waits` is false. A follower that waits has a connection
+    of its own. Raises the store's errors if it is away for longer than `AWAY_S`.
     """
-    reader = connection.blocking(redis, WAIT_S)
+    reader = connection.blocking(redis, WAIT_S) if waits else redis
     last_id: bytes | str = "0"
     block_ms = int(WAIT_S * 1000) if waits else None
     try:
         while True:
-            reply: Any = await reader.xread({_key(response_id): last_id}, count=READ_COUNT, block=block_ms)
+            try:
+                async with asyncio.timeout(WAIT_S + AWAY_S):
+                    reply: Any = await reader.xread({_key(response_id): last_id}, count=READ_COUNT, block=block_ms)
+            except builtins.TimeoutError:
+                raise TimeoutError("The store does not answer.") from None
             for entry_id, entry in reply[0][1] if reply else ():
                 last_id = entry_id
                 first, frames = int(entry[b"number"]), entry[b"frames"]
@@ -60,7 +69,8 @@ async def follow(redis: Redis, response_id: str, after: int, waits: bool) -> Asy
             if not reply:
                 yield after, b""
     finally:
-        await reader.aclose()
+        if reader is not redis:
+            await reader.aclose()
 
 
 def _after(after: int, first: int, frames: bytes) -> bytes:

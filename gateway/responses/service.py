@@ -5,6 +5,7 @@ HTTP.
 """
 
 import asyncio
+from collections import Counter
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from redis.asyncio import Redis
 from gateway.completion.response import ResponseStream
 from gateway.completion.service import CompletionService
 from gateway.http.sse import PING, Write
-from gateway.protocol.errors import ApiError, invalid_value
+from gateway.protocol.errors import ApiError, invalid_value, too_many_followers
 from gateway.protocol.json_body import is_large
 from gateway.responses import background
 from gateway.responses.answer import last_event
@@ -30,6 +31,8 @@ from scheduler.config import Tier
 from scheduler.request import JobPart
 
 ENDPOINT = "/v1/responses"
+# Followers of responses that are still generated, each of which has a connection to the store.
+MAX_FOLLOWERS, MAX_FOLLOWERS_OF_KEY = 512, 128
 LOST = "The server that generated the response has ended. Please create it again."
 
 
@@ -55,6 +58,7 @@ class ResponseService:
         self._conversations = Conversations(store)
         self._background = None if store is None else BackgroundRuns(store, clock, drain_s)
         self._endings = None if announcer is None or redis is None else Endings(redis, announcer, clock)
+        self._followers: Counter[str | None] = Counter()  # of responses that are still generated, by owner
 
     async def close(self) -> None:
         if self._background is not None:
@@ -168,10 +172,27 @@ class ResponseService:
         return True
 
     async def follow(self, response_id: str, owner: str | None, after: int, write: Write) -> None:
-        """Write the events of a background response that have a sequence number greater than `after`."""
+        """Write the events of a background response that have a sequence number greater than `after`.
+
+        Raises what `check_followers` raises, if the response is still generated.
+        """
         found = await self.get(response_id, owner)
+        if found is None or not found.is_running:
+            return await self._follow(response_id, owner, after, write, waits=False)
+        self.check_followers(owner)
+        self._followers[owner] += 1
+        try:
+            await self._follow(response_id, owner, after, write, waits=True)
+        finally:
+            self._followers[owner] -= 1
+
+    def check_followers(self, owner: str | None) -> None:
+        """Raise `ApiError` 429 if `owner`, or all together, follow too many responses that are still generated."""
+        if self._followers[owner] >= MAX_FOLLOWERS_OF_KEY or self._followers.total() >= MAX_FOLLOWERS:
+            raise too_many_followers(self._followers[owner])
+
+    async def _follow(self, response_id: str, owner: str | None, after: int, write: Write, waits: bool) -> None:
         assert self._redis is not None
-        waits = found is not None and found.is_running
         async with aclosing(follow(self._redis, response_id, after, waits)) as events:
             async for number, frames in events:
                 if frames:

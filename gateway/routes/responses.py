@@ -45,6 +45,9 @@ async def create_response(request: Request, key: Caller) -> Response:
             raise invalid_request(message, "stream", "unsupported_parameter")
         return await _create(request, body, key, service.new(body))
 
+    if body.stream:
+        service.check_followers(owner)  # before there is a response whose id would be lost
+
     async def create(_: str) -> Response:
         new = service.new(body)
         if body.background:

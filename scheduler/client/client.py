@@ -9,6 +9,8 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import structlog
+from redis.exceptions import ConnectionError as StoreUnreachable
+from redis.exceptions import TimeoutError as StoreSilent
 
 from scheduler.client import rejection
 from scheduler.client.admission import Admission, Ticket
@@ -63,7 +65,7 @@ class SchedulerClient:
         # Ids of requests ended by `fail_open`. A worker may still run them, so `close` cancels them.
         self._failed_here: list[str] = []
         self._refusal: StoreRefused | None = None  # the store's answer to the last probe, if it takes no writes
-        self._unwithdrawn: list[str] = []  # ids of requests whose cancel the store has refused
+        self._unwithdrawn: list[str] = []  # ids of requests that the store could not cancel yet
         self._withdrawals: set[asyncio.Task[None]] = set()
         self._workers: list[WorkerStatus] = []
         self._task_workers: list[WorkerStatus] = []
@@ -217,11 +219,11 @@ class SchedulerClient:
         return reply
 
     async def cancel(self, request_ids: Sequence[str]) -> None:
-        """Cancel requests. What the store refuses to cancel now is cancelled when it takes writes again."""
+        """Cancel requests. While the store is away or takes no writes, they are cancelled when it is back."""
         self._forget(request_ids)
         try:
             await self._queue.cancel(request_ids)
-        except StoreRefused:
+        except (StoreUnreachable, StoreSilent):
             self._unwithdrawn += request_ids
 
     def _forget(self, request_ids: Iterable[str]) -> None:

@@ -9,8 +9,10 @@ import openai
 import pytest
 from openai.types.responses import Response
 from redis.asyncio import Redis
+from redis.exceptions import TimeoutError as StoreSilent
 
 from gateway.responses import background
+from gateway.responses.event_log import follow
 from gateway.responses.store import ResponseStore
 from scheduler.request import EventKind, Request, TokenEvent
 from tests.gateway.offline import ShiftedClock
@@ -113,6 +115,34 @@ async def test_a_follower_gets_events_while_they_come(redis_client: Redis) -> No
         stand.worker.gate.set()
         kinds += [event.type async for event in events]
     assert kinds[1] == "response.queued" and kinds[-1] == "response.completed"
+
+
+async def test_a_key_has_a_limit_of_followers(redis_client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.responses.service.MAX_FOLLOWERS_OF_KEY", 1)
+    async with storing(redis_client) as stand:
+        stand.worker.gate.clear()
+        stream = await stand.client.responses.create(model=MODEL, input="hi", background=True, stream=True)
+        events = aiter(stream)
+        created: Any = await anext(events)
+        with pytest.raises(openai.RateLimitError, match="poll the response"):
+            await stand.client.responses.create(model=MODEL, input="hi", background=True, stream=True)
+        refused = await stand.http.get(f"/v1/responses/{created.response.id}?stream=true")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        stand.worker.gate.set()
+        assert [event.type async for event in events][-1] == "response.completed"
+        again = await stand.client.responses.retrieve(created.response.id, stream=True)
+        assert [event.type async for event in again][-1] == "response.completed"
+
+
+async def test_a_follower_does_not_wait_for_ever_for_the_store(
+    redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.responses.event_log.WAIT_S", 0.1)
+    monkeypatch.setattr("gateway.responses.event_log.AWAY_S", 0.1)
+    await redis_client.execute_command("CLIENT", "PAUSE", "1000", "ALL")  # an answer comes after the test's wait
+    with pytest.raises(StoreSilent):
+        async for _ in follow(redis_client, "resp_1", -1, waits=True):
+            raise AssertionError("there are no events")
 
 
 async def test_the_stream_of_a_cancelled_response_ends(redis_client: Redis) -> None:

@@ -1,11 +1,12 @@
 """The gateway's client: the events of a request, and rejected requests. Tests send the workers' events."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from redis.exceptions import ConnectionError as StoreUnreachable
 
 from engine.interface import FinishReason, TokenLogprobs
 from scheduler.client.client import CHECK_EVERY, REFRESH_S, WORKER_GRACE_S, SchedulerClient
@@ -398,6 +399,24 @@ def test_a_submit_cancelled_during_the_put_leaves_nothing_in_the_queue() -> None
         assert submitting.cancelled()
         assert await stage.depth() == 0
         assert stage.client.num_open == 0
+
+    play(story)
+
+
+def test_a_cancel_in_an_outage_of_the_store_is_made_up_for() -> None:
+    async def story(stage: Stage) -> None:
+        await stage.submit(make_request("a"))
+        cancel = stage.queue.cancel
+
+        async def unreachable(request_ids: Iterable[str]) -> None:
+            raise StoreUnreachable("the store is away")
+
+        stage.queue.cancel = unreachable  # type: ignore[assignment, method-assign]
+        await stage.client.cancel(["a"])
+        assert await stage.depth() == 1
+        stage.queue.cancel = cancel  # type: ignore[method-assign]
+        await stage.clock.sleep(5.0)
+        assert await stage.depth() == 0
 
     play(story)
 
