@@ -36,6 +36,10 @@ class UpstreamUnreachable(UpstreamLost):
     """The server does not take connections."""
 
 
+class UpstreamUnusable(UpstreamUnreachable):
+    """The server answers, but serves nobody who asks as we do: it wants another key, path or model."""
+
+
 @dataclass(frozen=True, slots=True)
 class StreamRequest:
     """A sequence to generate on the server, or to continue there."""
@@ -87,4 +91,8 @@ class Upstream(Protocol):
 
     async def load(self) -> UpstreamLoad | None:
         """Return the server's load; None if it does not tell. Raises `UpstreamUnreachable` if there is no server."""
+        ...
+
+    async def try_out(self) -> bool:
+        """Generate two tokens, and return whether token ids came. Raises `UpstreamError`."""
         ...

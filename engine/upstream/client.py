@@ -4,6 +4,7 @@ Puts the parts of this room together: a body by dialect, one exchange, its event
 HTTP statuses; does not know tiers, attempts or time.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterable
 
 import msgspec
@@ -16,6 +17,7 @@ from engine.streaming import (
     UpstreamLoad,
     UpstreamLost,
     UpstreamRefused,
+    UpstreamUnusable,
 )
 from engine.upstream.bodies import body_of, can_continue
 from engine.upstream.chunks import EventSplitter, Piece, reader_of
@@ -24,7 +26,10 @@ from engine.upstream.http import Exchange, HttpSender
 from engine.upstream.texts import Texts
 
 MAX_QUOTED = 300  # characters of a server's error message that are passed on
-BUSY, TRANSIENT = (429, 503), (408, 500, 502, 504)
+BUSY = (429, 503)
+REFUSED = (400, 413, 422)  # the fault is in the request
+TIMED_OUT = 408
+TRIAL_S = 120.0  # a server may compile kernels for its first tokens
 
 
 class HttpUpstream:
@@ -90,6 +95,16 @@ class HttpUpstream:
         running, waiting, kv_usage = (_sum_of(name, body.decode(errors="replace")) for name in names)
         return UpstreamLoad(_whole(running), _whole(waiting), kv_usage)
 
+    async def try_out(self) -> bool:
+        first = self._info.eos_token_ids[0] if self._info.eos_token_ids else 0
+        sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos="ignore_eos" not in self.unsupported)
+        trial = StreamRequest("trial", (first,), sampling, priority=1)
+        try:
+            async with asyncio.timeout(TRIAL_S):
+                return any([output.token_ids async for output in self.stream(trial)])
+        except TimeoutError:
+            raise UpstreamLost("no token within two minutes") from None
+
     def _body(self, request: StreamRequest) -> dict[str, object]:
         known = (*request.prompt_token_ids, *request.output_token_ids)
         prompt = list(known) if self._texts is None else self._texts.prompt(known)
@@ -126,7 +141,9 @@ async def _refusal(exchange: Exchange) -> UpstreamError:
     if status in BUSY:
         after = exchange.headers.get("retry-after", "")
         return UpstreamBusy(said, float(after) if after.isdecimal() else None)
-    return UpstreamLost(said) if status in TRANSIENT else UpstreamRefused(said)
+    if status in REFUSED:
+        return UpstreamRefused(said)
+    return UpstreamLost(said) if status >= 500 or status == TIMED_OUT else UpstreamUnusable(said)
 
 
 def _sum_of(name: str, text: str) -> float | None:

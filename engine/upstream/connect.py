@@ -17,8 +17,8 @@ from huggingface_hub import hf_hub_download
 from tokenizers import Tokenizer
 
 from engine.config import EngineStartError
-from engine.interface import EngineInfo, SamplingParams
-from engine.streaming import StreamRequest, UpstreamBusy, UpstreamLost, UpstreamRefused
+from engine.interface import EngineInfo
+from engine.streaming import UpstreamBusy, UpstreamLost, UpstreamRefused, UpstreamUnusable
 from engine.upstream.client import HttpUpstream
 from engine.upstream.dialects import DIALECTS, PLAIN, Dialect, DialectName, recognise
 from engine.upstream.http import Address, BadUrl, HttpSender
@@ -28,7 +28,6 @@ log = structlog.get_logger()
 
 PAUSE_S = 1.0  # seconds between two attempts to reach the server
 SAY_EVERY = 15  # attempts after which it is said again that the server does not answer
-TRIAL_S = 120.0  # a server may compile kernels for its first tokens
 BLOCK_SIZE = 16  # tokens; a guess at the server's KV blocks, by which progress is measured
 MAX_STEP_TOKENS = 2048  # a guess at the prompt tokens that the server computes in one step
 DEFAULT_CONTEXT = 4096  # tokens, if neither the server nor the model's config says it
@@ -136,31 +135,16 @@ async def _tried(
     if not dialect.takes_ids:
         return upstream
     try:
-        return upstream if await _returns_ids(upstream) else None
-    except UpstreamRefused as error:
+        return upstream if await upstream.try_out() else None
+    except (UpstreamRefused, UpstreamUnusable) as error:
         if not dialect.priority or "priority" not in str(error):
             raise EngineStartError(f"the server refuses a first request: {error}") from error
     log.warning("the upstream takes no priorities", hint="start vLLM with --scheduling-policy priority")
     upstream = HttpUpstream(sender, dialect, model, info, texts, with_priority=False)
     try:
-        return upstream if await _returns_ids(upstream) else None
-    except UpstreamRefused as error:
+        return upstream if await upstream.try_out() else None
+    except (UpstreamRefused, UpstreamUnusable) as error:
         raise EngineStartError(f"the server refuses a first request: {error}") from error
-
-
-async def _returns_ids(upstream: HttpUpstream) -> bool:
-    """Return whether the server answers token ids with token ids."""
-    first = upstream.info.eos_token_ids[0] if upstream.info.eos_token_ids else 0
-    sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos="ignore_eos" not in upstream.unsupported)
-    trial = StreamRequest("trial", (first,), sampling, priority=1)
-    token_ids: list[int] = []
-    try:
-        async with asyncio.timeout(TRIAL_S):
-            async for output in upstream.stream(trial):
-                token_ids += output.token_ids
-    except TimeoutError:
-        raise UpstreamLost("no token within two minutes") from None
-    return bool(token_ids)
 
 
 def _info(config: UpstreamConfig, card: _Card, address: Address, dialect: Dialect) -> EngineInfo:

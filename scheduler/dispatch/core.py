@@ -20,12 +20,14 @@ from engine.streaming import (
     UpstreamLoad,
     UpstreamLost,
     UpstreamUnreachable,
+    UpstreamUnusable,
 )
 from scheduler.clock import NEVER_S
 from scheduler.config import TierSet
 from scheduler.control.budget import Budgets
 from scheduler.control.controller import SLAController
 from scheduler.control.knobs import Decision
+from scheduler.dispatch.attempts import Attempts
 from scheduler.dispatch.in_flight_limit import InFlightLimit
 from scheduler.dispatch.pace import SeenStep, UpstreamPace
 from scheduler.dispatch.policy import Decisions, View, decide
@@ -68,14 +70,13 @@ class DispatchCore:
         self._controller = controller
         self._stall_s = stall_s
         self._table = RequestTable(self.tiers)
-        self._attempts: dict[str, int] = {}  # claims and lost streams of each held request
+        self._attempts = Attempts()
         self._refused: list[tuple[RequestState, str, str]] = []  # with the reason, and its code
-        self._given_up: list[tuple[RequestState, str]] = []  # held requests after their last attempt
         self.limit = InFlightLimit(max_in_flight)
         self.recompute = RecomputeBudget()
         self._pace = UpstreamPace(step_time or StepTimeModel(remembers_sizes=True))
         self._streams = StreamTable(self._table, upstream, self._pace)
-        self._server = ServerState()
+        self.server = ServerState()
         self._inputs = ControllerInputs(controller, self._table, self._engine)
         self.counts: Counter[str] = Counter()  # accepted, finished, failed, cancelled, released
         self._outputs = OutputHandler(self._table, self.counts, worker_id)
@@ -118,12 +119,12 @@ class DispatchCore:
 
     def is_down(self, now: float) -> bool:
         """Return whether the server has been away for so long that this worker must not look alive."""
-        return self._server.is_down(now)
+        return self.server.is_down(now)
 
     def status(self, now: float) -> CoreStatus:
         model = self._pace.model
         return CoreStatus(
-            kv_usage=self._server.kv_usage,
+            kv_usage=self.server.kv_usage,
             kv_reserve_blocks=0,
             step_cost=self._pace.cost(),
             knows_step_times=model.is_warm,
@@ -146,10 +147,10 @@ class DispatchCore:
             **self._controller.explain(now),
             "upstream": {
                 "dialect": self._engine.device,
-                "is_reachable": self._server.is_reachable,
+                "is_reachable": self.server.is_reachable,
                 "in_flight": len(self._streams),
                 "max_in_flight": None if self.limit.value == NEVER_S else self.limit.value,
-                "num_waiting": self._server.num_waiting,
+                "num_waiting": self.server.num_waiting,
                 "computed_tokens": self.recompute.num_computed,
                 "recomputed_tokens": self.recompute.num_recomputed,
             },
@@ -185,7 +186,7 @@ class DispatchCore:
                 self._refused.append((state, reason, ""))
             else:
                 self._table.update(state)
-                self._attempts[state.id] = item.attempt
+                self._attempts.begin(state)
                 self._restored[state.tier.name] += state.num_restored
 
     def _new_state(self, item: Claimed, now: float, wall_ms: int) -> RequestState:
@@ -210,9 +211,8 @@ class DispatchCore:
         refused, self._refused = self._refused, []
         for state, reason, code in refused:
             self._outputs.fail(state, reason, now, report, code=code)
-        given_up, self._given_up = self._given_up, []
-        for state, reason in given_up:
-            if state.id in self._table.states:
+        for state, reason in self._attempts.take_given_up():
+            if self._table.states.get(state.id) is state:
                 self._fail(state, reason, now, report, EventKind.UNAVAILABLE)
         self._inputs.tell_requests(report, now)
         return report
@@ -244,7 +244,7 @@ class DispatchCore:
         if state.id in self._streams:
             self._streams.note_hang_up(state.id)
         self._streams.forget(state.id)
-        self._attempts.pop(state.id, None)
+        self._attempts.forget(state.id)
         self._table.remove(state)
 
     # -- decisions ---------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ class DispatchCore:
         return opened, self._streams.take_hung_up()
 
     def _is_held_back(self, now: float) -> bool:
-        return not self._server.is_reachable or self.limit.is_paused(now)
+        return not self.server.is_reachable or self.limit.is_paused(now)
 
     def _view(self, now: float) -> View:
         return View(
@@ -300,14 +300,14 @@ class DispatchCore:
         report, state = StepReport(), self._table.states.get(output.seq_id)
         if state is None or state.id not in self._streams:  # cancelled, or hung up
             return report
-        self._server.note_progress(now)
+        self.server.note_progress(now)
         num_computed, seen = self._streams.learn(state, output, now)
         self.recompute.refill(num_computed)
         if seen is not None:
             self._note_step(seen, now)
         if output.finish_reason is not None:
             self._streams.forget(state.id)
-            self._attempts.pop(state.id, None)
+            self._attempts.forget(state.id)
         self._outputs.take(state, output, self._bulk_total_s, now, report)
         self._inputs.tell_requests(report, now)
         return report
@@ -334,8 +334,10 @@ class DispatchCore:
             self._streams.interrupt(state, now)
             return report, [] if state.output_token_ids else [s.lease for s in self.release([request_id])]
         if isinstance(error, UpstreamUnreachable):
-            self._server.note_unreachable(now, is_certain=True)
+            self.server.note_unreachable(error, now, is_certain=True)
             self._streams.rewind(state, now)
+            if isinstance(error, UpstreamUnusable):
+                self._attempts.turn_away(state, str(error))
         elif isinstance(error, UpstreamLost):
             self.limit.pause(now)
             self._lose(state, str(error), now)
@@ -346,27 +348,28 @@ class DispatchCore:
 
     def _lose(self, state: RequestState, reason: str, now: float) -> None:
         """Prepare another attempt at a request whose stream has broken off. After the last one, it is given up."""
-        self._attempts[state.id] += 1
         self._streams.rewind(state, now)
-        if self._attempts[state.id] > state.tier.retry.max_attempts:
-            attempts = state.tier.retry.max_attempts
-            self._given_up.append((state, f"{reason} The request was given up after {attempts} attempts."))
+        self._attempts.count(state, reason)
 
     def _fail(self, state: RequestState, error: str, now: float, report: StepReport, kind: EventKind) -> None:
         self._streams.forget(state.id)
-        self._attempts.pop(state.id, None)
+        self._attempts.forget(state.id)
         self._table.remove(state)
         self._outputs.fail(state, error, now, report, kind)
 
     def note_load(self, load: UpstreamLoad | None, now: float) -> None:
-        """Record that the server answers, and what it says of its load."""
-        self._server.note_load(load)
+        """Record that the server answers, and what it says of its load.
+
+        If it turned requests away, and serves others again before it counts as down, the fault was in these requests.
+        """
+        self._attempts.settle(is_counted=not self.is_down(now))
+        self.server.note_load(load)
         if load is not None:
             self.limit.note_load(load, len(self._streams), now)
 
-    def note_unreachable(self, now: float) -> None:
+    def note_unreachable(self, error: UpstreamError, now: float) -> None:
         """Record that the server did not say its load."""
-        self._server.note_unreachable(now)
+        self.server.note_unreachable(error, now, is_certain=isinstance(error, UpstreamUnusable))
 
     def give_back(self, now: float) -> list[Lease]:
         """Release the requests that another worker can serve as well, because the server is down. Return their leases.
@@ -382,7 +385,7 @@ class DispatchCore:
 
     def review(self, depths: Mapping[str, int], now: float) -> list[Decision]:
         self.limit.grow(len(self._streams), now)
-        return self._inputs.review(self.tiers, depths, self._server.kv_usage, self._pace.model, now)
+        return self._inputs.review(self.tiers, depths, self.server.kv_usage, self._pace.model, now)
 
     def reconfigure(self, tiers: TierSet) -> None:
         """Use new tiers. A tier that was removed must not hold requests."""

@@ -9,7 +9,14 @@ from contextlib import aclosing, suppress
 
 import structlog
 
-from engine.streaming import StreamRequest, Upstream, UpstreamError
+from engine.streaming import (
+    StreamRequest,
+    Upstream,
+    UpstreamBusy,
+    UpstreamError,
+    UpstreamRefused,
+    UpstreamUnreachable,
+)
 from scheduler.clock import Clock
 from scheduler.control.feedback import UPDATE_S
 from scheduler.dispatch.core import DispatchCore
@@ -131,7 +138,8 @@ class StreamDriver:
 
     async def _end(self, request_id: str, error: UpstreamError) -> None:
         now = self._clock.now()
-        log.warning("a stream of the upstream ended early", request=request_id, reason=str(error))
+        if self._core.server.is_reachable or not isinstance(error, UpstreamUnreachable):  # else it was said before
+            log.warning("a stream of the upstream ended early", request=request_id, reason=str(error))
         report, leases = self._core.end_stream(request_id, error, now)
         self._reporter.report_requests(report)
         await self._release(leases)
@@ -146,18 +154,26 @@ class StreamDriver:
         while True:
             try:
                 load = await self._upstream.load()
-            except UpstreamError:
-                self._core.note_unreachable(self._clock.now())
+                if self._core.server.awaits_trial:
+                    await self._try_out()
+            except UpstreamBusy:
+                pass  # this tells neither that the server is away nor that it serves us again
+            except UpstreamError as error:
+                self._core.note_unreachable(error, self._clock.now())
             else:
                 self._core.note_load(load, self._clock.now())
             self._held.changed.set()
             await self._clock.sleep(LOAD_S)
 
+    async def _try_out(self) -> None:
+        with suppress(UpstreamRefused):  # a server that judges a request serves us
+            await self._upstream.try_out()
+
     def _say_if_down(self, now: float) -> None:
         is_down = self._core.is_down(now)
         if is_down and not self._was_down:
             hint = "requests go to other workers, or wait until it is back"
-            log.error("the upstream does not take connections", hint=hint)
+            log.error("the upstream does not serve", reason=self._core.server.reason, hint=hint)
         elif self._was_down and not is_down:
             log.info("the upstream is back")
             self._claimer.note_room()

@@ -13,6 +13,7 @@ from engine.streaming import (
     UpstreamLost,
     UpstreamRefused,
     UpstreamUnreachable,
+    UpstreamUnusable,
 )
 from engine.upstream.client import HttpUpstream
 from engine.upstream.dialects import PLAIN, VLLM
@@ -96,14 +97,19 @@ async def test_cancelling_hangs_up_before_the_first_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "kind"),
-    [(429, UpstreamBusy), (503, UpstreamBusy), (500, UpstreamLost), (502, UpstreamLost), (400, UpstreamRefused)],
+    ("kind", "status"),
+    [(UpstreamBusy, status) for status in (429, 503)]
+    + [(UpstreamLost, status) for status in (408, 500, 501, 502, 504, 520, 524)]
+    + [(UpstreamRefused, status) for status in (400, 413, 422)]
+    + [(UpstreamUnusable, status) for status in (204, 301, 307, 401, 402, 403, 404, 405, 410)],
 )
-async def test_statuses_say_whether_another_attempt_makes_sense(status: int, kind: type[Exception]) -> None:
+async def test_statuses_say_whether_another_attempt_makes_sense(kind: type[Exception], status: int) -> None:
+    said = "" if status == 204 else "no place here"
     async with scripted_server() as server:
-        server.scripts.append(Script(status=status, headers={"Retry-After": "7"}, body="no place\nhere"))
-        with pytest.raises(kind, match=f"{status}: no place here") as caught:
+        server.scripts.append(Script(status=status, headers={"Retry-After": "7"}, body=said.replace("e h", "e\nh")))
+        with pytest.raises(kind, match=f"{status}: {said}") as caught:
             await collect(client_of(server), request())
+    assert type(caught.value) is kind
     if isinstance(caught.value, UpstreamBusy):
         assert caught.value.retry_after_s == 7
 

@@ -8,8 +8,10 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
 
 from engine.step_time.cost import StepCost
+from engine.streaming import UpstreamUnusable
 from scheduler.client.client import SchedulerClient
 from scheduler.client.rejection import Rejected
 from scheduler.config import TierSet
@@ -271,6 +273,40 @@ def test_a_server_that_is_away_for_long_makes_the_worker_look_dead() -> None:
         assert [r.seq_id for r in world.upstream.opened].count("begun") == 2
 
     play(story)
+
+
+def test_a_server_that_turns_everyone_away_burns_no_attempts() -> None:
+    """A key that the server takes no longer: all work waits in the store until the server serves us again."""
+
+    async def story(world: World) -> None:
+        world.upstream.refusals[""] = UpstreamUnusable("The server answered 401: no such key")
+        asked = [asyncio.create_task(world.ask(f"b{i}", "bulk")) for i in range(10)]
+        await world.clock.sleep(60.0)
+        assert (await world.queue.depths(["bulk"]))["bulk"] == 10
+        assert await world.registry.workers() == []
+        assert len(world.upstream.refused) <= 10, "nothing is sent while a trial fails"
+        del world.upstream.refusals[""]
+        assert all(answer.is_right for answer in await asyncio.gather(*asked))
+
+    with capture_logs() as logs:
+        play(story)
+    [said] = [line for line in logs if line["log_level"] == "error"]
+    assert "401: no such key" in said["reason"]
+
+
+def test_a_request_that_alone_is_turned_away_is_given_up_and_others_go_on() -> None:
+    """Such as one whose text a firewall before the server does not let pass."""
+
+    async def story(world: World) -> tuple[Answer, list[Answer]]:
+        world.upstream.refusals["bad"] = UpstreamUnusable("The server answered 403: blocked")
+        flood = asyncio.create_task(bulk(world, 4, 10.0))
+        bad = await world.ask("bad", "bulk")
+        return bad, await flood
+
+    bad, others = play(story)
+    assert bad.events[-1].kind is EventKind.UNAVAILABLE
+    assert "403: blocked The request was given up after 4 attempts." in bad.events[-1].error
+    assert all(answer.is_right for answer in others)
 
 
 def test_a_server_that_sends_nothing_is_hung_up_and_asked_again() -> None:
