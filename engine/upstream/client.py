@@ -137,7 +137,7 @@ class HttpUpstream:
 async def _refusal(exchange: Exchange) -> UpstreamError:
     """Return the error for a response that is no stream."""
     status, text = exchange.status or 0, (await exchange.read_all()).decode(errors="replace")
-    said = f"The server answered {status}: {' '.join(text.split())[:MAX_QUOTED]}"
+    said = f"The model's server answered {status}: {' '.join(text.split())[:MAX_QUOTED]}"
     if status in BUSY:
         after = exchange.headers.get("retry-after", "")
         return UpstreamBusy(said, float(after) if after.isdecimal() else None)

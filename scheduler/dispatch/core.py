@@ -40,7 +40,7 @@ from scheduler.planning.output_handler import OutputHandler
 from scheduler.planning.request_table import RequestTable
 from scheduler.planning.status import CoreStatus, count_by_status
 from scheduler.planning.step_report import StepReport
-from scheduler.request import WORKER_DIED, Claimed, EventKind, Lease
+from scheduler.request import UPSTREAM_REFUSED, WORKER_DIED, Claimed, EventKind, Lease
 from scheduler.request_state import RequestState, Status
 
 # Bulk requests that are claimed before the server has a place for them. All others stay in the store, where they are
@@ -342,7 +342,7 @@ class DispatchCore:
             self.limit.pause(now)
             self._lose(state, str(error), now)
         else:
-            self._fail(state, str(error), now, report, EventKind.FAILED)
+            self._fail(state, str(error), now, report, EventKind.FAILED, UPSTREAM_REFUSED)
         self._inputs.tell_requests(report, now)
         return report, []
 
@@ -351,11 +351,13 @@ class DispatchCore:
         self._streams.rewind(state, now)
         self._attempts.count(state, reason)
 
-    def _fail(self, state: RequestState, error: str, now: float, report: StepReport, kind: EventKind) -> None:
+    def _fail(
+        self, state: RequestState, error: str, now: float, report: StepReport, kind: EventKind, code: str = ""
+    ) -> None:
         self._streams.forget(state.id)
         self._attempts.forget(state.id)
         self._table.remove(state)
-        self._outputs.fail(state, error, now, report, kind)
+        self._outputs.fail(state, error, now, report, kind, code)
 
     def note_load(self, load: UpstreamLoad | None, now: float) -> None:
         """Record that the server answers, and what it says of its load.

@@ -88,6 +88,18 @@ async def test_an_upstream_without_a_place_is_asked_again(client: AsyncOpenAI, u
     assert await ask(client, [50, 51]) == tokens_after([50, 51], 20)
 
 
+@pytest.mark.parametrize("tier", ["default", "flex"])
+async def test_what_the_upstream_refuses_is_the_clients_fault(
+    client: AsyncOpenAI, upstream: ScriptedServer, tier: str
+) -> None:
+    upstream.scripts.append(Script(status=400, body="too many\nstop words " + 500 * "x"))
+    with pytest.raises(BadRequestError, match="answered 400: too many stop words x+") as caught:
+        await ask(client, [55, 56], tier=tier)
+    assert (caught.value.code, caught.value.type) == ("upstream_refused", "invalid_request_error")
+    assert len(caught.value.message) < 500
+    assert len(upstream.bodies) == 1
+
+
 async def test_a_client_that_leaves_is_hung_up(client: AsyncOpenAI, upstream: ScriptedServer) -> None:
     upstream.scripts.append(Script(after=3, then="hang"))
     stream = await client.completions.create(model="tidegate-demo", prompt=[60, 61], max_tokens=20, stream=True)
