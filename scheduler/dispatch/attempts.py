@@ -26,7 +26,11 @@ class Attempts:
         self._counts[state.id] += 1
         attempts = state.tier.retry.max_attempts
         if self._counts[state.id] > attempts:
-            self._given_up.append((state, f"{reason} The request was given up after {attempts} attempts."))
+            self.give_up(state, f"{reason} The request was given up after {attempts} attempts.")
+
+    def give_up(self, state: RequestState, reason: str) -> None:
+        """Record that there is no further attempt at a request."""
+        self._given_up.append((state, reason))
 
     def turn_away(self, state: RequestState, reason: str) -> None:
         """Record that the server answered as if it served nobody. `settle` says whether the request is at fault."""

@@ -28,6 +28,7 @@ from scheduler.control.budget import Budgets
 from scheduler.control.controller import SLAController
 from scheduler.control.knobs import Decision
 from scheduler.dispatch.attempts import Attempts
+from scheduler.dispatch.busy_refusals import BusyRefusals
 from scheduler.dispatch.in_flight_limit import InFlightLimit
 from scheduler.dispatch.pace import SeenStep, UpstreamPace
 from scheduler.dispatch.policy import Decisions, View, decide
@@ -71,6 +72,7 @@ class DispatchCore:
         self._stall_s = stall_s
         self._table = RequestTable(self.tiers)
         self._attempts = Attempts()
+        self._busy = BusyRefusals()
         self._refused: list[tuple[RequestState, str, str]] = []  # with the reason, and its code
         self.limit = InFlightLimit(max_in_flight)
         self.recompute = RecomputeBudget()
@@ -168,7 +170,8 @@ class DispatchCore:
                 budget = replace(budgets.tiers[tier.name], decodes_only=False)
                 most = min(budget.max_num_seqs, held)
                 budgets = replace(budgets, tiers={**budgets.tiers, tier.name: replace(budget, max_num_seqs=most)})
-        return claim_limits(self.tiers, self._table, budgets, self._engine.max_step_tokens)
+        held_back = self._busy.num_waiting(now)
+        return claim_limits(self.tiers, self._table, budgets, self._engine.max_step_tokens, held_back=held_back)
 
     def accept(self, claimed: Sequence[Claimed], now: float, wall_ms: int) -> None:
         for item in claimed:
@@ -243,8 +246,12 @@ class DispatchCore:
         """Remove a request that ends here. If it has a stream, the driver must hang up."""
         if state.id in self._streams:
             self._streams.note_hang_up(state.id)
+        self._end(state)
+
+    def _end(self, state: RequestState) -> None:
         self._streams.forget(state.id)
         self._attempts.forget(state.id)
+        self._busy.forget(state.id)
         self._table.remove(state)
 
     # -- decisions ---------------------------------------------------------------------------------------------
@@ -276,6 +283,7 @@ class DispatchCore:
             evictable=self._streams.evictable(),
             recompute_tokens=self.recompute.num_tokens,
             hang_up_from_s=self._hang_up_from_s,
+            held_back=self._busy.waiting(now),
         )
 
     def _budgets(self, now: float) -> Budgets:
@@ -301,6 +309,8 @@ class DispatchCore:
         if state is None or state.id not in self._streams:  # cancelled, or hung up
             return report
         self.server.note_progress(now)
+        if output.token_ids and self._streams.awaits_tokens(state.id):
+            self._busy.note_served(state, self._streams.begun_s(state.id))
         num_computed, seen = self._streams.learn(state, output, now)
         self.recompute.refill(num_computed)
         if seen is not None:
@@ -330,9 +340,7 @@ class DispatchCore:
         if state is None or request_id not in self._streams:
             return report, []
         if isinstance(error, UpstreamBusy):
-            self.limit.note_busy(len(self._streams), error.retry_after_s, now)
-            self._streams.interrupt(state, now)
-            return report, [] if state.output_token_ids else [s.lease for s in self.release([request_id])]
+            return report, self._put_off(state, error, now)
         if isinstance(error, UpstreamUnreachable):
             self.server.note_unreachable(error, now, is_certain=True)
             self._streams.rewind(state, now)
@@ -346,6 +354,20 @@ class DispatchCore:
         self._inputs.tell_requests(report, now)
         return report, []
 
+    def _put_off(self, state: RequestState, error: UpstreamBusy, now: float) -> list[Lease]:
+        """Handle the refusal of a request for which the server has no place. Return the leases to give back."""
+        is_overtaken = self._busy.note_refused(state, self._streams.begun_s(state.id))
+        if not is_overtaken:
+            self.limit.note_busy(len(self._streams), error.retry_after_s, now)
+        self._streams.interrupt(state, now)
+        if self._busy.is_last(state, now):
+            self._attempts.give_up(state, f"{error} The request was given up, because it was refused again and again.")
+        elif is_overtaken:
+            self._busy.wait(state, error.retry_after_s, now)
+        elif not state.output_token_ids:
+            return [s.lease for s in self.release([state.id])]
+        return []
+
     def _lose(self, state: RequestState, reason: str, now: float) -> None:
         """Prepare another attempt at a request whose stream has broken off. After the last one, it is given up."""
         self._streams.rewind(state, now)
@@ -354,9 +376,7 @@ class DispatchCore:
     def _fail(
         self, state: RequestState, error: str, now: float, report: StepReport, kind: EventKind, code: str = ""
     ) -> None:
-        self._streams.forget(state.id)
-        self._attempts.forget(state.id)
-        self._table.remove(state)
+        self._end(state)
         self._outputs.fail(state, error, now, report, kind, code)
 
     def note_load(self, load: UpstreamLoad | None, now: float) -> None:

@@ -44,6 +44,14 @@ class StreamTable:
         states = self._table.states
         return any(states[i].tier.is_interactive and states[i].awaits_first_token for i in self._streams)
 
+    def begun_s(self, request_id: str) -> float:
+        """Return when the stream of a request was begun."""
+        return self._streams[request_id].begun_s
+
+    def awaits_tokens(self, request_id: str) -> bool:
+        """Return whether the stream of a request has brought no token yet."""
+        return not self._streams[request_id].has_tokens
+
     # -- begin and end -----------------------------------------------------------------------------------------
 
     def open(self, state: RequestState, now: float) -> StreamRequest:

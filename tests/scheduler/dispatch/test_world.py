@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from engine.step_time.cost import StepCost
-from engine.streaming import UpstreamUnusable
+from engine.streaming import UpstreamBusy, UpstreamUnusable
 from scheduler.client.client import SchedulerClient
 from scheduler.client.rejection import Rejected
 from scheduler.config import TierSet
@@ -339,6 +339,57 @@ def test_refusals_lower_what_is_sent_and_lose_nothing() -> None:
     answers, limit = play(story, places=6)
     assert answers and all(answer.is_right for answer in answers)
     assert limit <= 10
+
+
+def test_a_request_that_is_always_refused_as_busy_stops_no_others_and_is_given_up() -> None:
+    async def story(world: World) -> tuple[list[Answer], list[Answer]]:
+        flood = asyncio.create_task(bulk(world, 4, 60.0))
+        await world.clock.sleep(1.0)
+        bad = [await world.ask(name, "bulk", job_part="a line") for name in ("bad", "again")]
+        return bad, await flood
+
+    async def undisturbed(world: World) -> tuple[list[Answer], list[Answer]]:
+        return [], await bulk(world, 4, 60.0)
+
+    async def refusing(world: World) -> tuple[list[Answer], list[Answer]]:
+        world.upstream.refusals |= dict.fromkeys(("bad", "again"), UpstreamBusy("The server answered 429: no.", 5.0))
+        bad, others = await story(world)
+        assert world.upstream.refused.count("bad") <= 8
+        assert world.upstream.refused.count("again") == 1, "what was given up is remembered by its name"
+        return bad, others
+
+    bad, others = play(refusing)
+    _, usual = play(undisturbed)
+    for answer in bad:
+        assert answer.events[-1].kind is EventKind.UNAVAILABLE
+        assert "429: no. The request was given up" in answer.events[-1].error
+    assert all(answer.is_right for answer in others)
+    assert len(others) >= 0.7 * len(usual), "the first refusals pause all"
+
+
+def test_a_request_that_is_refused_until_its_deadline_ends_then() -> None:
+    async def story(world: World) -> tuple[Answer, float]:
+        world.upstream.refusals[""] = UpstreamBusy("The server answered 429: no quota.")
+        answer = await world.ask("late", "bulk", deadline_ms=world.clock.wall_ms() + 20_000)
+        return answer, world.clock.now() - answer.submitted_s
+
+    answer, seconds = play(story)
+    assert answer.events[-1].kind is EventKind.UNAVAILABLE
+    assert 20 < seconds < 25
+
+
+def test_a_busy_server_keeps_its_requests_until_it_has_a_place() -> None:
+    """However many refusals there are: all are refused alike."""
+
+    async def story(world: World) -> list[Answer]:
+        world.upstream.refusals[""] = UpstreamBusy("The server answered 503: no place.")
+        asked = [asyncio.create_task(world.ask(f"b{i}", "bulk")) for i in range(10)]
+        await world.clock.sleep(60.0)
+        assert len(world.upstream.refused) > 10
+        del world.upstream.refusals[""]
+        return await asyncio.gather(*asked)
+
+    assert all(answer.is_right for answer in play(story))
 
 
 def test_a_cancelled_request_is_hung_up() -> None:
