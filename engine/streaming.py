@@ -82,6 +82,10 @@ class Upstream(Protocol):
         """Return whether a sequence that is continued from its tokens is the same as one that was never hung up."""
         ...
 
+    def can_repeat(self, sampling: SamplingParams) -> bool:
+        """Return whether a sequence that is begun again gets the same tokens."""
+        ...
+
     def stream(self, request: StreamRequest) -> AsyncGenerator[SequenceOutput, None]:
         """Return the tokens of `request` as the server sends them. Closing the generator hangs up.
 

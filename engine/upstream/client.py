@@ -64,6 +64,9 @@ class HttpUpstream:
     def can_continue(self, sampling: SamplingParams, is_seeded: bool) -> bool:
         return self._dialect.takes_ids and can_continue(sampling, is_seeded)
 
+    def can_repeat(self, sampling: SamplingParams) -> bool:
+        return self._dialect.takes_ids and (self._dialect.repeats or sampling.temperature == 0)
+
     async def stream(self, request: StreamRequest) -> AsyncGenerator[SequenceOutput, None]:
         body, exchange = msgspec.json.encode(self._body(request)), None
         try:

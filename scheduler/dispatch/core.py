@@ -47,6 +47,7 @@ from scheduler.request_state import RequestState, Status
 # Bulk requests that are claimed before the server has a place for them. All others stay in the store, where they are
 # sorted with those that come later, and where other workers find them.
 BULK_PREFETCH = 4
+CANNOT_GO_ON = "The answer cannot be continued from where it ended."
 
 
 class DispatchCore:
@@ -216,6 +217,8 @@ class DispatchCore:
             self._outputs.fail(state, reason, now, report, code=code)
         for state, reason in self._attempts.take_given_up():
             if self._table.states.get(state.id) is state:
+                if state.id in self._streams:
+                    self._streams.note_hang_up(state.id)
                 self._fail(state, reason, now, report, EventKind.UNAVAILABLE)
         self._inputs.tell_requests(report, now)
         return report
@@ -343,7 +346,7 @@ class DispatchCore:
             return report, self._put_off(state, error, now)
         if isinstance(error, UpstreamUnreachable):
             self.server.note_unreachable(error, now, is_certain=True)
-            self._streams.rewind(state, now)
+            self._rewind(state, str(error), now)
             if isinstance(error, UpstreamUnusable):
                 self._attempts.turn_away(state, str(error))
         elif isinstance(error, UpstreamLost):
@@ -370,8 +373,14 @@ class DispatchCore:
 
     def _lose(self, state: RequestState, reason: str, now: float) -> None:
         """Prepare another attempt at a request whose stream has broken off. After the last one, it is given up."""
-        self._streams.rewind(state, now)
+        self._rewind(state, reason, now)
         self._attempts.count(state, reason)
+
+    def _rewind(self, state: RequestState, reason: str, now: float) -> None:
+        """Prepare another stream of a request; give it up if the client has tokens that would not fit the new ones."""
+        if self._streams.cannot_go_on(state):
+            self._attempts.give_up(state, f"{reason} {CANNOT_GO_ON}")
+        self._streams.rewind(state, now)
 
     def _fail(
         self, state: RequestState, error: str, now: float, report: StepReport, kind: EventKind, code: str = ""
@@ -396,12 +405,16 @@ class DispatchCore:
     def give_back(self, now: float) -> list[Lease]:
         """Release the requests that another worker can serve as well, because the server is down. Return their leases.
 
-        Requests with tokens that can be continued stay: only this worker knows their tokens.
+        Requests with tokens that can be continued stay, because only this worker knows their tokens. Those with which
+        nobody can go on are given up.
         """
         if not self.is_down(now):
             return []
-        held = [s.id for s in self.states if not (s.output_token_ids and self._streams.can_continue(s))]
-        return [state.lease for state in self.release(held)]
+        held = [s for s in self.states if not (s.output_token_ids and self._streams.can_continue(s))]
+        ending = [s for s in held if self._streams.cannot_go_on(s)]
+        for state in ending:
+            self._attempts.give_up(state, f"{self.server.reason} {CANNOT_GO_ON}")
+        return [state.lease for state in self.release([s.id for s in held if s not in ending])]
 
     # -- twice a second ----------------------------------------------------------------------------------------
 

@@ -100,8 +100,9 @@ class StreamDriver:
     async def _carry_out(self) -> None:
         now = self._clock.now()
         self._say_if_down(now)
-        await self._release(self._core.give_back(now))
+        leases = self._core.give_back(now)
         self._reporter.report_requests(self._core.refuse(now))
+        await self._release(leases)
         opened, hung_up = self._core.decide(now)
         for request_id in hung_up:
             self._hang_up(request_id)

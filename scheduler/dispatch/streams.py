@@ -99,6 +99,11 @@ class StreamTable:
             state.report_logprobs()
             state.num_reported = 0
 
+    def cannot_go_on(self, state: RequestState) -> bool:
+        """Return whether the client has tokens of a request that no other stream would go on with."""
+        can_go_on = self.can_continue(state) or self._upstream.can_repeat(state.request.sampling)
+        return state.num_reported > 0 and not can_go_on
+
     def note_hang_up(self, request_id: str) -> None:
         """Record that the driver must hang up the stream of a request."""
         self._hung_up.append(request_id)

@@ -73,9 +73,11 @@ def test_parameters_have_the_names_of_the_dialect() -> None:
     assert (llama["top_k"], llama["top_p"], llama["min_p"]) == (0, 1.0, 0.0), "its own defaults are others"
 
 
-def test_a_seed_is_sent_only_if_the_caller_chose_it() -> None:
-    assert "seed" not in body(VLLM)
-    assert body(VLLM, is_seeded=True)["seed"] == 3
+def test_a_seed_is_sent_if_the_caller_chose_it_or_it_lets_an_answer_begin_again() -> None:
+    assert body(VLLM)["seed"] == body(VLLM, is_seeded=True)["seed"] == body(LLAMA_CPP)["seed"] == 3
+    assert "sampling_seed" not in body(SGLANG)["sampling_params"] and "seed" not in body(PLAIN)
+    assert body(PLAIN, is_seeded=True)["seed"] == 3
+    assert "seed" not in body(VLLM, output=(7, 8)), "the random numbers of the beginning must not come again"
 
 
 def test_a_continuation_asks_for_what_is_left() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from demo_model.location import demo_model_path
 from engine.interface import EngineInfo, FinishReason, SamplingParams, SequenceOutput
 from engine.streaming import (
     StreamRequest,
@@ -16,7 +17,8 @@ from engine.streaming import (
     UpstreamUnusable,
 )
 from engine.upstream.client import HttpUpstream
-from engine.upstream.dialects import PLAIN, VLLM
+from engine.upstream.connect import UpstreamConfig, connect
+from engine.upstream.dialects import PLAIN, SGLANG, VLLM
 from tests.engine.upstream.scripted import MODEL, VOCAB, Script, ScriptedServer, scripted_server, tokens_after
 
 INFO = EngineInfo("model", 512, VOCAB, 16, 1024, 2048)
@@ -152,6 +154,19 @@ async def test_without_priority_scheduling_no_priority_is_sent() -> None:
         with pytest.raises(UpstreamRefused, match="priority"):
             await collect(client_of(server), request())
         assert await collect(client_of(server, with_priority=False), request()) == tokens_after(PROMPT, 6)
+
+
+def test_what_is_the_same_when_it_begins_again() -> None:
+    sampled, greedy = SamplingParams(8), SamplingParams(8, temperature=0.0)
+    assert client_of(ScriptedServer()).can_repeat(sampled)
+    sglang = HttpUpstream(ScriptedServer().sender, SGLANG, MODEL, INFO)
+    assert sglang.can_repeat(greedy) and not sglang.can_repeat(sampled)
+
+
+async def test_texts_are_not_the_same_ids_when_they_begin_again() -> None:
+    async with scripted_server(returns_ids=False) as server:
+        plain = await connect(UpstreamConfig(server.url, str(demo_model_path())))
+    assert not plain.can_repeat(SamplingParams(8, temperature=0.0))
 
 
 def test_a_server_of_texts_cannot_continue() -> None:

@@ -57,6 +57,7 @@ class ModeledUpstream:
         self._noise = noise
         self._random = random.Random(seed)
         self.places = places
+        self.repeats = True  # whether an answer that begins again is the same
         self.refuses = False  # answer 503 instead of letting requests wait
         self.is_up = True
         self.refusals: dict[str, UpstreamError] = {}  # what the streams of these requests get; "": all, and trials
@@ -70,6 +71,9 @@ class ModeledUpstream:
 
     def can_continue(self, sampling: SamplingParams, is_seeded: bool) -> bool:
         return can_continue(sampling, is_seeded)
+
+    def can_repeat(self, sampling: SamplingParams) -> bool:
+        return self.repeats
 
     async def load(self) -> UpstreamLoad | None:
         if not self.is_up:

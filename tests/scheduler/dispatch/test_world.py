@@ -253,6 +253,33 @@ def test_a_server_that_dies_in_mid_stream_loses_nothing() -> None:
     assert all(answer.is_right for answer in play(story))
 
 
+@pytest.mark.parametrize("how", ["dies", "freezes", "is away"])
+def test_an_answer_that_cannot_go_on_where_it_ended_ends_with_an_error(how: str) -> None:
+    """The client has its beginning, and a new one would be another. What nobody has seen yet begins again."""
+
+    async def story(world: World) -> tuple[Answer, Answer]:
+        world.upstream.repeats = False
+        penalised = {"max_tokens": 200, "presence_penalty": 0.5}
+        seen = asyncio.create_task(world.ask("seen", "bulk", **penalised))
+        unseen = asyncio.create_task(world.ask("unseen", "bulk", delivery=Delivery.AT_END, **penalised))
+        await world.clock.sleep(1.0)
+        assert len(world.upstream.running) == 2
+        if how == "dies":
+            world.upstream.die()
+        else:
+            world.upstream.is_frozen, world.upstream.is_up = True, how == "freezes"
+        await world.clock.sleep(8.0)
+        world.upstream.is_up = True
+        world.upstream.thaw()
+        return await seen, await unseen
+
+    seen, unseen = play(story, stall_s=5.0)
+    assert seen.events[-1].kind is EventKind.UNAVAILABLE
+    assert "cannot be continued" in seen.events[-1].error
+    assert 0 < len(seen.token_ids) < 200
+    assert unseen.is_right
+
+
 def test_a_server_that_is_away_for_long_makes_the_worker_look_dead() -> None:
     """Bulk waits in the store; what only this worker can continue stays here; chats are refused."""
 
