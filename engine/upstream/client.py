@@ -23,6 +23,7 @@ from engine.upstream.bodies import body_of, can_continue
 from engine.upstream.chunks import EventSplitter, Piece, reader_of
 from engine.upstream.dialects import Dialect
 from engine.upstream.http import Exchange, HttpSender
+from engine.upstream.models import ModelCard, list_models
 from engine.upstream.texts import Texts
 
 MAX_QUOTED = 300  # characters of a server's error message that are passed on
@@ -33,13 +34,13 @@ TRIAL_S = 120.0  # a server may compile kernels for its first tokens
 
 
 class HttpUpstream:
-    """One server and one of its models. `texts` is needed for a dialect that takes no token ids."""
+    """One server and `card`, one of its models. `texts` is needed for a dialect that takes no token ids."""
 
     def __init__(
         self,
         sender: HttpSender,
         dialect: Dialect,
-        model: str,
+        card: ModelCard,
         info: EngineInfo,
         texts: Texts | None = None,
         *,
@@ -48,7 +49,7 @@ class HttpUpstream:
         assert dialect.takes_ids or texts is not None
         self._sender = sender
         self._dialect = dialect
-        self._model = model
+        self._card = card
         self._info = info
         self._texts = texts
         self._with_priority = with_priority
@@ -87,9 +88,13 @@ class HttpUpstream:
                 exchange.hang_up()
 
     async def load(self) -> UpstreamLoad | None:
+        if not any(card.is_same_model(self._card) for card in await list_models(self._sender)):
+            raise UpstreamUnusable(
+                f"The server at {self._sender.address} has another model than at the start of this worker. "
+                "If it is the right one, start the worker again."
+            )
         metrics = self._dialect.metrics
         if metrics is None:
-            await self._sender.get("/v1/models")
             return None
         status, body = await self._sender.get("/metrics")
         if status != 200:
@@ -111,7 +116,7 @@ class HttpUpstream:
     def _body(self, request: StreamRequest) -> dict[str, object]:
         known = (*request.prompt_token_ids, *request.output_token_ids)
         prompt = list(known) if self._texts is None else self._texts.prompt(known)
-        return body_of(request, self._dialect, self._model, prompt, with_priority=self._with_priority)
+        return body_of(request, self._dialect, self._card.id, prompt, with_priority=self._with_priority)
 
     async def _pieces(self, exchange: Exchange) -> AsyncGenerator[Piece, None]:
         splitter, reader = EventSplitter(), reader_of(self._dialect)
@@ -123,7 +128,11 @@ class HttpUpstream:
                 yield piece
 
     def _output(self, request: StreamRequest, piece: Piece, num_tokens: int) -> SequenceOutput:
-        reason = piece.finish_reason
+        reason, vocab_size = piece.finish_reason, self._info.vocab_size
+        if self._dialect.takes_ids and not all(0 <= token_id < vocab_size for token_id in piece.token_ids):
+            raise UpstreamLost(
+                f"The server sent token ids outside the vocabulary of {vocab_size}: is it another model?"
+            )
         num_output = num_tokens - len(request.prompt_token_ids)
         if reason is None and self._dialect.takes_ids and num_output >= request.sampling.max_tokens:
             reason = FinishReason.LENGTH  # the event that says so may be lost with the connection

@@ -274,7 +274,7 @@ class DispatchCore:
         return opened, self._streams.take_hung_up()
 
     def _is_held_back(self, now: float) -> bool:
-        return not self.server.is_reachable or self.limit.is_paused(now)
+        return self.server.is_in_doubt or self.limit.is_paused(now)
 
     def _view(self, now: float) -> View:
         return View(
@@ -351,6 +351,7 @@ class DispatchCore:
                 self._attempts.turn_away(state, str(error))
         elif isinstance(error, UpstreamLost):
             self.limit.pause(now)
+            self.server.note_lost()
             self._lose(state, str(error), now)
         else:
             self._fail(state, str(error), now, report, EventKind.FAILED, UPSTREAM_REFUSED)

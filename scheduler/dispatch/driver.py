@@ -14,6 +14,7 @@ from engine.streaming import (
     Upstream,
     UpstreamBusy,
     UpstreamError,
+    UpstreamLost,
     UpstreamRefused,
     UpstreamUnreachable,
 )
@@ -58,6 +59,7 @@ class StreamDriver:
         self._streams: dict[str, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()  # tasks of streams that were hung up
         self._failed: BaseException | None = None
+        self._stream_lost = asyncio.Event()  # set when a stream broke off: what the server said before may be over
         self._was_down = False
         self._draining = False
         self._stopped = False
@@ -141,6 +143,8 @@ class StreamDriver:
         now = self._clock.now()
         if self._core.server.is_reachable or not isinstance(error, UpstreamUnreachable):  # else it was said before
             log.warning("a stream of the upstream ended early", request=request_id, reason=str(error))
+        if isinstance(error, UpstreamLost):
+            self._stream_lost.set()
         report, leases = self._core.end_stream(request_id, error, now)
         self._reporter.report_requests(report)
         await self._release(leases)
@@ -151,20 +155,27 @@ class StreamDriver:
             await self._refusals.attempt(self._queue.release(leases))
 
     async def _watch(self) -> None:
-        """Ask the server for its load once in a while, and notice that it is away or back."""
+        """Ask the server for its load once in a while and after lost streams, and notice that it is away or back."""
         while True:
-            try:
-                load = await self._upstream.load()
-                if self._core.server.awaits_trial:
-                    await self._try_out()
-            except UpstreamBusy:
-                pass  # this tells neither that the server is away nor that it serves us again
-            except UpstreamError as error:
-                self._core.note_unreachable(error, self._clock.now())
-            else:
-                self._core.note_load(load, self._clock.now())
+            self._stream_lost.clear()
+            await self._look()
             self._held.changed.set()
-            await self._clock.sleep(LOAD_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOAD_S):
+                    await self._stream_lost.wait()
+
+    async def _look(self) -> None:
+        try:
+            load = await self._upstream.load()
+            if self._core.server.awaits_trial:
+                await self._try_out()
+        except UpstreamBusy:  # this tells neither that the server is away nor that it serves us again
+            self._core.server.note_busy()
+        except UpstreamError as error:
+            self._core.note_unreachable(error, self._clock.now())
+        else:
+            if not self._stream_lost.is_set():
+                self._core.note_load(load, self._clock.now())
 
     async def _try_out(self) -> None:
         with suppress(UpstreamRefused):  # a server that judges a request serves us

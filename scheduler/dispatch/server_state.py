@@ -14,12 +14,18 @@ class ServerState:
         self._load = UpstreamLoad()
         self._down_since_s: float | None = None
         self._progress_s = -NEVER_S  # time of the newest token of any stream
+        self._is_stream_lost = False  # whether a stream broke off since the last look
         self.reason = ""  # why the server is away, as a sentence
         self.awaits_trial = False  # whether the server turned us away, so that a trial must say when it serves us
 
     @property
     def is_reachable(self) -> bool:
         return self._down_since_s is None
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether the server may be away, or another one: a stream broke off, and nobody has asked since."""
+        return self._down_since_s is not None or self._is_stream_lost
 
     @property
     def kv_usage(self) -> float:
@@ -38,9 +44,17 @@ class ServerState:
         """Record that a stream brought something."""
         self._progress_s = now
 
+    def note_lost(self) -> None:
+        """Record that a stream broke off."""
+        self._is_stream_lost = True
+
+    def note_busy(self) -> None:
+        """Record that the server has no time to say anything."""
+        self._is_stream_lost = False
+
     def note_load(self, load: UpstreamLoad | None) -> None:
         """Record that the server serves us, and what it says of its load."""
-        self._down_since_s, self.awaits_trial = None, False
+        self._down_since_s, self._is_stream_lost, self.awaits_trial = None, False, False
         if load is not None:
             self._load = load
 

@@ -19,14 +19,16 @@ from engine.streaming import (
 from engine.upstream.client import HttpUpstream
 from engine.upstream.connect import UpstreamConfig, connect
 from engine.upstream.dialects import PLAIN, SGLANG, VLLM
+from engine.upstream.models import ModelCard
 from tests.engine.upstream.scripted import MODEL, VOCAB, Script, ScriptedServer, scripted_server, tokens_after
 
 INFO = EngineInfo("model", 512, VOCAB, 16, 1024, 2048)
+CARD = ModelCard(MODEL, "vllm")
 PROMPT = (5, 6, 7)
 
 
 def client_of(server: ScriptedServer, **options: Any) -> HttpUpstream:
-    return HttpUpstream(server.sender, VLLM, MODEL, INFO, **options)
+    return HttpUpstream(server.sender, VLLM, CARD, INFO, **options)
 
 
 def request(max_tokens: int = 6, output: tuple[int, ...] = (), **sampling: Any) -> StreamRequest:
@@ -149,6 +151,41 @@ async def test_the_servers_own_metrics_tell_its_load() -> None:
         assert await client_of(server).load() is None
 
 
+@pytest.mark.parametrize("status", [404, 500, 502, 503])
+async def test_only_the_servers_own_answer_tells_that_it_is_there(status: int) -> None:
+    """A proxy before a server that is away answers, too."""
+    async with scripted_server(models_status=status) as server:
+        with pytest.raises(UpstreamUnreachable, match=str(status)):
+            await client_of(server).load()
+        server.models_status = 429
+        with pytest.raises(UpstreamBusy):
+            await client_of(server).load()
+        server.models_status = 401
+        with pytest.raises(UpstreamUnusable, match="TIDEGATE_UPSTREAM_API_KEY"):
+            await client_of(server).load()
+        server.models_status = 200
+        assert await client_of(server).load() is None
+
+
+@pytest.mark.parametrize(
+    "change", [{"models": ("other",)}, {"models": ()}, {"root": "org/other"}, {"owned_by": "sglang"}]
+)
+async def test_a_server_with_another_model_serves_us_no_longer(change: dict[str, Any]) -> None:
+    async with scripted_server(models=("first", MODEL)) as server:
+        assert await client_of(server).load() is None
+        for name, value in change.items():
+            setattr(server, name, value)
+        with pytest.raises(UpstreamUnusable, match="another model than at the start of this worker"):
+            await client_of(server).load()
+
+
+@pytest.mark.parametrize("offset", [VOCAB, -VOCAB])
+async def test_ids_outside_the_vocabulary_are_a_lost_stream(offset: int) -> None:
+    async with scripted_server(token_offset=offset) as server:
+        with pytest.raises(UpstreamLost, match="outside the vocabulary"):
+            await collect(client_of(server), request())
+
+
 async def test_without_priority_scheduling_no_priority_is_sent() -> None:
     async with scripted_server(priorities=False) as server:
         with pytest.raises(UpstreamRefused, match="priority"):
@@ -159,7 +196,7 @@ async def test_without_priority_scheduling_no_priority_is_sent() -> None:
 def test_what_is_the_same_when_it_begins_again() -> None:
     sampled, greedy = SamplingParams(8), SamplingParams(8, temperature=0.0)
     assert client_of(ScriptedServer()).can_repeat(sampled)
-    sglang = HttpUpstream(ScriptedServer().sender, SGLANG, MODEL, INFO)
+    sglang = HttpUpstream(ScriptedServer().sender, SGLANG, CARD, INFO)
     assert sglang.can_repeat(greedy) and not sglang.can_repeat(sampled)
 
 
@@ -172,4 +209,4 @@ async def test_texts_are_not_the_same_ids_when_they_begin_again() -> None:
 def test_a_server_of_texts_cannot_continue() -> None:
     assert client_of(ScriptedServer()).can_continue(SamplingParams(8), False)
     with pytest.raises(AssertionError):
-        HttpUpstream(ScriptedServer().sender, PLAIN, MODEL, INFO)
+        HttpUpstream(ScriptedServer().sender, PLAIN, CARD, INFO)
