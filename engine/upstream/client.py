@@ -133,6 +133,8 @@ class HttpUpstream:
             raise UpstreamLost(
                 f"The server sent token ids outside the vocabulary of {vocab_size}: is it another model?"
             )
+        if request.sampling.logprobs is not None and len(piece.logprobs) != len(piece.token_ids):
+            raise UpstreamLost("The server sent tokens without the log probabilities that were asked for.")
         num_output = num_tokens - len(request.prompt_token_ids)
         if reason is None and self._dialect.takes_ids and num_output >= request.sampling.max_tokens:
             reason = FinishReason.LENGTH  # the event that says so may be lost with the connection

@@ -186,6 +186,12 @@ async def test_ids_outside_the_vocabulary_are_a_lost_stream(offset: int) -> None
             await collect(client_of(server), request())
 
 
+async def test_tokens_without_the_log_probabilities_that_were_asked_for_are_a_lost_stream() -> None:
+    async with scripted_server() as server:
+        with pytest.raises(UpstreamLost, match="log probabilities"):
+            await collect(client_of(server), request(logprobs=2))
+
+
 async def test_without_priority_scheduling_no_priority_is_sent() -> None:
     async with scripted_server(priorities=False) as server:
         with pytest.raises(UpstreamRefused, match="priority"):
