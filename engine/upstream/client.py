@@ -5,7 +5,7 @@ HTTP statuses; does not know tiers, attempts or time.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator
 
 import msgspec
 
@@ -23,6 +23,7 @@ from engine.upstream.bodies import body_of, can_continue
 from engine.upstream.chunks import EventSplitter, Piece, reader_of
 from engine.upstream.dialects import Dialect
 from engine.upstream.http import Exchange, HttpSender
+from engine.upstream.metrics import load_of
 from engine.upstream.models import ModelCard, list_models
 from engine.upstream.texts import Texts
 
@@ -93,15 +94,10 @@ class HttpUpstream:
                 f"The server at {self._sender.address} has another model than at the start of this worker. "
                 "If it is the right one, start the worker again."
             )
-        metrics = self._dialect.metrics
-        if metrics is None:
+        if self._dialect.metrics is None:
             return None
         status, body = await self._sender.get("/metrics")
-        if status != 200:
-            return None
-        names = (metrics.running, metrics.waiting, metrics.kv_usage)
-        running, waiting, kv_usage = (_sum_of(name, body.decode(errors="replace")) for name in names)
-        return UpstreamLoad(_whole(running), _whole(waiting), kv_usage)
+        return load_of(self._dialect.metrics, body.decode(errors="replace")) if status == 200 else None
 
     async def try_out(self) -> bool:
         first = self._info.eos_token_ids[0] if self._info.eos_token_ids else 0
@@ -158,21 +154,3 @@ async def _refusal(exchange: Exchange) -> UpstreamError:
     if status in REFUSED:
         return UpstreamRefused(said)
     return UpstreamLost(said) if status >= 500 or status == TIMED_OUT else UpstreamUnusable(said)
-
-
-def _sum_of(name: str, text: str) -> float | None:
-    """Return the sum of a metric over its labels; None if the server does not have it."""
-    from prometheus_client.parser import text_string_to_metric_families  # only this function needs it
-
-    lines = [line for line in text.splitlines() if line.startswith(name)]
-    samples = [sample for family in text_string_to_metric_families(_joined(lines)) for sample in family.samples]
-    values = [sample.value for sample in samples if sample.name == name]
-    return sum(values) if values else None
-
-
-def _joined(lines: Iterable[str]) -> str:
-    return "\n".join(lines) + "\n"
-
-
-def _whole(value: float | None) -> int | None:
-    return None if value is None else int(value)

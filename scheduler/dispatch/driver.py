@@ -173,6 +173,8 @@ class StreamDriver:
             self._core.server.note_busy()
         except UpstreamError as error:
             self._core.note_unreachable(error, self._clock.now())
+        except Exception as error:  # a bug must end the worker, and not only the looks
+            self._failed = error
         else:
             if not self._stream_lost.is_set():
                 self._core.note_load(load, self._clock.now())

@@ -4,6 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from demo_model.location import demo_model_path
 from engine.interface import EngineInfo, FinishReason, SamplingParams, SequenceOutput
@@ -19,6 +21,7 @@ from engine.streaming import (
 from engine.upstream.client import HttpUpstream
 from engine.upstream.connect import UpstreamConfig, connect
 from engine.upstream.dialects import PLAIN, SGLANG, VLLM
+from engine.upstream.metrics import load_of
 from engine.upstream.models import ModelCard
 from tests.engine.upstream.scripted import MODEL, VOCAB, Script, ScriptedServer, scripted_server, tokens_after
 
@@ -184,6 +187,23 @@ async def test_ids_outside_the_vocabulary_are_a_lost_stream(offset: int) -> None
     async with scripted_server(token_offset=offset) as server:
         with pytest.raises(UpstreamLost, match="outside the vocabulary"):
             await collect(client_of(server), request())
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "-3", "1e300", "1e400", "x", "", '{a="b} 3', "é"])
+async def test_no_value_of_a_metric_fails(value: str) -> None:
+    """What is no number of requests is as good as unknown."""
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    async with scripted_server(metrics="".join(f"{name} {value}\n" for name in names)) as server:
+        assert await client_of(server).load() == UpstreamLoad(None, None, None)
+
+
+@given(
+    st.lists(st.sampled_from(["vllm:num_requests_running", "{", "}", '"', "=", " ", "\n", "NaN", "7", "#"]) | st.text())
+)
+@settings(max_examples=300)
+def test_metrics_of_any_form_can_be_read(parts: list[str]) -> None:
+    load = load_of(VLLM.metrics, "".join(parts)) if VLLM.metrics is not None else UpstreamLoad()
+    assert load.num_running is None or load.num_running >= 0
 
 
 async def test_tokens_without_the_log_probabilities_that_were_asked_for_are_a_lost_stream() -> None:

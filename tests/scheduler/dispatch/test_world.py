@@ -419,6 +419,18 @@ def test_a_busy_server_keeps_its_requests_until_it_has_a_place() -> None:
     assert all(answer.is_right for answer in play(story))
 
 
+def test_a_bug_in_the_probe_ends_the_worker_and_not_the_probe_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(self: ModeledUpstream) -> None:
+        raise ValueError("a bug")
+
+    async def story(world: World) -> None:
+        await world.running
+
+    monkeypatch.setattr(ModeledUpstream, "load", fail)
+    with pytest.raises(ValueError, match="a bug"):
+        play(story)
+
+
 def test_a_cancelled_request_is_hung_up() -> None:
     async def story(world: World) -> None:
         request = make_request("r", "bulk", 32, 500, arrival_ms=world.clock.wall_ms())
