@@ -31,6 +31,7 @@ MAX_QUOTED = 300  # characters of a server's error message that are passed on
 BUSY = (429, 503)
 REFUSED = (400, 413, 422)  # the fault is in the request
 TIMED_OUT = 408
+TRIAL_PRIORITY = 1000  # above all tiers: while a trial runs, nothing else may be sent
 TRIAL_S = 120.0  # a server may compile kernels for its first tokens
 
 
@@ -102,7 +103,7 @@ class HttpUpstream:
     async def try_out(self) -> bool:
         first = self._info.eos_token_ids[0] if self._info.eos_token_ids else 0
         sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos="ignore_eos" not in self.unsupported)
-        trial = StreamRequest("trial", (first,), sampling, priority=1)
+        trial = StreamRequest("trial", (first,), sampling, priority=TRIAL_PRIORITY)
         try:
             async with asyncio.timeout(TRIAL_S):
                 return any([output.token_ids async for output in self.stream(trial)])

@@ -19,7 +19,6 @@ from engine.streaming import (
     UpstreamError,
     UpstreamLoad,
     UpstreamLost,
-    UpstreamUnreachable,
     UpstreamUnusable,
 )
 from scheduler.clock import NEVER_S
@@ -27,12 +26,11 @@ from scheduler.config import TierSet
 from scheduler.control.budget import Budgets
 from scheduler.control.controller import SLAController
 from scheduler.control.knobs import Decision
-from scheduler.dispatch.attempts import Attempts
-from scheduler.dispatch.busy_refusals import BusyRefusals
 from scheduler.dispatch.in_flight_limit import InFlightLimit
 from scheduler.dispatch.pace import SeenStep, UpstreamPace
 from scheduler.dispatch.policy import Decisions, View, decide
 from scheduler.dispatch.recompute_budget import RecomputeBudget
+from scheduler.dispatch.retries import Retries
 from scheduler.dispatch.server_state import ServerState
 from scheduler.dispatch.streams import StreamTable
 from scheduler.planning.claims import claim_limits, reason_against, reason_to_give_up, restored_tokens
@@ -47,7 +45,6 @@ from scheduler.request_state import RequestState, Status
 # Bulk requests that are claimed before the server has a place for them. All others stay in the store, where they are
 # sorted with those that come later, and where other workers find them.
 BULK_PREFETCH = 4
-CANNOT_GO_ON = "The answer cannot be continued from where it ended."
 
 
 class DispatchCore:
@@ -72,14 +69,13 @@ class DispatchCore:
         self._controller = controller
         self._stall_s = stall_s
         self._table = RequestTable(self.tiers)
-        self._attempts = Attempts()
-        self._busy = BusyRefusals()
         self._refused: list[tuple[RequestState, str, str]] = []  # with the reason, and its code
         self.limit = InFlightLimit(max_in_flight)
         self.recompute = RecomputeBudget()
         self._pace = UpstreamPace(step_time or StepTimeModel(remembers_sizes=True))
         self._streams = StreamTable(self._table, upstream, self._pace)
         self.server = ServerState()
+        self._retries = Retries(self._streams, self.server, self.limit)
         self._inputs = ControllerInputs(controller, self._table, self._engine)
         self.counts: Counter[str] = Counter()  # accepted, finished, failed, cancelled, released
         self._outputs = OutputHandler(self._table, self.counts, worker_id)
@@ -171,7 +167,7 @@ class DispatchCore:
                 budget = replace(budgets.tiers[tier.name], decodes_only=False)
                 most = min(budget.max_num_seqs, held)
                 budgets = replace(budgets, tiers={**budgets.tiers, tier.name: replace(budget, max_num_seqs=most)})
-        held_back = self._busy.num_waiting(now)
+        held_back = self._retries.num_held_back(now)
         return claim_limits(self.tiers, self._table, budgets, self._engine.max_step_tokens, held_back=held_back)
 
     def accept(self, claimed: Sequence[Claimed], now: float, wall_ms: int) -> None:
@@ -190,7 +186,7 @@ class DispatchCore:
                 self._refused.append((state, reason, ""))
             else:
                 self._table.update(state)
-                self._attempts.begin(state)
+                self._retries.begin(state)
                 self._restored[state.tier.name] += state.num_restored
 
     def _new_state(self, item: Claimed, now: float, wall_ms: int) -> RequestState:
@@ -215,7 +211,7 @@ class DispatchCore:
         refused, self._refused = self._refused, []
         for state, reason, code in refused:
             self._outputs.fail(state, reason, now, report, code=code)
-        for state, reason in self._attempts.take_given_up():
+        for state, reason in self._retries.take_given_up():
             if self._table.states.get(state.id) is state:
                 if state.id in self._streams:
                     self._streams.note_hang_up(state.id)
@@ -253,8 +249,7 @@ class DispatchCore:
 
     def _end(self, state: RequestState) -> None:
         self._streams.forget(state.id)
-        self._attempts.forget(state.id)
-        self._busy.forget(state.id)
+        self._retries.forget(state.id)
         self._table.remove(state)
 
     # -- decisions ---------------------------------------------------------------------------------------------
@@ -265,7 +260,7 @@ class DispatchCore:
         The states are already updated, so the caller must do both.
         """
         for state in self._streams.stalled(self._stall_s, now):
-            self._lose(state, f"The server sent no token for {self._stall_s:g} s.", now)
+            self._retries.count(state, f"The server sent no token for {self._stall_s:g} s.", now)
             self._streams.note_hang_up(state.id)
         decisions = Decisions() if self._is_held_back(now) else decide(self._view(now), now)
         for state in decisions.hang_up:
@@ -286,7 +281,7 @@ class DispatchCore:
             evictable=self._streams.evictable(),
             recompute_tokens=self.recompute.num_tokens,
             hang_up_from_s=self._hang_up_from_s,
-            held_back=self._busy.waiting(now),
+            held_back=self._retries.held_back(now),
         )
 
     def _budgets(self, now: float) -> Budgets:
@@ -312,15 +307,14 @@ class DispatchCore:
         if state is None or state.id not in self._streams:  # cancelled, or hung up
             return report
         self.server.note_progress(now)
-        if output.token_ids and self._streams.awaits_tokens(state.id):
-            self._busy.note_served(state, self._streams.begun_s(state.id))
+        self._retries.note_output(state, output)
         num_computed, seen = self._streams.learn(state, output, now)
         self.recompute.refill(num_computed)
         if seen is not None:
             self._note_step(seen, now)
         if output.finish_reason is not None:
             self._streams.forget(state.id)
-            self._attempts.forget(state.id)
+            self._retries.forget(state.id)
         self._outputs.take(state, output, self._bulk_total_s, now, report)
         self._inputs.tell_requests(report, now)
         return report
@@ -343,45 +337,14 @@ class DispatchCore:
         if state is None or request_id not in self._streams:
             return report, []
         if isinstance(error, UpstreamBusy):
-            return report, self._put_off(state, error, now)
-        if isinstance(error, UpstreamUnreachable):
-            self.server.note_unreachable(error, now, is_certain=True)
-            self._rewind(state, str(error), now)
-            if isinstance(error, UpstreamUnusable):
-                self._attempts.turn_away(state, str(error))
-        elif isinstance(error, UpstreamLost):
-            self.limit.pause(now)
-            self.server.note_lost()
-            self._lose(state, str(error), now)
+            goes_back = self._retries.refuse(state, error, now)
+            return report, [s.lease for s in self.release([state.id])] if goes_back else []
+        if isinstance(error, UpstreamLost):
+            self._retries.lose(state, error, now)
         else:
             self._fail(state, str(error), now, report, EventKind.FAILED, UPSTREAM_REFUSED)
         self._inputs.tell_requests(report, now)
         return report, []
-
-    def _put_off(self, state: RequestState, error: UpstreamBusy, now: float) -> list[Lease]:
-        """Handle the refusal of a request for which the server has no place. Return the leases to give back."""
-        is_overtaken = self._busy.note_refused(state, self._streams.begun_s(state.id))
-        if not is_overtaken:
-            self.limit.note_busy(len(self._streams), error.retry_after_s, now)
-        self._streams.interrupt(state, now)
-        if self._busy.is_last(state, now):
-            self._attempts.give_up(state, f"{error} The request was given up, because it was refused again and again.")
-        elif is_overtaken:
-            self._busy.wait(state, error.retry_after_s, now)
-        elif not state.output_token_ids:
-            return [s.lease for s in self.release([state.id])]
-        return []
-
-    def _lose(self, state: RequestState, reason: str, now: float) -> None:
-        """Prepare another attempt at a request whose stream has broken off. After the last one, it is given up."""
-        self._rewind(state, reason, now)
-        self._attempts.count(state, reason)
-
-    def _rewind(self, state: RequestState, reason: str, now: float) -> None:
-        """Prepare another stream of a request; give it up if the client has tokens that would not fit the new ones."""
-        if self._streams.cannot_go_on(state):
-            self._attempts.give_up(state, f"{reason} {CANNOT_GO_ON}")
-        self._streams.rewind(state, now)
 
     def _fail(
         self, state: RequestState, error: str, now: float, report: StepReport, kind: EventKind, code: str = ""
@@ -390,11 +353,8 @@ class DispatchCore:
         self._outputs.fail(state, error, now, report, kind, code)
 
     def note_load(self, load: UpstreamLoad | None, now: float) -> None:
-        """Record that the server answers, and what it says of its load.
-
-        If it turned requests away, and serves others again before it counts as down, the fault was in these requests.
-        """
-        self._attempts.settle(is_counted=not self.is_down(now))
+        """Record that the server answers, and what it says of its load."""
+        self._retries.note_served(was_down=self.is_down(now))
         self.server.note_load(load)
         if load is not None:
             self.limit.note_load(load, len(self._streams), now)
@@ -412,9 +372,7 @@ class DispatchCore:
         if not self.is_down(now):
             return []
         held = [s for s in self.states if not (s.output_token_ids and self._streams.can_continue(s))]
-        ending = [s for s in held if self._streams.cannot_go_on(s)]
-        for state in ending:
-            self._attempts.give_up(state, f"{self.server.reason} {CANNOT_GO_ON}")
+        ending = self._retries.end_unfinishable(held, self.server.reason)
         return [state.lease for state in self.release([s.id for s in held if s not in ending])]
 
     # -- twice a second ----------------------------------------------------------------------------------------
