@@ -108,7 +108,7 @@ class HttpUpstream:
             async with asyncio.timeout(TRIAL_S):
                 return any([output.token_ids async for output in self.stream(trial)])
         except TimeoutError:
-            raise UpstreamLost("no token within two minutes") from None
+            raise UpstreamLost("The server sent no token within two minutes.") from None
 
     def _body(self, request: StreamRequest) -> dict[str, object]:
         known = (*request.prompt_token_ids, *request.output_token_ids)
@@ -148,7 +148,7 @@ class HttpUpstream:
 async def _refusal(exchange: Exchange) -> UpstreamError:
     """Return the error for a response that is no stream."""
     status, text = exchange.status or 0, (await exchange.read_all()).decode(errors="replace")
-    said = f"The model's server answered {status}: {' '.join(text.split())[:MAX_QUOTED]}"
+    said = f"The model's server answered {status}: {' '.join(text.split())[:MAX_QUOTED].rstrip('.')}."
     if status in BUSY:
         after = exchange.headers.get("retry-after", "")
         return UpstreamBusy(said, float(after) if after.isdecimal() else None)

@@ -24,12 +24,12 @@ async def list_models(sender: HttpSender) -> list[ModelCard]:
     """Return the models of a server. Raises `UpstreamError`: only this answer tells that the server itself is there."""
     status, body = await sender.get("/v1/models")
     if status in (401, 403):
-        raise UpstreamUnusable(f"the server at {sender.address} wants a key: set TIDEGATE_UPSTREAM_API_KEY")
+        raise UpstreamUnusable(f"The server at {sender.address} wants a key: set TIDEGATE_UPSTREAM_API_KEY.")
     if status == 429:
-        raise UpstreamBusy("/v1/models answers 429")
+        raise UpstreamBusy("The server answers 429 to /v1/models.")
     if status != 200:
-        raise UpstreamUnreachable(f"/v1/models answers {status}")
+        raise UpstreamUnreachable(f"The server answers {status} to /v1/models.")
     try:
         return msgspec.json.decode(body, type=_ModelList).data
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UpstreamUnusable(f"{sender.address}/v1/models is no list of models: {error}") from error
+        raise UpstreamUnusable(f"{sender.address}/v1/models is no list of models: {error}.") from error
