@@ -36,6 +36,10 @@ class UpstreamUnreachable(UpstreamLost):
     """The server does not take connections."""
 
 
+class UpstreamUnusable(UpstreamUnreachable):
+    """The server answers, but serves nobody who asks as we do: it wants another key, path or model."""
+
+
 @dataclass(frozen=True, slots=True)
 class StreamRequest:
     """A sequence to generate on the server, or to continue there."""
@@ -78,6 +82,10 @@ class Upstream(Protocol):
         """Return whether a sequence that is continued from its tokens is the same as one that was never hung up."""
         ...
 
+    def can_repeat(self, sampling: SamplingParams) -> bool:
+        """Return whether a sequence that is begun again gets the same tokens."""
+        ...
+
     def stream(self, request: StreamRequest) -> AsyncGenerator[SequenceOutput, None]:
         """Return the tokens of `request` as the server sends them. Closing the generator hangs up.
 
@@ -87,4 +95,8 @@ class Upstream(Protocol):
 
     async def load(self) -> UpstreamLoad | None:
         """Return the server's load; None if it does not tell. Raises `UpstreamUnreachable` if there is no server."""
+        ...
+
+    async def try_out(self) -> bool:
+        """Generate two tokens, and return whether token ids came. Raises `UpstreamError`."""
         ...

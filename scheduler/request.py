@@ -134,6 +134,8 @@ class Receipt:
 
 # The code of a request that was given up because its worker died in each attempt at it.
 WORKER_DIED = "worker_died"
+# The code of a request that the server behind the worker (`engine.streaming`) has refused because of its content.
+UPSTREAM_REFUSED = "upstream_refused"
 
 
 class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -49,7 +49,10 @@ def body_of(
     params = body.setdefault(dialect.sampling_in, {}) if dialect.sampling_in else body
     params[dialect.max_tokens] = sampling.max_tokens - num_done
     params["temperature"] = sampling.temperature
-    if request.is_seeded and not num_done:
+    # A sequence that cannot be continued begins again after a fault, and must get the same tokens. Others get no seed:
+    # servers sample slower with one. One that is continued would get the random numbers of its beginning again.
+    needs_seed = dialect.repeats and not can_continue(sampling, request.is_seeded)
+    if (request.is_seeded or needs_seed) and not num_done:
         params[dialect.seed] = sampling.seed
     params |= _options(sampling, dialect, num_done)
     _add_logprobs(body, params, sampling, dialect)

@@ -14,6 +14,7 @@ from engine.streaming import UpstreamLost
 from engine.upstream.dialects import Dialect
 
 _DONE = b"[DONE]"
+MAX_ID_DIGITS = 18  # of a token id; Python refuses to convert much longer numbers
 
 
 @dataclass(slots=True)
@@ -26,9 +27,13 @@ class Piece:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     cached_tokens: int = 0
 
+    def __post_init__(self) -> None:
+        if len(self.logprobs) not in (0, len(self.token_ids)) or self.cached_tokens < 0:
+            raise UpstreamLost("The server sent an event whose numbers do not fit each other.")
+
 
 class Reader(Protocol):
-    """Reads the data of one event after the other."""
+    """Reads the data of one event after the other. Raises `UpstreamLost` for an event of another form."""
 
     def read(self, data: bytes) -> Piece: ...
 
@@ -55,10 +60,12 @@ def reader_of(dialect: Dialect) -> Reader:
     return _LlamaReader() if dialect.name == "llama.cpp" else _OpenAIReader()
 
 
-def _reason(name: str | None) -> FinishReason | None:
+def _reason(name: Any) -> FinishReason | None:
     """Return why the sequence is finished; None if it is not. Raises `UpstreamLost` if the server has given it up."""
     if not name:
         return None
+    if not isinstance(name, str):
+        raise UpstreamLost("The server sent an event with a finish reason that is no text.")
     if name in ("abort", "error", "cancelled"):
         raise UpstreamLost(f"The server gave the request up ({name}).")
     return FinishReason.LENGTH if name == "length" else FinishReason.STOP
@@ -67,7 +74,7 @@ def _reason(name: str | None) -> FinishReason | None:
 def _decode(decoder: Any, data: bytes) -> Any:
     try:
         return decoder.decode(data)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UpstreamLost(f"The server sent an event that cannot be read: {error}.") from error
 
 
@@ -105,6 +112,8 @@ class _OpenAIReader:
 
 def _openai_logprobs(reported: _OpenAILogprobs) -> list[TokenLogprobs]:
     tops = reported.top_logprobs or [None] * len(reported.tokens)
+    if not len(reported.tokens) == len(reported.token_logprobs) == len(tops):
+        raise UpstreamLost("The server did not send one log probability for each token.")
     found = []
     for token, logprob, top in zip(reported.tokens, reported.token_logprobs, tops, strict=True):
         likeliest = sorted((top or {}).items(), key=lambda item: -item[1])
@@ -116,7 +125,7 @@ def _openai_logprobs(reported: _OpenAILogprobs) -> list[TokenLogprobs]:
 def _token_id(text: str) -> int:
     """Return the id in a token that is reported as `token_id:ID`."""
     number = text.removeprefix("token_id:")
-    if not number.isdecimal():
+    if not number.isdecimal() or len(number) > MAX_ID_DIGITS:
         raise UpstreamLost("The server does not report log probabilities by token ids.")
     return int(number)
 

@@ -4,7 +4,8 @@ Puts the parts of this room together: a body by dialect, one exchange, its event
 HTTP statuses; does not know tiers, attempts or time.
 """
 
-from collections.abc import AsyncGenerator, Iterable
+import asyncio
+from collections.abc import AsyncGenerator
 
 import msgspec
 
@@ -16,25 +17,32 @@ from engine.streaming import (
     UpstreamLoad,
     UpstreamLost,
     UpstreamRefused,
+    UpstreamUnusable,
 )
 from engine.upstream.bodies import body_of, can_continue
 from engine.upstream.chunks import EventSplitter, Piece, reader_of
 from engine.upstream.dialects import Dialect
 from engine.upstream.http import Exchange, HttpSender
+from engine.upstream.metrics import load_of
+from engine.upstream.models import ModelCard, list_models
 from engine.upstream.texts import Texts
 
 MAX_QUOTED = 300  # characters of a server's error message that are passed on
-BUSY, TRANSIENT = (429, 503), (408, 500, 502, 504)
+BUSY = (429, 503)
+REFUSED = (400, 413, 422)  # the fault is in the request
+TIMED_OUT = 408
+TRIAL_PRIORITY = 1000  # above all tiers: while a trial runs, nothing else may be sent
+TRIAL_S = 120.0  # a server may compile kernels for its first tokens
 
 
 class HttpUpstream:
-    """One server and one of its models. `texts` is needed for a dialect that takes no token ids."""
+    """One server and `card`, one of its models. `texts` is needed for a dialect that takes no token ids."""
 
     def __init__(
         self,
         sender: HttpSender,
         dialect: Dialect,
-        model: str,
+        card: ModelCard,
         info: EngineInfo,
         texts: Texts | None = None,
         *,
@@ -43,7 +51,7 @@ class HttpUpstream:
         assert dialect.takes_ids or texts is not None
         self._sender = sender
         self._dialect = dialect
-        self._model = model
+        self._card = card
         self._info = info
         self._texts = texts
         self._with_priority = with_priority
@@ -58,6 +66,9 @@ class HttpUpstream:
 
     def can_continue(self, sampling: SamplingParams, is_seeded: bool) -> bool:
         return self._dialect.takes_ids and can_continue(sampling, is_seeded)
+
+    def can_repeat(self, sampling: SamplingParams) -> bool:
+        return self._dialect.takes_ids and (self._dialect.repeats or sampling.temperature == 0)
 
     async def stream(self, request: StreamRequest) -> AsyncGenerator[SequenceOutput, None]:
         body, exchange = msgspec.json.encode(self._body(request)), None
@@ -79,21 +90,30 @@ class HttpUpstream:
                 exchange.hang_up()
 
     async def load(self) -> UpstreamLoad | None:
-        metrics = self._dialect.metrics
-        if metrics is None:
-            await self._sender.get("/v1/models")
+        if not any(card.is_same_model(self._card) for card in await list_models(self._sender)):
+            raise UpstreamUnusable(
+                f"The server at {self._sender.address} has another model than at the start of this worker. "
+                "If it is the right one, start the worker again."
+            )
+        if self._dialect.metrics is None:
             return None
         status, body = await self._sender.get("/metrics")
-        if status != 200:
-            return None
-        names = (metrics.running, metrics.waiting, metrics.kv_usage)
-        running, waiting, kv_usage = (_sum_of(name, body.decode(errors="replace")) for name in names)
-        return UpstreamLoad(_whole(running), _whole(waiting), kv_usage)
+        return load_of(self._dialect.metrics, body.decode(errors="replace")) if status == 200 else None
+
+    async def try_out(self) -> bool:
+        first = self._info.eos_token_ids[0] if self._info.eos_token_ids else 0
+        sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos="ignore_eos" not in self.unsupported)
+        trial = StreamRequest("trial", (first,), sampling, priority=TRIAL_PRIORITY)
+        try:
+            async with asyncio.timeout(TRIAL_S):
+                return any([output.token_ids async for output in self.stream(trial)])
+        except TimeoutError:
+            raise UpstreamLost("The server sent no token within two minutes.") from None
 
     def _body(self, request: StreamRequest) -> dict[str, object]:
         known = (*request.prompt_token_ids, *request.output_token_ids)
         prompt = list(known) if self._texts is None else self._texts.prompt(known)
-        return body_of(request, self._dialect, self._model, prompt, with_priority=self._with_priority)
+        return body_of(request, self._dialect, self._card.id, prompt, with_priority=self._with_priority)
 
     async def _pieces(self, exchange: Exchange) -> AsyncGenerator[Piece, None]:
         splitter, reader = EventSplitter(), reader_of(self._dialect)
@@ -105,7 +125,13 @@ class HttpUpstream:
                 yield piece
 
     def _output(self, request: StreamRequest, piece: Piece, num_tokens: int) -> SequenceOutput:
-        reason = piece.finish_reason
+        reason, vocab_size = piece.finish_reason, self._info.vocab_size
+        if self._dialect.takes_ids and not all(0 <= token_id < vocab_size for token_id in piece.token_ids):
+            raise UpstreamLost(
+                f"The server sent token ids outside the vocabulary of {vocab_size}: is it another model?"
+            )
+        if request.sampling.logprobs is not None and len(piece.logprobs) != len(piece.token_ids):
+            raise UpstreamLost("The server sent tokens without the log probabilities that were asked for.")
         num_output = num_tokens - len(request.prompt_token_ids)
         if reason is None and self._dialect.takes_ids and num_output >= request.sampling.max_tokens:
             reason = FinishReason.LENGTH  # the event that says so may be lost with the connection
@@ -122,26 +148,10 @@ class HttpUpstream:
 async def _refusal(exchange: Exchange) -> UpstreamError:
     """Return the error for a response that is no stream."""
     status, text = exchange.status or 0, (await exchange.read_all()).decode(errors="replace")
-    said = f"The server answered {status}: {' '.join(text.split())[:MAX_QUOTED]}"
+    said = f"The model's server answered {status}: {' '.join(text.split())[:MAX_QUOTED].rstrip('.')}."
     if status in BUSY:
         after = exchange.headers.get("retry-after", "")
         return UpstreamBusy(said, float(after) if after.isdecimal() else None)
-    return UpstreamLost(said) if status in TRANSIENT else UpstreamRefused(said)
-
-
-def _sum_of(name: str, text: str) -> float | None:
-    """Return the sum of a metric over its labels; None if the server does not have it."""
-    from prometheus_client.parser import text_string_to_metric_families  # only this function needs it
-
-    lines = [line for line in text.splitlines() if line.startswith(name)]
-    samples = [sample for family in text_string_to_metric_families(_joined(lines)) for sample in family.samples]
-    values = [sample.value for sample in samples if sample.name == name]
-    return sum(values) if values else None
-
-
-def _joined(lines: Iterable[str]) -> str:
-    return "\n".join(lines) + "\n"
-
-
-def _whole(value: float | None) -> int | None:
-    return None if value is None else int(value)
+    if status in REFUSED:
+        return UpstreamRefused(said)
+    return UpstreamLost(said) if status >= 500 or status == TIMED_OUT else UpstreamUnusable(said)

@@ -11,24 +11,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
 import structlog
 from huggingface_hub import hf_hub_download
 from tokenizers import Tokenizer
 
 from engine.config import EngineStartError
-from engine.interface import EngineInfo, SamplingParams
-from engine.streaming import StreamRequest, UpstreamBusy, UpstreamLost, UpstreamRefused
+from engine.interface import EngineInfo
+from engine.streaming import UpstreamBusy, UpstreamLost, UpstreamRefused, UpstreamUnusable
 from engine.upstream.client import HttpUpstream
 from engine.upstream.dialects import DIALECTS, PLAIN, Dialect, DialectName, recognise
 from engine.upstream.http import Address, BadUrl, HttpSender
+from engine.upstream.models import ModelCard, list_models
 from engine.upstream.texts import Texts
 
 log = structlog.get_logger()
 
 PAUSE_S = 1.0  # seconds between two attempts to reach the server
 SAY_EVERY = 15  # attempts after which it is said again that the server does not answer
-TRIAL_S = 120.0  # a server may compile kernels for its first tokens
 BLOCK_SIZE = 16  # tokens; a guess at the server's KV blocks, by which progress is measured
 MAX_STEP_TOKENS = 2048  # a guess at the prompt tokens that the server computes in one step
 DEFAULT_CONTEXT = 4096  # tokens, if neither the server nor the model's config says it
@@ -44,16 +43,6 @@ class UpstreamConfig:
     model: str | None = None  # name of the model at the server; None: the only one that it lists
     api_key: str = ""
     max_model_len: int | None = None
-
-
-class _Card(msgspec.Struct):
-    id: str
-    owned_by: str = ""
-    max_model_len: int | None = None
-
-
-class _Cards(msgspec.Struct):
-    data: list[_Card] = []
 
 
 async def connect(config: UpstreamConfig, sleep: Callable[[float], Any] = asyncio.sleep) -> HttpUpstream:
@@ -76,10 +65,10 @@ async def connect(config: UpstreamConfig, sleep: Callable[[float], Any] = asynci
 
 
 async def _inspect(config: UpstreamConfig, sender: HttpSender) -> HttpUpstream:
-    card = _choose(await _cards(sender), config, sender)
+    card = _choose(await _models(sender), config, sender)
     dialect = recognise(card.owned_by) if config.dialect == "auto" else DIALECTS[config.dialect]
     info = _info(config, card, sender.address, dialect)
-    upstream = await _tried(sender, dialect, card.id, info, config)
+    upstream = await _tried(sender, dialect, card, info, config)
     if upstream is None and config.dialect != "auto":
         raise EngineStartError(
             f"the server at {sender.address} returns no token ids in the dialect {dialect.name!r}: "
@@ -87,7 +76,7 @@ async def _inspect(config: UpstreamConfig, sender: HttpSender) -> HttpUpstream:
         )
     if upstream is None:
         dialect, info = PLAIN, replace(info, device="plain")
-        upstream = HttpUpstream(sender, PLAIN, card.id, info, _texts(config.model_path))
+        upstream = HttpUpstream(sender, PLAIN, card, info, _texts(config.model_path))
     log.info(
         "the upstream answers",
         url=str(sender.address),
@@ -99,19 +88,14 @@ async def _inspect(config: UpstreamConfig, sender: HttpSender) -> HttpUpstream:
     return upstream
 
 
-async def _cards(sender: HttpSender) -> list[_Card]:
-    status, body = await sender.get("/v1/models")
-    if status in (401, 403):
-        raise EngineStartError(f"the server at {sender.address} wants a key: set TIDEGATE_UPSTREAM_API_KEY")
-    if status != 200:
-        raise UpstreamLost(f"/v1/models answers {status}")
+async def _models(sender: HttpSender) -> list[ModelCard]:
     try:
-        return msgspec.json.decode(body, type=_Cards).data
-    except msgspec.DecodeError as error:
-        raise EngineStartError(f"{sender.address}/v1/models is no list of models: {error}") from error
+        return await list_models(sender)
+    except UpstreamUnusable as error:
+        raise EngineStartError(str(error)) from error
 
 
-def _choose(cards: list[_Card], config: UpstreamConfig, sender: HttpSender) -> _Card:
+def _choose(cards: list[ModelCard], config: UpstreamConfig, sender: HttpSender) -> ModelCard:
     names = [card.id for card in cards]
     if config.model is None and len(cards) == 1:
         return cards[0]
@@ -125,45 +109,30 @@ def _choose(cards: list[_Card], config: UpstreamConfig, sender: HttpSender) -> _
 
 
 async def _tried(
-    sender: HttpSender, dialect: Dialect, model: str, info: EngineInfo, config: UpstreamConfig
+    sender: HttpSender, dialect: Dialect, card: ModelCard, info: EngineInfo, config: UpstreamConfig
 ) -> HttpUpstream | None:
     """Return the server after a trial of one token; None if it does not return token ids.
 
     A server without priority scheduling refuses priorities; then none are sent.
     """
     texts = None if dialect.takes_ids else _texts(config.model_path)
-    upstream = HttpUpstream(sender, dialect, model, info, texts)
+    upstream = HttpUpstream(sender, dialect, card, info, texts)
     if not dialect.takes_ids:
         return upstream
     try:
-        return upstream if await _returns_ids(upstream) else None
-    except UpstreamRefused as error:
+        return upstream if await upstream.try_out() else None
+    except (UpstreamRefused, UpstreamUnusable) as error:
         if not dialect.priority or "priority" not in str(error):
             raise EngineStartError(f"the server refuses a first request: {error}") from error
     log.warning("the upstream takes no priorities", hint="start vLLM with --scheduling-policy priority")
-    upstream = HttpUpstream(sender, dialect, model, info, texts, with_priority=False)
+    upstream = HttpUpstream(sender, dialect, card, info, texts, with_priority=False)
     try:
-        return upstream if await _returns_ids(upstream) else None
-    except UpstreamRefused as error:
+        return upstream if await upstream.try_out() else None
+    except (UpstreamRefused, UpstreamUnusable) as error:
         raise EngineStartError(f"the server refuses a first request: {error}") from error
 
 
-async def _returns_ids(upstream: HttpUpstream) -> bool:
-    """Return whether the server answers token ids with token ids."""
-    first = upstream.info.eos_token_ids[0] if upstream.info.eos_token_ids else 0
-    sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos="ignore_eos" not in upstream.unsupported)
-    trial = StreamRequest("trial", (first,), sampling, priority=1)
-    token_ids: list[int] = []
-    try:
-        async with asyncio.timeout(TRIAL_S):
-            async for output in upstream.stream(trial):
-                token_ids += output.token_ids
-    except TimeoutError:
-        raise UpstreamLost("no token within two minutes") from None
-    return bool(token_ids)
-
-
-def _info(config: UpstreamConfig, card: _Card, address: Address, dialect: Dialect) -> EngineInfo:
+def _info(config: UpstreamConfig, card: ModelCard, address: Address, dialect: Dialect) -> EngineInfo:
     """Return the sizes of the model: the server's own where it tells them, otherwise those of the model directory."""
     declared = _read_json(config.model_path, "config.json")
     text = declared.get("text_config") or declared

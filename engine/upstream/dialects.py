@@ -38,6 +38,7 @@ class Dialect:
     sampling_in: str = ""  # field that holds the sampling parameters; empty: they are in the body itself
     fixed: Mapping[str, Any] = field(default_factory=dict)  # fields that are always sent
     seed: str = "seed"
+    repeats: bool = False  # whether the same seed gives the same token ids
     salt: str = ""  # field for the salt of the prefix cache; empty: there is none
     priority: str = ""
     lower_first: bool = False  # whether lower priorities go first
@@ -71,6 +72,7 @@ VLLM = Dialect(
     sampling=_USUAL
     | {name: name for name in ("logit_bias", "allowed_token_ids", "min_tokens", "stop_token_ids", "ignore_eos")},
     fixed={"stream": True, "return_token_ids": True, "skip_special_tokens": False, "add_special_tokens": False},
+    repeats=True,
     salt="cache_salt",
     priority="priority",
     lower_first=True,
@@ -89,7 +91,7 @@ SGLANG = Dialect(
     | {name: name for name in ("stop_token_ids", "ignore_eos")},
     sampling_in="sampling_params",
     fixed={"stream": True},
-    seed="sampling_seed",
+    seed="sampling_seed",  # has no effect without --enable-deterministic-inference; older versions do not know it
     salt="extra_key",
     priority="priority",
     json_schema="json_schema",
@@ -110,6 +112,7 @@ LLAMA_CPP = Dialect(
         "repeat_last_n": -1,
         "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"],
     },
+    repeats=True,
     json_schema="json_schema",
     logprobs="n_probs",
     metrics=Metrics("llamacpp:requests_processing", "llamacpp:requests_deferred", "llamacpp:kv_cache_usage_ratio"),

@@ -31,7 +31,7 @@ from gateway.protocol.errors import ApiError, given_up, internal_error, invalid_
 from scheduler.client.token_stream import TokenStream
 from scheduler.clock import Clock
 from scheduler.config import Tier
-from scheduler.request import WORKER_DIED, EventKind, JobPart, Receipt, Request, TokenEvent
+from scheduler.request import UPSTREAM_REFUSED, WORKER_DIED, EventKind, JobPart, Receipt, Request, TokenEvent
 
 log = structlog.get_logger(__name__)
 
@@ -268,6 +268,8 @@ class ResponseStream:
                 raise invalid_request(f"The output cannot have the requested format: {event.error}.")
             if event.code == WORKER_DIED:
                 raise given_up(event.error)
+            if event.code == UPSTREAM_REFUSED:
+                raise invalid_request(event.error, code=UPSTREAM_REFUSED)
             log.warning("generation_failed", sequence=event.request_id, reason=event.error)
             raise internal_error("The generation was interrupted by an error of the server.")
         if event.kind is EventKind.UNAVAILABLE:

@@ -19,7 +19,7 @@ from engine.streaming import (
     UpstreamError,
     UpstreamLoad,
     UpstreamLost,
-    UpstreamUnreachable,
+    UpstreamUnusable,
 )
 from scheduler.clock import NEVER_S
 from scheduler.config import TierSet
@@ -30,6 +30,7 @@ from scheduler.dispatch.in_flight_limit import InFlightLimit
 from scheduler.dispatch.pace import SeenStep, UpstreamPace
 from scheduler.dispatch.policy import Decisions, View, decide
 from scheduler.dispatch.recompute_budget import RecomputeBudget
+from scheduler.dispatch.retries import Retries
 from scheduler.dispatch.server_state import ServerState
 from scheduler.dispatch.streams import StreamTable
 from scheduler.planning.claims import claim_limits, reason_against, reason_to_give_up, restored_tokens
@@ -38,7 +39,7 @@ from scheduler.planning.output_handler import OutputHandler
 from scheduler.planning.request_table import RequestTable
 from scheduler.planning.status import CoreStatus, count_by_status
 from scheduler.planning.step_report import StepReport
-from scheduler.request import WORKER_DIED, Claimed, EventKind, Lease
+from scheduler.request import UPSTREAM_REFUSED, WORKER_DIED, Claimed, EventKind, Lease
 from scheduler.request_state import RequestState, Status
 
 # Bulk requests that are claimed before the server has a place for them. All others stay in the store, where they are
@@ -68,14 +69,13 @@ class DispatchCore:
         self._controller = controller
         self._stall_s = stall_s
         self._table = RequestTable(self.tiers)
-        self._attempts: dict[str, int] = {}  # claims and lost streams of each held request
         self._refused: list[tuple[RequestState, str, str]] = []  # with the reason, and its code
-        self._given_up: list[tuple[RequestState, str]] = []  # held requests after their last attempt
         self.limit = InFlightLimit(max_in_flight)
         self.recompute = RecomputeBudget()
         self._pace = UpstreamPace(step_time or StepTimeModel(remembers_sizes=True))
         self._streams = StreamTable(self._table, upstream, self._pace)
-        self._server = ServerState()
+        self.server = ServerState()
+        self._retries = Retries(self._streams, self.server, self.limit)
         self._inputs = ControllerInputs(controller, self._table, self._engine)
         self.counts: Counter[str] = Counter()  # accepted, finished, failed, cancelled, released
         self._outputs = OutputHandler(self._table, self.counts, worker_id)
@@ -118,12 +118,12 @@ class DispatchCore:
 
     def is_down(self, now: float) -> bool:
         """Return whether the server has been away for so long that this worker must not look alive."""
-        return self._server.is_down(now)
+        return self.server.is_down(now)
 
     def status(self, now: float) -> CoreStatus:
         model = self._pace.model
         return CoreStatus(
-            kv_usage=self._server.kv_usage,
+            kv_usage=self.server.kv_usage,
             kv_reserve_blocks=0,
             step_cost=self._pace.cost(),
             knows_step_times=model.is_warm,
@@ -146,10 +146,10 @@ class DispatchCore:
             **self._controller.explain(now),
             "upstream": {
                 "dialect": self._engine.device,
-                "is_reachable": self._server.is_reachable,
+                "is_reachable": self.server.is_reachable,
                 "in_flight": len(self._streams),
                 "max_in_flight": None if self.limit.value == NEVER_S else self.limit.value,
-                "num_waiting": self._server.num_waiting,
+                "num_waiting": self.server.num_waiting,
                 "computed_tokens": self.recompute.num_computed,
                 "recomputed_tokens": self.recompute.num_recomputed,
             },
@@ -167,7 +167,8 @@ class DispatchCore:
                 budget = replace(budgets.tiers[tier.name], decodes_only=False)
                 most = min(budget.max_num_seqs, held)
                 budgets = replace(budgets, tiers={**budgets.tiers, tier.name: replace(budget, max_num_seqs=most)})
-        return claim_limits(self.tiers, self._table, budgets, self._engine.max_step_tokens)
+        held_back = self._retries.num_held_back(now)
+        return claim_limits(self.tiers, self._table, budgets, self._engine.max_step_tokens, held_back=held_back)
 
     def accept(self, claimed: Sequence[Claimed], now: float, wall_ms: int) -> None:
         for item in claimed:
@@ -185,7 +186,7 @@ class DispatchCore:
                 self._refused.append((state, reason, ""))
             else:
                 self._table.update(state)
-                self._attempts[state.id] = item.attempt
+                self._retries.begin(state)
                 self._restored[state.tier.name] += state.num_restored
 
     def _new_state(self, item: Claimed, now: float, wall_ms: int) -> RequestState:
@@ -210,9 +211,10 @@ class DispatchCore:
         refused, self._refused = self._refused, []
         for state, reason, code in refused:
             self._outputs.fail(state, reason, now, report, code=code)
-        given_up, self._given_up = self._given_up, []
-        for state, reason in given_up:
-            if state.id in self._table.states:
+        for state, reason in self._retries.take_given_up():
+            if self._table.states.get(state.id) is state:
+                if state.id in self._streams:
+                    self._streams.note_hang_up(state.id)
                 self._fail(state, reason, now, report, EventKind.UNAVAILABLE)
         self._inputs.tell_requests(report, now)
         return report
@@ -243,8 +245,11 @@ class DispatchCore:
         """Remove a request that ends here. If it has a stream, the driver must hang up."""
         if state.id in self._streams:
             self._streams.note_hang_up(state.id)
+        self._end(state)
+
+    def _end(self, state: RequestState) -> None:
         self._streams.forget(state.id)
-        self._attempts.pop(state.id, None)
+        self._retries.forget(state.id)
         self._table.remove(state)
 
     # -- decisions ---------------------------------------------------------------------------------------------
@@ -255,7 +260,7 @@ class DispatchCore:
         The states are already updated, so the caller must do both.
         """
         for state in self._streams.stalled(self._stall_s, now):
-            self._lose(state, f"The server sent no token for {self._stall_s:g} s.", now)
+            self._retries.count(state, f"The server sent no token for {self._stall_s:g} s.", now)
             self._streams.note_hang_up(state.id)
         decisions = Decisions() if self._is_held_back(now) else decide(self._view(now), now)
         for state in decisions.hang_up:
@@ -264,7 +269,7 @@ class DispatchCore:
         return opened, self._streams.take_hung_up()
 
     def _is_held_back(self, now: float) -> bool:
-        return not self._server.is_reachable or self.limit.is_paused(now)
+        return self.server.is_in_doubt or self.limit.is_paused(now)
 
     def _view(self, now: float) -> View:
         return View(
@@ -276,6 +281,7 @@ class DispatchCore:
             evictable=self._streams.evictable(),
             recompute_tokens=self.recompute.num_tokens,
             hang_up_from_s=self._hang_up_from_s,
+            held_back=self._retries.held_back(now),
         )
 
     def _budgets(self, now: float) -> Budgets:
@@ -300,14 +306,15 @@ class DispatchCore:
         report, state = StepReport(), self._table.states.get(output.seq_id)
         if state is None or state.id not in self._streams:  # cancelled, or hung up
             return report
-        self._server.note_progress(now)
+        self.server.note_progress(now)
+        self._retries.note_output(state, output)
         num_computed, seen = self._streams.learn(state, output, now)
         self.recompute.refill(num_computed)
         if seen is not None:
             self._note_step(seen, now)
         if output.finish_reason is not None:
             self._streams.forget(state.id)
-            self._attempts.pop(state.id, None)
+            self._retries.forget(state.id)
         self._outputs.take(state, output, self._bulk_total_s, now, report)
         self._inputs.tell_requests(report, now)
         return report
@@ -330,59 +337,49 @@ class DispatchCore:
         if state is None or request_id not in self._streams:
             return report, []
         if isinstance(error, UpstreamBusy):
-            self.limit.note_busy(len(self._streams), error.retry_after_s, now)
-            self._streams.interrupt(state, now)
-            return report, [] if state.output_token_ids else [s.lease for s in self.release([request_id])]
-        if isinstance(error, UpstreamUnreachable):
-            self._server.note_unreachable(now, is_certain=True)
-            self._streams.rewind(state, now)
-        elif isinstance(error, UpstreamLost):
-            self.limit.pause(now)
-            self._lose(state, str(error), now)
+            goes_back = self._retries.refuse(state, error, now)
+            return report, [s.lease for s in self.release([state.id])] if goes_back else []
+        if isinstance(error, UpstreamLost):
+            self._retries.lose(state, error, now)
         else:
-            self._fail(state, str(error), now, report, EventKind.FAILED)
+            self._fail(state, str(error), now, report, EventKind.FAILED, UPSTREAM_REFUSED)
         self._inputs.tell_requests(report, now)
         return report, []
 
-    def _lose(self, state: RequestState, reason: str, now: float) -> None:
-        """Prepare another attempt at a request whose stream has broken off. After the last one, it is given up."""
-        self._attempts[state.id] += 1
-        self._streams.rewind(state, now)
-        if self._attempts[state.id] > state.tier.retry.max_attempts:
-            attempts = state.tier.retry.max_attempts
-            self._given_up.append((state, f"{reason} The request was given up after {attempts} attempts."))
-
-    def _fail(self, state: RequestState, error: str, now: float, report: StepReport, kind: EventKind) -> None:
-        self._streams.forget(state.id)
-        self._attempts.pop(state.id, None)
-        self._table.remove(state)
-        self._outputs.fail(state, error, now, report, kind)
+    def _fail(
+        self, state: RequestState, error: str, now: float, report: StepReport, kind: EventKind, code: str = ""
+    ) -> None:
+        self._end(state)
+        self._outputs.fail(state, error, now, report, kind, code)
 
     def note_load(self, load: UpstreamLoad | None, now: float) -> None:
         """Record that the server answers, and what it says of its load."""
-        self._server.note_load(load)
+        self._retries.note_served(was_down=self.is_down(now))
+        self.server.note_load(load)
         if load is not None:
             self.limit.note_load(load, len(self._streams), now)
 
-    def note_unreachable(self, now: float) -> None:
+    def note_unreachable(self, error: UpstreamError, now: float) -> None:
         """Record that the server did not say its load."""
-        self._server.note_unreachable(now)
+        self.server.note_unreachable(error, now, is_certain=isinstance(error, UpstreamUnusable))
 
     def give_back(self, now: float) -> list[Lease]:
         """Release the requests that another worker can serve as well, because the server is down. Return their leases.
 
-        Requests with tokens that can be continued stay: only this worker knows their tokens.
+        Requests with tokens that can be continued stay, because only this worker knows their tokens. Those with which
+        nobody can go on are given up.
         """
         if not self.is_down(now):
             return []
-        held = [s.id for s in self.states if not (s.output_token_ids and self._streams.can_continue(s))]
-        return [state.lease for state in self.release(held)]
+        held = [s for s in self.states if not (s.output_token_ids and self._streams.can_continue(s))]
+        ending = self._retries.end_unfinishable(held, self.server.reason)
+        return [state.lease for state in self.release([s.id for s in held if s not in ending])]
 
     # -- twice a second ----------------------------------------------------------------------------------------
 
     def review(self, depths: Mapping[str, int], now: float) -> list[Decision]:
         self.limit.grow(len(self._streams), now)
-        return self._inputs.review(self.tiers, depths, self._server.kv_usage, self._pace.model, now)
+        return self._inputs.review(self.tiers, depths, self.server.kv_usage, self._pace.model, now)
 
     def reconfigure(self, tiers: TierSet) -> None:
         """Use new tiers. A tier that was removed must not hold requests."""

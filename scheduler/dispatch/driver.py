@@ -9,7 +9,15 @@ from contextlib import aclosing, suppress
 
 import structlog
 
-from engine.streaming import StreamRequest, Upstream, UpstreamError
+from engine.streaming import (
+    StreamRequest,
+    Upstream,
+    UpstreamBusy,
+    UpstreamError,
+    UpstreamLost,
+    UpstreamRefused,
+    UpstreamUnreachable,
+)
 from scheduler.clock import Clock
 from scheduler.control.feedback import UPDATE_S
 from scheduler.dispatch.core import DispatchCore
@@ -51,6 +59,7 @@ class StreamDriver:
         self._streams: dict[str, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()  # tasks of streams that were hung up
         self._failed: BaseException | None = None
+        self._stream_lost = asyncio.Event()  # set when a stream broke off: what the server said before may be over
         self._was_down = False
         self._draining = False
         self._stopped = False
@@ -93,8 +102,9 @@ class StreamDriver:
     async def _carry_out(self) -> None:
         now = self._clock.now()
         self._say_if_down(now)
-        await self._release(self._core.give_back(now))
+        leases = self._core.give_back(now)
         self._reporter.report_requests(self._core.refuse(now))
+        await self._release(leases)
         opened, hung_up = self._core.decide(now)
         for request_id in hung_up:
             self._hang_up(request_id)
@@ -131,7 +141,10 @@ class StreamDriver:
 
     async def _end(self, request_id: str, error: UpstreamError) -> None:
         now = self._clock.now()
-        log.warning("a stream of the upstream ended early", request=request_id, reason=str(error))
+        if self._core.server.is_reachable or not isinstance(error, UpstreamUnreachable):  # else it was said before
+            log.warning("a stream of the upstream ended early", request=request_id, reason=str(error))
+        if isinstance(error, UpstreamLost):
+            self._stream_lost.set()
         report, leases = self._core.end_stream(request_id, error, now)
         self._reporter.report_requests(report)
         await self._release(leases)
@@ -142,22 +155,39 @@ class StreamDriver:
             await self._refusals.attempt(self._queue.release(leases))
 
     async def _watch(self) -> None:
-        """Ask the server for its load once in a while, and notice that it is away or back."""
+        """Ask the server for its load once in a while and after lost streams, and notice that it is away or back."""
         while True:
-            try:
-                load = await self._upstream.load()
-            except UpstreamError:
-                self._core.note_unreachable(self._clock.now())
-            else:
-                self._core.note_load(load, self._clock.now())
+            self._stream_lost.clear()
+            await self._look()
             self._held.changed.set()
-            await self._clock.sleep(LOAD_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOAD_S):
+                    await self._stream_lost.wait()
+
+    async def _look(self) -> None:
+        try:
+            load = await self._upstream.load()
+            if self._core.server.awaits_trial:
+                await self._try_out()
+        except UpstreamBusy:  # this tells neither that the server is away nor that it serves us again
+            self._core.server.note_busy()
+        except UpstreamError as error:
+            self._core.note_unreachable(error, self._clock.now())
+        except Exception as error:  # a bug must end the worker, and not only the looks
+            self._failed = error
+        else:
+            if not self._stream_lost.is_set():
+                self._core.note_load(load, self._clock.now())
+
+    async def _try_out(self) -> None:
+        with suppress(UpstreamRefused):  # a server that judges a request serves us
+            await self._upstream.try_out()
 
     def _say_if_down(self, now: float) -> None:
         is_down = self._core.is_down(now)
         if is_down and not self._was_down:
             hint = "requests go to other workers, or wait until it is back"
-            log.error("the upstream does not take connections", hint=hint)
+            log.error("the upstream does not serve", reason=self._core.server.reason, hint=hint)
         elif self._was_down and not is_down:
             log.info("the upstream is back")
             self._claimer.note_room()

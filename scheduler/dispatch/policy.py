@@ -9,7 +9,7 @@ A server that plans its own steps cannot be told to leave a sequence out of a st
 - If a first token is at risk, streams of bulk are hung up, the youngest first, within a budget of recomputed tokens.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -46,6 +46,7 @@ class View:
     evictable: Sequence[RequestState]  # streams that may be hung up: the lowest tier first, the youngest first in it
     recompute_tokens: float  # tokens that may be recomputed at present
     hang_up_from_s: float = -NEVER_S  # no stream is hung up before this time, because the last ones take effect first
+    held_back: Collection[str] = ()  # ids of requests that are not sent now
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,13 @@ class _Draft:
         self._window_s = bulk_window_s(self._interactive, self._cost) if self._has_traffic else NEVER_S
         self._unplaced: list[RequestState] = []  # interactive requests for which the server has no place
 
+    def _startable(self, tier: Tier) -> Iterator[RequestState]:
+        """Return the requests of a tier without a stream, in the order in which they are sent."""
+        table = self._view.table
+        for state in chain(table.preempted(tier.name), table.waiting(tier.name)):
+            if state.id not in self._view.held_back:
+                yield state
+
     def _prefill_s(self, state: RequestState) -> float:
         return self._cost.prefill(state.num_tokens, 0)
 
@@ -125,8 +133,8 @@ class _Draft:
     # -- interactive tiers -----------------------------------------------------------------------------------------
 
     def start_interactive(self, tier: Tier) -> None:
-        table, budget = self._view.table, self._view.budgets.tiers[tier.name]
-        for state in chain(table.preempted(tier.name), table.waiting(tier.name)):
+        budget = self._view.budgets.tiers[tier.name]
+        for state in self._startable(tier):
             if self._num_of[tier.name] >= budget.max_num_seqs or not self._fits_step(state):
                 return
             if self._num_in_flight >= self._view.max_in_flight:
@@ -172,8 +180,8 @@ class _Draft:
     # -- bulk tiers ------------------------------------------------------------------------------------------------
 
     def start_bulk(self, tier: Tier) -> None:
-        table, budget = self._view.table, self._view.budgets.tiers[tier.name]
-        for state in chain(table.preempted(tier.name), table.waiting(tier.name)):
+        budget = self._view.budgets.tiers[tier.name]
+        for state in self._startable(tier):
             if not self._may_start(state, budget):
                 return
             self._start(state)

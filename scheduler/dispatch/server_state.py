@@ -1,9 +1,9 @@
-"""What is known of the server: its load, and since when it has been away.
+"""What is known of the server: its load, and since when and why it has been away.
 
 Does not know requests or streams. The time is passed in.
 """
 
-from engine.streaming import UpstreamLoad
+from engine.streaming import UpstreamError, UpstreamLoad, UpstreamUnusable
 from scheduler.clock import NEVER_S
 
 DOWN_GRACE_S = 2.0  # seconds without the server after which the worker counts as dead
@@ -14,10 +14,18 @@ class ServerState:
         self._load = UpstreamLoad()
         self._down_since_s: float | None = None
         self._progress_s = -NEVER_S  # time of the newest token of any stream
+        self._is_stream_lost = False  # whether a stream broke off since the last look
+        self.reason = ""  # why the server is away, as a sentence
+        self.awaits_trial = False  # whether the server turned us away, so that a trial must say when it serves us
 
     @property
     def is_reachable(self) -> bool:
         return self._down_since_s is None
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether the server may be away, or another one: a stream broke off, and nobody has asked since."""
+        return self._down_since_s is not None or self._is_stream_lost
 
     @property
     def kv_usage(self) -> float:
@@ -36,16 +44,27 @@ class ServerState:
         """Record that a stream brought something."""
         self._progress_s = now
 
+    def note_lost(self) -> None:
+        """Record that a stream broke off."""
+        self._is_stream_lost = True
+
+    def note_busy(self) -> None:
+        """Record that the server has no time to say anything."""
+        self._is_stream_lost = False
+
     def note_load(self, load: UpstreamLoad | None) -> None:
-        """Record that the server answers, and what it says of its load."""
-        self._down_since_s = None
+        """Record that the server serves us, and what it says of its load."""
+        self._down_since_s, self._is_stream_lost, self.awaits_trial = None, False, False
         if load is not None:
             self._load = load
 
-    def note_unreachable(self, now: float, *, is_certain: bool = False) -> None:
-        """Record that the server does not take connections.
+    def note_unreachable(self, error: UpstreamError, now: float, *, is_certain: bool = False) -> None:
+        """Record that the server does not take connections, or serves nobody who asks as we do.
 
         Unless it `is_certain`, newer tokens count for more: a busy server may answer late.
         """
-        if self._down_since_s is None and (is_certain or now - self._progress_s > DOWN_GRACE_S):
-            self._down_since_s = now
+        if is_certain or now - self._progress_s > DOWN_GRACE_S:
+            self.awaits_trial = self.awaits_trial or isinstance(error, UpstreamUnusable)
+            self.reason = str(error)
+            if self._down_since_s is None:
+                self._down_since_s = now

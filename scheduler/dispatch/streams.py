@@ -44,6 +44,14 @@ class StreamTable:
         states = self._table.states
         return any(states[i].tier.is_interactive and states[i].awaits_first_token for i in self._streams)
 
+    def begun_s(self, request_id: str) -> float:
+        """Return when the stream of a request was begun."""
+        return self._streams[request_id].begun_s
+
+    def awaits_tokens(self, request_id: str) -> bool:
+        """Return whether the stream of a request has brought no token yet."""
+        return not self._streams[request_id].has_tokens
+
     # -- begin and end -----------------------------------------------------------------------------------------
 
     def open(self, state: RequestState, now: float) -> StreamRequest:
@@ -90,6 +98,11 @@ class StreamTable:
             state.output_token_ids.clear()
             state.report_logprobs()
             state.num_reported = 0
+
+    def cannot_go_on(self, state: RequestState) -> bool:
+        """Return whether the client has tokens of a request that no other stream would go on with."""
+        can_go_on = self.can_continue(state) or self._upstream.can_repeat(state.request.sampling)
+        return state.num_reported > 0 and not can_go_on
 
     def note_hang_up(self, request_id: str) -> None:
         """Record that the driver must hang up the stream of a request."""

@@ -56,6 +56,12 @@ async def ask(client: AsyncOpenAI, prompt: list[int], max_tokens: int = 20, tier
     return list(answer.choices[0].model_extra["token_ids"]) if answer.choices[0].model_extra else []
 
 
+def is_down(server: Server, reason: str) -> bool:
+    """Return whether the worker has said that the upstream is down for this reason."""
+    said = [line for line in server.log_lines() if line["event"] == "the upstream does not serve"]
+    return any(reason in str(line["reason"]) for line in said)
+
+
 async def test_it_serves_once_the_upstream_answers(server: Server, upstream: ScriptedServer) -> None:
     assert server.has_logged("the upstream answers")
     workers = httpx.get(f"{server.root}/ready", timeout=30).json()["workers"]
@@ -88,6 +94,18 @@ async def test_an_upstream_without_a_place_is_asked_again(client: AsyncOpenAI, u
     assert await ask(client, [50, 51]) == tokens_after([50, 51], 20)
 
 
+@pytest.mark.parametrize("tier", ["default", "flex"])
+async def test_what_the_upstream_refuses_is_the_clients_fault(
+    client: AsyncOpenAI, upstream: ScriptedServer, tier: str
+) -> None:
+    upstream.scripts.append(Script(status=400, body="too many\nstop words " + 500 * "x"))
+    with pytest.raises(BadRequestError, match="answered 400: too many stop words x+") as caught:
+        await ask(client, [55, 56], tier=tier)
+    assert (caught.value.code, caught.value.type) == ("upstream_refused", "invalid_request_error")
+    assert len(caught.value.message) < 500
+    assert len(upstream.bodies) == 1
+
+
 async def test_a_client_that_leaves_is_hung_up(client: AsyncOpenAI, upstream: ScriptedServer) -> None:
     upstream.scripts.append(Script(after=3, then="hang"))
     stream = await client.completions.create(model="tidegate-demo", prompt=[60, 61], max_tokens=20, stream=True)
@@ -107,6 +125,35 @@ async def test_an_upstream_that_dies_and_comes_back_loses_nothing(
     async with scripted_server(upstream_port):
         answers = await asyncio.gather(*asked)
     assert answers == [tokens_after([70 + i, 71], 20) for i in range(4)]
+
+
+async def test_an_upstream_that_comes_back_with_another_model_gets_nothing(
+    server: Server, client: AsyncOpenAI, upstream_port: int
+) -> None:
+    async with scripted_server(upstream_port) as first:
+        await asyncio.to_thread(server.wait_until_ready)
+        first.scripts.append(Script(after=5, then="hang"))
+        asked = asyncio.create_task(ask(client, [90, 91], tier="flex"))
+        await first.wait_until("num_open", 1)
+    async with scripted_server(upstream_port, root="org/other") as other:
+        said = "has another model than at the start of this worker"
+        await asyncio.to_thread(wait_for, lambda: is_down(server, said), START_TIMEOUT_S, said)
+        assert other.bodies == []
+    async with scripted_server(upstream_port):
+        assert await asked == tokens_after([90, 91], 20)
+
+
+async def test_an_upstream_that_takes_the_key_no_longer_fails_no_request(
+    server: Server, client: AsyncOpenAI, upstream_port: int
+) -> None:
+    async with scripted_server(upstream_port) as upstream:
+        await asyncio.to_thread(server.wait_until_ready)
+        upstream.key = "another"
+        asked = [asyncio.create_task(ask(client, [95 + i, 91], tier="flex")) for i in range(4)]
+        said = "wants a key: set TIDEGATE_UPSTREAM_API_KEY"
+        await asyncio.to_thread(wait_for, lambda: is_down(server, said), START_TIMEOUT_S, said)
+        upstream.key = ""
+        assert await asyncio.gather(*asked) == [tokens_after([95 + i, 91], 20) for i in range(4)]
 
 
 async def test_a_killed_worker_leaves_nothing_running_at_the_upstream(

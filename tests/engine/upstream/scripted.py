@@ -53,6 +53,9 @@ class ScriptedServer:
     scripts: deque[Script] = field(default_factory=deque)  # of the next streams, one each
     bodies: list[dict[str, Any]] = field(default_factory=list)  # of all streams
     request_headers: list[dict[str, str]] = field(default_factory=list)  # of all streams
+    root: str | None = None  # where it has the model from
+    models_status: int = 200  # of /v1/models
+    token_offset: int = 0  # is added to each token
     priorities: bool = True
     returns_ids: bool = True
     key: str = ""
@@ -102,8 +105,9 @@ class ScriptedServer:
 
     async def _get(self, writer: asyncio.StreamWriter, path: str) -> None:
         if path.endswith("/v1/models"):
-            data = [{"id": name, "owned_by": self.owned_by, "max_model_len": 512} for name in self.models]
-            await self._answer(writer, 200, json.dumps({"data": data}))
+            common = {"owned_by": self.owned_by, "max_model_len": 512, "root": self.root}
+            data = [{"id": name, **common} for name in self.models]
+            await self._answer(writer, self.models_status, json.dumps({"data": data}))
         else:
             await self._answer(writer, 200 if self.metrics else 404, self.metrics)
 
@@ -148,7 +152,7 @@ class ScriptedServer:
             if script.after == number:
                 await self._go_wrong(writer, script.then)
                 return
-            token = token_after(known)
+            token = token_after(known) + self.token_offset
             known.append(token)
             choice: dict[str, Any] = {"index": 0, "text": f" w{token}", "finish_reason": None}
             if self.returns_ids and not isinstance(prompt, str):

@@ -51,7 +51,7 @@ def test_each_parameter_is_either_sent_or_named_as_unsupported(dialect: Dialect,
     assert options_of(sampling) == {option}
     if option in dialect.unsupported:
         return
-    assert body(dialect, **{name: VALUES[name]}) != body(dialect)
+    assert body(dialect, is_seeded=True, **{name: VALUES[name]}) != body(dialect, is_seeded=True)
 
 
 def test_parameters_have_the_names_of_the_dialect() -> None:
@@ -73,9 +73,13 @@ def test_parameters_have_the_names_of_the_dialect() -> None:
     assert (llama["top_k"], llama["top_p"], llama["min_p"]) == (0, 1.0, 0.0), "its own defaults are others"
 
 
-def test_a_seed_is_sent_only_if_the_caller_chose_it() -> None:
-    assert "seed" not in body(VLLM)
+def test_a_seed_is_sent_if_the_caller_chose_it_or_it_lets_an_answer_begin_again() -> None:
+    assert "seed" not in body(VLLM), "it is continued from its tokens, and servers sample slower with a seed"
     assert body(VLLM, is_seeded=True)["seed"] == 3
+    assert body(VLLM, presence_penalty=0.5)["seed"] == body(LLAMA_CPP, presence_penalty=0.5)["seed"] == 3
+    assert "sampling_seed" not in body(SGLANG, presence_penalty=0.5)["sampling_params"] and "seed" not in body(PLAIN)
+    assert body(PLAIN, is_seeded=True)["seed"] == 3
+    assert "seed" not in body(VLLM, output=(7, 8)), "the random numbers of the beginning must not come again"
 
 
 def test_a_continuation_asks_for_what_is_left() -> None:

@@ -1,8 +1,9 @@
 import json
+from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.interface import FinishReason, TokenLogprobs
@@ -75,6 +76,86 @@ def test_llama_cpp_events() -> None:
 def test_errors_and_garbage_are_a_lost_stream(dialect: Dialect, data: bytes) -> None:
     with pytest.raises(UpstreamLost):
         reader_of(dialect).read(data)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.from_regex("token_id:[0-9]+"),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def near(usual: Any) -> st.SearchStrategy[Any]:
+    """Return values like `usual`, in which any part may be missing, repeated or another one."""
+    if isinstance(usual, dict):
+        same = st.fixed_dictionaries({}, optional={key: near(value) for key, value in usual.items()})
+    elif isinstance(usual, list):
+        same = st.lists(near(usual[0]), max_size=3)
+    else:
+        same = st.just(usual)
+    return st.one_of(same, same, same, JSON)
+
+
+LOGPROBS = {"tokens": ["token_id:5"], "token_logprobs": [-1.0], "top_logprobs": [{"token_id:6": -3, "token_id:5": -1}]}
+CHUNKS: dict[str, dict[str, Any]] = {
+    "vllm": {
+        "choices": [{"text": "a", "token_ids": [5], "logprobs": LOGPROBS, "finish_reason": "stop"}],
+        "error": None,
+    },
+    "sglang": {
+        "output_ids": [5],
+        "meta_info": {"completion_tokens": 1, "cached_tokens": 2, "finish_reason": {"type": "stop"}},
+    },
+    "llama.cpp": {
+        "content": "a",
+        "tokens": [5],
+        "stop": True,
+        "stop_type": "limit",
+        "completion_probabilities": [{"id": 5, "logprob": -1.0, "top_logprobs": [{"id": 6, "logprob": -2.0}]}],
+    },
+}
+
+
+@pytest.mark.parametrize("dialect", [VLLM, SGLANG, LLAMA_CPP], ids=lambda d: d.name)
+@given(data=st.data())
+@settings(max_examples=400)
+def test_a_chunk_of_any_form_is_read_or_lost(dialect: Dialect, data: st.DataObject) -> None:
+    chunks = data.draw(st.lists(near(CHUNKS[dialect.name]).map(encoded) | st.binary(), min_size=1, max_size=3))
+    reader = reader_of(dialect)
+    with suppress(UpstreamLost):
+        for chunk in chunks:
+            piece = reader.read(chunk)
+            assert all(type(token_id) is int for token_id in piece.token_ids) and type(piece.text) is str
+            assert piece.finish_reason is None or isinstance(piece.finish_reason, FinishReason)
+            assert piece.cached_tokens >= 0 and len(piece.logprobs) in (0, len(piece.token_ids))
+            piece.text.encode()
+
+
+def encoded(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+@pytest.mark.parametrize("dialect", [VLLM, SGLANG, LLAMA_CPP], ids=lambda d: d.name)
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        '{"error": ' + 100_000 * "[",
+        '{"content": "\\ud800", "choices": [{"text": "\\ud800"}], "output_ids": "\\ud800"}',
+        '{"tokens": [1e400], "choices": [{"token_ids": [1e400]}], "output_ids": [1e400]}',
+    ],
+)
+def test_what_breaks_parsers_is_a_lost_stream(dialect: Dialect, chunk: str) -> None:
+    with pytest.raises(UpstreamLost):
+        reader_of(dialect).read(chunk.encode())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"token_logprobs": []}, {"tokens": []}, {"top_logprobs": [{}, {}]}, {"tokens": ["token_id:" + 5000 * "9"]}],
+)
+def test_log_probabilities_that_fit_no_token_are_a_lost_stream(change: dict[str, Any]) -> None:
+    with pytest.raises(UpstreamLost):
+        read(VLLM, {"choices": [{"text": "a", "token_ids": [5], "logprobs": LOGPROBS | change}]})
 
 
 def test_a_server_that_aborts_a_request_has_lost_it() -> None:

@@ -4,7 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from demo_model.location import demo_model_path
 from engine.interface import EngineInfo, FinishReason, SamplingParams, SequenceOutput
 from engine.streaming import (
     StreamRequest,
@@ -13,17 +16,22 @@ from engine.streaming import (
     UpstreamLost,
     UpstreamRefused,
     UpstreamUnreachable,
+    UpstreamUnusable,
 )
 from engine.upstream.client import HttpUpstream
-from engine.upstream.dialects import PLAIN, VLLM
+from engine.upstream.connect import UpstreamConfig, connect
+from engine.upstream.dialects import PLAIN, SGLANG, VLLM
+from engine.upstream.metrics import load_of
+from engine.upstream.models import ModelCard
 from tests.engine.upstream.scripted import MODEL, VOCAB, Script, ScriptedServer, scripted_server, tokens_after
 
 INFO = EngineInfo("model", 512, VOCAB, 16, 1024, 2048)
+CARD = ModelCard(MODEL, "vllm")
 PROMPT = (5, 6, 7)
 
 
 def client_of(server: ScriptedServer, **options: Any) -> HttpUpstream:
-    return HttpUpstream(server.sender, VLLM, MODEL, INFO, **options)
+    return HttpUpstream(server.sender, VLLM, CARD, INFO, **options)
 
 
 def request(max_tokens: int = 6, output: tuple[int, ...] = (), **sampling: Any) -> StreamRequest:
@@ -96,14 +104,19 @@ async def test_cancelling_hangs_up_before_the_first_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "kind"),
-    [(429, UpstreamBusy), (503, UpstreamBusy), (500, UpstreamLost), (502, UpstreamLost), (400, UpstreamRefused)],
+    ("kind", "status"),
+    [(UpstreamBusy, status) for status in (429, 503)]
+    + [(UpstreamLost, status) for status in (408, 500, 501, 502, 504, 520, 524)]
+    + [(UpstreamRefused, status) for status in (400, 413, 422)]
+    + [(UpstreamUnusable, status) for status in (204, 301, 307, 401, 402, 403, 404, 405, 410)],
 )
-async def test_statuses_say_whether_another_attempt_makes_sense(status: int, kind: type[Exception]) -> None:
+async def test_statuses_say_whether_another_attempt_makes_sense(kind: type[Exception], status: int) -> None:
+    said = "" if status == 204 else "no place here"
     async with scripted_server() as server:
-        server.scripts.append(Script(status=status, headers={"Retry-After": "7"}, body="no place\nhere"))
-        with pytest.raises(kind, match=f"{status}: no place here") as caught:
+        server.scripts.append(Script(status=status, headers={"Retry-After": "7"}, body=said.replace("e h", "e\nh")))
+        with pytest.raises(kind, match=f"{status}: {said}") as caught:
             await collect(client_of(server), request())
+    assert type(caught.value) is kind
     if isinstance(caught.value, UpstreamBusy):
         assert caught.value.retry_after_s == 7
 
@@ -141,6 +154,64 @@ async def test_the_servers_own_metrics_tell_its_load() -> None:
         assert await client_of(server).load() is None
 
 
+@pytest.mark.parametrize("status", [404, 500, 502, 503])
+async def test_only_the_servers_own_answer_tells_that_it_is_there(status: int) -> None:
+    """A proxy before a server that is away answers, too."""
+    async with scripted_server(models_status=status) as server:
+        with pytest.raises(UpstreamUnreachable, match=str(status)):
+            await client_of(server).load()
+        server.models_status = 429
+        with pytest.raises(UpstreamBusy):
+            await client_of(server).load()
+        server.models_status = 401
+        with pytest.raises(UpstreamUnusable, match="TIDEGATE_UPSTREAM_API_KEY"):
+            await client_of(server).load()
+        server.models_status = 200
+        assert await client_of(server).load() is None
+
+
+@pytest.mark.parametrize(
+    "change", [{"models": ("other",)}, {"models": ()}, {"root": "org/other"}, {"owned_by": "sglang"}]
+)
+async def test_a_server_with_another_model_serves_us_no_longer(change: dict[str, Any]) -> None:
+    async with scripted_server(models=("first", MODEL)) as server:
+        assert await client_of(server).load() is None
+        for name, value in change.items():
+            setattr(server, name, value)
+        with pytest.raises(UpstreamUnusable, match="another model than at the start of this worker"):
+            await client_of(server).load()
+
+
+@pytest.mark.parametrize("offset", [VOCAB, -VOCAB])
+async def test_ids_outside_the_vocabulary_are_a_lost_stream(offset: int) -> None:
+    async with scripted_server(token_offset=offset) as server:
+        with pytest.raises(UpstreamLost, match="outside the vocabulary"):
+            await collect(client_of(server), request())
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "-3", "1e300", "1e400", "x", "", '{a="b} 3', "é"])
+async def test_no_value_of_a_metric_fails(value: str) -> None:
+    """What is no number of requests is as good as unknown."""
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    async with scripted_server(metrics="".join(f"{name} {value}\n" for name in names)) as server:
+        assert await client_of(server).load() == UpstreamLoad(None, None, None)
+
+
+@given(
+    st.lists(st.sampled_from(["vllm:num_requests_running", "{", "}", '"', "=", " ", "\n", "NaN", "7", "#"]) | st.text())
+)
+@settings(max_examples=300)
+def test_metrics_of_any_form_can_be_read(parts: list[str]) -> None:
+    load = load_of(VLLM.metrics, "".join(parts)) if VLLM.metrics is not None else UpstreamLoad()
+    assert load.num_running is None or load.num_running >= 0
+
+
+async def test_tokens_without_the_log_probabilities_that_were_asked_for_are_a_lost_stream() -> None:
+    async with scripted_server() as server:
+        with pytest.raises(UpstreamLost, match="log probabilities"):
+            await collect(client_of(server), request(logprobs=2))
+
+
 async def test_without_priority_scheduling_no_priority_is_sent() -> None:
     async with scripted_server(priorities=False) as server:
         with pytest.raises(UpstreamRefused, match="priority"):
@@ -148,7 +219,20 @@ async def test_without_priority_scheduling_no_priority_is_sent() -> None:
         assert await collect(client_of(server, with_priority=False), request()) == tokens_after(PROMPT, 6)
 
 
+def test_what_is_the_same_when_it_begins_again() -> None:
+    sampled, greedy = SamplingParams(8), SamplingParams(8, temperature=0.0)
+    assert client_of(ScriptedServer()).can_repeat(sampled)
+    sglang = HttpUpstream(ScriptedServer().sender, SGLANG, CARD, INFO)
+    assert sglang.can_repeat(greedy) and not sglang.can_repeat(sampled)
+
+
+async def test_texts_are_not_the_same_ids_when_they_begin_again() -> None:
+    async with scripted_server(returns_ids=False) as server:
+        plain = await connect(UpstreamConfig(server.url, str(demo_model_path())))
+    assert not plain.can_repeat(SamplingParams(8, temperature=0.0))
+
+
 def test_a_server_of_texts_cannot_continue() -> None:
     assert client_of(ScriptedServer()).can_continue(SamplingParams(8), False)
     with pytest.raises(AssertionError):
-        HttpUpstream(ScriptedServer().sender, PLAIN, MODEL, INFO)
+        HttpUpstream(ScriptedServer().sender, PLAIN, CARD, INFO)

@@ -78,6 +78,9 @@ async def test_what_waiting_cannot_mend_ends_the_start() -> None:
         with pytest.raises(EngineStartError, match="a, b: say which one by --upstream-model"):
             await connect(config(server))
         assert (await connect(config(server, model="b"))).info.device == "vllm"
+        server.scripts.append(Script(status=404, body="no such path"))
+        with pytest.raises(EngineStartError, match=r"refuses a first request: .* 404: no such path\."):
+            await connect(config(server, model="b"))
         server.key = "secret"
         with pytest.raises(EngineStartError, match="TIDEGATE_UPSTREAM_API_KEY"):
             await connect(config(server))

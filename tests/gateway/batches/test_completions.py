@@ -16,7 +16,7 @@ from gateway.batches.service import BatchService
 from gateway.files.store import FileStore
 from gateway.identity import ApiKey, Keyring
 from scheduler.clock import SystemClock
-from scheduler.request import Request, TokenEvent
+from scheduler.request import UPSTREAM_REFUSED, EventKind, Request, TokenEvent
 from tests.gateway.offline import jsonl
 from tests.gateway.stand import MODEL, Stand, make_tiers, running_stand, text_of, token_by_token, token_ids
 from tests.waiting import until
@@ -93,6 +93,24 @@ async def test_every_line_gets_its_own_answer_though_the_queue_is_short(redis_cl
     usage = [e["response"]["body"]["usage"] for e in output]
     assert batch["usage"]["output_tokens"] == sum(u["completion_tokens"] for u in usage)
     assert batch["usage"]["input_tokens"] == sum(u["prompt_tokens"] for u in usage)
+
+
+async def test_a_line_that_the_models_server_refuses_is_answered_with_its_words(
+    redis_client: Redis, tmp_path: Path
+) -> None:
+    def refuse(request: Request) -> Sequence[TokenEvent]:
+        said = "The model's server answered 400: no such stop word"
+        return [TokenEvent(request.id, EventKind.FAILED, error=said, code=UPSTREAM_REFUSED)]
+
+    async with running_stand(refuse) as stand, offline_tier(stand, redis_client, tmp_path) as http:
+        batch = await ended(http, await submit(http, [ask("a")]))
+        [line] = await read(http, batch["error_file_id"])
+        chat = await stand.post("/v1/chat/completions", ask("a")["body"])
+        assert len(stand.worker.served) == 2, "the line is not tried again"
+    assert line["response"]["status_code"] == chat.status_code == 400
+    for error in (line["response"]["body"]["error"], chat.json()["error"]):
+        assert (error["type"], error["code"]) == ("invalid_request_error", UPSTREAM_REFUSED)
+        assert "no such stop word" in error["message"]
 
 
 async def test_cancelling_a_batch_frees_its_generations(redis_client: Redis, tmp_path: Path) -> None:

@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 
 from engine.interface import EngineInfo, FinishReason, SamplingParams, SequenceOutput
 from engine.step_time.cost import StepCost, StepWork
-from engine.streaming import StreamRequest, UpstreamBusy, UpstreamLoad, UpstreamLost, UpstreamUnreachable
+from engine.streaming import (
+    StreamRequest,
+    UpstreamBusy,
+    UpstreamError,
+    UpstreamLoad,
+    UpstreamLost,
+    UpstreamUnreachable,
+)
 from engine.upstream.bodies import can_continue
 from scheduler.clock import Clock
 from tests.scheduler.builders import FAST, VOCAB, make_info
@@ -50,26 +57,40 @@ class ModeledUpstream:
         self._noise = noise
         self._random = random.Random(seed)
         self.places = places
+        self.repeats = True  # whether an answer that begins again is the same
         self.refuses = False  # answer 503 instead of letting requests wait
         self.is_up = True
+        self.refusals: dict[str, UpstreamError] = {}  # what the streams of these requests get; "": all, and trials
         self.is_frozen = False  # takes requests and sends nothing
         self.waiting: list[_Sequence] = []
         self.running: list[_Sequence] = []
         self.opened: list[StreamRequest] = []
+        self.refused: list[str] = []  # ids of streams that got an error at once
         self.num_computed = 0
         self._wake = asyncio.Event()
 
     def can_continue(self, sampling: SamplingParams, is_seeded: bool) -> bool:
         return can_continue(sampling, is_seeded)
 
+    def can_repeat(self, sampling: SamplingParams) -> bool:
+        return self.repeats
+
     async def load(self) -> UpstreamLoad | None:
         if not self.is_up:
             raise UpstreamUnreachable("nobody listens")
         return UpstreamLoad(len(self.running), len(self.waiting), 0.1)
 
+    async def try_out(self) -> bool:
+        if "" in self.refusals:
+            raise self.refusals[""]
+        return True
+
     async def stream(self, request: StreamRequest) -> AsyncGenerator[SequenceOutput, None]:
         if not self.is_up:
             raise UpstreamUnreachable("nobody listens")
+        if error := self.refusals.get(request.seq_id, self.refusals.get("")):
+            self.refused.append(request.seq_id)
+            raise error
         if self.refuses and len(self.running) + len(self.waiting) >= self.places:
             raise UpstreamBusy("no place", 1.0)
         self.opened.append(request)

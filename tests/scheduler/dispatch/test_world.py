@@ -8,8 +8,10 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
 
 from engine.step_time.cost import StepCost
+from engine.streaming import UpstreamBusy, UpstreamUnusable
 from scheduler.client.client import SchedulerClient
 from scheduler.client.rejection import Rejected
 from scheduler.config import TierSet
@@ -251,6 +253,33 @@ def test_a_server_that_dies_in_mid_stream_loses_nothing() -> None:
     assert all(answer.is_right for answer in play(story))
 
 
+@pytest.mark.parametrize("how", ["dies", "freezes", "is away"])
+def test_an_answer_that_cannot_go_on_where_it_ended_ends_with_an_error(how: str) -> None:
+    """The client has its beginning, and a new one would be another. What nobody has seen yet begins again."""
+
+    async def story(world: World) -> tuple[Answer, Answer]:
+        world.upstream.repeats = False
+        penalised = {"max_tokens": 200, "presence_penalty": 0.5}
+        seen = asyncio.create_task(world.ask("seen", "bulk", **penalised))
+        unseen = asyncio.create_task(world.ask("unseen", "bulk", delivery=Delivery.AT_END, **penalised))
+        await world.clock.sleep(1.0)
+        assert len(world.upstream.running) == 2
+        if how == "dies":
+            world.upstream.die()
+        else:
+            world.upstream.is_frozen, world.upstream.is_up = True, how == "freezes"
+        await world.clock.sleep(8.0)
+        world.upstream.is_up = True
+        world.upstream.thaw()
+        return await seen, await unseen
+
+    seen, unseen = play(story, stall_s=5.0)
+    assert seen.events[-1].kind is EventKind.UNAVAILABLE
+    assert "cannot be continued" in seen.events[-1].error
+    assert 0 < len(seen.token_ids) < 200
+    assert unseen.is_right
+
+
 def test_a_server_that_is_away_for_long_makes_the_worker_look_dead() -> None:
     """Bulk waits in the store; what only this worker can continue stays here; chats are refused."""
 
@@ -271,6 +300,40 @@ def test_a_server_that_is_away_for_long_makes_the_worker_look_dead() -> None:
         assert [r.seq_id for r in world.upstream.opened].count("begun") == 2
 
     play(story)
+
+
+def test_a_server_that_turns_everyone_away_burns_no_attempts() -> None:
+    """A key that the server takes no longer: all work waits in the store until the server serves us again."""
+
+    async def story(world: World) -> None:
+        world.upstream.refusals[""] = UpstreamUnusable("The server answered 401: no such key")
+        asked = [asyncio.create_task(world.ask(f"b{i}", "bulk")) for i in range(10)]
+        await world.clock.sleep(60.0)
+        assert (await world.queue.depths(["bulk"]))["bulk"] == 10
+        assert await world.registry.workers() == []
+        assert len(world.upstream.refused) <= 10, "nothing is sent while a trial fails"
+        del world.upstream.refusals[""]
+        assert all(answer.is_right for answer in await asyncio.gather(*asked))
+
+    with capture_logs() as logs:
+        play(story)
+    [said] = [line for line in logs if line["log_level"] == "error"]
+    assert "401: no such key" in said["reason"]
+
+
+def test_a_request_that_alone_is_turned_away_is_given_up_and_others_go_on() -> None:
+    """Such as one whose text a firewall before the server does not let pass."""
+
+    async def story(world: World) -> tuple[Answer, list[Answer]]:
+        world.upstream.refusals["bad"] = UpstreamUnusable("The server answered 403: blocked")
+        flood = asyncio.create_task(bulk(world, 4, 10.0))
+        bad = await world.ask("bad", "bulk")
+        return bad, await flood
+
+    bad, others = play(story)
+    assert bad.events[-1].kind is EventKind.UNAVAILABLE
+    assert "403: blocked The request was given up after 4 attempts." in bad.events[-1].error
+    assert all(answer.is_right for answer in others)
 
 
 def test_a_server_that_sends_nothing_is_hung_up_and_asked_again() -> None:
@@ -303,6 +366,69 @@ def test_refusals_lower_what_is_sent_and_lose_nothing() -> None:
     answers, limit = play(story, places=6)
     assert answers and all(answer.is_right for answer in answers)
     assert limit <= 10
+
+
+def test_a_request_that_is_always_refused_as_busy_stops_no_others_and_is_given_up() -> None:
+    async def story(world: World) -> tuple[list[Answer], list[Answer]]:
+        flood = asyncio.create_task(bulk(world, 4, 60.0))
+        await world.clock.sleep(1.0)
+        bad = [await world.ask(name, "bulk", job_part="a line") for name in ("bad", "again")]
+        return bad, await flood
+
+    async def undisturbed(world: World) -> tuple[list[Answer], list[Answer]]:
+        return [], await bulk(world, 4, 60.0)
+
+    async def refusing(world: World) -> tuple[list[Answer], list[Answer]]:
+        world.upstream.refusals |= dict.fromkeys(("bad", "again"), UpstreamBusy("The server answered 429: no.", 5.0))
+        bad, others = await story(world)
+        assert world.upstream.refused.count("bad") <= 8
+        assert world.upstream.refused.count("again") == 1, "what was given up is remembered by its name"
+        return bad, others
+
+    bad, others = play(refusing)
+    _, usual = play(undisturbed)
+    for answer in bad:
+        assert answer.events[-1].kind is EventKind.UNAVAILABLE
+        assert "429: no. The request was given up" in answer.events[-1].error
+    assert all(answer.is_right for answer in others)
+    assert len(others) >= 0.7 * len(usual), "the first refusals pause all"
+
+
+def test_a_request_that_is_refused_until_its_deadline_ends_then() -> None:
+    async def story(world: World) -> tuple[Answer, float]:
+        world.upstream.refusals[""] = UpstreamBusy("The server answered 429: no quota.")
+        answer = await world.ask("late", "bulk", deadline_ms=world.clock.wall_ms() + 20_000)
+        return answer, world.clock.now() - answer.submitted_s
+
+    answer, seconds = play(story)
+    assert answer.events[-1].kind is EventKind.UNAVAILABLE
+    assert 20 < seconds < 25
+
+
+def test_a_busy_server_keeps_its_requests_until_it_has_a_place() -> None:
+    """However many refusals there are: all are refused alike."""
+
+    async def story(world: World) -> list[Answer]:
+        world.upstream.refusals[""] = UpstreamBusy("The server answered 503: no place.")
+        asked = [asyncio.create_task(world.ask(f"b{i}", "bulk")) for i in range(10)]
+        await world.clock.sleep(60.0)
+        assert len(world.upstream.refused) > 10
+        del world.upstream.refusals[""]
+        return await asyncio.gather(*asked)
+
+    assert all(answer.is_right for answer in play(story))
+
+
+def test_a_bug_in_the_probe_ends_the_worker_and_not_the_probe_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(self: ModeledUpstream) -> None:
+        raise ValueError("a bug")
+
+    async def story(world: World) -> None:
+        await world.running
+
+    monkeypatch.setattr(ModeledUpstream, "load", fail)
+    with pytest.raises(ValueError, match="a bug"):
+        play(story)
 
 
 def test_a_cancelled_request_is_hung_up() -> None:
