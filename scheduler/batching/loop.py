@@ -188,7 +188,8 @@ class BatchLoop:
             said = "busy" if error.is_busy else "failed"
             _end(trace, said)
             if self._fails_for_s() < error.excused_s:
-                self._metrics.record_call(claimed, self._policy.batch, 0.0, said)
+                self._policy.note_turn(plan)
+                self._metrics.record_call(claimed, self._policy.batch, self._clock.now() - begun_s, said)
                 await self._give_back(plan)
             else:
                 self._record(plan, counts, left, begun_s, said)

@@ -126,6 +126,24 @@ async def test_an_item_that_breaks_the_server_behind_a_proxy_ends_alone(stand: S
     assert (bad.state, bad.error) == (TaskState.DEAD, "502")
 
 
+async def test_isolated_tasks_of_a_busy_endpoint_leave_the_others_their_calls(stand: Stand) -> None:
+    """Isolated tasks get their share of the calls, also while the endpoint is busy whenever it gets them."""
+    answers = iter([CallFailed("500")])
+
+    def script(items: Sequence[bytes]) -> list[ItemResult]:
+        if b'"bad"' in items:
+            raise next(answers, CallFailed("429", excused_s=math.inf))
+        return echo(items)
+
+    stand.endpoint.script = script
+    first = await stand.put([b'"bad"', *numbers(BATCH - 1)], "bulk")
+    stand.start()
+    await until(lambda: len(stand.endpoint.calls) > 1)
+    others = await stand.put(numbers(40 * BATCH), "bulk")
+    assert {s.state for s in await stand.ended(others)} == {TaskState.DONE}
+    assert (await stand.states(first))[0].state in (TaskState.QUEUED, TaskState.RUNNING)
+
+
 async def test_a_call_outlasts_a_store_that_refuses_writes(stand: Stand, valkey_url: str) -> None:
     """The call goes on, and its results are written when the store takes writes again."""
     stand.endpoint.gate.clear()
