@@ -41,9 +41,14 @@ class FunctionEndpoint:
     async def call(self, items: Sequence[bytes], traceparent: str = "") -> list[ItemResult]:
         decoded = [msgspec.json.decode(item) for item in padded(items, self._batch)]
         try:
-            outputs = await asyncio.wait_for(asyncio.wrap_future(self._begin(decoded)), self._longest_s)
+            async with asyncio.timeout(self._longest_s):  # before Python 3.12, `wait_for` may swallow a cancellation
+                outputs = await asyncio.wrap_future(self._begin(decoded))
         except TimeoutError as error:
             raise EndpointHangs(f"{self.name} has not returned within {self._timeout_s:g} s") from error
+        except asyncio.CancelledError as error:
+            if _is_cancelled():
+                raise
+            raise _call_failed(error) from error
         if not isinstance(outputs, list | tuple):
             raise CallFailed(f"The function returned {type(outputs).__name__}, not a list.")
         return [_item_result(output) for output in without_padding(outputs, len(items), self._batch)]
@@ -64,8 +69,7 @@ class FunctionEndpoint:
             async with running:
                 return await self._function(items)
         except BaseException as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():  # nobody waits for the outputs any more
+            if _is_cancelled():  # nobody waits for the outputs any more, unless the function did this itself
                 raise
             if running.expired():
                 raise CallFailed("The function did not return in time.") from error
@@ -103,6 +107,12 @@ def _in_thread(function: Callable[[list[Any]], Any], items: list[Any]) -> "Futur
 
     Thread(target=run, name="endpoint", daemon=True).start()
     return future
+
+
+def _is_cancelled() -> bool:
+    """Return whether this task was told to end. A `CancelledError` may also come from what it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _call_failed(error: BaseException) -> CallFailed:
@@ -154,7 +164,7 @@ def load_function(spec: str) -> Callable[[list[Any]], Any]:
         sys.path.insert(0, here)
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, SyntaxError, SystemExit) as error:
         raise EngineStartError(f"the endpoint {spec} cannot be loaded: {error}") from error
     if not callable(function):
         raise EngineStartError(f"the endpoint {spec} is not a function")

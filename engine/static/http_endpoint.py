@@ -45,7 +45,8 @@ class HttpEndpoint:
         self._url = url
         self._batch = batch
         self._timeout_s = timeout_s
-        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, 5.0))
+        # Less than the time for the call: what has no connection in time has got none of the items.
+        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s / 2, 5.0))
         self._http = httpx.AsyncClient(timeout=timeout, transport=transport)
         self._encode = msgspec.json.Encoder().encode
         self._decoder = msgspec.json.Decoder(_Reply)
@@ -83,7 +84,12 @@ class HttpEndpoint:
 def _item_result(result: _Result) -> ItemResult:
     if result.error is not None:
         return ItemResult(error=result.error[:MAX_REASON] or "The endpoint gave no reason.")
-    return ItemResult(bytes(result.output))
+    output = bytes(result.output)
+    try:
+        output.decode()  # the decoder does not look into outputs
+    except UnicodeDecodeError as error:
+        return ItemResult(error=f"The output is not JSON: {error}"[:MAX_REASON])
+    return ItemResult(output)
 
 
 def _retry_after_s(response: httpx.Response) -> float:

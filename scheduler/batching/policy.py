@@ -133,7 +133,7 @@ class BatchPolicy:
         self._deficits.add_step(took_s, used_s, [t.name for t in self._tiers if t.name in wanting])
 
     def note_turn(self, plan: CallPlan) -> None:
-        """Take note of whose turn a call was, also if the endpoint was busy: that tells nothing of the time of calls."""
+        """Take note of whose turn a call was. Enough for one that found the endpoint busy: its time tells nothing."""
         self._calls_since_isolated = 0 if plan.is_isolated else self._calls_since_isolated + 1
 
     @property

@@ -112,7 +112,7 @@ COUNTS = st.sampled_from((0, 1, BATCH, 5 * BATCH))
 def test_min_shares_never_promise_more_than_a_batch(
     bulk: float, batch: float, counts: tuple[int, int, int], calls_s: list[float]
 ) -> None:
-    """After any calls in which only interactive tasks had places, a plan has at most a batch, and is as full as can be."""
+    """After any calls that only interactive tasks shared, a plan has at most a batch, and is as full as can be."""
     tiers = make_tiers(bulk={"floor": bulk}, batch={"floor": batch})
     policy, now = BatchPolicy(tiers, BATCH, now=0.0), 0.0
     below = {"bulk": LaneWait(1, 0.0), "batch": LaneWait(1, 0.0)}
