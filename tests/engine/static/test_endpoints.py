@@ -1,7 +1,6 @@
 """The call of an endpoint with fixed batches: padding, the wire format, and every way in which a call fails."""
 
 import asyncio
-import contextlib
 import math
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -102,21 +101,14 @@ async def test_http_says_when_it_is_busy(status: int, excused_s: float) -> None:
 
 
 async def test_an_answer_that_drips_ends_with_the_time_for_the_call() -> None:
-    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError):
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
-            while not writer.is_closing():
-                writer.write(b" ")
-                await writer.drain()
-                await asyncio.sleep(0.01)
-        writer.close()
+    async def drip() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
 
-    async with await asyncio.start_server(drip, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
-        endpoint = HttpEndpoint(f"http://127.0.0.1:{port}/", BATCH, 0.3)
-        assert "in time" in str(await failure_of(endpoint))
-        await endpoint.close()
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, content=drip()))
+    endpoint = HttpEndpoint("http://endpoint.example/", BATCH, 0.01, transport)
+    assert "in time" in str(await failure_of(endpoint))
+    await endpoint.close()
 
 
 async def test_no_connection_is_told_from_no_answer_however_short_the_time_for_a_call_is() -> None:
