@@ -15,8 +15,8 @@ from engine.static.interface import CallFailed, ItemResult, Unreachable
 from engine.static.padding import padded, without_padding
 
 # Statuses by which a server, or a proxy before it, says that it takes no work at the moment; for how many seconds in a
-# row the items are not the cause. A proxy says 502 and 504 also if one of the items breaks the server.
-EXCUSED_S = {429: math.inf, 503: math.inf, 502: 30.0, 504: 30.0}
+# row the items are not the cause. A proxy says 502 and 504 also if one of the items breaks the server; some say 503.
+EXCUSED_S = {429: math.inf, 503: 300.0, 502: 30.0, 504: 30.0}
 MAX_REASON = 300  # characters of an endpoint's own words that are kept
 
 

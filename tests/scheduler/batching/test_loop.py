@@ -111,7 +111,7 @@ async def test_a_busy_endpoint_makes_no_dead_letters(stand: Stand) -> None:
 
 
 async def test_an_item_that_breaks_the_server_behind_a_proxy_ends_alone(stand: Stand) -> None:
-    """The proxy says 502 then. That excuses the items only for a while."""
+    """The proxy says 502 then. That excuses an item only for a while, if the endpoint serves others."""
 
     def script(items: Sequence[bytes]) -> list[ItemResult]:
         if b'"bad"' in items:
@@ -119,11 +119,27 @@ async def test_an_item_that_breaks_the_server_behind_a_proxy_ends_alone(stand: S
         return echo(items)
 
     stand.endpoint.script = script
-    tasks = await stand.put([*numbers(BATCH - 1), b'"bad"'])
+    tasks = await stand.put([b'"bad"', *numbers(BATCH - 1)])
     stand.start()
-    *good, bad = await stand.ended(tasks)
-    assert {s.state for s in good} == {TaskState.DONE}
+    await until(lambda: len(stand.endpoint.calls) > 2)
+    others = await stand.put(numbers(2 * BATCH))
+    bad, *good = await stand.ended([*tasks, *others])
+    assert {(s.state, s.attempts) for s in good} == {(TaskState.DONE, 1)}
     assert (bad.state, bad.error) == (TaskState.DEAD, "502")
+
+
+async def test_a_long_outage_behind_a_proxy_costs_no_tries(stand: Stand) -> None:
+    def away(items: Sequence[bytes]) -> list[ItemResult]:
+        raise CallFailed("502", excused_s=0.5)
+
+    stand.endpoint.script = away
+    tasks = await stand.put(numbers(3 * BATCH))
+    stand.start()
+    await until(lambda: bool(stand.endpoint.calls) and len(stand.endpoint.calls[-1]) == 1)
+    count = len(stand.endpoint.calls)
+    await until(lambda: len(stand.endpoint.calls) > count + 2 * MAX_TRIES)
+    stand.endpoint.script = echo
+    assert {(s.state, s.attempts) for s in await stand.ended(tasks)} == {(TaskState.DONE, 1)}
 
 
 async def test_isolated_tasks_of_a_busy_endpoint_leave_the_others_their_calls(stand: Stand) -> None:
