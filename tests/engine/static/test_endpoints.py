@@ -186,6 +186,42 @@ class Untellable(Exception):
         raise RuntimeError("nor this")
 
 
+class NamesItsThread(Exception):
+    def __str__(self) -> str:
+        return threading.current_thread().name
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_outputs_are_read_in_the_thread_of_the_function(is_async: bool) -> None:
+    """Large ones take long, and the worker's event loop must send heartbeats meanwhile."""
+
+    def run(items: list[Any]) -> list[Any]:
+        return [NamesItsThread()] * BATCH
+
+    async def run_later(items: list[Any]) -> list[Any]:
+        return run(items)
+
+    endpoint = function_endpoint(run_later if is_async else run)
+    assert await endpoint.call([b"1"]) == [ItemResult(error="NamesItsThread: endpoint")]
+    await endpoint.close()
+
+
+@pytest.mark.parametrize("fails_call", [False, True])
+async def test_reasons_can_be_stored_whatever_is_in_them(fails_call: bool) -> None:
+    """Names of files that are not UTF-8 have such characters."""
+    error = OSError("no file b\udcffd")
+
+    def run(items: list[Any]) -> list[Any]:
+        if fails_call:
+            raise error
+        return [error] * BATCH
+
+    endpoint = function_endpoint(run)
+    reason = str(await failure_of(endpoint)) if fails_call else (await endpoint.call([b"1"]))[0].error
+    assert "OSError: no file b\\udcffd" in reason
+    assert reason.encode()
+
+
 ERRORS = (
     TimeoutError,
     StopIteration,
@@ -257,12 +293,12 @@ async def test_an_async_function_that_cancels_itself_fails_the_call() -> None:
 
 async def test_a_call_that_is_cancelled_when_its_function_returns_is_cancelled() -> None:
     """Otherwise the loop that made the call would go on although it was told to end."""
-    ended: Future[Any] = Future()
+    ended: Future[list[ItemResult]] = Future()
     endpoint = function_endpoint(double)
     endpoint._begin = lambda items: ended  # type: ignore[method-assign]
     calling = asyncio.create_task(endpoint.call([b"1"]))
     await asyncio.sleep(0)
-    ended.set_result([2] * BATCH)
+    ended.set_result([ItemResult(b"2")])
     asyncio.get_running_loop().call_soon(calling.cancel)  # after the result has come, before the call goes on
     with pytest.raises(asyncio.CancelledError):
         await calling
