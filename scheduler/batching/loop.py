@@ -64,6 +64,7 @@ class BatchLoop:
         self._backoff = ExponentialBackoff(cap=MAX_PAUSE_S, base=FIRST_PAUSE_S)
         self._num_failed = 0  # calls in a row that failed as a whole
         self._spells = BusySpells()
+        self._oldest_s: dict[tuple[str, int], float] = {}  # since when the oldest task of a lane waits, by its arrival
         self._serving: asyncio.Task[None] | None = None
         self._draining = asyncio.Event()
         self.is_announced = False
@@ -118,14 +119,15 @@ class BatchLoop:
                     await self._run(plan, waiting)
 
     async def _waiting(self) -> dict[str, LaneWait]:
-        """Return the lanes in which tasks wait."""
+        """Return the lanes in which tasks wait, since they were first seen here or longer.
+
+        By wall clocks alone, a task from a machine whose clock is ahead would seem to come only now, at each look.
+        """
         depths = await self._queue.depths(self._policy.lanes)
         now, wall_ms = self._clock.now(), self._clock.wall_ms()
-        return {
-            lane: LaneWait(depth.count, now - max(0, wall_ms - depth.oldest_ms) / 1000)
-            for lane, depth in depths.items()
-            if depth.count
-        }
+        waiting = {(lane, d.oldest_ms): max(0, wall_ms - d.oldest_ms) / 1000 for lane, d in depths.items() if d.count}
+        self._oldest_s = {key: min(now - age_s, self._oldest_s.get(key, now)) for key, age_s in waiting.items()}
+        return {lane: LaneWait(depths[lane].count, oldest_s) for (lane, _), oldest_s in self._oldest_s.items()}
 
     def _counts(self, waiting: Mapping[str, LaneWait]) -> dict[str, int]:
         return {lane: waiting[lane].count if lane in waiting else 0 for lane in self._policy.lanes}

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from structlog.testing import capture_logs
 
 from engine.static.interface import CallFailed, EndpointHangs, ItemResult, Unreachable
 from scheduler.batching.outcome import WORKER_DIED
@@ -29,6 +30,13 @@ async def test_tasks_get_their_own_results(stand: Stand) -> None:
     assert [len(call) for call in stand.endpoint.calls] == [BATCH, 3]
     assert stand.metric("batch_padding_slots_total") == BATCH - 3
     assert stand.metric("tasks_ended_total", tier="realtime", state="done") == BATCH + 3
+
+
+async def test_a_clock_that_is_behind_does_not_hold_tasks_up(stand: Stand) -> None:
+    """A batch that is not full starts after its timer, also if its tasks seem to come from the future."""
+    tasks = await stand.put(numbers(2), age_ms=-3_600_000)
+    stand.start()
+    assert {s.state for s in await stand.ended(tasks)} == {TaskState.DONE}
 
 
 async def test_under_load_batches_are_full(stand: Stand) -> None:
@@ -166,12 +174,13 @@ async def test_a_call_outlasts_a_store_that_refuses_writes(stand: Stand, valkey_
     tasks = await stand.put(numbers(BATCH))
     _, running = stand.start()
     await until(lambda: bool(stand.endpoint.calls))
-    with refusing(valkey_url):
+    with refusing(valkey_url), capture_logs() as said:
         began_s = stand.clock.now()
         await until(lambda: stand.clock.now() - began_s > 2 * RENEW_S)  # heartbeats and renewals were refused meanwhile
         stand.endpoint.gate.set()
         await until(lambda: stand.metric("endpoint_calls_total", outcome="ok") == 1)
         assert not running.done()
+    assert [entry["event"] for entry in said].count("the store is away; a call under way goes on") == 1
     assert {(s.state, s.attempts) for s in await stand.ended(tasks)} == {(TaskState.DONE, 1)}
     assert len(stand.endpoint.calls) == 1
 
