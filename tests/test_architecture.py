@@ -80,6 +80,7 @@ PURE_ROOMS = (
     "scheduler.client.ttft_forecast",
     "scheduler.client.forecast_correction",
     "scheduler.client.inflight",
+    "scheduler.batching.busy_spells",
     "scheduler.batching.policy",
     "scheduler.batching.outcome",
     "scheduler.tasks.lanes",

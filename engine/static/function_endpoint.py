@@ -39,33 +39,45 @@ class FunctionEndpoint:
         self._loop = _start_loop() if inspect.iscoroutinefunction(function) else None
 
     async def call(self, items: Sequence[bytes], traceparent: str = "") -> list[ItemResult]:
-        decoded = [msgspec.json.decode(item) for item in padded(items, self._batch)]
         try:
-            outputs = await asyncio.wait_for(asyncio.wrap_future(self._begin(decoded)), self._longest_s)
+            async with asyncio.timeout(self._longest_s):  # before Python 3.12, `wait_for` may swallow a cancellation
+                return await asyncio.wrap_future(self._begin(items))
         except TimeoutError as error:
             raise EndpointHangs(f"{self.name} has not returned within {self._timeout_s:g} s") from error
-        if not isinstance(outputs, list | tuple):
-            raise CallFailed(f"The function returned {type(outputs).__name__}, not a list.")
-        return [_item_result(output) for output in without_padding(outputs, len(items), self._batch)]
+        except asyncio.CancelledError as error:
+            if _is_cancelled():
+                raise
+            raise _call_failed(error) from error
 
     @property
     def _longest_s(self) -> float:
         return self._timeout_s if self._loop is None else self._timeout_s + CANCEL_S
 
-    def _begin(self, items: list[Any]) -> "Future[Any]":
-        """Start the function. Whatever it raises arrives as `CallFailed`, also what would end a thread or a loop."""
+    def _begin(self, items: Sequence[bytes]) -> "Future[list[ItemResult]]":
+        """Start the function. Whatever it raises arrives as `CallFailed`, also what would end a thread or a loop.
+
+        Its thread also reads the items and writes the results, because large ones take long.
+        """
         if self._loop is None:
-            return _in_thread(self._function, items)
+            return _in_thread(lambda: self._results(self._function(self._decoded(items)), len(items)))
         return asyncio.run_coroutine_threadsafe(self._run_async(items), self._loop)
 
-    async def _run_async(self, items: list[Any]) -> Any:
+    def _decoded(self, items: Sequence[bytes]) -> list[Any]:
+        return [msgspec.json.decode(item) for item in padded(items, self._batch)]
+
+    def _results(self, outputs: Any, count: int) -> list[ItemResult]:
+        if not isinstance(outputs, list | tuple):
+            raise CallFailed(f"The function returned {type(outputs).__name__}, not a list.")
+        return [_item_result(output) for output in without_padding(outputs, count, self._batch)]
+
+    async def _run_async(self, items: Sequence[bytes]) -> list[ItemResult]:
         running = asyncio.timeout(self._timeout_s)
         try:
             async with running:
-                return await self._function(items)
+                outputs = await self._function(self._decoded(items))
+            return self._results(outputs, len(items))
         except BaseException as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():  # nobody waits for the outputs any more
+            if _is_cancelled():  # nobody waits for the outputs any more, unless the function did this itself
                 raise
             if running.expired():
                 raise CallFailed("The function did not return in time.") from error
@@ -88,14 +100,14 @@ def _start_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _in_thread(function: Callable[[list[Any]], Any], items: list[Any]) -> "Future[Any]":
-    """Run the function in a thread that does not keep the process alive: it may never return."""
-    future: Future[Any] = Future()
+def _in_thread(work: Callable[[], list[ItemResult]]) -> "Future[list[ItemResult]]":
+    """Run `work` in a thread that does not keep the process alive: it may never return."""
+    future: Future[list[ItemResult]] = Future()
 
     def run() -> None:
         future.set_running_or_notify_cancel()  # from now on nobody cancels it, so its result can be set
         try:
-            result = function(items)
+            result = work()
         except BaseException as error:
             future.set_exception(_call_failed(error))
         else:
@@ -105,8 +117,14 @@ def _in_thread(function: Callable[[list[Any]], Any], items: list[Any]) -> "Futur
     return future
 
 
+def _is_cancelled() -> bool:
+    """Return whether this task was told to end. A `CancelledError` may also come from what it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 def _call_failed(error: BaseException) -> CallFailed:
-    return CallFailed(f"The function raised {_reason(error)}")
+    return error if isinstance(error, CallFailed) else CallFailed(f"The function raised {_reason(error)}")
 
 
 def _item_result(output: Any) -> ItemResult:
@@ -138,8 +156,9 @@ def _reason(error: BaseException) -> str:
 
 
 def _text(error: BaseException) -> str:
+    """Return what the error says, without characters that UTF-8 does not have."""
     try:
-        return str(error)
+        return str(error).encode("utf-8", "backslashreplace").decode()
     except Exception:
         return "it cannot be told"
 
@@ -154,7 +173,7 @@ def load_function(spec: str) -> Callable[[list[Any]], Any]:
         sys.path.insert(0, here)
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, SyntaxError, SystemExit) as error:
         raise EngineStartError(f"the endpoint {spec} cannot be loaded: {error}") from error
     if not callable(function):
         raise EngineStartError(f"the endpoint {spec} is not a function")

@@ -15,8 +15,8 @@ from engine.static.interface import CallFailed, ItemResult, Unreachable
 from engine.static.padding import padded, without_padding
 
 # Statuses by which a server, or a proxy before it, says that it takes no work at the moment; for how many seconds in a
-# row the items are not the cause. A proxy says 502 and 504 also if one of the items breaks the server.
-EXCUSED_S = {429: math.inf, 503: math.inf, 502: 30.0, 504: 30.0}
+# row the items are not the cause. A proxy says 502 and 504 also if one of the items breaks the server; some say 503.
+EXCUSED_S = {429: math.inf, 503: 300.0, 502: 30.0, 504: 30.0}
 MAX_REASON = 300  # characters of an endpoint's own words that are kept
 
 
@@ -45,7 +45,8 @@ class HttpEndpoint:
         self._url = url
         self._batch = batch
         self._timeout_s = timeout_s
-        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, 5.0))
+        # Less than the time for the call: what has no connection in time has got none of the items.
+        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s / 2, 5.0))
         self._http = httpx.AsyncClient(timeout=timeout, transport=transport)
         self._encode = msgspec.json.Encoder().encode
         self._decoder = msgspec.json.Decoder(_Reply)
@@ -83,7 +84,12 @@ class HttpEndpoint:
 def _item_result(result: _Result) -> ItemResult:
     if result.error is not None:
         return ItemResult(error=result.error[:MAX_REASON] or "The endpoint gave no reason.")
-    return ItemResult(bytes(result.output))
+    output = bytes(result.output)
+    try:
+        output.decode()  # the decoder does not look into outputs
+    except UnicodeDecodeError as error:
+        return ItemResult(error=f"The output is not JSON: {error}"[:MAX_REASON])
+    return ItemResult(output)
 
 
 def _retry_after_s(response: httpx.Response) -> float:

@@ -19,8 +19,8 @@ class ItemResult:
 class CallFailed(Exception):
     """A whole call failed. The message says why, in one sentence.
 
-    Calls that fail in a row for no longer than `excused_s` are no tries of their items: the endpoint takes no work at
-    the moment. It should not be called again for `retry_after_s` seconds.
+    If `excused_s` is above 0, the endpoint says that it takes no work at the moment. None of the items is the cause of
+    that unless it lasts for longer. The endpoint should not be called again for `retry_after_s` seconds.
     """
 
     def __init__(self, reason: str, excused_s: float = 0.0, retry_after_s: float = 0.0) -> None:

@@ -56,7 +56,7 @@ class TaskHeartbeat:
 
         While the store is away, a call under way goes on. Nobody could send heartbeats meanwhile, so nobody is silent.
         """
-        rounds = 0
+        rounds, is_away = 0, False
         while True:
             await self._clock.sleep(CHECK_S)
             rounds += 1
@@ -64,8 +64,12 @@ class TaskHeartbeat:
                 await self._check_peers()
                 if rounds % BEAT_EVERY == 0:
                     await self.beat()
-            except STORE_AWAY:
+                    is_away = False
+            except STORE_AWAY as error:
                 self._peers = HeartbeatMonitor(WORKER_SILENT_S)
+                if not is_away:
+                    log.warning("the store is away; a call under way goes on", error=str(error))
+                is_away = True
 
     async def beat(self) -> None:
         now = self._clock.now()

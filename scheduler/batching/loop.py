@@ -16,6 +16,7 @@ from redis.backoff import ExponentialBackoff
 
 from engine.static.interface import CallFailed, Endpoint, Unreachable
 from scheduler.batching import outcome
+from scheduler.batching.busy_spells import BusySpells, Verdict
 from scheduler.batching.heartbeat import STORE_AWAY, TaskHeartbeat
 from scheduler.batching.metrics import TaskMetrics
 from scheduler.batching.policy import BatchPolicy, CallPlan, LaneWait, Wait, without
@@ -62,7 +63,8 @@ class BatchLoop:
         self._held: list[ClaimedTask] = []
         self._backoff = ExponentialBackoff(cap=MAX_PAUSE_S, base=FIRST_PAUSE_S)
         self._num_failed = 0  # calls in a row that failed as a whole
-        self._failing_since_s = 0.0  # time of the first of them
+        self._spells = BusySpells()
+        self._oldest_s: dict[tuple[str, int], float] = {}  # since when the oldest task of a lane waits, by its arrival
         self._serving: asyncio.Task[None] | None = None
         self._draining = asyncio.Event()
         self.is_announced = False
@@ -117,14 +119,15 @@ class BatchLoop:
                     await self._run(plan, waiting)
 
     async def _waiting(self) -> dict[str, LaneWait]:
-        """Return the lanes in which tasks wait."""
+        """Return the lanes in which tasks wait, since they were first seen here or longer.
+
+        By wall clocks alone, a task from a machine whose clock is ahead would seem to come only now, at each look.
+        """
         depths = await self._queue.depths(self._policy.lanes)
         now, wall_ms = self._clock.now(), self._clock.wall_ms()
-        return {
-            lane: LaneWait(depth.count, now - max(0, wall_ms - depth.oldest_ms) / 1000)
-            for lane, depth in depths.items()
-            if depth.count
-        }
+        waiting = {(lane, d.oldest_ms): max(0, wall_ms - d.oldest_ms) / 1000 for lane, d in depths.items() if d.count}
+        self._oldest_s = {key: min(now - age_s, self._oldest_s.get(key, now)) for key, age_s in waiting.items()}
+        return {lane: LaneWait(depths[lane].count, oldest_s) for (lane, _), oldest_s in self._oldest_s.items()}
 
     def _counts(self, waiting: Mapping[str, LaneWait]) -> dict[str, int]:
         return {lane: waiting[lane].count if lane in waiting else 0 for lane in self._policy.lanes}
@@ -187,20 +190,36 @@ class BatchLoop:
         except CallFailed as error:
             said = "busy" if error.is_busy else "failed"
             _end(trace, said)
-            if self._fails_for_s() < error.excused_s:
-                self._metrics.record_call(claimed, self._policy.batch, 0.0, said)
-                await self._give_back(plan)
+            if error.is_busy:
+                self._policy.note_turn(plan)
+                self._metrics.record_call(claimed, self._policy.batch, self._clock.now() - begun_s, said)
             else:
                 self._record(plan, counts, left, begun_s, said)
-                await self._apply(outcome.of_failure(claimed, error, self._policy.may_isolate), trace)
+            outcomes = self._outcomes(plan, error)
+            if outcomes is None:
+                await self._give_back(plan)
+            else:
+                await self._apply(outcomes, trace)
                 self._held = []
             await self._pause(str(error), max(FIRST_PAUSE_S, error.retry_after_s) if error.is_busy else 0.0)
         else:
             _end(trace, "ok")
             self._record(plan, counts, left, begun_s, "ok")
             self._num_failed = 0
+            self._spells.note_served(plan.is_isolated)
             await self._apply(outcome.of_results(claimed, results), trace)
             self._held = []
+
+    def _outcomes(self, plan: CallPlan, error: CallFailed) -> list[outcome.Outcome] | None:
+        """Return what becomes of the held tasks after a failed call. None: they go back to their places, uncounted."""
+        if not error.is_busy:
+            return outcome.of_failure(self._held, error, self._policy.may_isolate)
+        match self._spells.judge(plan.is_isolated, len(self._held), error.excused_s, self._clock.now()):
+            case Verdict.BLAME:
+                return outcome.of_blamed(self._held, error)
+            case Verdict.SET_APART if self._policy.may_isolate:
+                return outcome.set_apart(self._held, plan.is_isolated)
+        return None
 
     def _record(
         self, plan: CallPlan, slots: Mapping[str, int], left: Mapping[str, LaneWait], begun_s: float, said: str
@@ -229,14 +248,8 @@ class BatchLoop:
         for r in retried:
             self._metrics.record_retried(r.task.tier)
 
-    def _fails_for_s(self) -> float:
-        """Return the seconds since the first of the calls in a row that have failed as a whole."""
-        return self._clock.now() - self._failing_since_s if self._num_failed else 0.0
-
     async def _pause(self, reason: str, shortest_s: float) -> None:
         """Leave an endpoint alone for a while after a whole call has failed."""
-        if not self._num_failed:
-            self._failing_since_s = self._clock.now()
         backoff_s = self._backoff.compute(self._num_failed) if self._num_failed else 0.0
         pause_s = max(backoff_s, min(shortest_s, MAX_RETRY_AFTER_S))
         self._num_failed += 1

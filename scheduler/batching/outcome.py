@@ -30,6 +30,20 @@ def of_failure(claimed: Sequence[ClaimedTask], failure: CallFailed, may_isolate:
     return [_failed(c, str(failure), _next_lane(c) if may_isolate else c.task.tier) for c in claimed]
 
 
+def set_apart(claimed: Sequence[ClaimedTask], is_isolated: bool) -> list[Outcome]:
+    """Return the outcomes of a busy call after which others should have their turn: it was no try of its tasks.
+
+    They are tried again in smaller calls, and each alone if the call was already isolated.
+    """
+    attempt = MAX_TRIES if is_isolated else 2
+    return [RetriedTask(c, c.task, isolated_lane(c.task.tier, attempt), counts=False) for c in claimed]
+
+
+def of_blamed(claimed: Sequence[ClaimedTask], failure: CallFailed) -> list[Outcome]:
+    """Return the outcomes of a busy call whose tasks are the cause: they were tried often, so there is no other try."""
+    return [_dead(c, replace(c.task, failures=(*c.task.failures, str(failure)))) for c in claimed]
+
+
 def before_call(claimed: ClaimedTask, wall_ms: int) -> Outcome | None:
     """Return what becomes of a claimed task that must not be in the call; None if it may be."""
     if claimed.task.is_expired(wall_ms):

@@ -128,9 +128,13 @@ class BatchPolicy:
             self._call_s = Ewma(CALL_WEIGHT, took_s)
         self._call_s.add(took_s)
         self._free_since_s = now
-        self._calls_since_isolated = 0 if plan.is_isolated else self._calls_since_isolated + 1
+        self.note_turn(plan)
         used_s = {tier: took_s * count / self.batch for tier, count in slots.items()}
         self._deficits.add_step(took_s, used_s, [t.name for t in self._tiers if t.name in wanting])
+
+    def note_turn(self, plan: CallPlan) -> None:
+        """Take note of whose turn a call was. Enough for one that found the endpoint busy: its time tells nothing."""
+        self._calls_since_isolated = 0 if plan.is_isolated else self._calls_since_isolated + 1
 
     @property
     def _isolated_every(self) -> int:

@@ -1,11 +1,12 @@
 """The call of an endpoint with fixed batches: padding, the wire format, and every way in which a call fails."""
 
 import asyncio
-import contextlib
 import math
 import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,7 +18,7 @@ from engine.static.function_endpoint import FunctionEndpoint
 from engine.static.http_endpoint import HttpEndpoint
 from engine.static.interface import CallFailed, Endpoint, EndpointHangs, ItemResult, Unreachable
 from engine.static.padding import padded
-from tests.engine.static.endpoints import BATCH, Answer, http_transport
+from tests.engine.static.endpoints import BATCH, Answer, double, http_transport
 
 HERE = "python:tests.engine.static.endpoints"
 
@@ -91,7 +92,7 @@ async def test_http_answers_that_fail_the_call(response: httpx.Response, reason:
     assert not failure.is_busy
 
 
-@pytest.mark.parametrize(("status", "excused_s"), [(429, math.inf), (503, math.inf), (502, 30.0), (504, 30.0)])
+@pytest.mark.parametrize(("status", "excused_s"), [(429, math.inf), (503, 300.0), (502, 30.0), (504, 30.0)])
 async def test_http_says_when_it_is_busy(status: int, excused_s: float) -> None:
     busy = httpx.Response(status, headers={"retry-after": "7"})
     async with http_endpoint(lambda body: busy) as endpoint:
@@ -100,21 +101,38 @@ async def test_http_says_when_it_is_busy(status: int, excused_s: float) -> None:
 
 
 async def test_an_answer_that_drips_ends_with_the_time_for_the_call() -> None:
-    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError):
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
-            while not writer.is_closing():
-                writer.write(b" ")
-                await writer.drain()
-                await asyncio.sleep(0.01)
-        writer.close()
+    async def drip() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
 
-    async with await asyncio.start_server(drip, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
-        endpoint = HttpEndpoint(f"http://127.0.0.1:{port}/", BATCH, 0.3)
-        assert "in time" in str(await failure_of(endpoint))
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, content=drip()))
+    endpoint = HttpEndpoint("http://endpoint.example/", BATCH, 0.01, transport)
+    assert "in time" in str(await failure_of(endpoint))
+    await endpoint.close()
+
+
+async def test_no_connection_is_told_from_no_answer_however_short_the_time_for_a_call_is() -> None:
+    """The time for a connection is over before that of the call, so an endpoint that is away costs no tries."""
+    limits: list[float] = []
+
+    async def refuse(request: httpx.Request) -> httpx.Response:
+        limits.append(request.extensions["timeout"]["connect"])
+        raise httpx.ConnectTimeout("no connection")
+
+    for timeout_s in (1.0, 5.0, 60.0):
+        endpoint = HttpEndpoint("http://endpoint.example/", BATCH, timeout_s, httpx.MockTransport(refuse))
+        with pytest.raises(Unreachable):
+            await endpoint.call([b"1"])
         await endpoint.close()
+    assert limits == [0.5, 2.5, 5.0]
+
+
+async def test_an_output_that_is_not_utf_8_fails_its_item() -> None:
+    text = b'{"results":[{"output":"\xff"},{"output":"\xc3\xa9"},{"output":3},{"output":4}]}'
+    async with http_endpoint(lambda body: httpx.Response(200, content=text)) as endpoint:
+        bad, good = await endpoint.call([b"1", b"2"])
+    assert "not JSON" in bad.error
+    assert good == ItemResult('"é"'.encode())
 
 
 async def test_a_retry_after_that_is_a_date_counts_as_none() -> None:
@@ -166,6 +184,42 @@ async def test_functions_that_return_no_batch(function: Callable[[list[Any]], An
 class Untellable(Exception):
     def __str__(self) -> str:
         raise RuntimeError("nor this")
+
+
+class NamesItsThread(Exception):
+    def __str__(self) -> str:
+        return threading.current_thread().name
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_outputs_are_read_in_the_thread_of_the_function(is_async: bool) -> None:
+    """Large ones take long, and the worker's event loop must send heartbeats meanwhile."""
+
+    def run(items: list[Any]) -> list[Any]:
+        return [NamesItsThread()] * BATCH
+
+    async def run_later(items: list[Any]) -> list[Any]:
+        return run(items)
+
+    endpoint = function_endpoint(run_later if is_async else run)
+    assert await endpoint.call([b"1"]) == [ItemResult(error="NamesItsThread: endpoint")]
+    await endpoint.close()
+
+
+@pytest.mark.parametrize("fails_call", [False, True])
+async def test_reasons_can_be_stored_whatever_is_in_them(fails_call: bool) -> None:
+    """Names of files that are not UTF-8 have such characters."""
+    error = OSError("no file b\udcffd")
+
+    def run(items: list[Any]) -> list[Any]:
+        if fails_call:
+            raise error
+        return [error] * BATCH
+
+    endpoint = function_endpoint(run)
+    reason = str(await failure_of(endpoint)) if fails_call else (await endpoint.call([b"1"]))[0].error
+    assert "OSError: no file b\\udcffd" in reason
+    assert reason.encode()
 
 
 ERRORS = (
@@ -224,6 +278,32 @@ async def test_an_async_function_is_cancelled_when_its_time_is_over() -> None:
     await endpoint.close()
 
 
+async def test_an_async_function_that_cancels_itself_fails_the_call() -> None:
+    async def give_up(items: list[Any]) -> list[Any]:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.sleep(0)
+        return items
+
+    endpoint = function_endpoint(give_up)
+    assert "CancelledError" in str(await failure_of(endpoint))
+    await endpoint.close()
+
+
+async def test_a_call_that_is_cancelled_when_its_function_returns_is_cancelled() -> None:
+    """Otherwise the loop that made the call would go on although it was told to end."""
+    ended: Future[list[ItemResult]] = Future()
+    endpoint = function_endpoint(double)
+    endpoint._begin = lambda items: ended  # type: ignore[method-assign]
+    calling = asyncio.create_task(endpoint.call([b"1"]))
+    await asyncio.sleep(0)
+    ended.set_result([ItemResult(b"2")])
+    asyncio.get_running_loop().call_soon(calling.cancel)  # after the result has come, before the call goes on
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+
+
 async def test_calls_of_an_async_function_share_an_event_loop() -> None:
     """So a client that the function has opened in one call serves the next ones."""
     loops = []
@@ -261,6 +341,9 @@ async def test_a_function_that_never_returns_hangs() -> None:
         ("", "neither"),
         ("ftp://example.com", "neither"),
         ("example.com/run", "neither"),
+        ("http://[example/run", "neither"),
+        ("http://example.com:port/run", "neither"),
+        ("http://example.com:99999/run", "neither"),
         ("python:function", "names no function"),
         ("python:no_such_module.f", "cannot be loaded"),
         (f"{HERE}.no_such_function", "cannot be loaded"),
@@ -270,3 +353,14 @@ async def test_a_function_that_never_returns_hangs() -> None:
 def test_endpoints_that_cannot_be_opened(spec: str, reason: str) -> None:
     with pytest.raises(EngineStartError, match=reason):
         open_endpoint(spec, BATCH, 1.0)
+
+
+@pytest.mark.parametrize(("text", "reason"), [("def run(:", "invalid syntax"), ("raise SystemExit('usage')", "usage")])
+def test_a_module_that_can_never_be_loaded(
+    text: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that ended with another error would be started again and again."""
+    (tmp_path / "never_loaded.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(EngineStartError, match=f"cannot be loaded: .*{reason}"):
+        open_endpoint("python:never_loaded.run", BATCH, 1.0)

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from structlog.testing import capture_logs
 
 from engine.static.interface import CallFailed, EndpointHangs, ItemResult, Unreachable
 from scheduler.batching.outcome import WORKER_DIED
@@ -29,6 +30,13 @@ async def test_tasks_get_their_own_results(stand: Stand) -> None:
     assert [len(call) for call in stand.endpoint.calls] == [BATCH, 3]
     assert stand.metric("batch_padding_slots_total") == BATCH - 3
     assert stand.metric("tasks_ended_total", tier="realtime", state="done") == BATCH + 3
+
+
+async def test_a_clock_that_is_behind_does_not_hold_tasks_up(stand: Stand) -> None:
+    """A batch that is not full starts after its timer, also if its tasks seem to come from the future."""
+    tasks = await stand.put(numbers(2), age_ms=-3_600_000)
+    stand.start()
+    assert {s.state for s in await stand.ended(tasks)} == {TaskState.DONE}
 
 
 async def test_under_load_batches_are_full(stand: Stand) -> None:
@@ -111,7 +119,7 @@ async def test_a_busy_endpoint_makes_no_dead_letters(stand: Stand) -> None:
 
 
 async def test_an_item_that_breaks_the_server_behind_a_proxy_ends_alone(stand: Stand) -> None:
-    """The proxy says 502 then. That excuses the items only for a while."""
+    """The proxy says 502 then. That excuses an item only for a while, if the endpoint serves others."""
 
     def script(items: Sequence[bytes]) -> list[ItemResult]:
         if b'"bad"' in items:
@@ -119,11 +127,45 @@ async def test_an_item_that_breaks_the_server_behind_a_proxy_ends_alone(stand: S
         return echo(items)
 
     stand.endpoint.script = script
-    tasks = await stand.put([*numbers(BATCH - 1), b'"bad"'])
+    tasks = await stand.put([b'"bad"', *numbers(BATCH - 1)])
     stand.start()
-    *good, bad = await stand.ended(tasks)
-    assert {s.state for s in good} == {TaskState.DONE}
+    await until(lambda: len(stand.endpoint.calls) > 2)
+    others = await stand.put(numbers(2 * BATCH))
+    bad, *good = await stand.ended([*tasks, *others])
+    assert {(s.state, s.attempts) for s in good} == {(TaskState.DONE, 1)}
     assert (bad.state, bad.error) == (TaskState.DEAD, "502")
+
+
+async def test_a_long_outage_behind_a_proxy_costs_no_tries(stand: Stand) -> None:
+    def away(items: Sequence[bytes]) -> list[ItemResult]:
+        raise CallFailed("502", excused_s=0.5)
+
+    stand.endpoint.script = away
+    tasks = await stand.put(numbers(3 * BATCH))
+    stand.start()
+    await until(lambda: bool(stand.endpoint.calls) and len(stand.endpoint.calls[-1]) == 1)
+    count = len(stand.endpoint.calls)
+    await until(lambda: len(stand.endpoint.calls) > count + 2 * MAX_TRIES)
+    stand.endpoint.script = echo
+    assert {(s.state, s.attempts) for s in await stand.ended(tasks)} == {(TaskState.DONE, 1)}
+
+
+async def test_isolated_tasks_of_a_busy_endpoint_leave_the_others_their_calls(stand: Stand) -> None:
+    """Isolated tasks get their share of the calls, also while the endpoint is busy whenever it gets them."""
+    answers = iter([CallFailed("500")])
+
+    def script(items: Sequence[bytes]) -> list[ItemResult]:
+        if b'"bad"' in items:
+            raise next(answers, CallFailed("429", excused_s=math.inf))
+        return echo(items)
+
+    stand.endpoint.script = script
+    first = await stand.put([b'"bad"', *numbers(BATCH - 1)], "bulk")
+    stand.start()
+    await until(lambda: len(stand.endpoint.calls) > 1)
+    others = await stand.put(numbers(40 * BATCH), "bulk")
+    assert {s.state for s in await stand.ended(others)} == {TaskState.DONE}
+    assert (await stand.states(first))[0].state in (TaskState.QUEUED, TaskState.RUNNING)
 
 
 async def test_a_call_outlasts_a_store_that_refuses_writes(stand: Stand, valkey_url: str) -> None:
@@ -132,12 +174,13 @@ async def test_a_call_outlasts_a_store_that_refuses_writes(stand: Stand, valkey_
     tasks = await stand.put(numbers(BATCH))
     _, running = stand.start()
     await until(lambda: bool(stand.endpoint.calls))
-    with refusing(valkey_url):
+    with refusing(valkey_url), capture_logs() as said:
         began_s = stand.clock.now()
         await until(lambda: stand.clock.now() - began_s > 2 * RENEW_S)  # heartbeats and renewals were refused meanwhile
         stand.endpoint.gate.set()
         await until(lambda: stand.metric("endpoint_calls_total", outcome="ok") == 1)
         assert not running.done()
+    assert [entry["event"] for entry in said].count("the store is away; a call under way goes on") == 1
     assert {(s.state, s.attempts) for s in await stand.ended(tasks)} == {(TaskState.DONE, 1)}
     assert len(stand.endpoint.calls) == 1
 

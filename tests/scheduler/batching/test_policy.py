@@ -1,6 +1,8 @@
 """When a batch starts and who is in it, in virtual time."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from scheduler.batching.policy import (
     ISOLATED_EVERY,
@@ -100,6 +102,28 @@ def test_guarantees_together_never_exceed_a_batch() -> None:
         assert isinstance(plan, CallPlan)
         assert sum(plan.limits.values()) == BATCH
         policy.end_call(plan, plan.limits, waiting, 0.001, 1.0)
+
+
+SHARES = st.sampled_from((0.0, 0.02, 0.3, 0.49))
+COUNTS = st.sampled_from((0, 1, BATCH, 5 * BATCH))
+
+
+@given(SHARES, SHARES, st.tuples(COUNTS, COUNTS, COUNTS), st.lists(st.sampled_from((0.01, 0.2, 1.0)), max_size=40))
+def test_min_shares_never_promise_more_than_a_batch(
+    bulk: float, batch: float, counts: tuple[int, int, int], calls_s: list[float]
+) -> None:
+    """After any calls that only interactive tasks shared, a plan has at most a batch, and is as full as can be."""
+    tiers = make_tiers(bulk={"floor": bulk}, batch={"floor": batch})
+    policy, now = BatchPolicy(tiers, BATCH, now=0.0), 0.0
+    below = {"bulk": LaneWait(1, 0.0), "batch": LaneWait(1, 0.0)}
+    for took_s in calls_s:
+        now += took_s
+        policy.end_call(CallPlan({"realtime": BATCH}), {"realtime": BATCH}, below, took_s, now)
+    waiting = {tier: LaneWait(n, 0.0) for tier, n in zip(("realtime", "bulk", "batch"), counts, strict=True) if n}
+    plan = policy.decide(waiting, now + 1.0)
+    if waiting:
+        assert isinstance(plan, CallPlan)
+        assert sum(plan.limits.values()) == min(BATCH, sum(counts))
 
 
 @pytest.mark.parametrize(("count", "every"), [(100, ISOLATED_EVERY), (500, MANY_ISOLATED_EVERY)])
