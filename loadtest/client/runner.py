@@ -142,8 +142,11 @@ async def run_arm(
         run.duration_s = min(run.duration_s, max(0.0, perf_counter() - run.start_s))
         raise
     finally:
-        await _finish([*backlogs, *arrivals, *sent], 0.0)
-        _mark_unfinished(run)
+        try:
+            await _finish([*backlogs, *arrivals], 0.0)
+        finally:
+            await _finish(sent, 0.0)  # after the arrivals, which add to it until they have ended
+            _mark_unfinished(run)
     return run
 
 
