@@ -23,6 +23,7 @@ from scheduler.store.scripts import load_script
 INDEX = "tidegate:batches"  # sorted set of ids by position; one per owner
 POSITION = "tidegate:batches:position"  # counter: the last position that was given to a batch
 UNFINISHED = "tidegate:batches:unfinished"  # set of ids: batches that are not over, or not yet cleared up
+OF_OWNER = "tidegate:batches:unfinished_of"  # set of ids: unfinished batches, and some that are over; one per owner
 BY_STATUS = "tidegate:batches:by_status"  # hash: number of batches by status
 
 
@@ -58,10 +59,17 @@ class BatchStore:
         self._withdraw = load_script(redis, "gateway.batches", "withdraw")
         self._forget_work = load_script(redis, "gateway.batches", "forget_work")
 
-    async def create(self, batch: Batch) -> None:
+    async def create(self, batch: Batch, max_unfinished: int | None = None) -> bool:
+        """Store a new batch. Return False if its owner has `max_unfinished` unfinished batches (None: no limit)."""
         keys = [_key(batch.id), index_of(INDEX, batch.owner), POSITION, UNFINISHED, BY_STATUS]
+        keys.append(index_of(OF_OWNER, batch.owner))
         fields = {name: value for name, value in _as_dict(batch).items() if name != "status"}
-        await self._create(keys=keys, args=[batch.id, batch.status.value, *_flat(fields)])
+        limit = -1 if max_unfinished is None else max_unfinished
+        return int(await self._create(keys=keys, args=[limit, batch.id, batch.status.value, *_flat(fields)])) >= 0
+
+    async def num_unfinished(self, owner: str | None) -> int:
+        """Return how many batches of `owner` are not over, or not yet cleared up."""
+        return len(await self._redis.sinter([index_of(OF_OWNER, owner), UNFINISHED]))
 
     async def withdraw(self, batch_id: str, owner: str | None) -> None:
         """Remove a batch that was not accepted after all."""
