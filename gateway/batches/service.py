@@ -188,7 +188,7 @@ class BatchService:
             await self._maintenance.withdraw(batch_id, new.owner)
             raise
         self._forecasts.on_created()
-        self._maintenance.launch(batch.id)
+        self._maintenance.launch_if_room(batch.id)
         return batch
 
     async def describe(self, batches: Sequence[Batch]) -> list[dict[str, Any]]:
