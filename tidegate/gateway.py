@@ -188,6 +188,7 @@ def build_gateway(
         names,
         clock,
         max_lines=settings.batch_max_lines,
+        max_unfinished=settings.batch_max_unfinished,
         max_body_bytes=max_body_bytes,
         workers=lambda: client.workers,
         keyring=keyring,

@@ -327,6 +327,9 @@ class GatewaySettings(CommonSettings):
         description="size of all files of an API key without a quota of its own, in MB; unset: no limit",
     )
     batch_max_lines: int = Field(default=100_000, ge=1, le=1_000_000, description="most requests that a batch may have")
+    batch_max_unfinished: int = Field(
+        default=200, ge=1, description="most batches of an API key (without keys: of all) that are not over"
+    )
     max_body_mb: int = Field(default=16, ge=1, description="largest JSON body of a request, in MB")
     response_ttl_s: float = Field(
         default=86_400.0,

@@ -24,7 +24,6 @@ from gateway.batches.line_deadlines import LineDeadlines, LineTimes
 from gateway.batches.line_statistics import LineStatistics
 from gateway.batches.model import Batch, LineResult
 from gateway.batches.output import answered_line
-from gateway.batches.size import line_size
 from gateway.batches.tracing import BatchTracer
 from gateway.dead_letters import DeadLetters
 from gateway.http.trace import RequestTrace
@@ -163,7 +162,7 @@ class BatchLines:
             body = {name: value for name, value in body.items() if name != "tidegate"}
         result = answered_line(self._batch.id, line, request_id, status, body)
         result = replace(result, engine_us=round(1000 * (receipt.get("engine_ms") or 0)))
-        await self._runner.statistics.add(self._batch, self._meter, line_size(line.body), result)
+        await self._runner.statistics.add(self._batch, self._meter, line.body, result)
         return result
 
     async def _attempt(self, line: BatchLine, request_id: str, part: JobPart) -> tuple[int, dict[str, Any]]:

@@ -5,9 +5,11 @@ have seen. Lengths are sums over the lines of all batches of one model and endpo
 batch, which the gateway that runs it writes. A lost write loses a second of knowledge and nothing else.
 """
 
+import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
+from typing import Any
 
 import msgspec
 from redis.asyncio import Redis
@@ -15,7 +17,7 @@ from redis.exceptions import RedisError
 
 from gateway.batches.estimate import Lengths, Pace
 from gateway.batches.model import Batch, LineResult
-from gateway.batches.size import LineSize
+from gateway.batches.size import LineSize, line_size
 from scheduler.clock import Clock
 from scheduler.store.scripts import load_script
 
@@ -76,11 +78,12 @@ class LineStatistics:
         """Return a new meter, for a batch whose lines begin to run."""
         return PaceMeter(self._now_s(), self._now_s())
 
-    async def add(self, batch: Batch, meter: PaceMeter, size: LineSize, result: LineResult) -> None:
-        """Count a line that has its result."""
+    async def add(self, batch: Batch, meter: PaceMeter, body: Mapping[str, Any], result: LineResult) -> None:
+        """Count a line that has its result. `body` is its request."""
         meter.add(self._now_s(), result.input_tokens + result.output_tokens)
         self._changed[batch.id] = meter
         if result.succeeded and batch.model is not None:
+            size = await asyncio.to_thread(line_size, body)  # a prompt may be a million token ids
             entry = self._unwritten.setdefault(_lengths_key(batch.model, batch.endpoint), _Unwritten())
             entry.lines += 1
             entry.lengths = _sum(entry.lengths, size, result)

@@ -1,5 +1,8 @@
 """Keep the batches of one gateway running: start runs, renew locks, adopt batches that no gateway runs, clear up.
 
+A gateway runs up to `MAX_RUNS` batches at the same time, which gateway/batches/turns.py chooses. Batches that wait for
+their turn keep their states.
+
 There are three loops. The first loop looks after the runs every `TICK_S` seconds. The second loop removes leftovers,
 and the third one counts the batches that will be late. They are separate because they may take long, and must not delay
 the renewal of locks.
@@ -9,7 +12,8 @@ import asyncio
 import contextvars
 import logging
 import math
-from collections.abc import Awaitable, Callable
+import os
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -21,6 +25,7 @@ from gateway.batches.line_execution import stop
 from gateway.batches.model import BatchStatus
 from gateway.batches.run import LOST_S, BatchRun
 from gateway.batches.store import BatchStore
+from gateway.batches.turns import UnfinishedBatch, next_turns
 from gateway.files.disk import is_disk_full
 from gateway.files.local_storage import PRIVATE_DIR
 from gateway.files.storage import BATCHES, ContentLost
@@ -29,6 +34,9 @@ from scheduler.clock import Clock
 
 log = logging.getLogger(__name__)
 
+# Batches of a gateway that run at the same time. A run holds some lines that wait for places, and costs the store some
+# commands each second. So many more may end at the same time, which takes little time and memory.
+MAX_RUNS = 64
 TICK_S = 0.1  # maximum seconds until a run learns that its batch was cancelled through another gateway
 ADOPT_S = 1.0  # seconds between two searches for batches that no gateway runs
 BROKEN_S = 5.0  # seconds before a run that ended with an exception is started again
@@ -93,7 +101,12 @@ class BatchMaintenance:
         await stop(self._loops)
         await stop([task for _, task in self._runs.values()])
 
-    def launch(self, batch_id: str) -> None:
+    def launch_if_room(self, batch_id: str) -> None:
+        """Start to run a new batch at once, if it need not wait for its turn."""
+        if len(self._runs) < MAX_RUNS:
+            self._launch(batch_id)
+
+    def _launch(self, batch_id: str) -> None:
         """Start to run a batch, unless this gateway already runs it.
 
         The run ends at once if another gateway holds the batch's lock.
@@ -156,17 +169,43 @@ class BatchMaintenance:
                 task.cancel()
 
     async def _adopt(self) -> None:
-        """Start to run the unfinished batches whose input this gateway sees.
+        """Start to run the unfinished batches whose turn it is, and end runs whose batches have to wait again."""
+        batches, now_s = await self._unfinished(), self._clock.wall_ms() / 1000
+        batches.sort(key=lambda batch: batch.id not in self._runs)  # of equal turns, those of runs come first
+        with_lines = [batch for batch in batches if batch.has_lines(now_s)]
+        turns, ending = next_turns(with_lines, MAX_RUNS), {batch.id for batch in batches if not batch.has_lines(now_s)}
+        for batch in with_lines:
+            if batch.id in self._runs and batch.id not in turns:
+                self._runs[batch.id][0].yield_turn()
+        self._launch_up_to(MAX_RUNS, ending, self._runs.keys() & ending)
+        self._launch_up_to(MAX_RUNS, turns, self._runs.keys() - ending)
 
-        Gateways that share neither a storage nor a data directory do not run each other's batches.
+    async def _unfinished(self) -> list[UnfinishedBatch]:
+        """Return the unfinished batches that this gateway runs or may run now: no other one runs them.
+
+        Gateways that share neither a storage nor a data directory do not run each other's batches. A lock that lives
+        too long is taken for free, because a run shortens it.
         """
-        now = self._clock.now()
-        for batch_id in await self._store.unfinished():
-            if now >= self._not_before.get(batch_id, now) and self._sees(batch_id):
-                self.launch(batch_id)
+        now, lock_ttl_ms = self._clock.now(), 1000 * self._lock_ttl_s
+        seen = [i for i in await self._seen(await self._store.unfinished()) if now >= self._not_before.get(i, now)]
+        return [
+            batch
+            for batch in await self._store.read_unfinished(seen)
+            if batch.id in self._runs or batch.lock_ms is None or batch.lock_ms > lock_ttl_ms
+        ]
 
-    def _sees(self, batch_id: str) -> bool:
-        return self._storage.is_shared or (self._directory / batch_id).exists()
+    def _launch_up_to(self, limit: int, batch_ids: Iterable[str], running: Collection[str]) -> None:
+        """Start to run batches of one kind, up to `limit` together with those of this kind that are `running`."""
+        waiting = [batch_id for batch_id in batch_ids if batch_id not in self._runs]
+        for batch_id in waiting[: max(0, limit - len(running))]:
+            self._launch(batch_id)
+
+    async def _seen(self, batch_ids: Sequence[str]) -> list[str]:
+        """Return the ids of the batches whose input this gateway sees."""
+        if self._storage.is_shared:
+            return list(batch_ids)
+        here = set(await asyncio.to_thread(os.listdir, self._directory))
+        return [batch_id for batch_id in batch_ids if batch_id in here]
 
     async def _warn_of_no_log(self) -> None:
         if not await self._store.durable():
@@ -182,10 +221,11 @@ class BatchMaintenance:
 
         Such a batch is ended by a run: a run that finds no input ends its batch.
         """
-        missing = [batch_id for batch_id in await self._store.unfinished() if not self._sees(batch_id)]
-        for batch in await self._store.get_all(missing):
+        unfinished = await self._store.unfinished()
+        seen = set(await self._seen(unfinished))
+        for batch in await self._store.get_all([batch_id for batch_id in unfinished if batch_id not in seen]):
             if self._clock.wall_ms() // 1000 >= batch.expires_at + LOST_S:
-                self.launch(batch.id)
+                self._launch(batch.id)
 
     async def _sweep_orphans(self) -> None:
         """Remove the leftovers of a crash from the storage.

@@ -7,7 +7,7 @@ from pathlib import Path
 from gateway.batches.forecasts import Infeasible
 from gateway.batches.input import input_line
 from gateway.batches.model import Batch, NewBatch
-from gateway.batches.service import BatchService, InputProblem
+from gateway.batches.service import BatchService, InputProblem, TooManyBatches
 from gateway.files.disk import noticing_full_disk
 from gateway.files.storage import ContentLost
 from gateway.files.store import FileStore, content_name
@@ -46,8 +46,8 @@ async def retry_line(
         output_expires_after_s=batch.output_expires_after_s,
         best_effort=True,  # a line that an operator retries is not refused
     )
-    created = await batches.create(new, new_id)
-    assert not isinstance(created, Infeasible)
+    created = await batches.create(new, new_id, is_limited=False)
+    assert not isinstance(created, (Infeasible, TooManyBatches))
     return created
 
 

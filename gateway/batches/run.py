@@ -71,16 +71,17 @@ class BatchRun:
         self._max_line_bytes = max_line_bytes
         self._on_end = on_end
         self._execution: LineExecution | None = None
+        self._has_yielded = False
         self._expires_at = 0
 
     async def run(self) -> None:
-        """Run the batch until it is over or another gateway owns it."""
+        """Run the batch until it is over, another gateway owns it, or it has yielded its turn."""
         structlog.contextvars.bind_contextvars(batch_id=self._id)
         if not await self._lock.acquire():
             await self._store.bound_lock(self._id, self._lock)
             return
         try:
-            while (batch := await self._store.get(self._id)) is not None:
+            while not self._has_yielded and (batch := await self._store.get(self._id)) is not None:
                 self._expires_at = batch.expires_at
                 if batch.status.is_terminal:
                     if await self._clear_up(batch):
@@ -109,6 +110,12 @@ class BatchRun:
             return bool(await self._lock.reacquire())
         except LockError:
             return False
+
+    def yield_turn(self) -> None:
+        """End the run soon, so that another batch can run. A later run continues the batch."""
+        self._has_yielded = True
+        if self._execution is not None:
+            self._execution.stop()
 
     def check(self, status: BatchStatus) -> None:
         """Stop the lines if the batch is not in progress any more, or if its completion window has passed.
@@ -160,7 +167,7 @@ class BatchRun:
             await self._move(BatchStatus.IN_PROGRESS, total=report.total, model=report.model)
 
     async def _run_lines(self, batch: Batch, path: Path) -> None:
-        if self._now_s() >= batch.expires_at:
+        if self._now_s() >= batch.expires_at or self._has_yielded:
             return
         recorder = ResultRecorder(self._id, self._store, self._storage, self._clock, self._token)
         self._execution = LineExecution(batch, path, self._store, self._lines, self._window, recorder)

@@ -2,7 +2,7 @@
 
 The gateway that creates a batch also starts to run it at once. gateway/batches/maintenance.py looks after the runs. A
 batch and its files belong to the API key that created the batch. Does not know HTTP: a mistake of the caller is
-returned as a value (`InputProblem`, `Infeasible`, `NotCancellable`).
+returned as a value (`InputProblem`, `Infeasible`, `TooManyBatches`, `NotCancellable`).
 """
 
 import secrets
@@ -49,6 +49,13 @@ class InputProblem:
 
 
 @dataclass(frozen=True, slots=True)
+class TooManyBatches:
+    """The owner of a new batch has so many unfinished batches that it gets no more."""
+
+    limit: int
+
+
+@dataclass(frozen=True, slots=True)
 class NotCancellable:
     status: BatchStatus
 
@@ -69,10 +76,11 @@ def _traced(on_end: OnEnd, tracer: BatchTracer) -> OnEnd:
 class BatchService:
     """The service that creates, runs, lists and cancels the batches of one gateway.
 
-    `max_lines` is the limit of one batch. `max_lines_in_flight` limits how many lines of all batches together run at
-    the same time. `lock_ttl_s` is the lifetime of a batch's lock in seconds. `on_end` is called with each batch that is
-    over, at least once. `keyring` has the weights and limits of the keys that own batches, and `count_tokens` counts
-    the tokens of prompts against these limits (None: no limits).
+    `max_lines` is the limit of one batch, and `max_unfinished` that of the unfinished batches of one key.
+    `max_lines_in_flight` limits how many lines of all batches together run at the same time. `lock_ttl_s` is the
+    lifetime of a batch's lock in seconds. `on_end` is called with each batch that is over, at least once. `keyring` has
+    the weights and limits of the keys that own batches, and `count_tokens` counts the tokens of prompts against these
+    limits (None: no limits).
     """
 
     def __init__(
@@ -87,6 +95,7 @@ class BatchService:
         keyring: Keyring | None = None,
         count_tokens: CountTokens | None = None,
         max_lines: int = MAX_LINES,
+        max_unfinished: int = 200,
         max_lines_in_flight: int = 256,
         lock_ttl_s: float = 6.0,
         max_body_bytes: int = MAX_LINE_BYTES,
@@ -111,6 +120,7 @@ class BatchService:
         self._quota = TokenQuota(redis, self._keyring, count_tokens)
         self._lock_ttl_s = lock_ttl_s
         self._max_lines = max_lines
+        self._max_unfinished = max_unfinished
         self._max_body_bytes = max_body_bytes
         self._on_end = on_end if tracer is None else _traced(on_end, tracer)
         count_late = self._forecasts.count_late
@@ -131,10 +141,13 @@ class BatchService:
         """
         await self._maintenance.close()
 
-    async def create(self, new: NewBatch, new_id: str | None = None) -> Batch | InputProblem | Infeasible:
+    async def create(
+        self, new: NewBatch, new_id: str | None = None, *, is_limited: bool = True
+    ) -> Batch | InputProblem | Infeasible | TooManyBatches:
         """Create and start a batch.
 
-        Return an `InputProblem` if its input file cannot be used, and `Infeasible` if its window cannot be promised.
+        Return an `InputProblem` if its input file cannot be used, `Infeasible` if its window cannot be promised, and
+        `TooManyBatches` if it `is_limited` and its owner has too many others.
 
         When this returns, the batch's record is durable. The batch also has its own link to the input, or its own copy.
         If it raises an error of the store or `DiskFull`, nothing of the batch is left, and it does not run. `new_id` is
@@ -144,6 +157,9 @@ class BatchService:
         if new_id is not None and (created := await self._store.get(batch_id)) is not None:
             await self._store.durable(batch_id)
             return created
+        limit = self._max_unfinished if is_limited else None
+        if limit is not None and await self._store.num_unfinished(new.owner) >= limit:
+            return TooManyBatches(limit)  # said before its input is copied and read
         self._files.disk.check()
         absent = InputProblem(f"No such File object: {new.input_file_id[:200]}")
         file = await self._files.get(new.input_file_id, owner=new.owner)
@@ -162,7 +178,9 @@ class BatchService:
             if infeasible is not None:
                 await self._maintenance.withdraw(batch_id, new.owner)
                 return infeasible
-            await self._store.create(batch)
+            if not await self._store.create(batch, limit):
+                await self._maintenance.withdraw(batch_id, new.owner)
+                return TooManyBatches(self._max_unfinished)
             await self._store.durable(batch_id)
         except ContentLost:  # the file was deleted just now
             return absent
@@ -170,7 +188,7 @@ class BatchService:
             await self._maintenance.withdraw(batch_id, new.owner)
             raise
         self._forecasts.on_created()
-        self._maintenance.launch(batch.id)
+        self._maintenance.launch_if_room(batch.id)
         return batch
 
     async def describe(self, batches: Sequence[Batch]) -> list[dict[str, Any]]:

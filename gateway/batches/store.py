@@ -16,6 +16,7 @@ from redis.asyncio import Redis
 from redis.asyncio.lock import Lock
 
 from gateway.batches.model import Batch, BatchStatus, LineResult
+from gateway.batches.turns import UnfinishedBatch
 from gateway.files.pagination import Page, index_of, page_of_ids, position_of, text
 from scheduler.store.durability import durable
 from scheduler.store.scripts import load_script
@@ -23,7 +24,11 @@ from scheduler.store.scripts import load_script
 INDEX = "tidegate:batches"  # sorted set of ids by position; one per owner
 POSITION = "tidegate:batches:position"  # counter: the last position that was given to a batch
 UNFINISHED = "tidegate:batches:unfinished"  # set of ids: batches that are not over, or not yet cleared up
+OF_OWNER = "tidegate:batches:unfinished_of"  # set of ids: unfinished batches, and some that are over; one per owner
 BY_STATUS = "tidegate:batches:by_status"  # hash: number of batches by status
+
+TURN_FIELDS = ("status", "owner", "best_effort", "expires_at")  # of a record
+NO_KEY = -2  # answer of PTTL
 
 
 class Moved(Enum):
@@ -58,10 +63,17 @@ class BatchStore:
         self._withdraw = load_script(redis, "gateway.batches", "withdraw")
         self._forget_work = load_script(redis, "gateway.batches", "forget_work")
 
-    async def create(self, batch: Batch) -> None:
+    async def create(self, batch: Batch, max_unfinished: int | None = None) -> bool:
+        """Store a new batch. Return False if its owner has `max_unfinished` unfinished batches (None: no limit)."""
         keys = [_key(batch.id), index_of(INDEX, batch.owner), POSITION, UNFINISHED, BY_STATUS]
+        keys.append(index_of(OF_OWNER, batch.owner))
         fields = {name: value for name, value in _as_dict(batch).items() if name != "status"}
-        await self._create(keys=keys, args=[batch.id, batch.status.value, *_flat(fields)])
+        limit = -1 if max_unfinished is None else max_unfinished
+        return int(await self._create(keys=keys, args=[limit, batch.id, batch.status.value, *_flat(fields)])) >= 0
+
+    async def num_unfinished(self, owner: str | None) -> int:
+        """Return how many batches of `owner` are not over, or not yet cleared up."""
+        return len(await self._redis.sinter([index_of(OF_OWNER, owner), UNFINISHED]))
 
     async def withdraw(self, batch_id: str, owner: str | None) -> None:
         """Remove a batch that was not accepted after all."""
@@ -142,6 +154,16 @@ class BatchStore:
     async def unfinished(self) -> list[str]:
         return sorted(text(member) for member in await self._redis.smembers(UNFINISHED))
 
+    async def read_unfinished(self, batch_ids: Sequence[str]) -> list[UnfinishedBatch]:
+        """Return what decides the turns of batches. Ids without a batch are left out."""
+        pipeline = self._redis.pipeline(transaction=False)
+        for batch_id in batch_ids:
+            pipeline.hmget(_key(batch_id), TURN_FIELDS)
+            pipeline.pttl(_owner_key(batch_id))
+        found = await pipeline.execute()
+        entries = zip(batch_ids, found[::2], found[1::2], strict=True)
+        return [_unfinished(i, record, lock_ms) for i, record, lock_ms in entries if record[0] is not None]
+
     async def statuses(self, batch_ids: Sequence[str]) -> dict[str, BatchStatus]:
         pipeline = self._redis.pipeline(transaction=False)
         for batch_id in batch_ids:
@@ -198,6 +220,14 @@ def _decode(record: Mapping[bytes, bytes]) -> Batch:
     status = text(fields.pop("status"))
     decoded = {name: msgspec.json.decode(value) for name, value in fields.items()}
     return msgspec.convert({**decoded, "status": status}, type=Batch)
+
+
+def _unfinished(batch_id: str, values: Sequence[bytes | None], lock_ms: int) -> UnfinishedBatch:
+    """Return a batch from the values of `TURN_FIELDS` in its record."""
+    status, *others = values
+    owner, best_effort, expires_at = (msgspec.json.decode(value or b"null") for value in others)
+    lock = None if lock_ms == NO_KEY else lock_ms
+    return UnfinishedBatch(batch_id, BatchStatus(text(status)), owner, bool(best_effort), expires_at, lock)
 
 
 def _counts(results: Sequence[LineResult]) -> dict[str, int]:

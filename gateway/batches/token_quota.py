@@ -6,12 +6,13 @@ them. Tokens are counted only for keys with a limit, and only until the limit is
 template adds are not counted.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 from redis.asyncio import Redis
 
-from gateway.batches.input import next_chunk, read_chunks
+from gateway.batches.input import read_chunks
 from gateway.batches.model import Batch, LineError
 from gateway.batches.prompt_text import prompt_parts
 from gateway.batches.store import INDEX, UNFINISHED
@@ -47,12 +48,18 @@ class TokenQuota:
 
     async def _count(self, path: Path, count_tokens: CountTokens, limit: int) -> int:
         """Return the number of prompt tokens; a smaller number that is above `limit` if they exceed it."""
-        total, chunks = 0, read_chunks(path)
-        while total <= limit and (chunk := await next_chunk(chunks)):
-            parts = [prompt_parts(line.body) for line in chunk]
-            total += sum(num_ids for _, num_ids in parts)
-            total += await count_tokens([text for texts, _ in parts for text in texts])
+        total, prompts = 0, _prompts(path)
+        while total <= limit and (found := await asyncio.to_thread(next, prompts, None)) is not None:
+            texts, num_ids = found
+            total += num_ids + await count_tokens(texts)
         return total
+
+
+def _prompts(path: Path) -> Iterator[tuple[list[str], int]]:
+    """Yield the texts of each chunk's prompts, and the number of their token ids. Reading blocks."""
+    for chunk in read_chunks(path):
+        parts = [prompt_parts(line.body) for line in chunk]
+        yield [text for texts, _ in parts for text in texts], sum(num_ids for _, num_ids in parts)
 
 
 def _exceeded(name: str, limit: int, others: int, tokens: int) -> LineError:

@@ -1,9 +1,9 @@
 """The /v1/batches endpoints: create, list, retrieve, cancel and estimate batches.
 
 Translates between HTTP and the batch service. An API key sees only its own batches. A key may create batches only if it
-may use the tier in which batches run. Only wrong parameters and windows in which a batch cannot end are refused here:
-errors in an input file appear later, in the batch's `errors`. What OpenAI's batch object does not have is in its object
-`tidegate`.
+may use the tier in which batches run. Only wrong parameters, windows in which a batch cannot end and too many batches
+are refused here: errors in an input file appear later, in the batch's `errors`. What OpenAI's batch object does not
+have is in its object `tidegate`.
 """
 
 import hashlib
@@ -16,11 +16,11 @@ from pydantic import AfterValidator, Field
 
 from gateway.batches.forecasts import Infeasible
 from gateway.batches.model import Batch, NewBatch
-from gateway.batches.service import BatchService, InputProblem, NotCancellable
+from gateway.batches.service import BatchService, InputProblem, NotCancellable, TooManyBatches
 from gateway.batches.size import InputSize
 from gateway.batches.window import checked_window
 from gateway.identity import ApiKey
-from gateway.protocol.errors import ApiError, invalid_request, invalid_value
+from gateway.protocol.errors import ApiError, invalid_request, invalid_value, retry_after
 from gateway.protocol.json_body import Body, parse, read_object
 from gateway.protocol.openapi import json_body
 from gateway.protocol.schemas import Metadata
@@ -32,6 +32,7 @@ from gateway.state import gateway_of
 router = APIRouter()
 
 BEST_EFFORT_KEY = "x-tidegate-best-effort"  # of a batch's metadata, for clients that cannot send other fields
+TOO_MANY_RETRY_S = 10.0  # seconds after which a key with too many batches may try again
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
 Window = Annotated[str, AfterValidator(checked_window), Field(examples=["24h", "15m", "7d"])]
 Tokens = Annotated[int, Field(ge=0, le=2**53)]
@@ -107,6 +108,8 @@ async def create_batch(request: Request, caller: Caller, owner: Owner) -> Respon
             raise invalid_request(created.message, "input_file_id")
         if isinstance(created, Infeasible):
             raise _infeasible(created)
+        if isinstance(created, TooManyBatches):
+            raise _too_many(created)
         return JSONResponse(await _described(batches, created))
 
     return await once(request, owner, digest.hexdigest(), create)
@@ -175,6 +178,14 @@ def _infeasible(found: Infeasible) -> ApiError:
         f'{feasible}, or send "best_effort": true to run it without a promise.'
     )
     return invalid_request(message, "completion_window", "completion_window_infeasible")
+
+
+def _too_many(found: TooManyBatches) -> ApiError:
+    message = (
+        f"This API key has {found.limit} batches that are not over, and may have no more. Wait until one of them ends, "
+        "cancel some (POST /v1/batches/{batch_id}/cancel), or put more requests into one batch."
+    )
+    return ApiError(429, message, "batches", code="rate_limit_exceeded", headers=retry_after(TOO_MANY_RETRY_S))
 
 
 def batches_of(request: Request) -> BatchService:

@@ -1,5 +1,8 @@
 """One line of a batch: which outcomes are its answer, and which are tried again."""
 
+import threading
+from collections.abc import Iterator
+
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as StoreUnreachable
@@ -26,15 +29,19 @@ class InstantClock(ShiftedClock):
         self.pauses.append(seconds)
 
 
-async def run(statuses: list[int | Exception]) -> tuple[LineResult, ScriptedCompletions, InstantClock]:
+async def run(
+    statuses: list[int | Exception], prompt: list[int] | None = None
+) -> tuple[LineResult, ScriptedCompletions, InstantClock]:
     completions, clock = ScriptedCompletions(), InstantClock()
     completions.statuses["q"] = list(statuses)
-    body = {"model": "m", "messages": [{"role": "user", "content": "q"}]}
+    body = {"model": "m", "messages": [{"role": "user", "content": "q"}], "prompt": prompt}
     tier = TIERS[TIERS.batch_tier]
     statistics = LineStatistics(UNREACHABLE, clock)
     forecasts = BatchForecasts(BatchStore(UNREACHABLE), statistics, list, tier, clock)
     runner = LineRunner(completions, tier, clock, statistics, forecasts)
-    batch = Batch("batch_1", "/v1/chat/completions", "file-1", "24h", BatchStatus.IN_PROGRESS, 1, 2, owner="alice")
+    batch = Batch(
+        "batch_1", "/v1/chat/completions", "file-1", "24h", BatchStatus.IN_PROGRESS, 1, 2, owner="alice", model="m"
+    )
     return await runner.begin(batch).run(BatchLine(7, "q", body)), completions, clock
 
 
@@ -73,3 +80,23 @@ async def test_the_same_line_has_the_same_id_each_time() -> None:
     first, _, _ = await run([400])
     second, _, _ = await run([400])
     assert first.text[:40] == second.text[:40]
+
+
+class WatchedIds(list[int]):
+    """Token ids that note which threads walk through them."""
+
+    def __init__(self) -> None:
+        super().__init__([1, 2, 3])
+        self.walked_by: list[int] = []
+
+    def __iter__(self) -> Iterator[int]:
+        self.walked_by.append(threading.get_ident())
+        return super().__iter__()
+
+
+async def test_the_ids_of_a_long_prompt_do_not_hold_up_the_event_loop() -> None:
+    refused, answered = WatchedIds(), WatchedIds()
+    await run([400], refused)
+    assert refused.walked_by == [], "the size of a line without an answer is not used"
+    await run([], answered)
+    assert answered.walked_by and threading.get_ident() not in answered.walked_by

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from gateway.batches import token_quota
 from gateway.batches.token_quota import TOKENS
 from tests.gateway.offline import OfflineGateway, limited_keyring, line, running_gateway
 from tests.waiting import until
@@ -69,6 +71,22 @@ async def test_keys_have_limits_of_their_own_or_none(gateway: OfflineGateway) ->
         assert await status_of(key, (await key.submit([words(LIMIT)])).id) == "in_progress"
     free = gateway.as_key("free")
     assert await status_of(free, (await free.submit([words(100)])).id) == "in_progress"
+
+
+async def test_prompts_are_walked_beside_the_event_loop(
+    gateway: OfflineGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line may have a million token ids, and a chunk hundreds of lines."""
+    threads, count = set[int](), token_quota.prompt_parts
+
+    def watched(body: dict[str, Any]) -> tuple[list[str], int]:
+        threads.add(threading.get_ident())
+        return count(body)
+
+    monkeypatch.setattr(token_quota, "prompt_parts", watched)
+    small = gateway.as_key("small")
+    assert await status_of(small, (await small.submit([words(LIMIT)])).id) == "in_progress"
+    assert threads and threading.get_ident() not in threads
 
 
 @pytest.mark.parametrize("end", ["completed", "cancelled"])
