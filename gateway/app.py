@@ -12,6 +12,7 @@ from fastapi import Depends, FastAPI
 from starlette.middleware import Middleware
 
 from gateway.http.cors import Cors
+from gateway.http.download import Downloads
 from gateway.http.draining import RefuseWhileDraining
 from gateway.http.hosts import HostCheck
 from gateway.http.middleware import BodyLimit, RequestContext
@@ -69,6 +70,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.state.body_reader = BodyReader(MAX_BODIES * gateway.max_body_bytes)
     app.state.metrics_page = ops.MetricsPage(gateway)
     app.state.wrong_keys = WrongKeys()
+    app.state.downloads = Downloads()
     app.state.sla_feed = SlaFeed(gateway.client, gateway.clock)
     if gateway.console:
         app.include_router(console.router)  # before the next one, which also answers `/`

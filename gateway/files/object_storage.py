@@ -9,7 +9,6 @@ fsspec's (`FSSPEC_S3_ENDPOINT_URL`, or a file in ~/.config/fsspec).
 import asyncio
 import errno
 import math
-import os
 import secrets
 import shutil
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -31,7 +30,7 @@ CALL_S = 20.0  # seconds for a call without the transfer of its bytes
 MIN_BYTES_PER_S = 2**20  # a transfer that is slower is given up and tried again
 THREADS = 16
 PART_BYTES = 8 * 2**20  # bytes of a multipart upload that are in memory at once
-READ_BYTES = 4 * 2**20  # bytes of a download that are in memory at once
+READ_BYTES = 2**20  # bytes of a download that are in memory at once
 FETCHES = 4  # appended pieces that are fetched at the same time
 # S3's client waits for minutes, and its calls cannot be cancelled. Callers of a storage try again themselves.
 S3_CONFIG = {"connect_timeout": 4, "read_timeout": 9, "retries": {"total_max_attempts": 1}}
@@ -92,13 +91,15 @@ class ObjectStorage:
         target = self.directory / name
         pieces = _chain(name, await self._find(name), size)
         target.parent.mkdir(PRIVATE_DIR, parents=True, exist_ok=True)
-        handle = await asyncio.to_thread(os.open, target, os.O_WRONLY | os.O_CREAT, 0o600)
-        try:
-            for first in range(0, len(pieces), FETCHES):
-                group = pieces[first : first + FETCHES]
-                await asyncio.gather(*(self._fetch_piece(name, piece, handle) for piece in group))
-        finally:
-            os.close(handle)
+        await asyncio.to_thread(target.touch, 0o600)
+        for first in range(0, len(pieces), FETCHES):
+            group = pieces[first : first + FETCHES]
+            fetching = [asyncio.create_task(self._fetch_piece(name, piece, target)) for piece in group]
+            try:
+                await asyncio.gather(*fetching)
+            finally:
+                for task in fetching:
+                    task.cancel()
         return target
 
     def path(self, name: str) -> None:
@@ -139,11 +140,11 @@ class ObjectStorage:
         found = await self._call(partial(_find, self._files), prefix.rstrip("/"))
         return {path.removeprefix(prefix): info for path, info in found.items() if path.startswith(prefix)}
 
-    async def _fetch_piece(self, name: str, piece: "_Piece", handle: int) -> None:
+    async def _fetch_piece(self, name: str, piece: "_Piece", target: Path) -> None:
         data = await self._call(self._files.cat_file, f"{self._at(name)}/{piece.name}", size=piece.size, lost=name)
         if len(data) != piece.size:
             raise ContentLost(f"{name}/{piece.name} has {len(data)} bytes instead of {piece.size}")
-        await asyncio.to_thread(os.pwrite, handle, data, int(piece.name))
+        await asyncio.to_thread(_write_at, target, int(piece.name), data)
 
     async def _call(self, function: Callable[..., T], *args: Any, size: int = 0, lost: str | None = None) -> T:
         """Return `function(*args)`, which runs in a thread and may transfer `size` bytes.
@@ -229,6 +230,13 @@ def _download(files: Any, path: str, target: Path, sha256: str | None) -> None:
         move_durably(partial_copy, target)  # it is not checked again when a later start finds it
     finally:
         partial_copy.unlink(missing_ok=True)
+
+
+def _write_at(target: Path, position: int, data: bytes) -> None:
+    """Write into the file `target`. It is opened here, because the thread may outlive the call that waits for it."""
+    with target.open("r+b") as file:
+        file.seek(position)
+        file.write(data)
 
 
 def _find(files: Any, path: str) -> dict[str, dict[str, Any]]:

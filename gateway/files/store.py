@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +92,7 @@ class FileStore:
         self._forget = load_script(redis, "gateway.files", "forget")
         self.storage = storage or LocalStorage(data_dir)
         self.data_dir = self.storage.directory
+        self.arriving: Counter[str | None] = Counter()  # bytes of forms that are being received, by owner
         self.incoming = self.data_dir / INCOMING  # uploads in progress; a local storage takes them over by a rename
         for directory in (self.data_dir, self.data_dir / FILES, self.incoming):
             directory.mkdir(PRIVATE_DIR, parents=True, exist_ok=True)

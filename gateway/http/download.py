@@ -3,22 +3,31 @@
 Contents on the disk are sent by Starlette's `FileResponse`, with sendfile and ranges of its own.
 """
 
+import asyncio
 import hashlib
 import re
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from urllib.parse import quote
 
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from gateway.files.storage import ContentDamaged, Storage
 from gateway.files.store import StoredFile
+from gateway.protocol.errors import too_many_downloads
 
+MAX_DOWNLOADS, MAX_DOWNLOADS_OF_KEY = 64, 16
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII)  # no file has a size with more digits
 
 
-async def stored_content(request: Request, storage: Storage, name: str, file: StoredFile, media_type: str) -> Response:
-    """Return the response that sends the content `name` of `file`. Raises `ContentLost` if it does not exist.
+async def stored_content(
+    request: Request, downloads: "Downloads", storage: Storage, name: str, file: StoredFile, media_type: str
+) -> Response:
+    """Return the response that sends the content `name` of `file`.
+
+    Raises `ContentLost` if it does not exist, and `ApiError` 503 if there are too many `downloads`.
 
     The end of a whole file is sent only if the file matches its checksum, so a client notices a damaged one by its
     length.
@@ -39,10 +48,54 @@ async def stored_content(request: Request, storage: Storage, name: str, file: St
         chunks = _checked(chunks, file.sha256)
     elif span is not None:
         headers["content-range"] = f"bytes {start}-{stop - 1}/{file.bytes}"
-    first = await anext(chunks, b"")  # an error before the first byte still becomes an answer
-    headers["content-length"] = str(stop - start)
     status = 200 if span is None else 206
-    return StreamingResponse(_rest(first, chunks), status, headers, media_type)
+    headers["content-length"] = str(stop - start)
+    end = downloads.begin(file.owner)
+    try:
+        first = await anext(chunks, b"")  # an error before the first byte still becomes an answer
+    except BaseException:
+        end()
+        raise
+    return _Download(_rest(first, chunks), status, headers, media_type, end)
+
+
+class Downloads:
+    """The downloads under way, each of which has up to three pieces of a content in memory."""
+
+    def __init__(self) -> None:
+        self._num_of: Counter[str | None] = Counter()  # by owner
+
+    def begin(self, owner: str | None) -> Callable[[], None]:
+        """Count a download until the returned function is called. Raises `ApiError` 503 if there are too many."""
+        if self._num_of[owner] >= MAX_DOWNLOADS_OF_KEY or self._num_of.total() >= MAX_DOWNLOADS:
+            raise too_many_downloads()
+        self._num_of[owner] += 1
+
+        def end() -> None:
+            self._num_of[owner] -= 1
+
+        return end
+
+
+class _Download(StreamingResponse):
+    """Calls `on_end` when the content was sent, or when the client has hung up."""
+
+    def __init__(
+        self,
+        content: AsyncIterator[bytes],
+        status: int,
+        headers: dict[str, str],
+        media_type: str,
+        on_end: Callable[[], None],
+    ) -> None:
+        super().__init__(content, status, headers, media_type)
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_end()
 
 
 def _span(wanted: str, size: int) -> range | None:
@@ -65,7 +118,7 @@ async def _checked(chunks: AsyncIterator[bytes], sha256: str) -> AsyncIterator[b
     """Yield `chunks`, each when the next one is there, and the last one when the checksum is right."""
     digest, held = hashlib.sha256(), b""
     async for chunk in chunks:
-        digest.update(chunk)
+        await asyncio.to_thread(digest.update, chunk)
         if held:
             yield held
         held = chunk

@@ -179,6 +179,11 @@ def too_many_followers(count: int) -> ApiError:
     return ApiError(429, message, "requests", code="rate_limit_exceeded", headers=retry_after(5.0))
 
 
+def too_many_downloads() -> ApiError:
+    message = "Too many files are being downloaded at the moment. Please try again soon."
+    return ApiError(503, message, "server_error", code="server_overloaded", headers=retry_after(5.0))
+
+
 def store_failed(error: StoreUnreachable | StoreSilent | None = None) -> ApiError:
     """Return the error for a request that needs the store, or the file storage, while it is away or takes no writes."""
     message = "The server's store is not reachable at the moment."

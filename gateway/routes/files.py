@@ -7,8 +7,9 @@ lines of a batch input are not checked here: their errors appear later, in the b
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
@@ -75,9 +76,10 @@ async def upload_file(request: Request, caller: Caller, owner: Owner) -> Respons
     digest = None if idempotency_key(request) is None else hashlib.sha256()
     with refusing_full_disk():
         files.disk.check(announced)
-        if digest is None:  # otherwise it may be the repetition of an upload that is in the quota already
-            await _check_quota(files, owner, quota_bytes, announced, reserved)
-        upload = await _receive(request, files, None if digest is None else digest.update)
+        room = quota_bytes
+        if digest is None and quota_bytes is not None:  # the repetition of an upload may be in the quota already
+            room = await _room(files, owner, quota_bytes, announced, reserved)
+        upload = await _receive(request, files, owner, room, None if digest is None else digest.update)
 
         async def store(new_id: str) -> Response:
             stored = await _store(files, upload, owner, quota_bytes, reserved, f"file-{new_id}")
@@ -94,14 +96,40 @@ def _fingerprint(upload: Upload, content: "hashlib._Hash | None") -> str:
     return json.dumps([upload.filename, sorted(upload.fields.items()), content.hexdigest() if content else ""])
 
 
-async def _receive(request: Request, files: FileStore, on_content: Callable[[bytes], object] | None) -> Upload:
+async def _receive(
+    request: Request,
+    files: FileStore,
+    owner: str | None,
+    room_bytes: int | None,
+    on_content: Callable[[bytes], object] | None,
+) -> Upload:
+    """Receive a file. All that `owner` sends at the same time may have `room_bytes` together (None: any number)."""
     content_type = request.headers.get("content-type", "")
     try:
-        return await receive_upload(request.stream(), content_type, files.incoming, _max_bytes, files.disk, on_content)
+        async with aclosing(_counted(request.stream(), files.arriving, owner, room_bytes)) as chunks:
+            return await receive_upload(chunks, content_type, files.incoming, _max_bytes, files.disk, on_content)
     except UploadTooLarge as error:
         raise _too_large(error.max_bytes) from None
     except MalformedUpload as error:
         raise invalid_request(str(error)) from None
+
+
+async def _counted(
+    chunks: AsyncIterator[bytes], arriving: Counter[str | None], owner: str | None, room_bytes: int | None
+) -> AsyncGenerator[bytes, None]:
+    """Yield `chunks`, and count them in `arriving` meanwhile. The length of a form need not be announced."""
+    held = 0
+    try:
+        async for chunk in chunks:
+            held += len(chunk)
+            arriving[owner] += len(chunk)
+            if room_bytes is not None and arriving[owner] - MAX_FORM_BYTES > room_bytes:
+                raise files_quota_exceeded(arriving[owner], room_bytes)
+            yield chunk
+    finally:
+        arriving[owner] -= held
+        if not arriving[owner]:
+            del arriving[owner]
 
 
 @router.get("/v1/files")
@@ -133,7 +161,7 @@ async def file_content(request: Request, owner: Owner, file_id: str) -> Response
     media_type = "application/jsonl" if file.purpose == "batch_output" else "application/octet-stream"
     try:
         if (path := storage.path(name)) is None:
-            return await stored_content(request, storage, name, file, media_type)
+            return await stored_content(request, request.app.state.downloads, storage, name, file, media_type)
         stat_result = await asyncio.to_thread(path.stat)
     except ContentDamaged:
         raise ApiError(500, "This file is damaged in the server's storage.", "server_error", headers=NO_RETRY) from None
@@ -168,19 +196,17 @@ def quota_bytes_of(request: Request, caller: ApiKey | None) -> int | None:
     return None if quota_mb is None else quota_mb * 2**20
 
 
-async def _check_quota(
-    files: FileStore, owner: str | None, quota_bytes: int | None, announced: int, reserved: int
-) -> None:
-    """Refuse an upload before its file is sent, if the `announced` length of its form shows that it is too large.
+async def _room(files: FileStore, owner: str | None, quota_bytes: int, announced: int, reserved: int) -> int:
+    """Return how many bytes the owner may still upload.
 
+    Refuses an upload before its file is sent, if the `announced` length of its form shows that it is too large.
     `reserved` are the bytes that pending uploads of the owner have announced.
     """
-    if quota_bytes is None:
-        return
     await files.sweep()
     used_bytes = await files.used_bytes(owner) + reserved
     if used_bytes + announced - MAX_FORM_BYTES > quota_bytes:
         raise files_quota_exceeded(used_bytes, quota_bytes)
+    return quota_bytes - used_bytes
 
 
 async def _store(

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from gateway.files.store import FileStore, QuotaExceeded
 from gateway.http.multipart import MAX_FORM_BYTES, MalformedUpload, Upload, UploadTooLarge, receive_upload
-from gateway.protocol.errors import ApiError, files_quota_exceeded, invalid_request, invalid_value
+from gateway.protocol.errors import ApiError, files_quota_exceeded, invalid_request, invalid_value, retry_after
 from gateway.protocol.json_body import Body, parse, read_object
 from gateway.protocol.openapi import form_body, json_body
 from gateway.routes.batches import ExpiresAfter
@@ -29,9 +29,11 @@ from gateway.uploads.model import (
     COMPLETED,
     MAX_PART_BYTES,
     MAX_PARTS,
+    MAX_PENDING,
     MAX_UPLOAD_BYTES,
     PENDING,
     NoSuchUpload,
+    TooManyUploads,
     UploadRefused,
 )
 from gateway.uploads.service import NewUpload, UploadService
@@ -74,6 +76,9 @@ def _refusing(upload_id: str = "") -> Iterator[None]:
         raise ApiError(404, f"No such Upload object: {upload_id[:200]}", param="id") from None
     except UploadRefused as refusal:
         raise invalid_request(str(refusal), refusal.param) from None
+    except TooManyUploads:
+        message = f"You have {MAX_PENDING} pending uploads. Complete or cancel one of them; they expire after an hour."
+        raise ApiError(429, message, "requests", code="rate_limit_exceeded", headers=retry_after(60.0)) from None
     except QuotaExceeded as error:
         raise files_quota_exceeded(error.used_bytes, error.quota_bytes) from None
 

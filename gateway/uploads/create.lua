@@ -2,15 +2,19 @@
 -- not changed.
 -- KEYS: record, pending uploads of the owner (sorted set of `<id>:<bytes>` by expires_at).
 -- ARGV: id, record, bytes, expires_at, now, seconds for which the record is kept after its expiry, bytes that pending
---       uploads of the owner may have together, or '' for no limit.
--- Returns -1 if the upload exists now. If it would exceed the limit, returns the bytes of the owner's pending uploads.
+--       uploads of the owner may have together, or '' for no limit, number of pending uploads that the owner may have.
+-- Returns -1 if the upload exists now, and -2 if too many are pending. If it would exceed the limit of bytes, returns
+-- those of the owner's pending uploads.
 local record, pending = unpack(KEYS)
-local id, content, bytes, expires_at, now, kept_s, limit = unpack(ARGV)
+local id, content, bytes, expires_at, now, kept_s, limit, most = unpack(ARGV)
 
 if redis.call('EXISTS', record) == 1 then
   return -1
 end
 redis.call('ZREMRANGEBYSCORE', pending, '-inf', now)
+if redis.call('ZCARD', pending) >= tonumber(most) then
+  return -2
+end
 local reserved = 0
 for _, member in ipairs(redis.call('ZRANGE', pending, 0, -1)) do
   reserved = reserved + tonumber(string.match(member, ':(%d+)$'))

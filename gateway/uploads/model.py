@@ -6,6 +6,7 @@ from typing import Any
 MAX_UPLOAD_BYTES = 8 * 2**30  # as in OpenAI's API
 MAX_PART_BYTES = 64 * 2**20  # as in OpenAI's API
 MAX_PARTS = 10_000  # of one upload, as in S3's API
+MAX_PENDING = 200  # uploads of one owner
 LIFETIME_S = 3600  # seconds until an upload that is not completed expires, as in OpenAI's API
 
 PENDING, COMPLETED, CANCELLED, EXPIRED = "pending", "completed", "cancelled", "expired"
@@ -70,6 +71,10 @@ class Part:
 
 class NoSuchUpload(Exception):
     """The caller has no upload with this id."""
+
+
+class TooManyUploads(Exception):
+    """The owner has as many pending uploads as one may have."""
 
 
 class UploadRefused(Exception):

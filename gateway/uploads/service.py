@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import structlog
 from redis.asyncio import Redis
@@ -39,6 +40,7 @@ from scheduler.clock import Clock
 log = structlog.get_logger(__name__)
 
 SWEEP_S = 60.0  # seconds between two looks for parts of uploads that have ended
+MAX_COMPLETIONS = 4  # at once, of all owners
 COPY_BYTES = 2**20  # bytes that are copied at once while parts become one file
 
 
@@ -62,13 +64,15 @@ class UploadService:
         self._clock = clock
         self._directory = files.data_dir / "uploads"
         self._directory.mkdir(PRIVATE_DIR, parents=True, exist_ok=True)
-        self._turn = asyncio.Lock()  # one file is put together at a time, because other work needs threads too
+        # Files are put together one at a time for each owner and a few in all, because other work needs threads too.
+        self._turns: WeakValueDictionary[str | None, asyncio.Lock] = WeakValueDictionary()
+        self._completions = asyncio.Semaphore(MAX_COMPLETIONS)
 
     async def create(self, new: NewUpload, new_id: str, quota_bytes: int | None) -> Upload:
         """Create an upload; `new_id` is its id without the prefix.
 
-        Raises `QuotaExceeded` if the files and the pending uploads of its owner would have more than `quota_bytes`, and
-        `DiskFull` if the disk has no room for it.
+        Raises `QuotaExceeded` if the files and the pending uploads of its owner would have more than `quota_bytes`,
+        `TooManyUploads` if too many of them are pending, and `DiskFull` if the disk has no room for it.
         """
         self._files.disk.check(new.bytes)
         if quota_bytes is not None:
@@ -128,7 +132,7 @@ class UploadService:
         A repeated call returns the same; the file is None if it was deleted since. `md5` is the digest that the file
         must have, in hex digits (None: any). Raises `NoSuchUpload`, `UploadRefused`, `QuotaExceeded` and `DiskFull`.
         """
-        async with self._turn:
+        async with self._turns.setdefault(owner, asyncio.Lock()), self._completions:
             state = await self._state(upload_id, owner)
             upload = state.upload
             if state.status != COMPLETED:

@@ -13,13 +13,24 @@ from redis.asyncio import Redis
 
 from gateway.files.pagination import index_of, text
 from gateway.files.store import QuotaExceeded
-from gateway.uploads.model import CANCELLED, COMPLETED, EXPIRED, MAX_PARTS, PENDING, NoSuchUpload, Upload
+from gateway.uploads.model import (
+    CANCELLED,
+    COMPLETED,
+    EXPIRED,
+    MAX_PARTS,
+    MAX_PENDING,
+    PENDING,
+    NoSuchUpload,
+    TooManyUploads,
+    Upload,
+)
 from scheduler.store.durability import LOST, durable
 from scheduler.store.refusal import NotDurable
 from scheduler.store.scripts import load_script
 
 RESERVED = "tidegate:uploads:pending"  # sorted set `<id>:<bytes>` by expires_at; one per owner
 KEPT_S = 86_400  # seconds after its expiry for which a record is kept, so that a repeated call gets the same answer
+TOO_MANY = -2  # an answer of the script
 FULL, UNKNOWN = "full", "unknown"
 
 
@@ -42,14 +53,16 @@ class UploadStore:
         self._finish = load_script(redis, "gateway.uploads", "finish")
 
     async def create(self, upload: Upload, *, used_bytes: int, quota_bytes: int | None) -> None:
-        """Store a new upload, durably. Raises `QuotaExceeded` if it would exceed the quota of its owner.
+        """Store a new upload, durably. `used_bytes` are those of the files of its owner.
 
-        `used_bytes` are those of the owner's files.
+        Raises `QuotaExceeded` if it would exceed the quota, and `TooManyUploads` if too many others are pending.
         """
         limit = "" if quota_bytes is None else max(0, quota_bytes - used_bytes)
         args: list[str | bytes | int] = [upload.id, msgspec.json.encode(upload), upload.bytes]
-        args += [upload.expires_at, upload.created_at, KEPT_S, limit]
+        args += [upload.expires_at, upload.created_at, KEPT_S, limit, MAX_PENDING]
         reserved = int(await self._create(keys=_keys(upload), args=args))
+        if reserved == TOO_MANY:
+            raise TooManyUploads
         if quota_bytes is not None and reserved >= 0:
             raise QuotaExceeded(used_bytes + reserved, quota_bytes)
         await durable(self._redis, _key(upload.id))

@@ -26,6 +26,7 @@ from gateway.batches.model import Batch
 from gateway.batches.service import BatchService
 from gateway.files.storage import Storage
 from gateway.files.store import FileStore
+from gateway.http.download import Downloads
 from gateway.idempotency.store import IdempotencyStore
 from gateway.identity import ApiKey, Keyring
 from gateway.protocol import errors
@@ -144,7 +145,7 @@ class OfflineGateway:
 
     def as_key(self, name: str) -> Self:
         """Return the same gateway, called with the key of that name (see `keyring`)."""
-        return replace(self, client=self.client.with_options(api_key=_secret(name)))
+        return replace(self, client=self.client.with_options(api_key=secret_of(name)))
 
     async def upload(self, content: bytes, name: str = "input.jsonl", purpose: Any = "batch") -> str:
         return (await self.client.files.create(file=(name, content), purpose=purpose)).id
@@ -204,7 +205,7 @@ def jsonl(entries: Iterable[Any]) -> bytes:
 
 def keyring(**tiers: frozenset[str] | None) -> Keyring:
     """Return a keyring with one key per name and the tiers that it may use (None: all)."""
-    return Keyring([ApiKey(n, hashlib.sha256(_secret(n).encode()).digest(), t) for n, t in tiers.items()])
+    return Keyring([ApiKey(n, hashlib.sha256(secret_of(n).encode()).digest(), t) for n, t in tiers.items()])
 
 
 def limited_keyring(**limits: dict[str, Any]) -> Keyring:
@@ -213,7 +214,7 @@ def limited_keyring(**limits: dict[str, Any]) -> Keyring:
     return Keyring([replace(key, **limits[key.name]) for key in keys])
 
 
-def _secret(name: str) -> str:
+def secret_of(name: str) -> str:
     return f"sk-{name.encode().hex()}"
 
 
@@ -270,6 +271,7 @@ def make_gateway(
     app.include_router(upload_routes.router)
     app.include_router(batch_routes.router)
     app.state.body_reader = BodyReader(16 * max_body_bytes)
+    app.state.downloads = Downloads()
     app.state.gateway = SimpleNamespace(
         files=files,
         batches=batches,

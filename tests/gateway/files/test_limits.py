@@ -17,7 +17,7 @@ from gateway.files.disk import DiskFull, DiskReserve, noticing_full_disk
 from gateway.http.multipart import MAX_FORM_BYTES
 from gateway.identity import Keyring
 from scheduler.store.refusal import NotDurable
-from tests.gateway.offline import OfflineGateway, jsonl, keyring, lines, running_gateway
+from tests.gateway.offline import OfflineGateway, jsonl, keyring, lines, running_gateway, secret_of
 
 RESERVE = 100 * 2**20
 MB = 2**20
@@ -131,6 +131,25 @@ async def test_a_key_may_fill_its_quota_and_no_more(gateway: OfflineGateway) -> 
     await one.client.files.delete(first)
     await one.upload(b"x" * MB)
     assert await gateway.files.used_bytes("one") == 2 * MB
+
+
+async def test_a_form_of_unknown_length_is_refused_when_it_exceeds_the_quota(gateway: OfflineGateway) -> None:
+    sent = 0
+
+    async def form() -> AsyncIterator[bytes]:
+        nonlocal sent
+        yield b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        yield b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n'
+        for _ in range(100):
+            sent += MB
+            yield b"x" * MB
+        yield b"\r\n--x--\r\n"
+
+    headers = {"content-type": "multipart/form-data; boundary=x", "authorization": f"Bearer {secret_of('one')}"}
+    refused = await gateway.http.post("/v1/files", content=form(), headers=headers)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (413, "files_quota_exceeded")
+    assert sent < 10 * MB
+    assert left_over(gateway) == [] and gateway.files.arriving.total() == 0
 
 
 async def test_uploads_at_the_same_time_do_not_exceed_the_quota_together(gateway: OfflineGateway) -> None:

@@ -1,10 +1,13 @@
 """What every storage promises: in a directory, in memory, and in an S3-compatible server."""
 
+import asyncio
 import os
 import secrets
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -13,6 +16,8 @@ from gateway.files import object_storage
 from gateway.files.local_storage import LocalStorage, sha256_of
 from gateway.files.object_storage import BadStorageUrl, ObjectStorage, open_storage
 from gateway.files.storage import ContentDamaged, ContentLost, Storage, StorageUnreachable
+from gateway.http.download import MAX_DOWNLOADS, MAX_DOWNLOADS_OF_KEY, Downloads
+from gateway.protocol.errors import ApiError
 from tests.gateway.files.s3 import BUCKET, Address, s3_options, s3_server
 
 
@@ -92,6 +97,46 @@ async def test_appended_bytes_come_back(storage: Storage, tmp_path: Path) -> Non
     for missing, size in ((name, position + 1), ("batches/x/results-2", 1)):
         with pytest.raises(ContentLost):
             await storage.fetch_appended(missing, size)
+
+
+async def test_a_fetch_that_fails_writes_nothing_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece that comes later must not get into a file that has the descriptor of the closed one."""
+    storage, name, gate = open_storage(f"memory://{secrets.token_hex(4)}", tmp_path), "results-1", threading.Event()
+    assert isinstance(storage, ObjectStorage)
+    await storage.append(name, 0, b"a" * 10)
+    await storage.append(name, 10, b"b" * 10)
+    cat_file = storage._files.cat_file
+
+    def first_fails(path: str, **options: Any) -> bytes:
+        if path.endswith("/000000000000000"):
+            raise OSError("broken")
+        assert gate.wait(30)
+        content: bytes = cat_file(path, **options)
+        return content
+
+    monkeypatch.setattr(storage._files, "cat_file", first_fails)
+    with pytest.raises(StorageUnreachable):
+        await storage.fetch_appended(name, 20)
+    with (tmp_path / "other").open("wb"):
+        gate.set()
+        await asyncio.to_thread(storage._threads.shutdown)
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*rest, return_exceptions=True)
+        assert (tmp_path / "other").read_bytes() == b""
+
+
+def test_downloads_from_a_storage_are_limited_for_each_key_and_in_all() -> None:
+    downloads = Downloads()
+    ends = [downloads.begin("one") for _ in range(MAX_DOWNLOADS_OF_KEY)]
+    with pytest.raises(ApiError) as refused:
+        downloads.begin("one")
+    assert refused.value.status == 503 and "retry-after" in refused.value.headers
+    ends[0]()
+    downloads.begin("one")
+    for n in range(MAX_DOWNLOADS - MAX_DOWNLOADS_OF_KEY):
+        downloads.begin(f"other {n}")
+    with pytest.raises(ApiError):
+        downloads.begin("two")
 
 
 async def test_a_folder_is_listed_and_removed_as_a_whole(storage: Storage, tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from redis.asyncio import Redis
 
 from gateway.files.store import FileStore
 from gateway.uploads import model
+from gateway.uploads import service as upload_service
 from gateway.uploads import store as upload_store
 from tests.gateway.offline import OfflineGateway, jsonl, keyring, lines, make_gateway, running_gateway
 from tests.gateway.stand import running_stand
@@ -155,6 +157,37 @@ async def test_pending_uploads_reserve_the_quota_of_their_owner(gateway: Offline
     gateway.clock.shift_s = HOUR_S + 1
     assert (await begun(gateway, 2**19)).status == "pending", "expired ones reserve nothing"
     assert second.id != first.id
+
+
+async def test_the_number_of_pending_uploads_is_limited(
+    gateway: OfflineGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload_store, "MAX_PENDING", 2)
+    first, _ = await begun(gateway, 10), await begun(gateway, 10)
+    with pytest.raises(openai.RateLimitError, match="Complete or cancel"):
+        await begun(gateway, 10)
+    assert (await begun(gateway.as_key("two"), 10)).status == "pending"
+    await gateway.client.uploads.cancel(first.id)
+    assert (await begun(gateway, 10)).status == "pending"
+
+
+async def test_a_long_completion_holds_up_its_owner_only(
+    gateway: OfflineGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, concatenate, two = threading.Event(), upload_service._concatenate, gateway.as_key("two")
+    slow, quick = await begun(gateway, 3), await begun(two, 3)
+
+    def gated(paths: Sequence[Path], target: Path) -> str:
+        assert slow.id not in target.name or gate.wait(30)
+        return concatenate(paths, target)
+
+    monkeypatch.setattr(upload_service, "_concatenate", gated)
+    part = await add(gateway, slow, b"abc")
+    calls = [asyncio.create_task(gateway.client.uploads.complete(slow.id, part_ids=[part])) for _ in range(6)]
+    done = await two.client.uploads.complete(quick.id, part_ids=[await add(two, quick, b"abc")])
+    assert done.status == "completed" and not any(call.done() for call in calls)
+    gate.set()
+    assert {done.file.id for done in await asyncio.gather(*calls) if done.file} == {f"file-{slow.id[7:]}"}
 
 
 async def test_an_upload_takes_no_more_than_it_may_need(
