@@ -111,7 +111,10 @@ async def exit_code(run: "asyncio.Task[int]") -> int:
 
 
 def gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 async def test_parts_start_store_first_and_stop_gateway_first(journal: Journal) -> None:
