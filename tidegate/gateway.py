@@ -219,7 +219,12 @@ def build_gateway(
         responses=responses,
         dead_letters=dead_letters,
         tasks=TaskService(
-            TaskQueue(redis, clock), Endings(redis), client, clock, settings.task_ttl_s, settings.task_timeout_s
+            TaskQueue(redis, clock, max_bytes=settings.tasks_quota_mb * 2**20),
+            Endings(redis),
+            client,
+            clock,
+            settings.task_ttl_s,
+            settings.task_timeout_s,
         ),
         tier_changes=TierChanges(tier_store, follower, queue.depths, settings.tiers_path, clock),
         max_body_bytes=max_body_bytes,

@@ -342,6 +342,11 @@ class GatewaySettings(CommonSettings):
     task_timeout_s: float = Field(
         default=86_400.0, gt=0, description="seconds that a task may wait, unless its `timeout_s` says otherwise"
     )
+    tasks_quota_mb: int = Field(
+        default=1024,
+        ge=1,
+        description="size of the waiting and running tasks of an API key (without keys: of all), in MB",
+    )
     response_store_mb: int = Field(
         default=256,
         ge=1,

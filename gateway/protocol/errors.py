@@ -145,6 +145,14 @@ def files_quota_exceeded(used_bytes: int, quota_bytes: int) -> ApiError:
     return ApiError(413, message, param="file", code="files_quota_exceeded")
 
 
+def task_quota_exceeded(held: int, limit: int) -> ApiError:
+    message = (
+        f"The waiting and running tasks of an API key may have {limit / 2**20:.0f} MB, and yours have "
+        f"{held / 2**20:.1f} MB. Try again when some have ended, or send smaller ones."
+    )
+    return ApiError(429, message, "requests", code="rate_limit_exceeded", headers=retry_after(5.0))
+
+
 def timed_out(tier: str) -> ApiError:
     """Return the error for a request that exceeded its tier's timeout.
 

@@ -21,8 +21,9 @@ from gateway.routes.files import Owner
 from gateway.routes.idempotency import idempotency_key, once
 from gateway.state import gateway_of
 from gateway.tasks.model import MAX_INPUTS, CreateTasks, task_object
-from gateway.tasks.service import TaskService
+from gateway.tasks.service import MAX_RESULT_BYTES, TaskService, TooLargeAnswer
 from scheduler.client.rejection import Rejected, RejectReason
+from scheduler.tasks.queue import TooManyBytes
 from scheduler.tasks.task import StoredTask
 
 router = APIRouter(tags=["tasks"])
@@ -43,6 +44,8 @@ async def create_tasks(request: Request, key: Caller, owner: Owner) -> Response:
         created = await service.create(body, resolved, owner, new_id, may_exist=may_exist)
         if isinstance(created, Rejected):
             raise _refused(created)
+        if isinstance(created, TooManyBytes):
+            raise errors.task_quota_exceeded(created.held, created.limit)
         is_list = body.inputs is not None
         return _json(_list(created, has_more=False) if is_list else task_object(created[0]), status=202)
 
@@ -64,7 +67,11 @@ async def list_tasks(
         wanted = [task_id for task_id in ids.split(",") if task_id]
         if len(wanted) > MAX_INPUTS:
             raise invalid_value("ids", f"Invalid value for 'ids': it must have at most {MAX_INPUTS} ids.")
-        return _json(_list(await service.get_all(wanted, owner), has_more=False))
+        try:
+            return _json(_list(await service.get_all(wanted, owner), has_more=False))
+        except TooLargeAnswer:
+            limit = MAX_RESULT_BYTES // 2**20
+            raise invalid_value("ids", f"The results of these tasks are over {limit} MB. Send fewer 'ids'.") from None
     if state is None:
         raise invalid_request("Say which tasks: 'state=dead', or 'ids' with commas.", "state")
     found = await service.dead(owner, limit + 1, after)
@@ -104,6 +111,8 @@ async def retry_task(request: Request, key: Caller, owner: Owner, task_id: str) 
     found = _existing(await service.get(task_id, owner), task_id)
     tier = tiers.tiers.get(found.task.tier) or resolve_tier(found.task.service_tier, key, tiers).tier
     revived = await service.revive(found, tier)
+    if isinstance(revived, TooManyBytes):
+        raise errors.task_quota_exceeded(revived.held, revived.limit)
     if revived is None:
         message = f"Cannot retry a task with state '{found.state.value}': only dead letters can be retried."
         raise ApiError(409, message, headers={"x-should-retry": "false"})

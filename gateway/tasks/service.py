@@ -23,12 +23,17 @@ from scheduler.clock import Clock
 from scheduler.config import Tier
 from scheduler.queue.base import QueueFull
 from scheduler.store.refusal import StoreRefused
-from scheduler.tasks.queue import TaskQueue
+from scheduler.tasks.queue import TaskQueue, TooManyBytes
 from scheduler.tasks.task import StoredTask, Task, TaskState
 
 # Share of a tier's `queue_limit` at which new tasks are refused: what has been accepted and fails needs the rest.
 MAX_FILL = 0.9
+MAX_RESULT_BYTES = 64 * 2**20  # of all tasks of one answer
 DRAIN_CHECK_S = 1.0  # seconds between two looks at whether the gateway is ending, while a client waits for a task
+
+
+class TooLargeAnswer(Exception):
+    """The results of the tasks are too large for one answer."""
 
 
 class TaskService:
@@ -51,7 +56,7 @@ class TaskService:
 
     async def create(
         self, body: CreateTasks, resolved: ResolvedTier, owner: str | None, new_id: str, *, may_exist: bool
-    ) -> list[StoredTask] | Rejected:
+    ) -> list[StoredTask] | Rejected | TooManyBytes:
         """Enqueue a task for each item of `body`, or none of them and return why.
 
         Their ids come from `new_id` (24 hex digits). If they `may_exist`, because an earlier attempt with this id may
@@ -59,7 +64,7 @@ class TaskService:
         """
         tasks = self._tasks(body, resolved, owner, new_id)
         if may_exist:
-            found = await self.get_all([task.id for task in tasks], owner)
+            found = await self._find_all([task.id for task in tasks], owner)
             if len(found) == len(tasks):
                 return found
         if self._client.is_draining:
@@ -69,8 +74,10 @@ class TaskService:
         if not self._client.has_task_worker:
             return rejection.no_task_worker()
         refused = await self._queue.put(tasks, task_limit(resolved.tier))
-        if refused:
+        if isinstance(refused, QueueFull):
             return self._full(resolved.tier, refused)
+        if refused is not None:
+            return refused
         return [StoredTask(task, TaskState.QUEUED, 0) for task in tasks]
 
     def _tasks(self, body: CreateTasks, resolved: ResolvedTier, owner: str | None, new_id: str) -> list[Task]:
@@ -102,12 +109,26 @@ class TaskService:
             while True:
                 ended.clear()
                 found = await self._find(task_id, owner)
-                left_s = until_s - self._clock.now()
-                if found is None or found.state.is_end or left_s <= 0 or self._client.is_draining:
+                if found is None or found.state.is_end or self._clock.now() >= until_s or self._client.is_draining:
                     return found
-                await _set_within(ended, min(left_s, DRAIN_CHECK_S))
+                await self._until_change(found, ended, until_s)
+
+    async def _until_change(self, found: StoredTask, ended: asyncio.Event, until_s: float) -> None:
+        """Wait until the task has ended or may have expired, the gateway drains, or it is `until_s`."""
+        while not self._client.is_draining and (left_s := until_s - self._clock.now()) > 0:
+            await _set_within(ended, min(left_s, DRAIN_CHECK_S))
+            may_expire = found.state is TaskState.QUEUED and found.task.is_expired(self._clock.wall_ms())
+            if ended.is_set() or may_expire:
+                return
 
     async def get_all(self, task_ids: Sequence[str], owner: str | None) -> list[StoredTask]:
+        """Return those of the tasks that `owner` has, each once. Raises `TooLargeAnswer`."""
+        unique = list(dict.fromkeys(task_ids))
+        if await self._queue.result_bytes(unique) > MAX_RESULT_BYTES:
+            raise TooLargeAnswer
+        return await self._find_all(unique, owner)
+
+    async def _find_all(self, task_ids: Sequence[str], owner: str | None) -> list[StoredTask]:
         """Return those of the tasks that `owner` has. Those that have waited too long become dead letters by it."""
         found, now_ms = await self._queue.find(task_ids), self._clock.wall_ms()
         waiting = [stored.task for stored in found if stored is not None and stored.state is TaskState.QUEUED]
@@ -129,16 +150,18 @@ class TaskService:
         """
         return await self._queue.dead(owner or "", limit, after)
 
-    async def revive(self, found: StoredTask, tier: Tier) -> StoredTask | None:
+    async def revive(self, found: StoredTask, tier: Tier) -> StoredTask | TooManyBytes | None:
         """Enqueue a dead letter again in `tier`, with all its tries before it. None if it is no dead letter."""
-        is_revived = await self._queue.revive(replace(found.task, tier=tier.name))
-        return await self._find(found.task.id, found.task.owner) or found if is_revived else None
+        revived = await self._queue.revive(replace(found.task, tier=tier.name))
+        if isinstance(revived, TooManyBytes):
+            return revived
+        return await self._find(found.task.id, found.task.owner) or found if revived else None
 
     async def close(self) -> None:
         await self._endings.close()
 
     async def _find(self, task_id: str, owner: str | None) -> StoredTask | None:
-        return next(iter(await self.get_all([task_id], owner)), None)
+        return next(iter(await self._find_all([task_id], owner)), None)
 
     def _full(self, tier: Tier, refused: QueueFull) -> Rejected:
         return rejection.queue_full(tier, refused.depth, self._client.task_workers, task_limit(tier))

@@ -69,7 +69,7 @@ class RedisQueue:
             return []
         now_ms = self._clock.wall_ms()
         claimed = await self._scripts.claim(self._worker_id, now_ms, int(lease_s * 1000), wanted)
-        return [Claimed(self._decoder.decode(p), fence, n, unpacked(output)) for p, fence, n, output in claimed]
+        return [Claimed(self._decoder.decode(p), fence, n, unpacked(output)) for p, fence, n, output, _ in claimed]
 
     async def ack(self, leases: Sequence[Lease]) -> list[bool]:
         return await self._scripts.ack(leases) if leases else []

@@ -30,6 +30,8 @@ def _keys(namespace: str) -> dict[str, str]:
     return {name: namespace + key.removeprefix(keys.NAMESPACE) for name, key in names.items()}
 
 
+# A request for the script `put`: id, deadline_ms, prompt tokens, maximum output tokens, payload, part of a job.
+PutRow = tuple[str, int, int, int, bytes, str]
 WRITER_DIGITS = 16  # in front of the tokens of a stored output
 INFINITY = 1e15  # stands for infinity, which not every version of Lua can parse
 
@@ -61,21 +63,10 @@ class Scripts:
         limit: int | None,
         now_ms: int,
         ahead: AheadLimit,
-        requests: Sequence[tuple[str, int, int, int, bytes, str]],
+        requests: Sequence[PutRow],
     ) -> QueueFull | TooFarBehind | None:
-        """Return None if all requests are enqueued, else why they are refused.
-
-        Each item of `requests` is (id, deadline_ms, prompt tokens, maximum output tokens, payload, part of a job).
-        """
-        bounds = (
-            min(ahead.max_requests, INFINITY),
-            min(ahead.max_s, INFINITY),
-            ahead.prompt_token_s,
-            ahead.output_token_s,
-        )
-        rows = (part for request in requests for part in request)
-        most = -1 if limit is None else limit
-        match await self._put(args=[tier, most, now_ms, *bounds, len(ahead.above), *ahead.above, *rows]):
+        """Return None if all requests are enqueued, else why they are refused."""
+        match await self._put(args=put_args(tier, limit, now_ms, ahead, requests)):
             case [b"full", depth]:
                 return QueueFull(tier, depth, limit or 0)
             case [b"behind", *counts]:
@@ -84,10 +75,10 @@ class Scripts:
 
     async def claim(
         self, worker_id: str, now_ms: int, lease_ms: int, limits: Mapping[str, int]
-    ) -> list[tuple[bytes, int, int, bytes | None]]:
-        """Return (payload, fence, attempt, stored output) of each claimed request."""
+    ) -> list[tuple[bytes, int, int, bytes | None, bytes | None]]:
+        """Return (payload, fence, attempt, stored output, input of a task) of each claimed request."""
         wanted = [part for tier_and_limit in limits.items() for part in tier_and_limit]
-        claimed: list[tuple[bytes, int, int, bytes | None]] = await self._claim(
+        claimed: list[tuple[bytes, int, int, bytes | None, bytes | None]] = await self._claim(
             args=[worker_id, now_ms, lease_ms, *wanted]
         )
         return claimed
@@ -127,6 +118,15 @@ class Scripts:
 
     async def cancel(self, request_ids: Sequence[str]) -> list[bool]:
         return _flags(await self._cancel(args=request_ids))
+
+
+def put_args(
+    tier: str, limit: int | None, now_ms: int, ahead: AheadLimit, requests: Sequence[PutRow]
+) -> list[str | bytes | int | float]:
+    """Return the arguments of the script `put`."""
+    bounds = (min(ahead.max_requests, INFINITY), min(ahead.max_s, INFINITY), ahead.prompt_token_s, ahead.output_token_s)
+    rows = (part for request in requests for part in request)
+    return [tier, -1 if limit is None else limit, now_ms, *bounds, len(ahead.above), *ahead.above, *rows]
 
 
 def _flat(leases: Sequence[Lease]) -> list[str | int]:

@@ -54,17 +54,22 @@ WAKE = "tidegate:wake"
 # Tasks ------------------------------------------------------------------------------------------------
 
 # Tasks have a queue of their own, with the same keys in this namespace: `tidegate:tasks:queue:realtime` and so on. A
-# queue's name is a lane (scheduler/tasks/lanes.py), and a request's payload is a msgpack `Task`.
+# queue's name is a lane (scheduler/tasks/lanes.py), and a request's payload is a msgpack `Task` without its input. That
+# is the field `input`, because only a worker reads it. `bytes` is the size of both when the task was created.
 TASKS = "tidegate:tasks:"
 
-# One hash per ended task. Fields: task (msgpack `Task`), state, attempt, ended_ms, and result (JSON) or error. Its TTL
-# is the task's `keep_ms`, or `DEAD_TTL_S` for a dead letter.
+# Hash: bytes of the waiting and running tasks of each owner.
+TASK_BYTES = "tidegate:tasks:bytes"
+
+# One hash per ended task. Fields: task (msgpack `Task`), state, attempt, ended_ms, and result (JSON) or error; a dead
+# letter also has input and bytes. Its TTL is the task's `keep_ms`, or `DEAD_TTL_S` for a dead letter.
 ENDED_TASK_PREFIX = "tidegate:tasks:ended:"
 
-# One sorted set per owner: the ids of the dead letters, by the time of their end in ms.
+# One sorted set per owner: `<id>:<bytes>` of the dead letters, by the time of their end in ms.
 DEAD_PREFIX = "tidegate:tasks:dead:"
+DEAD_BYTES_PREFIX = "tidegate:tasks:dead-bytes:"  # the sum of their bytes
 DEAD_TTL_S = 7 * 86_400.0  # seconds; somebody has to look at a dead letter, also after a weekend
-MAX_DEAD = 100_000  # dead letters of one owner; beyond it, the oldest is removed
+MAX_DEAD, MAX_DEAD_BYTES = 100_000, 2**28  # of the dead letters of one owner; beyond it, the oldest is removed
 
 # Pub/sub channel: the ids of ended tasks, with blanks between them.
 TASKS_ENDED = "tidegate:tasks:ended"

@@ -1,13 +1,15 @@
 """The queue of tasks in Redis or Valkey, and the records of ended ones.
 
 It is the requests' queue in a namespace of its own, with the same scripts: order, leases, fences, tries. A task's end
-and its record are one atomic move, so each task either waits, runs, or has a record. Its input travels as the request's
-payload. The clocks of gateways and workers must agree as `scheduler.queue.redis` demands.
+and its record are one atomic move, so each task either waits, runs, or has a record. A task travels as the request's
+payload, and its input beside it, so that looking for a task does not read the input. The clocks of gateways and workers
+must agree as `scheduler.queue.redis` demands.
 """
 
 import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -17,7 +19,7 @@ from redis.commands.core import AsyncScript
 from scheduler.clock import Clock
 from scheduler.queue.base import QueueFull
 from scheduler.queue.redis import NO_LIMIT
-from scheduler.queue.scripts import Scripts, key_names
+from scheduler.queue.scripts import Scripts, key_names, put_args
 from scheduler.queue.wakeups import Wakeups
 from scheduler.request import Lease
 from scheduler.store import connection, keys
@@ -25,13 +27,26 @@ from scheduler.store.scripts import load_script, script_text
 from scheduler.tasks.task import ClaimedTask, EndedTask, LaneDepth, RetriedTask, StoredTask, Task, TaskState
 
 _ENDED_FIELDS = ("task", "state", "attempt", "ended_ms", "result", "error")
+_PUT = "local function enqueue(ARGV)\n{}\nend\n"  # the queue's script `put`, for another script
+
+
+@dataclass(frozen=True, slots=True)
+class TooManyBytes:
+    """The reason why a task is refused: with it, the waiting and running tasks of its owner have over `limit` bytes."""
+
+    held: int
+    limit: int
 
 
 class TaskQueue:
-    """The tasks of all gateways and workers. Claims of this handle are leased to `worker_id`."""
+    """The tasks of all gateways and workers. Claims of this handle are leased to `worker_id`.
 
-    def __init__(self, client: Redis, clock: Clock, worker_id: str = "") -> None:
+    `max_bytes` limits the waiting and running tasks of one owner, when this handle enqueues them.
+    """
+
+    def __init__(self, client: Redis, clock: Clock, worker_id: str = "", max_bytes: int = 2**30) -> None:
         self._client = client
+        self._max_bytes = max_bytes
         self._clock = clock
         self._worker_id = worker_id
         self._scripts = Scripts(client, keys.TASKS)
@@ -41,22 +56,36 @@ class TaskQueue:
         self._listener: asyncio.Task[None] | None = None
         prelude = key_names(keys.TASKS) + _record_names() + script_text("scheduler.queue", "shared")
 
-        def load(name: str) -> AsyncScript:
-            return load_script(client, "scheduler.tasks", "record", name, prelude=prelude)
+        def load(name: str, more: str = "") -> AsyncScript:
+            return load_script(client, "scheduler.tasks", "record", name, prelude=prelude + more)
 
+        self._put = load("put_tasks", _PUT.format(script_text("scheduler.queue", "put")))
         self._end, self._retry, self._cancel = load("end"), load("retry"), load("cancel_task")
         self._revive, self._expire, self._depths = load("revive"), load("expire"), load("depths")
 
     # -- gateways ----------------------------------------------------------------------------------------------
 
-    async def put(self, tasks: Sequence[Task], limit: int) -> QueueFull | None:
-        """Enqueue all `tasks` (of one tier), or none if more than `limit` would wait then."""
-        rows = [(t.id, t.arrival_ms, 0, 0, self._encode(t), "") for t in tasks]
-        refused = await self._scripts.put(tasks[0].tier, limit, self._clock.wall_ms(), NO_LIMIT, rows)
-        return refused if isinstance(refused, QueueFull) else None
+    async def put(self, tasks: Sequence[Task], limit: int) -> QueueFull | TooManyBytes | None:
+        """Enqueue all `tasks` (of one tier and one owner), or none if more than `limit` would wait then."""
+        tier, inputs = tasks[0].tier, [task.input for task in tasks]
+        rows = [(t.id, t.arrival_ms, 0, 0, self._head(t), "") for t in tasks]
+        put = put_args(tier, limit, self._clock.wall_ms(), NO_LIMIT, rows)
+        match await self._put(args=[tasks[0].owner, self._max_bytes, len(inputs), *inputs, *put]):
+            case [b"full", depth]:
+                return QueueFull(tier, depth, limit)
+            case [b"bytes", held]:
+                return TooManyBytes(held, self._max_bytes)
+        return None
+
+    async def result_bytes(self, task_ids: Sequence[str]) -> int:
+        """Return the size of the results of all these tasks together."""
+        pipeline = self._client.pipeline(transaction=False)
+        for task_id in task_ids:
+            pipeline.hstrlen(keys.ENDED_TASK_PREFIX + task_id, "result")
+        return sum(await pipeline.execute())
 
     async def find(self, task_ids: Sequence[str]) -> list[StoredTask | None]:
-        """Return the state of each task; None for one that is unknown or has expired."""
+        """Return the state of each task, without its input; None for one that is unknown or has expired."""
         pipeline = self._client.pipeline(transaction=True)
         for task_id in task_ids:
             pipeline.hmget(_request_key(task_id), ["payload", "fence", "attempt"])
@@ -66,7 +95,7 @@ class TaskQueue:
 
     async def cancel(self, task: Task) -> bool:
         """Cancel a task. Return False if it has ended before."""
-        return bool(await self._cancel(args=[task.id, self._clock.wall_ms(), task.keep_ms]))
+        return bool(await self._cancel(args=[task.id, task.owner, self._clock.wall_ms(), task.keep_ms]))
 
     async def expire(self, tasks: Sequence[Task]) -> None:
         """Make dead letters of those of `tasks`, whose timeouts have passed, that still wait."""
@@ -81,19 +110,27 @@ class TaskQueue:
 
         None if there is no dead letter `after`.
         """
-        key = keys.DEAD_PREFIX + owner
-        rank: Any = -1 if after is None else await self._client.zrevrank(key, after)
-        if rank is None:
-            return None
-        ids: list[Any] = await self._client.zrange(key, rank + 1, rank + limit, desc=True)
-        return [stored for stored in await self.find([i.decode() for i in ids]) if stored is not None]
+        key, rank = keys.DEAD_PREFIX + owner, -1
+        if after is not None:
+            size: Any = await self._client.hget(keys.ENDED_TASK_PREFIX + after, "bytes")
+            found: Any = size and await self._client.zrevrank(key, f"{after}:{size.decode()}")
+            if found is None:
+                return None
+            rank = found
+        members: list[Any] = await self._client.zrange(key, rank + 1, rank + limit, desc=True)
+        ids = [member.decode().rpartition(":")[0] for member in members]
+        return [stored for stored in await self.find(ids) if stored is not None]
 
-    async def revive(self, task: Task) -> bool:
+    async def revive(self, task: Task) -> TooManyBytes | bool:
         """Enqueue a dead letter as a new task with the same id. Return False if it is no dead letter."""
         now_ms = self._clock.wall_ms()
         fresh = msgspec.structs.replace(task, failures=(), arrival_ms=now_ms)
-        args: list[Any] = [task.id, task.owner, task.tier, now_ms, self._encode(fresh), now_ms]
-        return bool(await self._revive(args=args))
+        args: list[Any] = [task.id, task.owner, task.tier, now_ms, self._head(fresh), now_ms, self._max_bytes]
+        match await self._revive(args=args):
+            case [b"bytes", held]:
+                return TooManyBytes(held, self._max_bytes)
+            case refused:
+                return not refused
 
     # -- workers -----------------------------------------------------------------------------------------------
 
@@ -108,7 +145,7 @@ class TaskQueue:
         if not wanted:
             return []
         found = await self._scripts.claim(self._worker_id, self._clock.wall_ms(), int(lease_s * 1000), wanted)
-        return [ClaimedTask(self._decode(payload), fence, attempt) for payload, fence, attempt, _ in found]
+        return [ClaimedTask(self._task(payload, input), fence, attempt) for payload, fence, attempt, _, input in found]
 
     async def end(self, ended: Sequence[EndedTask]) -> list[bool]:
         """Write the ends of claimed tasks. Return False for each that this worker does not hold any more."""
@@ -116,14 +153,14 @@ class TaskQueue:
         for e in ended:
             keep_ms = int(keys.DEAD_TTL_S * 1000) if e.state is TaskState.DEAD else e.task.keep_ms
             head = (e.task.id, e.claimed.fence, e.state.value, keep_ms, e.task.owner)
-            args += [*head, self._encode(e.task), e.result or b"", e.error]
+            args += [*head, self._head(e.task), e.result or b"", e.error]
         return [reply == 1 for reply in await self._end(args=args)] if ended else []
 
     async def retry(self, retried: Sequence[RetriedTask]) -> list[bool]:
         """Give claimed tasks back into their next lanes. Return False for each that this worker does not hold."""
         args: list[Any] = []
         for r in retried:
-            args += [r.task.id, r.claimed.fence, r.lane, self._encode(r.task), 0 if r.counts else -1]
+            args += [r.task.id, r.claimed.fence, r.lane, self._head(r.task), 0 if r.counts else -1]
         return [reply == 1 for reply in await self._retry(args=args)] if retried else []
 
     async def renew(self, leases: Sequence[Lease], lease_s: float) -> None:
@@ -168,6 +205,14 @@ class TaskQueue:
         async for _ in connection.messages(self._client, keys.TASKS + keys.WAKE.removeprefix(keys.NAMESPACE)):
             self._wakeups.wake()
 
+    def _head(self, task: Task) -> bytes:
+        """Return the payload of a task: the task without its input."""
+        return self._encode(msgspec.structs.replace(task, input=b""))
+
+    def _task(self, payload: bytes, input: bytes | None) -> Task:
+        task = self._decode(payload)  # with its input if an older version has put it
+        return task if input is None else msgspec.structs.replace(task, input=input)
+
     def _stored(self, open_: Sequence[Any], ended: Sequence[Any]) -> StoredTask | None:
         payload, fence, attempt = open_
         if payload is not None:
@@ -183,14 +228,15 @@ class TaskQueue:
         return StoredTask(task, state, attempts, int(ended_ms), output, error.decode())
 
 
-def _dead_limits() -> tuple[int, int]:
-    """Return how long dead letters are kept in ms, and how many of one owner."""
-    return int(keys.DEAD_TTL_S * 1000), keys.MAX_DEAD
+def _dead_limits() -> tuple[int, int, int]:
+    """Return how long dead letters are kept in ms, how many of one owner, and how many bytes of these."""
+    return int(keys.DEAD_TTL_S * 1000), keys.MAX_DEAD, keys.MAX_DEAD_BYTES
 
 
 def _record_names() -> str:
-    names = (keys.ENDED_TASK_PREFIX, keys.DEAD_PREFIX, keys.TASKS_ENDED)
-    return "local ENDED, DEAD, NEWS = '{}', '{}', '{}'\n".format(*names)
+    names = {"ENDED": keys.ENDED_TASK_PREFIX, "DEAD": keys.DEAD_PREFIX, "DEAD_BYTES": keys.DEAD_BYTES_PREFIX}
+    names |= {"BYTES": keys.TASK_BYTES, "NEWS": keys.TASKS_ENDED}
+    return "".join(f"local {name} = '{key}'\n" for name, key in names.items())
 
 
 def _request_key(task_id: str) -> str:

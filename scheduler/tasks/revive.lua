@@ -1,14 +1,22 @@
 -- Enqueue a dead letter again, with all its tries before it.
--- ARGV: id, owner, tier, arrival_ms, task, now_ms. Returns 1 if it was a dead letter, else 0.
-local id, owner, tier, arrival_ms, task, now_ms = unpack(ARGV)
-if redis.call('HGET', ENDED .. id, 'state') ~= 'dead' then
-  return 0
+-- ARGV: id, owner, tier, arrival_ms, task, now_ms, maximum of bytes that the owner's tasks may have.
+-- Returns {} if it was a dead letter, {'none'} if it was not, or {'bytes', held} if the owner would have too many.
+local id, owner, tier, arrival_ms, task, now_ms, max_bytes = unpack(ARGV)
+local state, input, bytes = unpack(redis.call('HMGET', ENDED .. id, 'state', 'input', 'bytes'))
+if state ~= 'dead' then
+  return { 'none' }
+end
+local held = tonumber(redis.call('HGET', BYTES, owner) or 0)
+if held + bytes > tonumber(max_bytes) then
+  return { 'bytes', held }
 end
 redis.call('DEL', ENDED .. id)
-redis.call('ZREM', DEAD .. owner, id)
+unbury(id .. ':' .. bytes, owner)
+count_bytes(owner, bytes)
 local member = make_member(take_numbers(1, now_ms), 0, 0, id)
-redis.call('HSET', REQUEST .. id, 'tier', tier, 'member', member, 'deadline_ms', arrival_ms, 'payload', task)
+redis.call('HSET', REQUEST .. id, 'tier', tier, 'member', member, 'deadline_ms', arrival_ms, 'payload', task,
+  'input', input, 'bytes', bytes)
 redis.call('ZADD', QUEUE .. tier, arrival_ms, member)
 count_tokens(tier, 0, 0)
 redis.call('PUBLISH', WAKE, 'wake')
-return 1
+return {}

@@ -17,7 +17,7 @@ class Task(msgspec.Struct, frozen=True, omit_defaults=True):
     tier: str
     service_tier: str
     arrival_ms: int
-    input: bytes
+    input: bytes = b""  # the store has it apart; only a task that was claimed has it again
     owner: str = ""  # name of the API key; empty while access is open
     keep_ms: int = 3_600_000  # how long the result is kept
     metadata: dict[str, str] | None = None

@@ -257,6 +257,7 @@ async def running_stand(
     webhooks: WebhookService | None = None,
     redis: Redis | None = None,
     tasks: Redis | None = None,
+    task_bytes: int = 2**30,
     dead_letters: DeadLetters | None = None,
     allowed_origins: Sequence[str] = (),
     limits: ConnectionLimits | None = None,
@@ -321,7 +322,8 @@ async def running_stand(
         files=files,
         batches=files and redis and BatchService(redis, files, offline, tiers, names, clock, tracer=batch_tracer),
         dead_letters=dead_letters,
-        tasks=tasks and TaskService(TaskQueue(tasks, clock), Endings(tasks), client, clock, 3600.0, 86_400.0),
+        tasks=tasks
+        and TaskService(TaskQueue(tasks, clock, max_bytes=task_bytes), Endings(tasks), client, clock, 3600.0, 86_400.0),
         idempotency=IdempotencyStore(redis or tasks, clock) if redis or tasks else None,
         max_body_bytes=max_body_bytes,
         allowed_origins=AllowedOrigins(allowed_origins),

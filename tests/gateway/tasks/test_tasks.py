@@ -1,6 +1,7 @@
 """/v1/tasks through a real gateway, on a real store, with the real batch loop and an endpoint of the test."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from redis.asyncio import Redis
 from engine.static.function_endpoint import FunctionEndpoint
 from gateway.idempotency.store import IdempotencyStore
 from gateway.identity import Keyring
+from gateway.tasks import service
 from gateway.tasks.model import MAX_INPUTS
 from scheduler.batching.heartbeat import TaskHeartbeat
 from scheduler.batching.loop import BatchLoop
@@ -22,7 +24,7 @@ from scheduler.clock import SystemClock
 from scheduler.config import TierSet
 from scheduler.store import keys
 from scheduler.tasks.queue import TaskQueue
-from tests.gateway.offline import keyring
+from tests.gateway.offline import keyring, secret_of
 from tests.gateway.stand import Stand, make_tiers, running_stand
 from tests.waiting import until
 
@@ -36,9 +38,9 @@ def lengths(items: list[Any]) -> list[Any]:
 
 @asynccontextmanager
 async def running_gateway(
-    redis: Redis, keys: Keyring | None = None, tiers: TierSet | None = None
+    redis: Redis, keys: Keyring | None = None, tiers: TierSet | None = None, task_bytes: int = 2**30
 ) -> AsyncIterator[Stand]:
-    async with running_stand(tasks=redis, keyring=keys, tiers=tiers) as stand:
+    async with running_stand(tasks=redis, keyring=keys, tiers=tiers, task_bytes=task_bytes) as stand:
         yield stand
 
 
@@ -174,12 +176,70 @@ async def test_503_begins_at_90_percent_of_the_queue(redis_client: Redis, servic
             await until(lambda: _is_accepted(stand, service_tier))
 
 
+async def _num_reads(redis: Redis) -> int:
+    """Return the number of reads of hashes since the start of the store."""
+    return int((await redis.info("commandstats"))["cmdstat_hmget"]["calls"])
+
+
+async def _has_state(stand: Stand, task_id: str, state: str) -> bool:
+    return bool((await get(stand, task_id))["state"] == state)
+
+
 async def _post_one(stand: Stand, service_tier: str) -> httpx.Response:
     return await stand.post("/v1/tasks", {"input": "x", "service_tier": service_tier})
 
 
 async def _is_accepted(stand: Stand, service_tier: str) -> bool:
     return (await _post_one(stand, service_tier)).status_code == 202
+
+
+async def test_a_key_that_holds_too_many_bytes_is_told_and_others_go_on(redis_client: Redis) -> None:
+    async with running_gateway(redis_client, keyring(ann=None, ben=None), task_bytes=3000) as stand:
+        ann, ben = ({"authorization": f"Bearer {secret_of(name)}"} for name in ("ann", "ben"))
+        first = await stand.post("/v1/tasks", {"input": "x" * 2000}, headers=ann)
+        refused = await stand.post("/v1/tasks", {"input": "x" * 2000}, headers=ann)
+        assert (first.status_code, refused.status_code) == (202, 429), refused.text
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded" and refused.headers["retry-after"]
+        assert (await stand.post("/v1/tasks", {"input": "x" * 2000}, headers=ben)).status_code == 202
+        await stand.http.delete(f"/v1/tasks/{first.json()['id']}", headers=ann)
+        assert (await stand.post("/v1/tasks", {"input": "x" * 2000}, headers=ann)).status_code == 202
+
+
+async def test_a_dead_letter_is_not_retried_beyond_the_bytes_of_its_key(redis_client: Redis) -> None:
+    async with running_gateway(redis_client, task_bytes=3000) as stand:
+        created = await create(stand, input="x" * 2000, timeout_s=0.001)
+        await until(lambda: _has_state(stand, created["id"], "dead"))
+        await create(stand, input="x" * 2000)
+        assert (await stand.post(f"/v1/tasks/{created['id']}/retry", {})).status_code == 429
+
+
+async def test_a_list_names_a_task_once(stand: Stand) -> None:
+    created = await create(stand, input="x")
+    listed = await stand.http.get("/v1/tasks", params={"ids": ",".join([created["id"]] * MAX_INPUTS)})
+    assert [task["id"] for task in listed.json()["data"]] == [created["id"]]
+
+
+async def test_results_that_are_too_large_together_are_asked_for_one_by_one(
+    stand: Stand, worker: BatchLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    created = await create(stand, inputs=["a", "b"])
+    ids = [task["id"] for task in created["data"]]
+    done = [await get(stand, task_id, wait_s=30) for task_id in ids]
+    size = len(json.dumps(done[0]["result"], separators=(",", ":")))
+    monkeypatch.setattr(service, "MAX_RESULT_BYTES", size)
+    answers = [await stand.http.get("/v1/tasks", params={"ids": wanted}) for wanted in (",".join(ids), *ids)]
+    assert [answer.status_code for answer in answers] == [400, 200, 200]
+    assert answers[0].json()["error"]["param"] == "ids"
+
+
+async def test_waiting_reads_the_store_no_more_often_than_something_happens(
+    stand: Stand, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "DRAIN_CHECK_S", 0.001)
+    created = await create(stand, input="x")
+    before = await _num_reads(redis_client)
+    await get(stand, created["id"], wait_s=0.3)
+    assert await _num_reads(redis_client) - before < 20
 
 
 async def test_without_a_worker_for_tasks_none_are_accepted(redis_client: Redis) -> None:

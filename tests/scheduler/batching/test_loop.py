@@ -305,8 +305,9 @@ async def test_each_of_3000_tasks_ends_in_a_result_or_a_dead_letter(stand: Stand
     stand.start()
     ended = await stand.ended(tasks, timeout_s=60)
     assert len(ended) == 3000
-    assert all(s.result == s.task.input for s in ended if s.state is TaskState.DONE)
+    inputs = {task.id: task.input for task in tasks}
+    assert all(s.result == inputs[s.task.id] for s in ended if s.state is TaskState.DONE)
     dead = [s for s in ended if s.state is TaskState.DEAD]
-    assert bad <= {s.task.input for s in dead}
+    assert bad <= {inputs[s.task.id] for s in dead}
     assert all(s.error and len(s.task.failures) == s.attempts == MAX_TRIES for s in dead)
     assert len(dead) < 60

@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from redis.asyncio import Redis
 
+from scheduler.queue.base import QueueFull
 from scheduler.request import Lease
 from scheduler.store import keys
 from scheduler.tasks.lanes import MAX_TRIES, group_size, isolated_lane, isolated_lanes, tier_of
-from scheduler.tasks.queue import TaskQueue
+from scheduler.tasks.queue import TaskQueue, TooManyBytes
 from scheduler.tasks.task import ClaimedTask, EndedTask, LaneDepth, RetriedTask, StoredTask, Task, TaskState
 from tests.scheduler.queue.harness import ManualClock
 from tests.scheduler.tasks.builders import make_task
@@ -52,11 +53,13 @@ async def test_a_task_goes_from_queued_over_running_to_done(
 ) -> None:
     task = make_task(b'{"a":1}', metadata={"run": "7"}, keep_ms=5000)
     await queue.put([task], limit=10)
-    assert await found(queue, task) == StoredTask(task, TaskState.QUEUED, 0)
+    head = replace(task, input=b"")
+    assert await found(queue, task) == StoredTask(head, TaskState.QUEUED, 0)
     (claimed,) = await queue.claim({"realtime": 5}, LEASE_S)
-    assert await found(queue, task) == StoredTask(task, TaskState.RUNNING, 1)
+    assert claimed.task == task
+    assert await found(queue, task) == StoredTask(head, TaskState.RUNNING, 1)
     assert await queue.end([EndedTask(claimed, task, b"[2]")]) == [True]
-    assert await found(queue, task) == StoredTask(task, TaskState.DONE, 1, clock.wall_ms(), b"[2]")
+    assert await found(queue, task) == StoredTask(head, TaskState.DONE, 1, clock.wall_ms(), b"[2]")
     assert 0 < await redis_client.pttl(keys.ENDED_TASK_PREFIX + task.id) <= 5000
     left = {key.decode() for key in await redis_client.keys("*")}
     assert left == {keys.ENDED_TASK_PREFIX + task.id, "tidegate:tasks:sequence"}
@@ -70,7 +73,7 @@ async def test_an_unknown_task_is_not_found(queue: TaskQueue) -> None:
 async def test_a_full_queue_takes_none_of_a_list(queue: TaskQueue) -> None:
     await queue.put([make_task() for _ in range(8)], limit=10)
     refused = await queue.put([make_task() for _ in range(3)], limit=10)
-    assert refused is not None and refused.depth == 8
+    assert refused == QueueFull("realtime", 8, 10)
     assert await queue.put([make_task() for _ in range(2)], limit=10) is None
 
 
@@ -159,6 +162,7 @@ async def test_a_revived_dead_letter_has_all_its_tries_again(queue: TaskQueue) -
     assert not await queue.revive(claimed.task)
     (again,) = await queue.claim({"realtime": 1}, LEASE_S)
     assert (again.attempt, again.task.failures, again.task.id) == (1, (), claimed.task.id)
+    assert again.task.input == claimed.task.input
     assert await queue.dead("", limit=10) == []
 
 
@@ -168,6 +172,93 @@ async def test_only_so_many_dead_letters_are_kept(queue: TaskQueue, monkeypatch:
     await queue.end([dead(c) for c in claimed])
     assert len(await queue.dead("", limit=10) or []) == 2
     assert len([s for s in await queue.find([c.task.id for c in claimed]) if s is not None]) == 2
+
+
+async def test_the_oldest_dead_letters_go_when_all_have_too_many_bytes(
+    queue: TaskQueue, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys, "MAX_DEAD_BYTES", 2_500)
+    tasks = [make_task(b"7" * 1000, owner=owner) for owner in ("ann", "ann", "ben", "ann")]
+    for claimed in await put_and_claim(queue, tasks):
+        await queue.end([dead(claimed)])
+        clock.advance(1)
+    kept = [stored is not None for stored in await queue.find([task.id for task in tasks])]
+    assert kept == [False, True, True, True]
+    assert await queue.revive(replace(tasks[1], failures=("no luck",)))
+    (claimed,) = await queue.claim({"realtime": 1}, LEASE_S)
+    assert claimed.task.input == tasks[1].input
+    await queue.end([dead(claimed)])
+    listed = await queue.dead("ann", limit=10)
+    assert listed is not None and [s.task.id for s in listed] == [tasks[1].id, tasks[3].id], (
+        "a revived one is not counted"
+    )
+
+
+async def test_dead_letters_that_have_expired_do_not_count(queue: TaskQueue, clock: ManualClock) -> None:
+    tasks = [make_task(b"7" * 1000) for _ in range(3)]
+    for claimed in await put_and_claim(queue, tasks):
+        await queue.end([dead(claimed)])
+        clock.advance(keys.DEAD_TTL_S / 2 + 1)
+    listed = await queue.dead("", limit=10)
+    assert listed is not None and len(listed) == 2
+
+
+async def test_one_owner_does_not_fill_the_store(redis_client: Redis, clock: ManualClock) -> None:
+    queue = TaskQueue(redis_client, clock, "w1", max_bytes=5000)
+    assert await queue.put([make_task(b"1" * 2000, owner="ann") for _ in range(2)], 100) is None
+    refused = await queue.put([make_task(b"1", owner="ann"), make_task(b"1" * 2000, owner="ann")], 100)
+    assert isinstance(refused, TooManyBytes) and 4000 < refused.held < 5000 == refused.limit
+    assert len(await queue.claim({"realtime": 100}, LEASE_S)) == 2, "none of a list"
+    assert await queue.put([make_task(b"1" * 2000, owner="ben")], 100) is None
+
+
+async def test_a_repeated_put_counts_once(redis_client: Redis, clock: ManualClock) -> None:
+    queue, task = TaskQueue(redis_client, clock, "w1", max_bytes=3000), make_task(b"1" * 2000)
+    assert [await queue.put([task], 100) for _ in range(3)] == [None] * 3
+
+
+async def test_a_full_queue_holds_no_bytes_of_what_it_has_refused(redis_client: Redis, clock: ManualClock) -> None:
+    queue = TaskQueue(redis_client, clock, "w1", max_bytes=3000)
+    assert isinstance(await queue.put([make_task(b"1" * 2000) for _ in range(1)], 0), QueueFull)
+    assert await redis_client.hgetall(keys.TASK_BYTES) == {}  # type: ignore[misc]
+
+
+async def test_a_dead_letter_waits_until_its_owner_has_room(redis_client: Redis, clock: ManualClock) -> None:
+    queue, first, second = TaskQueue(redis_client, clock, "w1", max_bytes=3000), *(make_task(b"1" * 2000) for _ in "ab")
+    (claimed,) = await put_and_claim(queue, [first])
+    await queue.end([dead(claimed)])
+    await queue.put([second], 100)
+    assert isinstance(await queue.revive(first), TooManyBytes)
+    await queue.cancel(second)
+    assert await queue.revive(first) is True
+
+
+@pytest.mark.parametrize("end", ["done", "dead", "cancelled", "expired", "lost"])
+async def test_whatever_ends_a_task_frees_its_bytes(
+    queue: TaskQueue, redis_client: Redis, clock: ManualClock, end: str
+) -> None:
+    task = make_task(b"1" * 2000, owner="ann", timeout_ms=1)
+    await queue.put([task], 100)
+    held = await redis_client.hget(keys.TASK_BYTES, "ann")  # type: ignore[misc]
+    assert held is not None and int(held) > 2000
+    claimed = [] if end == "expired" else await queue.claim({"realtime": 1}, LEASE_S)
+    if end == "lost":
+        await queue.requeue_worker("w1")
+        claimed = await queue.claim({"realtime": 1}, LEASE_S)
+        await queue.retry([RetriedTask(c, replace(c.task, failures=("no luck",)), "realtime") for c in claimed])
+        claimed = await queue.claim({"realtime": 1}, LEASE_S)
+        assert claimed[0].task.input == task.input
+    if end in ("done", "lost"):
+        await queue.end([EndedTask(c, c.task, b"[2]") for c in claimed])
+    elif end == "dead":
+        await queue.end([dead(c) for c in claimed])
+    elif end == "cancelled":
+        await queue.cancel(task)
+    else:
+        await queue.expire([task])
+    assert await redis_client.hgetall(keys.TASK_BYTES) == {}  # type: ignore[misc]
+    kept = await redis_client.hstrlen(keys.ENDED_TASK_PREFIX + task.id, "input")  # type: ignore[misc]
+    assert kept == (2000 if end in ("dead", "expired") else 0)
 
 
 @given(st.integers(1, 4096))
