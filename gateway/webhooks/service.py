@@ -6,6 +6,7 @@ least once, in no order. Does not know what a batch or a response is, nor how a 
 
 import asyncio
 import contextvars
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 import structlog
@@ -15,6 +16,7 @@ from redis.exceptions import TimeoutError as StoreSilent
 from gateway.identity import ApiKey, Keyring
 from gateway.protocol.errors import invalid_value
 from gateway.webhooks.event import Event, event_id, next_attempt_s
+from gateway.webhooks.lookups import LookupsBusy
 from gateway.webhooks.sender import WebhookFailed, WebhookSender
 from gateway.webhooks.signature import signed_headers
 from gateway.webhooks.store import EventStore
@@ -25,7 +27,8 @@ log = structlog.get_logger(__name__)
 
 METADATA_KEY = "webhook"  # of an object's metadata; its value is the URL
 POLL_S = 1.0  # seconds between two looks for events that are due
-MAX_IN_FLIGHT = 64  # deliveries of one gateway at once; a slow receiver holds one for as long as its time limit
+# Deliveries of one gateway at once. A slow receiver holds one for as long as its time limit.
+MAX_IN_FLIGHT, MAX_IN_FLIGHT_OF_OWNER = 64, 32
 
 
 class WebhookService:
@@ -51,7 +54,7 @@ class WebhookService:
         self._secret = secret
         self._clock = clock
         self._count = count
-        self._in_flight: set[asyncio.Task[None]] = set()
+        self._in_flight: dict[asyncio.Task[None], str | None] = {}  # with the owner of its event
 
     def check(self, metadata: Mapping[str, str] | None, key: ApiKey | None) -> None:
         """Check the URL that an object's metadata names, if it names one.
@@ -103,13 +106,15 @@ class WebhookService:
 
     async def _begin_deliveries(self) -> None:
         free = MAX_IN_FLIGHT - len(self._in_flight)
-        for event in await self._store.claim(self._clock.wall_ms(), free) if free else ():
+        held = Counter(self._in_flight.values())
+        now_ms = self._clock.wall_ms()
+        for event in await self._store.claim(now_ms, free, MAX_IN_FLIGHT_OF_OWNER, held) if free else ():
             task = asyncio.create_task(self._deliver(event), context=contextvars.Context())
-            self._in_flight.add(task)
+            self._in_flight[task] = event.owner
             task.add_done_callback(self._on_end)
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
-        self._in_flight.discard(task)
+        del self._in_flight[task]
         if not task.cancelled() and task.exception() is not None:  # the event is due again when its lease ends
             log.error("the delivery of a webhook failed", exc_info=task.exception())
 
@@ -121,7 +126,10 @@ class WebhookService:
                 raise WebhookFailed("there is no secret any more")
             headers = {"content-type": "application/json", "user-agent": "tidegate-webhook"}
             headers |= signed_headers(event.id, body, secret, now_s)
-            await self._sender.send(event.url, headers, body, event.attempts)
+            await self._sender.send(event.url, headers, body, event.attempts, event.owner)
+        except LookupsBusy:  # the event is due again when its lease ends
+            log.warning("a webhook waits: too many names are being looked up", webhook_id=event.id)
+            return
         except WebhookFailed as failure:
             return await self._postpone(event, failure)
         await self._store.remove(event)

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,7 +18,8 @@ from redis.exceptions import RedisError
 from gateway.identity import ApiKey, Keyring, KeyWebhook
 from gateway.webhooks import service
 from gateway.webhooks.event import GIVE_UP_S, LONGEST_RETRY_S, Event, event_id, next_attempt_s
-from gateway.webhooks.store import DUE, LEASE_S, PREFIX, EventStore
+from gateway.webhooks.service import MAX_IN_FLIGHT, MAX_IN_FLIGHT_OF_OWNER
+from gateway.webhooks.store import DUE, LEASE_S, OWNERS, PREFIX, EventStore
 from tests.gateway.offline import OfflineGateway, jsonl, lines, make_gateway, running_gateway
 from tests.gateway.webhooks.receiver import Receiver, receiving
 from tests.waiting import until
@@ -66,7 +68,7 @@ def unwrapped(got: tuple[dict[str, str], bytes], secret: str = SECRET) -> Any:
 
 
 async def nothing_waits(redis: Redis) -> bool:
-    return not await redis.exists(DUE) and not await redis.keys(f"{PREFIX}*")
+    return not await redis.keys(f"{DUE}*") and not await redis.keys(f"{PREFIX}*")
 
 
 async def test_the_official_client_takes_the_event_of_each_end(
@@ -149,10 +151,10 @@ async def test_deliveries_go_on_after_an_error_that_nobody_expects(
         EventStore.claim,
     )
 
-    async def failing(self: EventStore, now_ms: int, limit: int) -> list[Event]:
+    async def failing(self: EventStore, *args: Any) -> list[Event]:
         if faults:
             raise faults.pop()
-        return await claim(self, now_ms, limit)
+        return await claim(self, *args)
 
     monkeypatch.setattr(EventStore, "claim", failing)
     async with delivering(gateway):
@@ -212,6 +214,41 @@ async def test_a_url_that_may_not_be_called_is_refused_at_creation(gateway: Offl
     with pytest.raises(openai.BadRequestError) as refused:
         await submit(gateway, url)
     assert (refused.value.param, refused.value.code) == ("metadata.webhook", "invalid_value")
+
+
+async def test_receivers_that_hang_hold_up_their_owner_only(
+    redis_client: Redis, tmp_path: Path, receiver: Receiver
+) -> None:
+    async with receiving() as hanging, running_gateway(redis_client, tmp_path, webhook_secret=SECRET) as gateway:
+        hanging.answers.clear()
+        for number in range(MAX_IN_FLIGHT + 8):
+            await gateway.webhooks.announce("batch.completed", f"batch_{number}", {"webhook": hanging.url}, "ann")
+        async with delivering(gateway):
+            await until(lambda: len(hanging.got) == MAX_IN_FLIGHT_OF_OWNER)
+            await gateway.webhooks.announce("batch.completed", "batch_b", {"webhook": receiver.url}, "ben")
+            await until(lambda: len(receiver.got) == 1)
+            assert len(hanging.got) == MAX_IN_FLIGHT_OF_OWNER
+            hanging.answers.set()
+            await until(lambda: nothing_waits(redis_client))
+
+
+async def test_owners_take_turns_when_all_are_full(redis_client: Redis) -> None:
+    store = EventStore(redis_client)
+    for owner, number in [("ann", 6), ("ben", 6), (None, 1)]:
+        for n in range(number):
+            await store.add(Event(f"evt_{owner}{n}", "batch.completed", "batch_1", 0, "https://a.test/", owner), n)
+    taken = await store.claim(1000, 4, 5, {"ann": 3})
+    assert Counter(event.owner for event in taken) == {None: 1, "ben": 3}
+    assert [event.id for event in taken if event.owner == "ben"][:2] == ["evt_ben0", "evt_ben1"], "those due first"
+    rest = await store.claim(1000, 64, 5, {})
+    assert Counter(event.owner for event in rest) == {"ann": 5, "ben": 3}, "up to the limit of an owner"
+    assert not {event.id for event in rest} & {event.id for event in taken}
+    for event in (*taken, *rest):
+        await store.remove(event)
+    left = await store.claim(1000, 64, 64, {})
+    for event in left:
+        await store.remove(event)
+    assert await store.claim(1000, 64, 64, {}) == [] and not await redis_client.exists(OWNERS)
 
 
 def test_pauses_grow_and_end() -> None:

@@ -1,29 +1,33 @@
 """One call of a webhook over real sockets: pinned addresses, certificates, redirects, receivers that hang."""
 
+import asyncio
 import ssl
+import threading
 from ipaddress import ip_address
 
 import openai
 import pytest
 import trustme
 
-from gateway.webhooks.sender import Resolve, WebhookFailed, WebhookSender, addresses_of
+from gateway.webhooks.lookups import MAX_LOOKUPS_OF_OWNER, Lookups, LookupsBusy, addresses_of
+from gateway.webhooks.sender import WebhookFailed, WebhookSender
 from gateway.webhooks.signature import secret_bytes, signed_headers
 from gateway.webhooks.target import Address, TargetPolicy
 from tests.gateway.webhooks.receiver import receiving
+from tests.waiting import until
 
 LOCAL = TargetPolicy(allow_loopback=True)
 SECRET = "whsec_" + "QUJDREVGR0hJSktMTU5PUFFSU1RVVldYWVo="
 
 
-def resolving(*addresses: str) -> Resolve:
-    return lambda host, port: [ip_address(address) for address in addresses]
+def resolving(*addresses: str) -> Lookups:
+    return Lookups(lambda host, port: [ip_address(address) for address in addresses])
 
 
 async def test_a_call_has_its_body_and_the_name_of_its_host() -> None:
     async with receiving() as receiver:
         url = f"http://hooks.test:{receiver.port}/a/b?c=d#e"
-        await WebhookSender(LOCAL, resolve=resolving("127.0.0.1")).send(url, {"x-one": "1"}, b"{}")
+        await WebhookSender(LOCAL, lookups=resolving("127.0.0.1")).send(url, {"x-one": "1"}, b"{}")
         [(headers, body)] = receiver.got
         assert (headers["host"], headers["x-one"], body) == (f"hooks.test:{receiver.port}", "1", b"{}")
 
@@ -34,7 +38,7 @@ async def test_the_certificate_must_be_that_of_the_name_though_the_address_is_ca
     trusting = ssl.create_default_context()
     authority.configure_trust(trusting)
     async with receiving(context) as receiver:
-        sender = WebhookSender(LOCAL, resolve=resolving("127.0.0.1"), context=trusting)
+        sender = WebhookSender(LOCAL, lookups=resolving("127.0.0.1"), context=trusting)
         await sender.send(f"https://hooks.test:{receiver.port}/", {}, b"1")
         with pytest.raises(WebhookFailed, match="certificate|hostname"):
             await sender.send(f"https://other.test:{receiver.port}/", {}, b"2")
@@ -43,14 +47,14 @@ async def test_the_certificate_must_be_that_of_the_name_though_the_address_is_ca
 
 @pytest.mark.parametrize("addresses", [["10.0.0.1"], ["169.254.169.254", "::1"], []])
 async def test_a_name_with_an_address_of_the_own_network_is_not_called(addresses: list[str]) -> None:
-    sender = WebhookSender(TargetPolicy(), resolve=resolving(*addresses))
+    sender = WebhookSender(TargetPolicy(), lookups=resolving(*addresses))
     with pytest.raises(WebhookFailed, match="not one that may be called"):
         await sender.send("https://hooks.test/", {}, b"")
 
 
 async def test_the_next_attempt_takes_the_next_address() -> None:
     async with receiving() as receiver:
-        sender = WebhookSender(LOCAL, resolve=resolving("10.0.0.1", "127.0.0.2", "127.0.0.1"))
+        sender = WebhookSender(LOCAL, lookups=resolving("10.0.0.1", "127.0.0.2", "127.0.0.1"))
         url = f"http://hooks.test:{receiver.port}/"
         with pytest.raises(WebhookFailed, match="ConnectError"):
             await sender.send(url, {}, b"", attempt=2)  # nobody listens there
@@ -86,7 +90,32 @@ async def test_a_name_that_does_not_exist_is_a_failure() -> None:
         raise OSError("Name or service not known")
 
     with pytest.raises(WebhookFailed, match="not known"):
-        await WebhookSender(LOCAL, resolve=unknown).send("https://no.test/", {}, b"")
+        await WebhookSender(LOCAL, lookups=Lookups(unknown)).send("https://no.test/", {}, b"")
+
+
+async def test_names_that_are_never_found_hold_up_their_owner_only() -> None:
+    gate = threading.Event()
+
+    def slow(host: str, port: int) -> list[Address]:
+        if host == "hangs.test":
+            gate.wait(60)
+        return [ip_address("127.0.0.1")]
+
+    async with receiving() as receiver:
+        sender = WebhookSender(LOCAL, lookups=Lookups(slow, turn_s=0.05), timeout_s=0.05)
+        hangs = [sender.send("http://hangs.test/", {}, b"", owner="ann") for _ in range(MAX_LOOKUPS_OF_OWNER)]
+        try:
+            ended = await asyncio.gather(*hangs, return_exceptions=True)
+            assert {type(error) for error in ended} == {WebhookFailed}, "the limit begins with the lookup"
+            url = f"http://works.test:{receiver.port}/"
+            with pytest.raises(LookupsBusy):
+                await sender.send(url, {}, b"", owner="ann")
+            await WebhookSender(LOCAL, lookups=sender._lookups).send(url, {}, b"", owner="ben")
+            assert len(receiver.got) == 1
+        finally:
+            gate.set()
+        await until(lambda: not sender._lookups._turns_of)
+        await WebhookSender(LOCAL, lookups=sender._lookups).send(url, {}, b"", owner="ann")
 
 
 async def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
