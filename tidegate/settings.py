@@ -350,7 +350,7 @@ class GatewaySettings(CommonSettings):
     response_store_mb: int = Field(
         default=256,
         ge=1,
-        description="size of all stored responses, in MB; beyond it, the next ones to expire are removed",
+        description="size of all stored responses, in MB; beyond it, the key that has the most loses the oldest",
     )
     webhook_secret: SecretStr | None = Field(
         default=None,

@@ -1,6 +1,7 @@
 """Idempotency keys: a request that is sent again with the same key gets the answer of the first one.
 
-The records are in Redis, for all gateways, and survive restarts. A record belongs to one API key, and lives for a day.
+The records are in Redis, for all gateways, and survive restarts. A record belongs to one API key, and lives for a day,
+or until the key has too many bytes of answers.
 Only good answers are kept: after an error, the same key may be used again. While the first request runs, a repetition
 is refused with 409, as Stripe does, and not made to wait: it would hold a connection until the first one ends.
 
@@ -29,6 +30,8 @@ from scheduler.store.scripts import load_script
 log = structlog.get_logger(__name__)
 
 PREFIX = "tidegate:idempotency:"  # hash: fingerprint, token, id, lease_ms, answer
+ANSWERS, BYTES = "tidegate:idempotency-answers:", "tidegate:idempotency-bytes:"  # before an owner (see keep.lua)
+MAX_ANSWER_BYTES = 64 * 2**20  # of one owner
 LIFETIME_S = 86_400  # as OpenAI's and Stripe's keys are used: a retry comes within a day
 LEASE_S = 30.0  # seconds without a renewal after which an attempt counts as lost
 RENEW_S = 10.0  # seconds between two renewals; two may fail
@@ -47,12 +50,14 @@ class Attempt:
     record: str
     token: str
     id: str
+    owner: str | None
 
 
 class IdempotencyStore:
     def __init__(self, redis: Redis, clock: Clock) -> None:
         self._begin = load_script(redis, "gateway.idempotency", "begin")
         self._update = load_script(redis, "gateway.idempotency", "update")
+        self._keep = load_script(redis, "gateway.idempotency", "keep")
         self._clock = clock
 
     async def run(
@@ -80,7 +85,7 @@ class IdempotencyStore:
         times = [self._clock.wall_ms(), self._lease_ms(), LIFETIME_S * 1000]
         kind, *rest = await self._begin(keys=[record], args=[fingerprint, token, secrets.token_hex(12), *times])
         if kind == b"new":
-            return Attempt(record, token, rest[0].decode())
+            return Attempt(record, token, rest[0].decode(), owner)
         if kind == b"done":
             return Outcome(rest[0], is_replayed=True)
         raise _in_use() if kind == b"running" else _other_request()
@@ -102,9 +107,14 @@ class IdempotencyStore:
 
     async def _end(self, attempt: Attempt, answer: bytes | None) -> None:
         """Keep the answer; without one, forget the attempt, so that the next one may run at once."""
-        fields: list[str | bytes] = [] if answer is None else ["answer", answer]
         try:
-            await self._update(keys=[attempt.record], args=[attempt.token, *fields])
+            if answer is None:
+                await self._update(keys=[attempt.record], args=[attempt.token])
+            else:
+                owned = [prefix + (attempt.owner or "") for prefix in (ANSWERS, BYTES)]
+                args: list[str | bytes | int] = [attempt.token, answer]
+                args += [self._clock.wall_ms(), LIFETIME_S * 1000, MAX_ANSWER_BYTES]
+                await self._keep(keys=[attempt.record, *owned], args=args)
         except RedisError as error:  # the next attempt runs when the lease has ended
             log.warning("the end of an idempotent request is not stored", error=str(error))
 

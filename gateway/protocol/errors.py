@@ -187,6 +187,11 @@ def too_many_followers(count: int) -> ApiError:
     return ApiError(429, message, "requests", code="rate_limit_exceeded", headers=retry_after(5.0))
 
 
+def too_many_responses() -> ApiError:
+    message = "There is no room for another background response at the moment. Please try again soon."
+    return ApiError(503, message, "server_error", code="server_overloaded", headers=retry_after(5.0))
+
+
 def too_many_downloads() -> ApiError:
     message = "Too many files are being downloaded at the moment. Please try again soon."
     return ApiError(503, message, "server_error", code="server_overloaded", headers=retry_after(5.0))

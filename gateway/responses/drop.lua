@@ -1,13 +1,24 @@
--- A function for the other scripts: remove a response with all that belongs to it.
--- The store must be one server, not a cluster, because the keys of a response are made from its id here.
-local function drop(id, expiry, sizes, total)
-  redis.call('DEL', 'tidegate:response:' .. id, 'tidegate:response:events:' .. id)
-  redis.call('ZREM', expiry, id)
-  local size = redis.call('HGET', sizes, id)
-  if size then
-    redis.call('HDEL', sizes, id)
-    redis.call('DECRBY', total, size)
+-- Functions for the other scripts, with these key names in front: OF, SIZES, BYTES. The store must be one server, not a
+-- cluster, because keys are made from ids here.
+
+-- Count the size of a response; 0 forgets it.
+local function set_size(id, owner, size)
+  local old = redis.call('HGET', SIZES, id) or 0
+  if size > 0 then
+    redis.call('HSET', SIZES, id, size)
+  else
+    redis.call('HDEL', SIZES, id)
   end
+  if redis.call('HINCRBY', BYTES, owner, size - old) <= 0 then
+    redis.call('HDEL', BYTES, owner)
+  end
+end
+
+-- Remove a response with all that belongs to it.
+local function drop(id, owner)
+  redis.call('DEL', 'tidegate:response:' .. id, 'tidegate:response:events:' .. id)
+  redis.call('ZREM', OF .. owner, id)
+  set_size(id, owner, 0)
 end
 
 local function is_running(record)

@@ -16,7 +16,7 @@ from gateway.protocol.errors import ApiError, internal_error, store_failed
 from gateway.responses.answer import ResponseAnswer
 from gateway.responses.event_log import EventWriter
 from gateway.responses.items import Item
-from gateway.responses.store import ResponseStore
+from gateway.responses.store import NoRoom, ResponseStore
 from scheduler.clock import Clock
 from scheduler.config import Tier
 
@@ -126,8 +126,13 @@ class ResponseRun:
             self.answer.ending["tidegate"] = receipt
 
     async def _create(self, response: dict[str, Any]) -> None:
-        if self._store is not None:
+        if self._store is None:
+            return
+        try:
             await self._store.create(response, self._items, self._owner)
+        except NoRoom:  # it was generated, so the client gets it
+            response["store"] = False
+            log.warning("a response is not stored: there is no room", response_id=self.answer.id)
 
 
 async def _discard(frames: bytes) -> None:

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from gateway.completion.response import ResponseStream
 from gateway.completion.service import CompletionService
 from gateway.http.sse import PING, Write
-from gateway.protocol.errors import ApiError, invalid_value, too_many_followers
+from gateway.protocol.errors import ApiError, invalid_value, too_many_followers, too_many_responses
 from gateway.protocol.json_body import is_large
 from gateway.responses import background
 from gateway.responses.answer import last_event
@@ -25,7 +25,7 @@ from gateway.responses.creation import NewResponse
 from gateway.responses.endings import Announcer, Endings
 from gateway.responses.event_log import EventWriter, follow
 from gateway.responses.request import ResponseRequest, parse_response_request
-from gateway.responses.store import ResponseStore, StoredResponse
+from gateway.responses.store import NoRoom, ResponseStore, StoredResponse
 from scheduler.clock import Clock
 from scheduler.config import Tier
 from scheduler.request import JobPart
@@ -77,11 +77,14 @@ class ResponseService:
     async def enqueue(self, new: NewResponse) -> None:
         """Store a prepared response as queued, before it is submitted: nothing may run that nobody could find.
 
-        Raises `ApiError` 400 if this server stores no responses.
+        Raises `ApiError` 400 if this server stores no responses, and 503 if there is no room for this one.
         """
         if self._background is None:
             raise invalid_value("background", "This server stores no responses, so it has no background responses.")
-        queued = await new.store_queued(self._background.lease_ms())
+        try:
+            queued = await new.store_queued(self._background.lease_ms())
+        except NoRoom:
+            raise too_many_responses() from None
         if self._endings is not None:
             await self._endings.expect(queued, new.owner)
 

@@ -2,8 +2,9 @@
 
 A response belongs to the API key that created it, identified by the key's name; other keys do not see it. It expires
 `ttl_s` after its last use: when it was written, or when a later response continued its conversation. All responses
-together take at most `max_bytes`: the next ones to expire are removed first. Several gateways may share a store, so
-every change is one script. Knows Redis and JSON objects; does not know how a response is generated.
+together take at most `max_bytes`: beyond it, the owner that has the most loses the next ones to expire. Several
+gateways may share a store, so every change is one script. Knows Redis and JSON objects; does not know how a response is
+generated.
 """
 
 from collections.abc import Sequence
@@ -19,9 +20,10 @@ from gateway.responses.items import Item, response_of_item
 from scheduler.clock import Clock
 from scheduler.store.scripts import load_script
 
-EXPIRY = "tidegate:responses:expiry"  # sorted set of ids by the time of their expiry in ms
+OF = "tidegate:responses:of:"  # before an owner: sorted set of ids by the time of their expiry in ms
 SIZES = "tidegate:responses:sizes"  # hash: bytes of each response
-TOTAL = "tidegate:responses:bytes"  # sum of the sizes
+BYTES = "tidegate:responses:bytes-of"  # hash: bytes of each owner
+NO_ROOM = -1  # an answer of the script `save`
 RUNNING = ("queued", "in_progress")
 _FIELDS = ("owner", "input", "output", "head", "lease_ms")
 
@@ -47,6 +49,10 @@ class NoConversation:
     response_id: str = ""
 
 
+class NoRoom(Exception):
+    """A response is not stored, because the store is full of responses that are being generated, or too small."""
+
+
 class ResponseStore:
     """The store of all responses. It owns the keys `tidegate:response*` in Redis."""
 
@@ -56,8 +62,10 @@ class ResponseStore:
         self.ttl_s = ttl_s
         self._max_bytes = max_bytes
 
+        names = "".join(f"local {name} = '{key}'\n" for name, key in (("OF", OF), ("SIZES", SIZES), ("BYTES", BYTES)))
+
         def load(name: str) -> AsyncScript:
-            return load_script(redis, "gateway.responses", "drop", name)
+            return load_script(redis, "gateway.responses", "drop", name, prelude=names)
 
         self._save, self._delete, self._renew = load("save"), load("delete"), load("renew")
         self._conversation = load("conversation")
@@ -65,18 +73,18 @@ class ResponseStore:
     async def create(
         self, response: dict[str, Any], items: Sequence[Item], owner: str | None, lease_ms: int = 0
     ) -> None:
-        """Store a new response with its input `items`."""
+        """Store a new response with its input `items`. Raises `NoRoom`."""
         fields = {
             "owner": owner or "",
             "previous": response["previous_response_id"] or "",
             "input": msgspec.json.encode(items),
             "lease_ms": lease_ms,
         }
-        await self._write(response, "new", fields)
+        await self._write(response, "new", owner, fields)
 
     async def update(self, response: dict[str, Any]) -> bool:
         """Replace a response that is queued or in progress. Return False if it is neither: it has ended, or is gone."""
-        return await self._write(response, "running", {})
+        return await self._write(response, "running", None, {})
 
     async def get(self, response_id: str, owner: str | None) -> StoredResponse | None:
         """Return the response; None if `owner` has no such response."""
@@ -89,13 +97,12 @@ class ResponseStore:
 
     async def delete(self, response_id: str, owner: str | None) -> bool:
         """Remove a response. Return False if `owner` has no such response."""
-        keys = [_record_key(response_id), EXPIRY, SIZES, TOTAL]
-        return bool(await self._delete(keys=keys, args=[response_id, owner or ""]))
+        return bool(await self._delete(keys=[_record_key(response_id)], args=[response_id, owner or ""]))
 
     async def conversation(self, response_id: str, owner: str | None, max_bytes: int) -> list[Item] | NoConversation:
         """Return all items of a conversation up to the end of the response `response_id`, the oldest first."""
         args: list[Any] = [response_id, owner or "", self._expires_ms(), max_bytes]
-        outcome, *found = await self._conversation(keys=[EXPIRY], args=args)
+        outcome, *found = await self._conversation(keys=[], args=args)
         if text(outcome) != "ok":
             return NoConversation(text(outcome), *(text(value) for value in found))
         turns = [msgspec.json.decode(found[i]) + msgspec.json.decode(found[i + 1]) for i in range(0, len(found), 2)]
@@ -108,7 +115,7 @@ class ResponseStore:
         for response_id in responses:
             pipeline.hmget(_record_key(response_id), ["owner", "output", "input"])
             pipeline.pexpireat(_record_key(response_id), self._expires_ms())
-            pipeline.zadd(EXPIRY, {response_id: self._expires_ms()}, xx=True)
+            pipeline.zadd(OF + (owner or ""), {response_id: self._expires_ms()}, xx=True)
         items: dict[str, Item] = {}
         for own, *lists in (await pipeline.execute())[::3]:
             if own is not None and text(own) == (owner or ""):
@@ -119,17 +126,20 @@ class ResponseStore:
         """Renew the leases of responses until `lease_ms`. Return the ids of those that were cancelled or removed."""
         return {text(gone) for gone in await self._renew(keys=[], args=[lease_ms, *response_ids])}
 
-    async def _write(self, response: dict[str, Any], guard: str, fields: dict[str, Any]) -> bool:
+    async def _write(self, response: dict[str, Any], guard: str, owner: str | None, fields: dict[str, Any]) -> bool:
         head = {name: value for name, value in response.items() if name != "output"}
         fields = fields | {
             "status": response["status"],
             "output": msgspec.json.encode(response["output"]),
             "head": msgspec.json.encode(head),
         }
-        keys = [_record_key(response["id"]), EXPIRY, SIZES, TOTAL]
-        args: list[Any] = [response["id"], guard, self._clock.wall_ms(), self._expires_ms(), self._max_bytes]
+        times = (self._clock.wall_ms(), self._expires_ms())
+        args: list[Any] = [response["id"], owner or "", guard, *times, self._max_bytes]
         args += [part for pair in fields.items() for part in pair]
-        return bool(await self._save(keys=keys, args=args))
+        written = await self._save(keys=[_record_key(response["id"])], args=args)
+        if written == NO_ROOM:
+            raise NoRoom
+        return bool(written)
 
     def _expires_ms(self) -> int:
         return self._clock.wall_ms() + int(self.ttl_s * 1000)

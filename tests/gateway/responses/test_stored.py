@@ -9,7 +9,7 @@ import pytest
 from redis.asyncio import Redis
 
 from gateway.identity import Keyring
-from gateway.responses.store import ResponseStore
+from gateway.responses.store import BYTES, NoRoom, ResponseStore
 from tests.gateway.offline import ShiftedClock, keyring
 from tests.gateway.stand import MODEL, Stand, running_stand, text_of
 
@@ -95,7 +95,7 @@ async def test_a_deleted_response_is_gone_also_for_its_conversation(redis_client
         with pytest.raises(openai.BadRequestError) as caught:
             await stand.client.responses.create(model=MODEL, input="two", previous_response_id=created.id)
     assert caught.value.code == "previous_response_not_found"
-    assert await redis_client.get("tidegate:responses:bytes") == b"0"
+    assert await redis_client.hgetall(BYTES) == {}  # type: ignore[misc]
 
 
 async def test_without_store_nothing_is_kept(redis_client: Redis) -> None:
@@ -131,11 +131,88 @@ async def test_the_oldest_responses_make_room(redis_client: Redis) -> None:
             answer = await stand.http.get(f"/v1/responses/{response.id}")
             kept.append(answer.status_code == 200)
     assert kept == sorted(kept) and kept[-1] and not kept[0]
-    assert 0 < int(await redis_client.get("tidegate:responses:bytes") or 0) <= 6000
+    assert 0 < sum(map(int, await redis_client.hvals(BYTES))) <= 6000  # type: ignore[misc]
 
 
-def response(number: int, previous: str | None = None) -> dict[str, Any]:
-    return {"id": f"resp_{number:032x}", "status": "completed", "output": [], "previous_response_id": previous}
+async def test_a_response_without_room_is_answered_and_says_that_it_is_not_stored(redis_client: Redis) -> None:
+    async with storing(redis_client, max_bytes=100) as stand:
+        created = await stand.client.responses.create(model=MODEL, input="one")
+        assert (created.status, created.model_dump()["store"]) == ("completed", False)
+        streamed = await stand.client.responses.create(model=MODEL, input="one", stream=True)
+        last = [event async for event in streamed][-1]
+        assert last.type == "response.completed" and last.response.model_dump()["store"] is False
+        with pytest.raises(openai.InternalServerError) as caught:
+            await stand.client.responses.create(model=MODEL, input="one", background=True)
+        assert caught.value.status_code == 503 and caught.value.response.headers["retry-after"]
+    assert await redis_client.hgetall(BYTES) == {}  # type: ignore[misc]
+
+
+def response(number: int, previous: str | None = None, status: str = "completed") -> dict[str, Any]:
+    return {"id": f"resp_{number:032x}", "status": status, "output": [], "previous_response_id": previous}
+
+
+async def kept(store: ResponseStore, numbers: range, owner: str | None) -> list[bool]:
+    return [await store.get(response(n)["id"], owner) is not None for n in numbers]
+
+
+async def test_the_owner_that_has_the_most_makes_room(redis_client: Redis) -> None:
+    store = ResponseStore(redis_client, ShiftedClock(), TTL_S, max_bytes=6000)
+    for n in range(2):
+        await store.create(response(n), [{"text": "x" * 600}], "ann")
+    for n in range(2, 20):
+        await store.create(response(n), [{"text": "x" * 600}], "bob")
+    assert await kept(store, range(2), "ann") == [True, True]
+    of_bob = await kept(store, range(2, 20), "bob")
+    assert of_bob == sorted(of_bob) and 3 < sum(of_bob) < 8
+    for n in range(20, 30):
+        await store.create(response(n), [{"text": "x" * 600}], "ann")
+    held = {owner: int(size) for owner, size in (await redis_client.hgetall(BYTES)).items()}  # type: ignore[misc]
+    assert sum(held.values()) <= 6000 and abs(held[b"ann"] - held[b"bob"]) < 1500, "both have given"
+
+
+async def test_what_is_being_generated_stays(redis_client: Redis) -> None:
+    clock = ShiftedClock()
+    store = ResponseStore(redis_client, clock, TTL_S, max_bytes=3000)
+    lease_ms = clock.wall_ms() + 10_000
+    await store.create(response(0, status="queued"), [{"text": "x" * 600}], "ann", lease_ms)
+    for n in range(1, 10):
+        await store.create(response(n), [{"text": "x" * 600}], "ann")
+    assert (await kept(store, range(10), "ann"))[0] and sum(await kept(store, range(10), "ann")) < 5
+    assert await store.update(response(0, status="in_progress"))
+    clock.shift_s += 11  # its gateway has died
+    for n in range(10, 20):
+        await store.create(response(n), [{"text": "x" * 600}], "ann")
+    assert await kept(store, range(1), "ann") == [False]
+
+
+async def test_a_queued_response_removes_nothing_because_it_may_be_refused(redis_client: Redis) -> None:
+    clock = ShiftedClock()
+    store = ResponseStore(redis_client, clock, TTL_S, max_bytes=3000)
+    await store.create(response(0), [{"text": "x" * 600}], "ann")
+    queued, lease_ms = 0, clock.wall_ms() + 10_000
+    with pytest.raises(NoRoom):
+        for n in range(1, 20):
+            await store.create(response(n, status="queued"), [{"text": "x" * 600}], "bob", lease_ms)
+            queued = n
+    assert 3 < queued < 10 and await kept(store, range(1), "ann") == [True]
+    for n in range(1, queued + 1):
+        await store.delete(response(n)["id"], "bob")
+    assert await kept(store, range(1), "ann") == [True]
+    with pytest.raises(NoRoom):
+        await store.create(response(30), [{"text": "x" * 3000}], "bob")
+    assert await kept(store, range(1), "ann") == [True], "nothing goes in vain"
+
+
+async def test_an_end_is_stored_also_when_all_room_is_taken(redis_client: Redis) -> None:
+    clock = ShiftedClock()
+    store = ResponseStore(redis_client, clock, TTL_S, max_bytes=3000)
+    lease_ms = clock.wall_ms() + 10_000
+    for n in range(6):
+        await store.create(response(n, status="queued"), [{"text": "x" * 600}], "ann", lease_ms)
+    for n in range(6):
+        assert await store.update(response(n))
+    assert (await kept(store, range(6), "ann"))[-1]
+    assert sum(map(int, await redis_client.hvals(BYTES))) <= 3000  # type: ignore[misc]
 
 
 async def test_a_conversation_in_use_does_not_lose_its_beginning(redis_client: Redis) -> None:

@@ -73,6 +73,34 @@ async def test_another_body_or_endpoint_with_the_same_key_is_refused(gateway: Of
     assert len(await batch_ids(one)) == 1
 
 
+async def test_an_owner_with_too_many_bytes_of_answers_loses_the_oldest(
+    redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "MAX_ANSWER_BYTES", 250)
+    clock = ShiftedClock()
+    idempotency, runs = store.IdempotencyStore(redis_client, clock), list[str]()
+
+    async def ask(key: str, owner: str | None = "ann", size: int = 100) -> bool:
+        async def execute(new_id: str) -> bytes:
+            runs.append(key)
+            return b"x" * size
+
+        clock.shift_s += 1
+        outcome = await idempotency.run(key, owner, "body", execute)
+        assert outcome is not None and outcome.answer == b"x" * size
+        return outcome.is_replayed
+
+    assert [await ask(key) for key in ("a", "b", "c")] == [False] * 3
+    assert [await ask(key) for key in ("b", "c")] == [True] * 2, "the newest are kept"
+    assert not await ask("a"), "it was forgotten"
+    assert not await ask("d", size=1000) and await ask("d", size=1000), "one answer is kept, however large"
+    assert not await ask("b", "ben") and await ask("b", "ben"), "others have room of their own"
+    clock.shift_s += store.LIFETIME_S
+    await redis_client.delete(*[key async for key in redis_client.scan_iter(f"{PREFIX}*")])  # as if it were a day later
+    assert [await ask(key) for key in ("e", "f")] == [False] * 2
+    assert [await ask(key) for key in ("e", "f")] == [True] * 2, "what has expired does not count"
+
+
 async def test_a_key_belongs_to_one_caller(gateway: OfflineGateway) -> None:
     a, b = gateway.as_key("a"), gateway.as_key("b")
     assert await upload(a) != await upload(b)
