@@ -18,7 +18,7 @@ from gateway.http.hosts import HostCheck
 from gateway.http.middleware import BodyLimit, RequestContext
 from gateway.http.wrong_keys import WrongKeys
 from gateway.protocol import errors
-from gateway.protocol.json_body import BodyReader
+from gateway.protocol.json_body import MAX_BODIES, BodyReader
 from gateway.protocol.openapi import describe
 from gateway.routes import (
     admin,
@@ -41,7 +41,6 @@ from gateway.routes.dependencies import authenticated, request_counted
 from gateway.routes.sla_feed import SlaFeed
 from gateway.state import Gateway
 
-MAX_BODIES = 16  # of the largest size, which may be in memory together
 UPLOAD_PATHS = re.compile(r"/v1/files|/v1/uploads/[^/]+/parts$")  # their bodies go to the disk as they come
 
 

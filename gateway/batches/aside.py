@@ -7,6 +7,7 @@ processes for the bodies of requests.
 
 import asyncio
 import os
+import pickle
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from gateway.protocol.json_body import INLINE_SIZE, PARSE_NICENESS
 T = TypeVar("T")
 
 _processes = anyio.CapacityLimiter(2)  # a second one, so that a short input need not wait for the longest
+_loading = anyio.CapacityLimiter(1)  # apart from these, because a line waits for no whole input
 
 
 async def run_aside(path: Path, function: Callable[..., T], *args: Any) -> T:
@@ -28,6 +30,21 @@ async def run_aside(path: Path, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.to_thread(function, path, *args)
     work = partial(_run_here, function, path, *args)
     return await anyio.to_process.run_sync(work, cancellable=True, limiter=_processes)
+
+
+async def load_aside(path: Path, function: Callable[..., T], *args: Any) -> T:
+    """Return `function(path, *args)`, which takes another process less than a second. All must be picklable.
+
+    A large result is unpickled in a thread: anyio would do it on the event loop, which takes long for many parts.
+    """
+    work = partial(_run_here, _pickled, function, path, *args)
+    pickled = await anyio.to_process.run_sync(work, cancellable=True, limiter=_loading)
+    result: T = await asyncio.to_thread(pickle.loads, pickled)
+    return result
+
+
+def _pickled(function: Callable[..., Any], *args: Any) -> bytes:
+    return pickle.dumps(function(*args), pickle.HIGHEST_PROTOCOL)
 
 
 def _run_here(function: Callable[..., T], *args: Any) -> T:

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -25,6 +25,8 @@ MAX_NUMBER = 2_000_000  # of a line, blank ones included: the store has a bit fo
 MAX_ERRORS = 100  # maximum number of reported errors; after this number, the rest of the file is not read
 CHUNK_LINES, CHUNK_BYTES = 500, 2**20  # a chunk ends when it reaches one of these two sizes
 SERVICE_TIERS = (None, "auto", "default", "flex")  # of a line's body; another one would promise what a batch has not
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +60,22 @@ def input_name(batch_id: str) -> str:
 
 def read_chunks(path: Path) -> Iterator[list[BatchLine]]:
     """Yield the lines of a batch input in chunks. The input must have been checked before: errors are not handled."""
-    return in_chunks(numbered_lines(path))
+    return in_chunks((decoded_line(number, text), len(text)) for number, text in numbered_lines(path))
 
 
-def in_chunks(numbered: Iterable[tuple[int, bytes]]) -> Iterator[list[BatchLine]]:
-    """Yield the lines, given as numbers and texts, in chunks."""
-    chunk: list[BatchLine] = []
+def decoded_line(number: int, text: bytes) -> BatchLine:
+    """Return the line with this number and text."""
+    line = msgspec.json.decode(text)
+    return BatchLine(number, line["custom_id"], line["body"])
+
+
+def in_chunks(sized: Iterable[tuple[T, int]]) -> Iterator[list[T]]:
+    """Yield the lines, given with the sizes of their texts in bytes, in chunks."""
+    chunk: list[T] = []
     size = 0
-    for number, text in numbered:
-        line = msgspec.json.decode(text)
-        chunk.append(BatchLine(number, line["custom_id"], line["body"]))
-        size += len(text)
+    for line, num_bytes in sized:
+        chunk.append(line)
+        size += num_bytes
         if len(chunk) == CHUNK_LINES or size >= CHUNK_BYTES:
             yield chunk
             chunk, size = [], 0
@@ -81,7 +88,7 @@ def input_line(path: Path, number: int) -> bytes | None:
     return next((text for found, text in numbered_lines(path) if found == number), None)
 
 
-async def next_chunk(chunks: Iterator[list[BatchLine]]) -> list[BatchLine]:
+async def next_chunk(chunks: Iterator[list[T]]) -> list[T]:
     """Return the next chunk, or an empty list after the last chunk. The chunk is read in a thread."""
     return await asyncio.to_thread(next, chunks, [])
 

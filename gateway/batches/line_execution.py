@@ -15,7 +15,7 @@ from gateway.batches.input import BatchLine, next_chunk
 from gateway.batches.line import LineRunner
 from gateway.batches.line_window import JobShare, LineWindow
 from gateway.batches.model import Batch
-from gateway.batches.order import read_ordered_chunks, write_order_aside
+from gateway.batches.order import LargeLine, read_large_line, read_ordered_chunks, write_order_aside
 from gateway.batches.recorder import ResultRecorder
 from gateway.batches.store import BatchStore
 
@@ -123,8 +123,14 @@ class LineExecution:
         if self._fault is not None:
             raise self._fault
 
-    async def _run_line(self, line: BatchLine) -> int:
+    async def _run_line(self, line: BatchLine | LargeLine) -> int:
         """Run a line, and return the tokens that the engine has computed for it."""
+        if isinstance(line, BatchLine):
+            return await self._run_read_line(line)
+        async with self._window.room.hold(line.num_bytes):
+            return await self._run_read_line(await read_large_line(self._path, line))
+
+    async def _run_read_line(self, line: BatchLine) -> int:
         result = await self._lines.run(line)
         await self._recorder.add(result)
         return result.input_tokens - result.cached_tokens + result.output_tokens

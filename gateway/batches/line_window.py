@@ -11,7 +11,8 @@ Each gateway has its own window, so the shares are those of the jobs that one ga
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 # Number of a job's lines that begin even if the window is full, so that a small job begins at once beside a large one
@@ -87,12 +88,40 @@ class JobShare:
         self._window.leave(self)
 
 
-class LineWindow:
-    """The window of one gateway. `size` is its number of places, `share_of` returns what a key may have of them now."""
+class Room:
+    """The memory that lines in flight may have together, in bytes. They get their parts in the order of their calls."""
 
-    def __init__(self, size: int, share_of: ShareOf = lambda name: KeyShare()) -> None:
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = self._free = num_bytes
+        self._turn = asyncio.Lock()
+        self._freed = asyncio.Event()
+
+    @asynccontextmanager
+    async def hold(self, num_bytes: int) -> AsyncIterator[None]:
+        """Hold `num_bytes` within the block, which begins when they are free. More than all of them is all of them."""
+        held = min(num_bytes, self._num_bytes)
+        async with self._turn:
+            while self._free < held:
+                self._freed.clear()
+                await self._freed.wait()
+            self._free -= held
+        try:
+            yield
+        finally:
+            self._free += held
+            self._freed.set()
+
+
+class LineWindow:
+    """The window of one gateway. `size` is its number of places, `share_of` returns what a key may have of them now.
+
+    Large lines, which would take much memory, also need a part of `room`, which has `room_bytes`.
+    """
+
+    def __init__(self, size: int, share_of: ShareOf = lambda name: KeyShare(), room_bytes: int = 2**28) -> None:
         self._size = size
         self._share_of = share_of
+        self.room = Room(room_bytes)
         self._in_flight = 0
         self._ended = _Ended()  # of all jobs
         self._keys: dict[str | None, _Key] = {}

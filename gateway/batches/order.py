@@ -21,11 +21,12 @@ from typing import BinaryIO
 
 import msgspec
 
-from gateway.batches.aside import run_aside
-from gateway.batches.input import CHUNK_LINES, BatchLine, in_chunks
+from gateway.batches.aside import load_aside, run_aside
+from gateway.batches.input import CHUNK_LINES, BatchLine, decoded_line, in_chunks
 from gateway.batches.lines import BLANKS, BOM
 from gateway.batches.prompt_text import output_limit, prompt_bytes
 from gateway.files.local_storage import move_durably
+from gateway.protocol.json_body import INLINE_SIZE
 
 BLOCK_BYTES = 128  # prompts are compared in blocks of so many bytes: about 32 tokens, two KV blocks
 DIGEST_BYTES = 8  # two different blocks of one batch have the same digest with a chance below 1 : 10^6
@@ -51,6 +52,15 @@ class LinePrompt:
     @property
     def num_blocks(self) -> int:
         return len(self.digests) // DIGEST_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class LargeLine:
+    """A line that is read only when it runs, because until then it would take much memory."""
+
+    number: int
+    offset: int
+    num_bytes: int
 
 
 def order_path(input_path: Path) -> Path:
@@ -102,18 +112,32 @@ async def write_order_aside(path: Path, num_lines: int) -> None:
     await run_aside(path, write_order, num_lines)
 
 
-def read_ordered_chunks(path: Path, done: Container[int]) -> Iterator[list[BatchLine]]:
+def read_ordered_chunks(path: Path, done: Container[int]) -> Iterator[list[BatchLine | LargeLine]]:
     """Yield the lines of the input at `path` that are not `done`, in their order, in chunks."""
     return in_chunks(_in_order(path, done))
 
 
-def _in_order(path: Path, done: Container[int]) -> Iterator[tuple[int, bytes]]:
+async def read_large_line(path: Path, line: LargeLine) -> BatchLine:
+    """Return a line of the input at `path` while the event loop goes on."""
+    return await load_aside(path, _read_line, line)
+
+
+def _read_line(path: Path, line: LargeLine) -> BatchLine:
+    with path.open("rb") as file:
+        file.seek(line.offset)
+        return decoded_line(line.number, file.read(line.num_bytes))
+
+
+def _in_order(path: Path, done: Container[int]) -> Iterator[tuple[BatchLine | LargeLine, int]]:
     with path.open("rb") as file, order_path(path).open("rb") as order:
         while entries := order.read(ENTRY.size * CHUNK_LINES):
             for number, offset in ENTRY.iter_unpack(entries):
                 if number not in done:
                     file.seek(offset)
-                    yield number, file.readline()
+                    text = file.readline()
+                    is_large = len(text) > INLINE_SIZE
+                    line = LargeLine(number, offset, len(text)) if is_large else decoded_line(number, text)
+                    yield line, len(text)
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:

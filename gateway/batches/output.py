@@ -8,13 +8,14 @@ import asyncio
 import hashlib
 import os
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
 
-from gateway.batches.input import CHUNK_LINES, BatchLine, input_name, next_chunk, read_chunks, work_folder
+from gateway.batches.input import CHUNK_LINES, BatchLine, in_chunks, input_name, next_chunk, work_folder
+from gateway.batches.lines import numbered_lines
 from gateway.batches.model import Batch, LineResult
 from gateway.batches.results import RecordedResults
 from gateway.batches.store import BatchStore, OwnershipLost
@@ -115,9 +116,19 @@ async def _write_lines(
             numbers = range(first, min(first + CHUNK_LINES, results.max_number + 1))
             await asyncio.to_thread(_copy, numbers, results, output, errors)
         return
-    chunks = read_chunks(await storage.fetch(input_name(batch.id), batch.input_sha256))
+    chunks = in_chunks(_without_bodies(await storage.fetch(input_name(batch.id), batch.input_sha256)))
     while chunk := await next_chunk(chunks):
         await asyncio.to_thread(_copy_or_explain, batch.id, chunk, results, unfinished, output, errors)
+
+
+class _Named(msgspec.Struct):
+    custom_id: str
+
+
+def _without_bodies(path: Path) -> Iterator[tuple[BatchLine, int]]:
+    """Yield the lines of an input, without their bodies, which may take long to parse, and the sizes of their texts."""
+    for number, text in numbered_lines(path):
+        yield BatchLine(number, msgspec.json.decode(text, type=_Named).custom_id, {}), len(text)
 
 
 def _copy(numbers: Iterable[int], results: RecordedResults, output: BinaryIO, errors: BinaryIO) -> None:

@@ -32,6 +32,7 @@ from gateway.files.storage import ContentLost
 from gateway.files.store import FileStore, content_name
 from gateway.http.trace import CURRENT_TRACE
 from gateway.identity import Keyring
+from gateway.protocol.json_body import MAX_BODIES
 from scheduler.clock import Clock
 from scheduler.config import TierSet
 from scheduler.registry.worker_status import WorkerStatus
@@ -116,7 +117,7 @@ class BatchService:
         self._model_names = model_names
         self._clock = clock
         self._keyring = keyring or Keyring()
-        self._window = LineWindow(max_lines_in_flight, self._share_of)
+        self._window = LineWindow(max_lines_in_flight, self._share_of, MAX_BODIES * max_body_bytes)
         self._quota = TokenQuota(redis, self._keyring, count_tokens)
         self._lock_ttl_s = lock_ttl_s
         self._max_lines = max_lines

@@ -34,6 +34,7 @@ VALUE_MARKS = b'",[{'
 NO_MARKS = bytes(set(range(256)) - set(VALUE_MARKS))
 STRING = re.compile(rb'"[^"]*"?')  # the end is optional, so that the search is linear
 PARSE_TIMEOUT_S = 30.0  # seconds for the other process; it starts within two, and takes under a second for 16 MB
+MAX_BODIES = 16  # of the largest size, which may be in memory together
 RESERVED_SHARE = 0.25  # of the bytes of all bodies
 PARSE_NICENESS = 10  # priority of the other process: streams and the engine on the same cores come first
 

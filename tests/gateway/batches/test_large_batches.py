@@ -1,7 +1,9 @@
 """Batches of many lines: how many there may be, and what a restart holds in memory."""
 
+import asyncio
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -11,7 +13,8 @@ from gateway.batches.model import Batch, BatchStatus, LineResult
 from gateway.batches.results import encode, results_name
 from gateway.batches.store import BatchStore
 from gateway.files.store import FileStore
-from tests.gateway.offline import MODEL, ShiftedClock, jsonl, lines, running_gateway
+from gateway.protocol.json_body import INLINE_SIZE, MAX_BODIES
+from tests.gateway.offline import MODEL, ScriptedCompletions, ShiftedClock, jsonl, lines, running_gateway
 from tests.waiting import until
 
 LINES, DONE, GROUP = 2000, 1800, 300
@@ -25,6 +28,22 @@ async def test_a_batch_with_more_lines_than_the_server_takes_fails(redis_client:
         assert batch.status == "failed" and batch.errors is not None and batch.errors.data is not None
         [error] = batch.errors.data
         assert error.code == "too_many_tasks" and "more than 3 requests" in (error.message or "")
+
+
+async def test_large_lines_run_as_memory_permits_and_hold_up_no_small_ones(redis_client: Redis, tmp_path: Path) -> None:
+    completions = ScriptedCompletions()
+    completions.permits = asyncio.Semaphore(0)
+    options: Any = {"completions": completions, "max_body_bytes": INLINE_SIZE + 10_000}
+    async with running_gateway(redis_client, tmp_path, **options) as gateway:
+        large = [entry | {"body": entry["body"] | {"user": "x" * INLINE_SIZE}} for entry in lines(MAX_BODIES + 8)]
+        first = await gateway.submit(large)
+        await until(lambda: completions.running == MAX_BODIES)
+        second = await gateway.submit(lines(40))
+        await until(lambda: completions.running == MAX_BODIES + 40)
+        for _ in range(len(large) + 40):
+            completions.permits.release()
+        assert [(await gateway.ended(batch.id)).status for batch in (first, second)] == ["completed"] * 2
+    assert completions.peak == MAX_BODIES + 40
 
 
 async def plant_nearly_done(redis: Redis, data_dir: Path) -> str:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.batches.line_window import JobShare, KeyShare, LineWindow
+from gateway.batches.line_window import JobShare, KeyShare, LineWindow, Room
 from scheduler.virtual_time import run_virtual
 
 SIZE = 16
@@ -85,6 +85,42 @@ def test_while_a_job_is_urgent_free_places_go_to_urgent_jobs_only() -> None:
     during, late_done, after = run_virtual(run())
     assert during == 0, "lines that ran have ended, and no others began"
     assert late_done >= 5 * SIZE and after >= SIZE
+
+
+async def test_room_is_had_in_order_and_never_twice() -> None:
+    room, begun, most, held = Room(100), list[int](), 0, 0
+
+    async def one(number: int, num_bytes: int) -> None:
+        nonlocal most, held
+        async with room.hold(num_bytes):
+            begun.append(number)
+            held += min(num_bytes, 100)
+            most = max(most, held)
+            await asyncio.sleep(0)
+            held -= min(num_bytes, 100)
+
+    sizes = [60, 60, 10, 500, 30, 30, 30, 100, 1]
+    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+        for number, num_bytes in enumerate(sizes):
+            group.create_task(one(number, num_bytes))
+    assert begun == list(range(len(sizes))) and 60 < most <= 100, "a line that is larger than all of it runs alone"
+
+
+async def test_room_of_a_line_that_was_stopped_is_free() -> None:
+    room = Room(100)
+    async with room.hold(100):
+        waiting = [asyncio.create_task(_hold(room, 50)) for _ in range(2)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        await asyncio.wait(waiting[:1])
+    async with asyncio.timeout(10):
+        await waiting[1]
+        await _hold(room, 100)
+
+
+async def _hold(room: Room, num_bytes: int) -> None:
+    async with room.hold(num_bytes):
+        await asyncio.sleep(0)
 
 
 def test_of_urgent_jobs_the_one_due_first_has_the_window() -> None:

@@ -9,17 +9,21 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.batches.input import CHUNK_BYTES, BatchLine
 from gateway.batches.lines import BOM
 from gateway.batches.order import (
     BLOCK_BYTES,
     TAIL_LINES,
+    LargeLine,
     LinePrompt,
     block_digests,
     order_path,
+    read_large_line,
     read_ordered_chunks,
     run_order,
     write_order,
 )
+from gateway.protocol.json_body import INLINE_SIZE
 
 SYSTEM = "You answer questions of an exam with one letter and nothing else. " * 6
 MIN_TEXT = 3 * BLOCK_BYTES  # characters that are certainly a shared beginning
@@ -128,6 +132,25 @@ def test_numbers_are_those_of_the_input_with_blank_lines_and_a_bom(tmp_path: Pat
     [chunk] = read_ordered_chunks(path, ())
     assert [(line.number, line.custom_id) for line in chunk] == [(1, "0"), (4, "1"), (5, "2")]
     assert [[line.number for line in chunk] for chunk in read_ordered_chunks(path, {1, 5})] == [[4]]
+
+
+async def test_a_large_line_is_read_when_it_runs(tmp_path: Path) -> None:
+    path = tmp_path / "input.jsonl"
+    lines = [chat("small", "1"), chat("large", "2" * INLINE_SIZE), chat("last", "3")]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines).rstrip("\n"))
+    write_order(path)
+    found = [line for chunk in read_ordered_chunks(path, ()) for line in chunk]
+    [large] = [line for line in found if isinstance(line, LargeLine)]
+    assert (large.number, large.num_bytes) == (2, len(json.dumps(lines[1])) + 1)
+    assert [line.custom_id for line in found if isinstance(line, BatchLine)] == ["small", "last"]
+    assert await read_large_line(path, large) == BatchLine(2, "large", lines[1]["body"])
+
+
+def test_chunks_of_large_lines_are_short(tmp_path: Path) -> None:
+    path = tmp_path / "input.jsonl"
+    path.write_text("".join(json.dumps(chat(f"{n}", "x" * INLINE_SIZE)) + "\n" for n in range(10)))
+    write_order(path)
+    assert max(len(chunk) for chunk in read_ordered_chunks(path, ())) <= CHUNK_BYTES // INLINE_SIZE
 
 
 def test_an_order_that_is_there_is_kept(tmp_path: Path) -> None:
