@@ -179,6 +179,11 @@ def too_many_bodies() -> ApiError:
     return ApiError(503, message, "server_error", code="server_overloaded", headers=retry_after(2.0))
 
 
+def slow_body() -> ApiError:
+    message = "The body came too slowly while the server has many others. Please send it again soon."
+    return ApiError(408, message, "timeout", code="timeout", headers=retry_after(5.0))
+
+
 def too_many_followers(count: int) -> ApiError:
     message = (
         f"You follow {count} background responses that are still generated, and this server serves no more followers "

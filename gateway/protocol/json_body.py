@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import anyio
 import anyio.to_process
@@ -19,7 +20,7 @@ from anyio import BrokenWorkerProcess
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from gateway.protocol.errors import internal_error, invalid_json, invalid_request, too_many_bodies
+from gateway.protocol.errors import internal_error, invalid_json, invalid_request, slow_body, too_many_bodies
 from gateway.protocol.validation import first_fault
 
 MAX_DEPTH = 64
@@ -35,7 +36,8 @@ NO_MARKS = bytes(set(range(256)) - set(VALUE_MARKS))
 STRING = re.compile(rb'"[^"]*"?')  # the end is optional, so that the search is linear
 PARSE_TIMEOUT_S = 30.0  # seconds for the other process; it starts within two, and takes under a second for 16 MB
 MAX_BODIES = 16  # of the largest size, which may be in memory together
-RESERVED_SHARE = 0.25  # of the bytes of all bodies
+# While bodies hold over half of their memory, one that has come for `SLOW_AFTER_S` seconds must have come at this rate.
+SLOW_AFTER_S, CROWDED_BYTES_PER_S = 10.0, 2**18
 PARSE_NICENESS = 10  # priority of the other process: streams and the engine on the same cores come first
 
 
@@ -52,8 +54,8 @@ T = TypeVar("T")
 class BodyReader:
     """Reads the bodies of requests. All that are being received or parsed may have `max_total_bytes` together.
 
-    The last `RESERVED_SHARE` of these are for clients that hold less than this share. A client is a key, or an address
-    while access is open.
+    A client may hold twice the bytes that are free. So one alone holds two thirds, and however many hold what they can,
+    there is room for the next one. A client is a key, or an address while access is open.
     """
 
     def __init__(self, max_total_bytes: int) -> None:
@@ -61,6 +63,7 @@ class BodyReader:
         self._num_bytes = 0
         self._num_bytes_of: Counter[str] = Counter()  # by client
         self._turn = asyncio.Lock()
+        self._turn_of: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by client
         self._process = anyio.CapacityLimiter(1)  # not anyio's default, which work of other kinds may have taken
 
     async def read(
@@ -72,21 +75,27 @@ class BodyReader:
         """Parse the request's body and return `interpret(body)`. A large body is parsed when it has its turn.
 
         `on_bytes` gets the body's bytes as they come. They are not kept, unlike those of `request.body()`. Raises
-        `ApiError` 400 if the body is not one JSON object, and 503 if there are too many bodies.
+        `ApiError` 400 if the body is not one JSON object, 503 if there are too many bodies, and 408 if it comes slowly
+        meanwhile.
         """
         data, held, client = bytearray(), 0, _client(request)
+        began_s = asyncio.get_running_loop().time()
         try:
             async for chunk in request.stream():
                 held += len(chunk)
                 self._add(client, len(chunk))
-                if self._is_too_much(client):
+                if self._num_bytes_of[client] > 2 * (self._max_total_bytes - self._num_bytes):
                     raise too_many_bodies()
+                seconds = asyncio.get_running_loop().time() - began_s
+                if 2 * self._num_bytes > self._max_total_bytes and _is_slow(held, seconds):
+                    raise slow_body()
                 data += chunk
                 if on_bytes is not None:
                     on_bytes(chunk)
             if len(data) <= INLINE_SIZE:
                 return interpret(parse_json_object(data))
-            return await self._read_in_process(data, interpret)
+            async with self._turn_of.setdefault(client, asyncio.Lock()):  # clients take turns, whatever each sends
+                return await self._read_in_process(data, interpret)
         finally:
             self._add(client, -held)
             if not self._num_bytes_of[client]:
@@ -95,11 +104,6 @@ class BodyReader:
     def _add(self, client: str, num_bytes: int) -> None:
         self._num_bytes += num_bytes
         self._num_bytes_of[client] += num_bytes
-
-    def _is_too_much(self, client: str) -> bool:
-        reserved = RESERVED_SHARE * self._max_total_bytes
-        most = self._max_total_bytes - (reserved if self._num_bytes_of[client] > reserved else 0)
-        return self._num_bytes > most
 
     async def _read_in_process(self, data: bytearray, interpret: Callable[[dict[str, Any]], T]) -> T:
         async with self._turn:
@@ -114,6 +118,10 @@ class BodyReader:
                 raise too_many_bodies() from None
             except BrokenWorkerProcess:
                 raise internal_error("The server could not read this body.") from None
+
+
+def _is_slow(num_bytes: int, seconds: float) -> bool:
+    return seconds > SLOW_AFTER_S and num_bytes < CROWDED_BYTES_PER_S * seconds
 
 
 def _client(request: Request) -> str:

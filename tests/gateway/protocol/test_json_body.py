@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Message
 
+from gateway.protocol import json_body
 from gateway.protocol.errors import ApiError, invalid_value
 from gateway.protocol.json_body import (
     INLINE_SIZE,
@@ -27,6 +28,7 @@ from gateway.protocol.json_body import (
     read_object,
 )
 from gateway.protocol.schemas import ChatCompletionRequest, parse_generation
+from tests.waiting import until
 
 LONG = b'{"a": "%s"}' % (b"x" * INLINE_SIZE)
 
@@ -98,17 +100,17 @@ async def test_bodies_have_a_limit_in_total() -> None:
     assert error.value.status == 503 and "retry-after" in error.value.headers
     reading.cancel()
     await asyncio.wait([reading])
-    assert (await reader.read(request_with(b'{"a": "%s"}' % (b"x" * 700)), where))[0] == 700
+    assert (await reader.read(request_with(b'{"a": "%s"}' % (b"x" * 600)), where))[0] == 600
 
 
-async def test_the_last_quarter_of_the_limit_is_for_other_clients() -> None:
+async def test_a_client_holds_no_more_than_twice_what_it_leaves() -> None:
     reader = BodyReader(1000)
 
     class Slow(Request):
-        """A body of which 700 bytes have come."""
+        """A body of which 600 bytes have come."""
 
         async def stream(self) -> AsyncIterator[bytes]:
-            yield b'{"a": "' + b"x" * 693
+            yield b'{"a": "' + b"x" * 593
             await asyncio.Event().wait()
 
     def of(key: str, *chunks: bytes) -> Request:
@@ -125,7 +127,49 @@ async def test_the_last_quarter_of_the_limit_is_for_other_clients() -> None:
     assert (await read_object(of("other", b'{"a": "%s"}' % (b"x" * 200)), where))[0] == 200
     reading.cancel()
     await asyncio.wait([reading])
-    assert (await read_object(of("greedy", b'{"a": "%s"}' % (b"x" * 700)), where))[0] == 700
+    assert (await read_object(of("greedy", b'{"a": "%s"}' % (b"x" * 600)), where))[0] == 600
+
+
+async def test_a_slow_body_gives_way_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_body, "CROWDED_BYTES_PER_S", 1e12)
+    reader, more, num_came = BodyReader(1000), asyncio.Event(), 0
+
+    class Slow(Request):
+        async def stream(self) -> AsyncIterator[bytes]:
+            nonlocal num_came
+            yield b'{"a": "' + b"x" * 300
+            num_came += 1
+            await more.wait()
+            yield b"x"
+            yield b'"}'
+
+    def of(key: str) -> Request:
+        request = request_with()
+        request.state.key_name = key
+        return Slow(request.scope, request.receive)
+
+    reading = [asyncio.create_task(reader.read(of(key), where)) for key in ("one", "two")]
+    await until(lambda: num_came == 2)
+    monkeypatch.setattr(json_body, "SLOW_AFTER_S", 0.0)
+    more.set()
+    refused, read = await asyncio.gather(*reading, return_exceptions=True)
+    assert isinstance(refused, ApiError) and refused.status == 408
+    assert isinstance(read, tuple) and read[0] == 301, "there is room again"
+
+
+async def test_clients_take_turns_at_the_parser() -> None:
+    reader, order = BodyReader(2**26), list[str]()
+
+    async def one(key: str) -> None:
+        request = request_with(LONG, reader=reader)
+        request.state.key_name = key
+        await read_object(request, where)
+        order.append(key)
+
+    tasks = [asyncio.create_task(one("greedy")) for _ in range(6)]
+    await asyncio.sleep(0)
+    await asyncio.gather(*tasks, one("other"))
+    assert order.index("other") <= 2, "no body waits for all of another client's"
 
 
 async def test_other_work_in_processes_does_not_keep_bodies_waiting() -> None:
