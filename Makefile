@@ -20,10 +20,12 @@ test-bench: $(VENV)/.installed-dev
 	$(BIN)/pytest -n 2 --dist loadfile tests/bench
 
 # The engine over vLLM, in an environment with vLLM: the contract of engines and a whole server, computed by one process
-# and by two with tensor parallelism. The packages of that environment warn; that is not ours to mend.
+# and by two with tensor parallelism; and a whole server before vLLM's own. The packages of that environment warn; that is
+# not ours to mend.
 TEST_VLLM := .venv-vllm/bin/python -m pytest -W ignore -o timeout=300 -k vllm \
 	tests/engine/contract tests/engine/vllm tests/system/test_vllm.py
 test-vllm: .venv-vllm/.installed
+	.venv-vllm/bin/python -m pytest -W ignore tests/system/test_upstream_vllm.py
 	TIDEGATE_TEST_VLLM=1 $(TEST_VLLM)
 	TIDEGATE_TEST_VLLM=2 VLLM_CPU_OMP_THREADS_BIND='0|1' $(TEST_VLLM)  # on a CPU, each process has a core
 
