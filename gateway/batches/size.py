@@ -66,8 +66,9 @@ class LineSize:
 
 
 def line_size(body: Mapping[str, Any]) -> LineSize:
-    """Return the size of a request from its body, which need not be valid."""
-    return _line_size(body, len(_prompt_text(body)))
+    """Return the size of a request from its body. It was valid: all that stands among token ids counts as one."""
+    lengths = [length for name in PROMPT_FIELDS for length in _lengths(body.get(name), MAX_DEPTH)]
+    return _line_size(body, sum(lengths) + max(0, len(lengths) - 1))
 
 
 async def size_aside(path: Path) -> InputSize:
@@ -137,6 +138,18 @@ def _texts(value: object, max_depth: int) -> Iterator[bytes]:
         case list() | dict() if max_depth:
             for item in value.values() if isinstance(value, dict) else value:
                 yield from _texts(item, max_depth - 1)
+
+
+def _lengths(value: object, max_depth: int) -> Iterator[int]:
+    """Yield the lengths of the texts in `value`, in bytes. A million token ids are not looked at one by one."""
+    match value:
+        case str():
+            yield len(value) if value.isascii() else len(value.encode("utf-8", "replace"))
+        case [int(), *_]:
+            yield TOKEN_BYTES * len(value)
+        case list() | dict() if max_depth:
+            for item in value.values() if isinstance(value, dict) else value:
+                yield from _lengths(item, max_depth - 1)
 
 
 def _distinct(text: bytes, seen: set[int]) -> int:

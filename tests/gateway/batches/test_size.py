@@ -54,6 +54,27 @@ def test_prompts_of_ids_have_the_length_of_usual_text() -> None:
     assert line_size({"prompt": [5] * 100}).prompt_bytes == 400
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "häßlich 🌊"},
+        {"prompt": ["a", "bc", ""]},
+        {"prompt": [1, 2, 3]},
+        {"prompt": [[1, 2], [3]]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "ü"}, {"type": "text", "text": "x" * 99}]}
+            ]
+        },
+        {"input": "a", "instructions": "b"},
+        {"messages": []},
+    ],
+)
+def test_a_line_has_the_size_that_it_has_as_an_input(tmp_path: Path, fields: dict[str, Any]) -> None:
+    body = {"model": MODEL, **fields}
+    assert line_size(body).prompt_bytes == input_size(written(tmp_path / "in", line("a", body=body))).prompt_bytes
+
+
 def test_only_what_no_earlier_prompt_begins_with_is_distinct(tmp_path: Path) -> None:
     shared = "x" * (4 * BLOCK_BYTES)
     size = input_size(written(tmp_path / "in", *(chat(f"q{n}", f"{shared}{n}") for n in range(100))))
