@@ -83,7 +83,7 @@ class LineStatistics:
         meter.add(self._now_s(), result.input_tokens + result.output_tokens)
         self._changed[batch.id] = meter
         if result.succeeded and batch.model is not None:
-            size = await asyncio.to_thread(line_size, body)  # a prompt may be a million token ids
+            size = await asyncio.to_thread(line_size, body)  # a prompt may be megabytes of text
             entry = self._unwritten.setdefault(_lengths_key(batch.model, batch.endpoint), _Unwritten())
             entry.lines += 1
             entry.lengths = _sum(entry.lengths, size, result)

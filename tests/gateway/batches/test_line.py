@@ -30,7 +30,7 @@ class InstantClock(ShiftedClock):
 
 
 async def run(
-    statuses: list[int | Exception], prompt: list[int] | None = None
+    statuses: list[int | Exception], prompt: list[object] | None = None
 ) -> tuple[LineResult, ScriptedCompletions, InstantClock]:
     completions, clock = ScriptedCompletions(), InstantClock()
     completions.statuses["q"] = list(statuses)
@@ -82,21 +82,23 @@ async def test_the_same_line_has_the_same_id_each_time() -> None:
     assert first.text[:40] == second.text[:40]
 
 
-class WatchedIds(list[int]):
-    """Token ids that note which threads walk through them."""
+class Watched(list[object]):
+    """A prompt that notes which threads walk through its items."""
 
-    def __init__(self) -> None:
-        super().__init__([1, 2, 3])
+    def __init__(self, *items: object) -> None:
+        super().__init__(items)
         self.walked_by: list[int] = []
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[object]:
         self.walked_by.append(threading.get_ident())
         return super().__iter__()
 
 
-async def test_the_ids_of_a_long_prompt_do_not_hold_up_the_event_loop() -> None:
-    refused, answered = WatchedIds(), WatchedIds()
+async def test_the_size_of_a_long_prompt_does_not_hold_up_the_event_loop() -> None:
+    texts, ids, refused = Watched("a", "b"), Watched(1, 2, 3), Watched("a", "b")
+    await run([], texts)
+    assert texts.walked_by and threading.get_ident() not in texts.walked_by
+    await run([], ids)
+    assert ids.walked_by == [], "however many there are, they are not counted one by one"
     await run([400], refused)
     assert refused.walked_by == [], "the size of a line without an answer is not used"
-    await run([], answered)
-    assert answered.walked_by and threading.get_ident() not in answered.walked_by
