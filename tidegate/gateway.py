@@ -8,6 +8,7 @@ import asyncio
 import gc
 import secrets
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ipaddress import ip_network
@@ -71,7 +72,14 @@ from tidegate.background import Background
 from tidegate.drain import Drain
 from tidegate.listening import CannotListen, listen
 from tidegate.notify import report_life
-from tidegate.process import gateway_name, hangup_calls, ignore_hangup, raise_descriptor_limit, signals_call
+from tidegate.process import (
+    SWITCH_INTERVAL_S,
+    gateway_name,
+    hangup_calls,
+    ignore_hangup,
+    raise_descriptor_limit,
+    signals_call,
+)
 from tidegate.settings import GatewaySettings
 from tidegate.supervisor import EX_CONFIG
 from tidegate.tracing.start import TracingError, traced
@@ -93,6 +101,7 @@ class BadSamplingDefaults(Exception):
 def run_gateway(settings: GatewaySettings) -> int:
     """Run the gateway until SIGTERM or SIGINT. Return the exit code."""
     disable_created_metrics()  # type: ignore[no-untyped-call]  # they would be a second series beside every counter
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     ignore_hangup()
     max_descriptors = raise_descriptor_limit()
     try:

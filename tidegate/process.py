@@ -15,6 +15,9 @@ import sys
 from collections.abc import Callable, Iterator
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+# s between two threads that compute, for sys.setswitchinterval. With the default of 5 ms, the engine's thread and the
+# gateway's event loop would wait long for the interpreter's lock.
+SWITCH_INTERVAL_S = 0.0005
 
 
 def dies_with_parent() -> Callable[[], None]:

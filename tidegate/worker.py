@@ -50,7 +50,7 @@ from tidegate.background import Background
 from tidegate.gpu import gpu_reader
 from tidegate.logs import is_for_people
 from tidegate.notify import report_life
-from tidegate.process import hangup_calls, ignore_hangup, signals_call, worker_name
+from tidegate.process import SWITCH_INTERVAL_S, hangup_calls, ignore_hangup, signals_call, worker_name
 from tidegate.settings import WorkerSettings
 from tidegate.start_progress import StartProgress
 from tidegate.supervisor import EX_CONFIG
@@ -58,7 +58,6 @@ from tidegate.tracing.start import TracingError, traced
 
 log = structlog.get_logger()
 
-SWITCH_INTERVAL_S = 0.0005  # s; with the default of 5 ms, the engine's thread would wait for the interpreter's lock
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0  # s between two loops; the pause doubles with each failure
 SETTLED_S = 30.0  # s; if a loop ran for this long, its failure counts as a new outage
 GIVE_UP_S = 60.0  # s; the worker ends after an outage of the store of this length

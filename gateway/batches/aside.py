@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_process
 
-from gateway.protocol.json_body import INLINE_SIZE, PARSE_NICENESS
+from gateway.protocol.json_body import INLINE_SIZE, PARSE_NICENESS, unpickled
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ async def load_aside(path: Path, function: Callable[..., T], *args: Any) -> T:
     """
     work = partial(_run_here, _pickled, function, path, *args)
     pickled = await anyio.to_process.run_sync(work, cancellable=True, limiter=_loading)
-    result: T = await asyncio.to_thread(pickle.loads, pickled)
+    result: T = await asyncio.to_thread(unpickled, pickled)
     return result
 
 

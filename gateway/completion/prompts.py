@@ -8,14 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gateway.completion.tokenizer import ChatTemplateError, TextTooLong, Tokenizer
+from gateway.completion.tokenizer import ChatTemplateError, Run, TextTooLong, Tokenizer, Truncation
 from gateway.protocol.errors import context_length_exceeded, invalid_request, invalid_value
-from gateway.protocol.schemas import (
-    MAX_PROMPT_IDS,
-    ChatCompletionRequest,
-    CompletionRequest,
-    messages_for_template,
-)
+from gateway.protocol.schemas import ChatCompletionRequest, CompletionRequest, messages_for_template
 from scheduler.registry.worker_status import WorkerStatus
 
 DEFAULT_CONTEXT = 4096  # tokens; used if no worker is alive and the model's config has no context length
@@ -49,17 +44,17 @@ async def encode_prompts(
     tokenizer: Tokenizer,
     limits: ModelLimits,
     template_values: Mapping[str, Any],
+    run: Run,
 ) -> list[Prompt]:
     """Return the encoded prompts of `request`, in order.
 
-    `template_values` are for the chat template, beside the messages. Raises `ApiError` 400 if a prompt is empty, does
-    not fit into the context, or has unknown token ids.
+    `template_values` are for the chat template, beside the messages. Long texts are encoded by `run`. Raises `ApiError`
+    400 if a prompt is empty, does not fit into the context, or has unknown token ids.
     """
     if isinstance(request, ChatCompletionRequest):
-        ids = await _encode_chat(request, tokenizer, limits, template_values)
-        return [_fit(_truncate(ids, request, limits), request, None, limits)]
-    prompts = await _encode_texts(request, tokenizer, limits)
-    fitting = [_fit(_truncate(ids, request, limits), request, DEFAULT_COMPLETION_TOKENS, limits) for ids in prompts]
+        return [_fit(await _encode_chat(request, tokenizer, limits, template_values, run), request, None, limits)]
+    prompts = await _encode_texts(request, tokenizer, limits, run)
+    fitting = [_fit(ids, request, DEFAULT_COMPLETION_TOKENS, limits) for ids in prompts]
     if request.truncate_prompt_tokens is not None:
         return fitting
     return [
@@ -73,28 +68,37 @@ async def encode_only(
     tokenizer: Tokenizer,
     limits: ModelLimits,
     template_values: Mapping[str, Any],
+    run: Run,
 ) -> list[int]:
     """Return the token ids of the one prompt of `request`, which need not leave room for an output.
 
-    Raises `ApiError` 400 if the prompt certainly has more tokens than the context.
+    A long text is encoded by `run`. Raises `ApiError` 400 if the prompt certainly has more tokens than the context.
     """
     if isinstance(request, ChatCompletionRequest):
-        ids = await _encode_chat(request, tokenizer, limits, template_values)
-    else:
-        [ids] = await _encode_texts(request, tokenizer, limits)
-    return _truncate(ids, request, limits)
+        return await _encode_chat(request, tokenizer, limits, template_values, run)
+    [ids] = await _encode_texts(request, tokenizer, limits, run)
+    return ids
 
 
 async def _encode_chat(
-    request: ChatCompletionRequest, tokenizer: Tokenizer, limits: ModelLimits, template_values: Mapping[str, Any]
+    request: ChatCompletionRequest,
+    tokenizer: Tokenizer,
+    limits: ModelLimits,
+    template_values: Mapping[str, Any],
+    run: Run,
 ) -> list[int]:
-    max_tokens = _longest(request, limits)
-    if len(request.messages) > max_tokens:  # each message takes at least one token
+    truncation = _truncation(request, limits)
+    if truncation is None and len(request.messages) > limits.max_model_len:  # each message takes at least one token
         raise context_length_exceeded(limits.max_model_len, "messages", None, None)
     messages = messages_for_template(request.messages)
     try:
         return await tokenizer.encode_chat(
-            messages, max_tokens, values=template_values, add_special_tokens=bool(request.add_special_tokens)
+            messages,
+            limits.max_model_len,
+            values=template_values,
+            add_special_tokens=bool(request.add_special_tokens),
+            truncation=truncation,
+            run=run,
         )
     except ChatTemplateError as error:
         raise invalid_request(str(error), "messages", "invalid_value") from error
@@ -102,35 +106,38 @@ async def _encode_chat(
         raise context_length_exceeded(limits.max_model_len, "messages", None, None) from None
 
 
-async def _encode_texts(request: CompletionRequest, tokenizer: Tokenizer, limits: ModelLimits) -> list[list[int]]:
+async def _encode_texts(
+    request: CompletionRequest, tokenizer: Tokenizer, limits: ModelLimits, run: Run
+) -> list[list[int]]:
     """Return the token ids of each prompt of a body. The prompts are either all texts or all lists of token ids."""
     id_lists = [prompt for prompt in request.prompts if isinstance(prompt, list)]
     if any(max(ids) >= limits.vocab_size for ids in id_lists):
         message = f"Invalid value for 'prompt': token ids must be less than {limits.vocab_size}."
         raise invalid_value("prompt", message)
     texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
-    adds_special_tokens = request.add_special_tokens is not False
+    truncation = _truncation(request, limits)
+    if id_lists:
+        return id_lists if truncation is None else [truncation.kept(ids) for ids in id_lists]
     try:
-        return id_lists or await tokenizer.encode(
-            texts, _longest(request, limits), add_special_tokens=adds_special_tokens
+        return await tokenizer.encode(
+            texts,
+            limits.max_model_len,
+            add_special_tokens=request.add_special_tokens is not False,
+            truncation=truncation,
+            run=run,
         )
     except TextTooLong:
         raise context_length_exceeded(limits.max_model_len, "prompt", None, None) from None
 
 
-def _longest(request: ChatCompletionRequest | CompletionRequest, limits: ModelLimits) -> int:
-    """Return the number of tokens above which a text is not encoded. A prompt to be truncated may be longer."""
-    return limits.max_model_len if request.truncate_prompt_tokens is None else MAX_PROMPT_IDS
-
-
-def _truncate(ids: list[int], request: ChatCompletionRequest | CompletionRequest, limits: ModelLimits) -> list[int]:
-    """Return the last tokens of a prompt, or its first ones, as the request asks for."""
+def _truncation(request: ChatCompletionRequest | CompletionRequest, limits: ModelLimits) -> Truncation | None:
+    """Return which tokens of a prompt the request asks to keep; None: all."""
     num_kept = request.truncate_prompt_tokens
     if num_kept is None:
-        return ids
+        return None
     if num_kept < 0:
         num_kept = max(1, limits.max_model_len - (request.output_limit or 1))
-    return ids[:num_kept] if request.truncation_side == "right" else ids[-num_kept:]
+    return Truncation(num_kept, keeps_first=request.truncation_side == "right")
 
 
 def _fit(

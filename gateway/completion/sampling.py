@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from engine.interface import SamplingParams
 from gateway.completion.sampling_defaults import SamplingDefaults
-from gateway.completion.tokenizer import Tokenizer
+from gateway.completion.tokenizer import Run, Tokenizer
 from gateway.protocol.errors import invalid_value
 from gateway.protocol.schemas import MAX_PROMPT_IDS, ChatCompletionRequest, CompletionRequest
 
@@ -27,8 +27,8 @@ class Constraints:
     bad_words: tuple[tuple[int, ...], ...] = ()
 
 
-async def constraints_of(request: AnyRequest, grammar: str | None, tokenizer: Tokenizer) -> Constraints:
-    """Return the constraints of a request whose output has `grammar`.
+async def constraints_of(request: AnyRequest, grammar: str | None, tokenizer: Tokenizer, run: Run) -> Constraints:
+    """Return the constraints of a request whose output has `grammar`. Long texts are encoded by `run`.
 
     A bad word is forbidden at the beginning of a text and after a space, as in vLLM. Raises `ApiError` 400 if the
     constraints may leave no token.
@@ -41,7 +41,7 @@ async def constraints_of(request: AnyRequest, grammar: str | None, tokenizer: To
         return Constraints(grammar)
     words = [word.lstrip() or word for word in request.bad_words]
     texts = [text for word in words for text in (word, f" {word}")]
-    encoded = await tokenizer.encode(texts, MAX_PROMPT_IDS, add_special_tokens=False)
+    encoded = await tokenizer.encode(texts, MAX_PROMPT_IDS, add_special_tokens=False, run=run)
     return Constraints(grammar, tuple(dict.fromkeys(tuple(ids) for ids in encoded if ids)))
 
 

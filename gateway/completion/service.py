@@ -16,12 +16,13 @@ from gateway.completion.answer_options import answer_options
 from gateway.completion.capabilities import check_supported
 from gateway.completion.metering import UNMETERED, Metering
 from gateway.completion.openai_objects import AnswerHead, ChatAnswer, TextAnswer
+from gateway.completion.prompt_threads import PromptThreads
 from gateway.completion.prompts import Prompt, encode_only, encode_prompts, model_limits
 from gateway.completion.response import Demotion, PreparedRequest, ResponseStream
 from gateway.completion.sampling import Constraints, check_token_ids, constraints_of, sampling_params
 from gateway.completion.sampling_defaults import SamplingDefaults
 from gateway.completion.token_report import TokenReport
-from gateway.completion.tokenizer import Tokenizer
+from gateway.completion.tokenizer import Run, Tokenizer
 from gateway.completion.trace_attributes import describe_request
 from gateway.dead_letters import DeadLetters
 from gateway.http.metrics import GatewayMetrics
@@ -81,6 +82,7 @@ class CompletionService:
         self._client = client
         self._clock = clock
         self._tokenizer = tokenizer
+        self._threads = PromptThreads()
         self._metrics = metrics
         self._model_names = model_names
         self._defaults = defaults
@@ -157,9 +159,10 @@ class CompletionService:
         n = request.num_sequences
         _check_choices(request, n, tier)
         check_token_ids(request, limits.vocab_size)
-        output = await self._plan_output(request)
-        constraints = await constraints_of(request, output.grammar, self._tokenizer)
-        prompts = await encode_prompts(request, self._tokenizer, limits, output.template_values)
+        run = self._threads.of(tier, owner)
+        output = await self._plan_output(request, run)
+        constraints = await constraints_of(request, output.grammar, self._tokenizer, run)
+        prompts = await encode_prompts(request, self._tokenizer, limits, output.template_values, run)
         options = request.stream_options
         include_usage = bool(options and options.include_usage)
 
@@ -190,11 +193,12 @@ class CompletionService:
             output=output,
         )
 
-    async def encode(self, request: AnyRequest) -> list[int]:
+    async def encode(self, request: AnyRequest, tier: Tier, owner: str | None) -> list[int]:
         """Return the tokens of the one prompt of `request`. Raises `ApiError` 400 if there is none."""
         limits = model_limits(self._client.workers, self._tokenizer)
-        output = await self._plan_output(request)
-        return await encode_only(request, self._tokenizer, limits, output.template_values)
+        run = self._threads.of(tier, owner)
+        output = await self._plan_output(request, run)
+        return await encode_only(request, self._tokenizer, limits, output.template_values, run)
 
     async def submit(
         self,
@@ -264,13 +268,13 @@ class CompletionService:
             with_ids=bool(request.return_token_ids),
         )
 
-    async def _plan_output(self, request: AnyRequest) -> OutputPlan:
+    async def _plan_output(self, request: AnyRequest, run: Run) -> OutputPlan:
         """Return how the output is constrained and parsed. Raises `ApiError` 400 if it cannot be."""
         values: Mapping[str, Any] = {}
         if isinstance(request, ChatCompletionRequest):
             values = template_values(request, self._tokenizer.chat_template, self._trusts_templates)
         plan = partial(plan_output, request, self._format, self._tokenizer.generation_prompt, values)
-        return await asyncio.to_thread(plan) if has_grammar(request) else plan()
+        return await run(plan, is_long=False) if has_grammar(request) else plan()
 
     def _answer(
         self,

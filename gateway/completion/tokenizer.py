@@ -6,10 +6,10 @@ torch, because the gateway has to start within one or two seconds, and also on m
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
@@ -18,11 +18,15 @@ from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
 from gateway.completion.token_text import TokenTexts
+from gateway.protocol.json_body import is_large
 
 INLINE_CHARS = 8_000  # characters, about 2 ms of encoding; longer input is encoded in a thread, off the event loop
+LONG_CHARS = 2**16  # characters, about 25 ms of encoding
 TEXT_CHARS = 50  # fixed cost of each text (call and template), as the number of characters that cost the same time
 _PLAIN_CHAT: Mapping[str, Any] = {}  # the values of a chat that has only messages
 _NO_TOKENS: Mapping[int, str] = {}
+MAX_IDS = 2**20  # token ids of one text; to return them takes 20 ms, in which no other thread runs
+CUT_MARGIN = 64  # tokens beside a cut, which may not be those of the whole text
 MAX_PENDING = 16  # maximum tokens held back; no character has so many bytes, so the bytes of more are not UTF-8
 
 
@@ -31,7 +35,31 @@ class ChatTemplateError(Exception):
 
 
 class TextTooLong(Exception):
-    """The text is so long that it has too many tokens in every encoding. It was not encoded."""
+    """The text is so long that it has too many tokens in every encoding, or it has more than `MAX_IDS`."""
+
+
+class Truncation(NamedTuple):
+    """Which tokens of a prompt are kept: its first ones, or its last ones."""
+
+    num_tokens: int
+    keeps_first: bool
+
+    def kept(self, ids: list[int]) -> list[int]:
+        return ids[: self.num_tokens] if self.keeps_first else ids[-self.num_tokens :]
+
+
+T = TypeVar("T")
+
+
+class Run(Protocol):
+    """A function that calls `work` in a thread, and returns the result. `is_long`: the work may take over 25 ms."""
+
+    async def __call__(self, work: Callable[[], T], *, is_long: bool) -> T: ...
+
+
+async def in_thread(work: Callable[[], T], *, is_long: bool) -> T:
+    """Call `work` in a thread that is used for everything."""
+    return await asyncio.to_thread(work)
 
 
 class Tokenizer:
@@ -87,39 +115,59 @@ class Tokenizer:
         *,
         values: Mapping[str, Any] = _PLAIN_CHAT,
         add_special_tokens: bool = False,
+        truncation: Truncation | None = None,
+        run: Run = in_thread,
     ) -> list[int]:
         """Return the token ids of the prompt that the chat template makes of `messages` and of `values`.
 
         Without other `values`, the prompt ends at the place where the assistant's answer begins. Most templates write
-        the special tokens themselves. Raises `ChatTemplateError` if the template fails, and `TextTooLong` if the text
-        certainly has more than `max_tokens` tokens.
+        the special tokens themselves. `run` is used for all but a short chat. Raises `ChatTemplateError` if the
+        template fails, and `TextTooLong` if the text certainly has more than `max_tokens` tokens and is not truncated.
         """
-        self._check_length(sum(len(message["content"]) for message in messages), max_tokens)
+        if truncation is None:
+            self._check_length(sum(len(message["content"]) for message in messages), max_tokens)
+
+        def encode() -> list[int]:
+            text = self._render(messages, values)
+            return self._encode(text, max_tokens, add_special_tokens, truncation)
+
         parts = [part for message in messages for part in message.values()]
-        texts = [part for part in parts if isinstance(part, str)]
-        # Parts that are not texts are tool calls of any size, and values may be of any size, too.
-        if len(texts) == len(parts) and not values and _is_short(texts):
-            return self._encode_chat(messages, max_tokens, values, add_special_tokens)
-        return await asyncio.to_thread(self._encode_chat, messages, max_tokens, values, add_special_tokens)
+        size = _size([part for part in parts if isinstance(part, str)])
+        others = [part for part in parts if not isinstance(part, str)]  # tool calls
+        if not others and not values and size <= INLINE_CHARS:
+            return encode()
+        return await run(encode, is_long=size > LONG_CHARS or is_large([others, dict(values)], LONG_CHARS))
 
     async def encode(
-        self, texts: Sequence[str], max_tokens: int, *, add_special_tokens: bool = True
+        self,
+        texts: Sequence[str],
+        max_tokens: int,
+        *,
+        add_special_tokens: bool = True,
+        truncation: Truncation | None = None,
+        run: Run = in_thread,
     ) -> list[list[int]]:
         """Return the token ids of each text, by default with the special tokens with which a prompt begins.
 
-        Raises `TextTooLong` if one of the texts certainly has more than `max_tokens` tokens.
+        `run` is used for all but short texts. Raises `TextTooLong` if one of the texts certainly has more than
+        `max_tokens` tokens and is not truncated.
         """
-        for text in texts:
-            self._check_length(len(text), max_tokens)
-        if _is_short(texts):
-            return [self._encode(text, add_special_tokens) for text in texts]
-        return await asyncio.to_thread(lambda: [self._encode(text, add_special_tokens) for text in texts])
+        if truncation is None:
+            for text in texts:
+                self._check_length(len(text), max_tokens)
+
+        def encode() -> list[list[int]]:
+            return [self._encode(text, max_tokens, add_special_tokens, truncation) for text in texts]
+
+        size = _size(texts)
+        return encode() if size <= INLINE_CHARS else await run(encode, is_long=size > LONG_CHARS)
 
     async def count(self, texts: Sequence[str]) -> int:
         """Return how many tokens the texts have together, without special tokens. They are encoded in a thread."""
 
         def count() -> int:
-            return sum(len(e.ids) for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=False))
+            # One by one, because the backend would encode many at a time, on all cores.
+            return sum(len(self._backend.encode_batch_fast([t], add_special_tokens=False)[0]) for t in texts)
 
         return await asyncio.to_thread(count)
 
@@ -133,9 +181,10 @@ class Tokenizer:
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of a whole output or prompt, with its special tokens."""
-        decode = partial(self._backend.decode, list(token_ids), skip_special_tokens=False)
-        text: str = decode() if len(token_ids) <= INLINE_CHARS else await asyncio.to_thread(decode)
-        return text
+        # As a batch of one, because the backend's `decode` would hold the GIL during the whole call.
+        decode = partial(self._backend.decode_batch, [list(token_ids)], skip_special_tokens=False)
+        [text] = decode() if len(token_ids) <= INLINE_CHARS else await asyncio.to_thread(decode)
+        return str(text)
 
     def decoder(
         self, shown: Mapping[int, str] = _NO_TOKENS, *, skip_special_tokens: bool = True
@@ -146,17 +195,6 @@ class Tokenizer:
     def _check_length(self, num_chars: int, max_tokens: int) -> None:
         if num_chars > max_tokens * self._longest_token:
             raise TextTooLong
-
-    def _encode_chat(
-        self,
-        messages: Sequence[dict[str, Any]],
-        max_tokens: int,
-        values: Mapping[str, Any] = _PLAIN_CHAT,
-        add_special_tokens: bool = False,
-    ) -> list[int]:
-        text = self._render(messages, values)
-        self._check_length(len(text), max_tokens)
-        return self._encode(text, add_special_tokens)
 
     def _render(self, messages: Sequence[dict[str, Any]], values: Mapping[str, Any]) -> str:
         if self._template is None and "chat_template" not in values:
@@ -170,12 +208,23 @@ class Tokenizer:
             raise ChatTemplateError(_template_message(error)) from error
         return text
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, max_tokens: int, add_special_tokens: bool, truncation: Truncation | None) -> list[int]:
+        if truncation is None:
+            self._check_length(len(text), max_tokens)
+        else:
+            text = self._cut(text, min(truncation.num_tokens, max_tokens + 1), truncation.keeps_first)
         # The backend is called directly, because the wrapper of transformers sets truncation on every call, which is
         # not safe in threads. The text is passed as a batch of one, because the backend's `encode` would hold the GIL
         # during the whole call.
-        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        return ids
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        if len(encoding) > MAX_IDS:
+            raise TextTooLong
+        return encoding.ids if truncation is None else truncation.kept(encoding.ids)
+
+    def _cut(self, text: str, num_tokens: int, keeps_first: bool) -> str:
+        """Return a part of `text` that has its first or its last `num_tokens` tokens."""
+        num_chars = (num_tokens + CUT_MARGIN) * self._longest_token
+        return text[:num_chars] if keeps_first else text[-num_chars:]
 
 
 class IncrementalDecoder:
@@ -220,8 +269,9 @@ class IncrementalDecoder:
         return text
 
 
-def _is_short(texts: Sequence[str]) -> bool:
-    return sum(map(len, texts)) + TEXT_CHARS * len(texts) <= INLINE_CHARS
+def _size(texts: Sequence[str]) -> int:
+    """Return the time that the texts take, in characters."""
+    return sum(map(len, texts)) + TEXT_CHARS * len(texts)
 
 
 def _template_message(error: Exception) -> str:

@@ -5,11 +5,13 @@ process, one at a time: parsers hold Python's global lock, so a thread would sto
 """
 
 import asyncio
+import io
 import os
 import pickle
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -27,6 +29,7 @@ MAX_DEPTH = 64
 # A body larger than this is parsed and validated in another process. The unit is bytes before parsing; after parsing,
 # it is the sum of characters and items.
 INLINE_SIZE = 256 * 2**10
+INLINE_CONTAINERS = 512  # arrays and objects, about 2 ms; other work comes between two bodies with more
 # Limits of a larger body. An object of Python takes up to 100 times the memory of its bytes in JSON. A million values
 # is what `prompt` may have as token ids.
 MAX_VALUES = 2**20 + 2**16
@@ -51,8 +54,21 @@ M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 
 
+class _Turns:
+    """Lets one body be parsed at a time. Clients take turns, whatever each sends."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._turn_of: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by client
+
+    @asynccontextmanager
+    async def of(self, client: str) -> AsyncIterator[None]:
+        async with self._turn_of.setdefault(client, asyncio.Lock()), self._turn:
+            yield
+
+
 class BodyReader:
-    """Reads the bodies of requests. All that are being received or parsed may have `max_total_bytes` together.
+    """Reads the bodies of requests. All that are being received, parsed or held may have `max_total_bytes` together.
 
     A client may hold twice the bytes that are free. So one alone holds two thirds, and however many hold what they can,
     there is room for the next one. A client is a key, or an address while access is open.
@@ -62,21 +78,22 @@ class BodyReader:
         self._max_total_bytes = max_total_bytes
         self._num_bytes = 0
         self._num_bytes_of: Counter[str] = Counter()  # by client
-        self._turn = asyncio.Lock()
-        self._turn_of: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by client
+        self._turns = _Turns()
+        self._inline_turns = _Turns()
         self._process = anyio.CapacityLimiter(1)  # not anyio's default, which work of other kinds may have taken
 
-    async def read(
+    @asynccontextmanager
+    async def hold(
         self,
         request: Request,
         interpret: Callable[[dict[str, Any]], T],
         on_bytes: Callable[[bytes], object] | None = None,
-    ) -> T:
-        """Parse the request's body and return `interpret(body)`. A large body is parsed when it has its turn.
+    ) -> AsyncIterator[T]:
+        """Parse the request's body and yield `interpret(body)`. A body that takes long is parsed when it has its turn.
 
-        `on_bytes` gets the body's bytes as they come. They are not kept, unlike those of `request.body()`. Raises
-        `ApiError` 400 if the body is not one JSON object, 503 if there are too many bodies, and 408 if it comes slowly
-        meanwhile.
+        The body counts until the block ends. `on_bytes` gets its bytes as they come. They are not kept, unlike those of
+        `request.body()`. Raises `ApiError` 400 if the body is not one JSON object, 503 if there are too many bodies,
+        and 408 if it comes slowly meanwhile.
         """
         data, held, client = bytearray(), 0, _client(request)
         began_s = asyncio.get_running_loop().time()
@@ -92,32 +109,51 @@ class BodyReader:
                 data += chunk
                 if on_bytes is not None:
                     on_bytes(chunk)
-            if len(data) <= INLINE_SIZE:
-                return interpret(parse_json_object(data))
-            async with self._turn_of.setdefault(client, asyncio.Lock()):  # clients take turns, whatever each sends
-                return await self._read_in_process(data, interpret)
+            result = await self._interpreted(data, interpret, client)
+            del data  # the result takes its place
+            yield result
         finally:
             self._add(client, -held)
             if not self._num_bytes_of[client]:
                 del self._num_bytes_of[client]
+
+    async def read(
+        self,
+        request: Request,
+        interpret: Callable[[dict[str, Any]], T],
+        on_bytes: Callable[[bytes], object] | None = None,
+    ) -> T:
+        """Return what `hold` yields. The body counts no longer: what is made of it must be small, or counted."""
+        async with self.hold(request, interpret, on_bytes) as result:
+            return result
+
+    async def _interpreted(self, data: bytearray, interpret: Callable[[dict[str, Any]], T], client: str) -> T:
+        if len(data) > INLINE_SIZE:
+            async with self._turns.of(client):
+                return await self._read_in_process(data, interpret)
+        if data.count(b"{") + data.count(b"[") <= INLINE_CONTAINERS:
+            return interpret(parse_json_object(data))
+        async with self._inline_turns.of(client):
+            result = interpret(parse_json_object(data))
+            await asyncio.sleep(0)  # whatever is due runs before the next body has its turn
+            return result
 
     def _add(self, client: str, num_bytes: int) -> None:
         self._num_bytes += num_bytes
         self._num_bytes_of[client] += num_bytes
 
     async def _read_in_process(self, data: bytearray, interpret: Callable[[dict[str, Any]], T]) -> T:
-        async with self._turn:
-            try:
-                async with asyncio.timeout(PARSE_TIMEOUT_S):
-                    pickled = await anyio.to_process.run_sync(
-                        _read_here, data, interpret, cancellable=True, limiter=self._process
-                    )
-                    result: T = await asyncio.to_thread(pickle.loads, pickled)
-                    return result
-            except TimeoutError:
-                raise too_many_bodies() from None
-            except BrokenWorkerProcess:
-                raise internal_error("The server could not read this body.") from None
+        try:
+            async with asyncio.timeout(PARSE_TIMEOUT_S):
+                pickled = await anyio.to_process.run_sync(
+                    _read_here, data, interpret, cancellable=True, limiter=self._process
+                )
+                result: T = await asyncio.to_thread(unpickled, pickled)
+                return result
+        except TimeoutError:
+            raise too_many_bodies() from None
+        except BrokenWorkerProcess:
+            raise internal_error("The server could not read this body.") from None
 
 
 def _is_slow(num_bytes: int, seconds: float) -> bool:
@@ -130,15 +166,41 @@ def _client(request: Request) -> str:
     return name or (request.client.host if request.client is not None else "")
 
 
-async def read_object(
+def hold_object(
     request: Request, interpret: Callable[[dict[str, Any]], T], on_bytes: Callable[[bytes], object] | None = None
-) -> T:
-    """Parse the request's body and return `interpret(body)`, as `BodyReader.read` does.
+) -> AbstractAsyncContextManager[T]:
+    """Parse the request's body and yield `interpret(body)`, as `BodyReader.hold` does.
 
     `interpret` and its result must be picklable, because both go to another process and back if the body is large.
     """
     reader: BodyReader = request.app.state.body_reader
-    return await reader.read(request, interpret, on_bytes)
+    return reader.hold(request, interpret, on_bytes)
+
+
+async def read_object(
+    request: Request, interpret: Callable[[dict[str, Any]], T], on_bytes: Callable[[bytes], object] | None = None
+) -> T:
+    """Return what `hold_object` yields, as `BodyReader.read` does."""
+    async with hold_object(request, interpret, on_bytes) as result:
+        return result
+
+
+class _Frames:
+    """A file from which pickle reads frame by frame. Because this is Python, other threads can run in between."""
+
+    def __init__(self, data: bytes) -> None:
+        self._file = io.BytesIO(data)
+
+    def read(self, size: int) -> bytes:
+        return self._file.read(size)
+
+    def readline(self) -> bytes:
+        return self._file.readline()
+
+
+def unpickled(data: bytes) -> Any:
+    """Return `pickle.loads(data)`, but do not keep other threads waiting: a million numbers take 40 ms."""
+    return pickle.load(_Frames(data))
 
 
 def _read_here(data: bytearray, interpret: Callable[[dict[str, Any]], T]) -> bytes:
@@ -152,7 +214,7 @@ def parse_json_object(data: bytes | bytearray) -> dict[str, Any]:
 
     Raises `ApiError` 400 if `data` is not one JSON object of at most `MAX_DEPTH` levels, or has too many values.
     """
-    if len(data) > INLINE_SIZE and _has_too_many_values(data):
+    if len(data) > INLINE_SIZE and has_too_many_values(data, MAX_VALUES, MAX_CONTAINERS):
         message = f"The body has more than {MAX_VALUES} values, or more than {MAX_CONTAINERS} arrays and objects."
         raise invalid_request(message, code="invalid_value")
     try:
@@ -179,23 +241,43 @@ def parse(kind: type[M], body: dict[str, Any]) -> M:
         raise invalid_request(fault.message, fault.param, fault.code) from None
 
 
-def is_large(value: dict[str, Any]) -> bool:
-    """Whether the characters and items of `value` add up to more than `INLINE_SIZE`. Counting stops at this limit."""
+def is_large(value: Any, limit: int = INLINE_SIZE) -> bool:
+    """Whether the characters and items of `value` add up to more than `limit`. Counting stops at this limit."""
     size, rest = 0, list[Any]([value])
     while rest:
         node = rest.pop()
         if isinstance(node, str | dict | list):
             size += len(node)
-            if size > INLINE_SIZE:
+            if size > limit:
                 return True
             if not isinstance(node, str):
                 rest.extend(node.values() if isinstance(node, dict) else node)
     return False
 
 
-def _has_too_many_values(data: bytes | bytearray) -> bool:
-    """Whether the JSON in `data` has too many values. They are counted before they take memory."""
-    return _are_too_many(data) and _are_too_many(_outside_strings(data))  # most bodies pass the first, faster count
+def has_more_values(value: Any, limit: int) -> bool:
+    """Whether `value` has more than `limit` items and fields, in all its levels. Counting stops at this limit."""
+    num_values, rest = 0, list[Any]([value])
+    while rest:
+        node = rest.pop()
+        if isinstance(node, BaseModel):
+            node = node.__dict__
+        if isinstance(node, dict | list):
+            num_values += len(node)
+            if num_values > limit:
+                return True
+            rest.extend(node.values() if isinstance(node, dict) else node)
+    return False
+
+
+def has_too_many_values(data: bytes | bytearray, max_values: int, max_containers: int) -> bool:
+    """Whether the JSON in `data` has more values, or arrays and objects. They are counted before they take memory."""
+
+    def are_too_many(marks: bytes | bytearray) -> bool:
+        num_containers = marks.count(b"[") + marks.count(b"{")
+        return num_containers > max_containers or num_containers + marks.count(b",") > max_values
+
+    return are_too_many(data) and are_too_many(_outside_strings(data))  # most texts pass the first, faster count
 
 
 def _outside_strings(data: bytes | bytearray) -> bytes | bytearray:
@@ -205,11 +287,6 @@ def _outside_strings(data: bytes | bytearray) -> bytes | bytearray:
     """
     plain = data.replace(rb"\\", b"").replace(rb"\"", b"")
     return STRING.sub(b"", plain.translate(None, NO_MARKS).replace(b'""', b""))
-
-
-def _are_too_many(data: bytes | bytearray) -> bool:
-    num_containers = data.count(b"[") + data.count(b"{")
-    return num_containers > MAX_CONTAINERS or num_containers + data.count(b",") > MAX_VALUES
 
 
 def _deeper_than(value: dict[str, Any], limit: int) -> bool:

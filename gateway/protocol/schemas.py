@@ -25,7 +25,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from gateway.protocol.errors import invalid_value
-from gateway.protocol.json_body import Body, parse
+from gateway.protocol.json_body import Body, has_more_values, has_too_many_values, parse
 from gateway.protocol.options import INT64, Count, NumTop, Options, Whole
 from gateway.protocol.output_format import Choices, Grammar, ResponseFormat, Schema, StructuredOutputs
 from gateway.protocol.tools import (
@@ -43,7 +43,8 @@ from gateway.protocol.unsupported import refuse_misplaced, refuse_unsupported
 T = TypeVar("T")
 
 MAX_CHOICES = 2048  # choices of one answer, summed over all its prompts
-MAX_PIECES = 2**14  # messages, content parts and tool calls of a chat, counted together
+MAX_PIECES = 2**12  # messages, content parts and tool calls of a chat, counted together
+MAX_VALUES = 2**16  # of tools, of a format, or of the arguments of all calls: they are written in one step, of 20 ms
 MAX_PROMPT_IDS = 2**20  # token ids of a body, summed over all its prompts
 MAX_PAIRS = 16  # key-value pairs of metadata
 
@@ -360,6 +361,11 @@ class CompletionRequest(GenerationRequest):
 
 
 R = TypeVar("R", bound=GenerationRequest)
+# The parameters that a template or a grammar gets as JSON.
+WRITTEN = (
+    *("tools", "functions", "documents", "chat_template_kwargs"),
+    *("response_format", "structured_outputs", "guided_json"),
+)
 
 
 def parse_generation(kind: type[R], body: dict[str, Any]) -> R:
@@ -369,6 +375,7 @@ def parse_generation(kind: type[R], body: dict[str, Any]) -> R:
     """
     request = parse(kind, body)
     check_combinations(request)
+    check_sizes(request)
     refuse_unsupported(body)
     refuse_misplaced(body, issubclass(kind, ChatCompletionRequest))
     if ignored := unknown_names(body, kind.model_fields):
@@ -381,6 +388,26 @@ def check_combinations(request: GenerationRequest) -> None:
     for param, is_wrong, reason in _contradictions(request):
         if is_wrong:
             raise invalid_value(param, f"Invalid value for '{param}': {reason}.")
+
+
+def check_sizes(request: GenerationRequest) -> None:
+    """Refuse parameters with so many values that to write them as JSON would take long. Raises `ApiError` 400."""
+    values = [(name, getattr(request, name, None)) for name in WRITTEN]
+    if isinstance(request, ChatCompletionRequest):
+        calls = [call.function for message in request.messages for call in message.tool_calls or ()]
+        calls += [message.function_call for message in request.messages if message.function_call is not None]
+        values.append(("messages", [call.arguments for call in calls]))
+        values.append(("messages", "".join(call.arguments for call in calls if isinstance(call.arguments, str))))
+    for param, value in values:
+        if _has_more_values(value, MAX_VALUES):
+            raise invalid_value(param, f"Invalid value for '{param}': it has more than {MAX_VALUES} values.")
+
+
+def _has_more_values(value: Any, limit: int) -> bool:
+    """Whether `value`, which may be a text in JSON, has more values than `limit`."""
+    if isinstance(value, str):
+        return has_too_many_values(value.encode(errors="replace"), limit, limit)
+    return has_more_values(value, limit)
 
 
 def _contradictions(request: GenerationRequest) -> Iterator[tuple[str, bool, str]]:

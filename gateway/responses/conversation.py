@@ -3,6 +3,7 @@
 Knows items and the store; does not know chat messages or tokens.
 """
 
+import asyncio
 from collections.abc import Sequence
 
 from gateway.protocol.errors import ApiError, invalid_request, invalid_value
@@ -11,6 +12,7 @@ from gateway.responses.request import ResponseRequest
 from gateway.responses.store import NoConversation, ResponseStore
 
 MAX_BYTES = 16 * 2**20  # of the stored items that a response continues; as much as a body may have by default
+MANY_ITEMS = 256  # items that take several ms; more are worked on in a thread
 NOT_STORED = "This server stores no responses. Send the whole conversation as 'input' instead."
 
 
@@ -48,19 +50,28 @@ class Conversations:
         """
         given = [MessageItem(role="user", content=request.input)] if isinstance(request.input, str) else request.input
         referred = await self._referred([item.id for item in given if isinstance(item, ItemReference)], owner)
-        return [
-            referred[item.id]
-            if isinstance(item, ItemReference)
-            else item.kept(item_id(response_id, item.type, FIRST_INPUT + number))
-            for number, item in enumerate(given)
-        ]
+
+        def kept() -> list[Item]:
+            return [
+                referred[item.id]
+                if isinstance(item, ItemReference)
+                else item.kept(item_id(response_id, item.type, FIRST_INPUT + number))
+                for number, item in enumerate(given)
+            ]
+
+        return await asyncio.to_thread(kept) if len(given) > MANY_ITEMS else kept()
 
     async def _referred(self, ids: list[str], owner: str | None) -> dict[str, Item]:
         if not ids:
             return {}
         if self._store is None:
             raise invalid_value("input", NOT_STORED)
-        found = await self._store.items(ids, owner)
+        found = await self._store.items(ids, owner, MAX_BYTES)
+        if isinstance(found, NoConversation):
+            message = (
+                f"The responses of the referred items are larger than {MAX_BYTES} bytes. Send the items themselves."
+            )
+            raise invalid_request(message, "input", "context_length_exceeded")
         missing = next((item for item in ids if item not in found), None)
         if missing is not None:
             message = f"Item with id '{missing[:200]}' not found. Items are kept only of responses that are stored."

@@ -3,6 +3,7 @@
 Knows the request, the conversation that it continues, and how both become a chat; does not know tiers or admission.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from gateway.protocol.errors import ApiError
 from gateway.protocol.schemas import ChatCompletionRequest
 from gateway.responses.answer import ResponseAnswer, ResponseHead
 from gateway.responses.chat import chat_request, in_terms_of_responses
-from gateway.responses.conversation import Conversations, turns_of, without_turns_before
+from gateway.responses.conversation import MANY_ITEMS, Conversations, turns_of, without_turns_before
 from gateway.responses.items import RESPONSE_PREFIX, Item
 from gateway.responses.request import ResponseRequest
 from gateway.responses.run import ResponseRun
@@ -80,7 +81,7 @@ class NewResponse:
             if self._request.truncation == "auto":
                 self._prepared = await _longest_that_fits(self._request, conversation, prepare)
             else:
-                self._prepared = await prepare(chat_request(self._request, conversation))
+                self._prepared = await prepare(await _chat(self._request, conversation))
         return self._prepared
 
     def run(self, stream: ResponseStream) -> ResponseRun:
@@ -115,12 +116,17 @@ class NewResponse:
         return ResponseAnswer(head, lambda: self._clock.wall_ms() // 1000, report)
 
 
+async def _chat(request: ResponseRequest, items: list[Item]) -> ChatCompletionRequest:
+    make = partial(chat_request, request, items)
+    return await asyncio.to_thread(make) if len(items) > MANY_ITEMS else make()
+
+
 async def _longest_that_fits(request: ResponseRequest, conversation: list[Item], prepare: Prepare) -> PreparedRequest:
     """Return `conversation` as it is submitted, without the first turns that do not fit into the context."""
 
     async def attempt(start: int) -> PreparedRequest | ApiError:
         try:
-            return await prepare(chat_request(request, without_turns_before(conversation, start)))
+            return await prepare(await _chat(request, without_turns_before(conversation, start)))
         except ApiError as error:
             if error.code != "context_length_exceeded":
                 raise

@@ -108,18 +108,28 @@ class ResponseStore:
         turns = [msgspec.json.decode(found[i]) + msgspec.json.decode(found[i + 1]) for i in range(0, len(found), 2)]
         return [item for turn in reversed(turns) for item in turn]
 
-    async def items(self, item_ids: Sequence[str], owner: str | None) -> dict[str, Item]:
-        """Return the items of `owner` with these ids, by id. The responses to which they belong are kept for longer."""
+    async def items(
+        self, item_ids: Sequence[str], owner: str | None, max_bytes: int
+    ) -> dict[str, Item] | NoConversation:
+        """Return the items of `owner` with these ids, by id. The responses to which they belong are kept for longer.
+
+        Those responses are read one after the other, and may have `max_bytes` together.
+        """
         responses = dict.fromkeys(r for item in item_ids if (r := response_of_item(item)) is not None)
-        pipeline = self._redis.pipeline(transaction=False)
-        for response_id in responses:
-            pipeline.hmget(_record_key(response_id), ["owner", "output", "input"])
-            pipeline.pexpireat(_record_key(response_id), self._expires_ms())
-            pipeline.zadd(OF + (owner or ""), {response_id: self._expires_ms()}, xx=True)
         items: dict[str, Item] = {}
-        for own, *lists in (await pipeline.execute())[::3]:
-            if own is not None and text(own) == (owner or ""):
-                items |= {item["id"]: item for part in lists for item in msgspec.json.decode(part)}
+        for response_id in responses:
+            record = _record_key(response_id)
+            if text(await self._redis.hget(record, "owner") or "") != (owner or ""):
+                continue
+            pipeline = self._redis.pipeline(transaction=False)
+            pipeline.hmget(record, ["output", "input"])
+            pipeline.pexpireat(record, self._expires_ms())
+            pipeline.zadd(OF + (owner or ""), {response_id: self._expires_ms()}, xx=True)
+            parts = [part for part in (await pipeline.execute())[0] if part is not None]
+            max_bytes -= sum(map(len, parts))
+            if max_bytes < 0:
+                return NoConversation("too_long")
+            items |= {item["id"]: item for part in parts for item in msgspec.json.decode(part)}
         return {item: items[item] for item in item_ids if item in items}
 
     async def renew(self, response_ids: Sequence[str], lease_ms: int) -> set[str]:

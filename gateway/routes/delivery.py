@@ -18,7 +18,7 @@ from gateway.completion.service import AnyRequest
 from gateway.http.disconnect import CLIENT_CLOSED, ClientDisconnected, until_disconnect
 from gateway.http.sse import EventStreamResponse, Write
 from gateway.identity import ApiKey, ResolvedTier, demotion_of, patient_service_tier, resolve_tier
-from gateway.protocol.json_body import read_object
+from gateway.protocol.json_body import hold_object
 from gateway.protocol.schemas import ChatCompletionRequest, CompletionRequest, parse_generation
 from gateway.protocol.tier_synonyms import TTFT_HEADER, wished_service_tier
 from gateway.protocol.unknown_names import IGNORED_HEADER, header_value
@@ -35,9 +35,10 @@ async def deliver(
 
     If the request is refused, the function raises `ApiError` before any header is sent.
     """
-    body: AnyRequest = await read_object(request, partial(parse_generation, kind))
-    prepare = partial(gateway_of(request).completions.prepare, body)
-    return await send_answer(request, body, await submit(request, body, key, prepare))
+    body: AnyRequest
+    async with hold_object(request, partial(parse_generation, kind)) as body:
+        stream = await submit(request, body, key, partial(gateway_of(request).completions.prepare, body))
+    return await send_answer(request, body, stream)
 
 
 class Asked(Protocol):

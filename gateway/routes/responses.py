@@ -4,6 +4,7 @@ Translates between HTTP and the response service. An API key sees only its own r
 """
 
 import hashlib
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -15,7 +16,7 @@ from gateway.completion.response import PreparedRequest
 from gateway.http.sse import EventStreamResponse
 from gateway.identity import ApiKey, resolve_tier
 from gateway.protocol.errors import ApiError, invalid_request, invalid_value
-from gateway.protocol.json_body import read_object
+from gateway.protocol.json_body import hold_object
 from gateway.protocol.openapi import json_body
 from gateway.responses.creation import NewResponse
 from gateway.responses.request import ResponseRequest, parse_response_request
@@ -36,14 +37,19 @@ async def create_response(request: Request, key: Caller) -> Response:
 
     With `background`, the response object is sent at once, and the response is generated afterwards.
     """
+    async with AsyncExitStack() as body_held:
+        return await _answer(request, key, body_held)
+
+
+async def _answer(request: Request, key: ApiKey | None, body_held: AsyncExitStack) -> Response:
     digest = hashlib.sha256()
-    body = await read_object(request, parse_response_request, digest.update)
+    body = await body_held.enter_async_context(hold_object(request, parse_response_request, digest.update))
     service, owner = responses_of(request), key.name if key else None
     if body.stream and not body.background:
         if idempotency_key(request) is not None:
             message = "A stream cannot be repeated, so it has no Idempotency-Key, unless 'background' is true as well."
             raise invalid_request(message, "stream", "unsupported_parameter")
-        return await _create(request, body, key, service.new(body))
+        return await _create(request, body, key, service.new(body), body_held)
 
     if body.stream:
         service.check_followers(owner)  # before there is a response whose id would be lost
@@ -52,7 +58,7 @@ async def create_response(request: Request, key: Caller) -> Response:
         new = service.new(body)
         if body.background:
             return await _create_in_background(request, body, key, service, new)
-        return await _create(request, body, key, new)
+        return await _create(request, body, key, new, body_held)
 
     response = await once(request, owner, digest.hexdigest(), create)
     if not body.stream:
@@ -61,8 +67,11 @@ async def create_response(request: Request, key: Caller) -> Response:
     return _following(request, service, response_id, owner, after=-1, headers=headers_of(body))
 
 
-async def _create(request: Request, body: ResponseRequest, key: ApiKey | None, new: NewResponse) -> Response:
+async def _create(
+    request: Request, body: ResponseRequest, key: ApiKey | None, new: NewResponse, body_held: AsyncExitStack
+) -> Response:
     stream = await submit(request, body, key, new.prepare)
+    await body_held.aclose()
     return await send_answer(request, body, new.run(stream))
 
 
@@ -88,10 +97,10 @@ async def _create_in_background(
 @router.post("/v1/responses/input_tokens", openapi_extra=json_body(ResponseRequest))
 async def count_input_tokens(request: Request, key: Caller, owner: Owner) -> dict[str, Any]:
     """Count the tokens of the prompt that a response would have. Nothing is generated."""
-    body = await read_object(request, parse_response_request)
-    tier = resolve_tier(body.service_tier, key, gateway_of(request).tiers).tier
-    new = responses_of(request).new(body)
-    prepared = await new.prepare(tier=tier, service_tier="auto", request_id=request.state.request_id, owner=owner)
+    async with hold_object(request, parse_response_request) as body:
+        tier = resolve_tier(body.service_tier, key, gateway_of(request).tiers).tier
+        new = responses_of(request).new(body)
+        prepared = await new.prepare(tier=tier, service_tier="auto", request_id=request.state.request_id, owner=owner)
     return {"object": "response.input_tokens", "input_tokens": len(prepared.requests[0].prompt_token_ids)}
 
 

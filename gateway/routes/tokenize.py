@@ -13,8 +13,9 @@ from pydantic import Field
 from gateway.completion.openai_objects import encode_json
 from gateway.completion.prompts import ModelLimits, model_limits
 from gateway.completion.service import AnyRequest
+from gateway.identity import resolve_tier
 from gateway.protocol.errors import invalid_value, model_not_found
-from gateway.protocol.json_body import Body, parse, read_object
+from gateway.protocol.json_body import Body, hold_object, parse
 from gateway.protocol.openapi import json_body
 from gateway.protocol.schemas import (
     MAX_PROMPT_IDS,
@@ -47,8 +48,9 @@ class DetokenizeRequest(Body):
 async def tokenize(request: Request, key: Caller) -> Response:
     """Return the token ids of `prompt`, or of the prompt that the chat template makes of `messages`."""
     gateway = gateway_of(request)
-    body, with_strings = await read_object(request, partial(_parse_tokenize, gateway.model_names))
-    ids = await gateway.completions.encode(body)
+    async with hold_object(request, partial(_parse_tokenize, gateway.model_names)) as (body, with_strings):
+        tier = resolve_tier(None, key, gateway.tiers).tier
+        ids = await gateway.completions.encode(body, tier, key.name if key else None)
     strings = await gateway.tokenizer.token_strings(ids) if with_strings else None
     return _json(
         {"count": len(ids), "max_model_len": _limits(gateway).max_model_len, "tokens": ids, "token_strs": strings}
@@ -59,12 +61,9 @@ async def tokenize(request: Request, key: Caller) -> Response:
 async def detokenize(request: Request, key: Caller) -> Response:
     """Return the text of `tokens`, with special tokens."""
     gateway = gateway_of(request)
-    body = await read_object(request, partial(parse, DetokenizeRequest))
-    _check_model(gateway.model_names, body.model)
-    vocab_size = _limits(gateway).vocab_size
-    if max(body.tokens, default=0) >= vocab_size:
-        raise invalid_value("tokens", f"Invalid value for 'tokens': token ids must be less than {vocab_size}.")
-    return _json({"prompt": await gateway.tokenizer.decode(body.tokens)})
+    interpret = partial(_parse_detokenize, gateway.model_names, _limits(gateway).vocab_size)
+    async with hold_object(request, interpret) as body:
+        return _json({"prompt": await gateway.tokenizer.decode(body.tokens)})
 
 
 def _parse_tokenize(model_names: tuple[str, ...], body: dict[str, Any]) -> tuple[AnyRequest, bool]:
@@ -76,6 +75,14 @@ def _parse_tokenize(model_names: tuple[str, ...], body: dict[str, Any]) -> tuple
     kind: type[AnyRequest] = CompletionRequest if options.messages is None else ChatCompletionRequest
     rest = {name: value for name, value in body.items() if name != "return_token_strs"}
     return parse_generation(kind, {**rest, "model": model_names[0]}), options.return_token_strs
+
+
+def _parse_detokenize(model_names: tuple[str, ...], vocab_size: int, body: dict[str, Any]) -> DetokenizeRequest:
+    options = parse(DetokenizeRequest, body)
+    _check_model(model_names, options.model)
+    if max(options.tokens, default=0) >= vocab_size:
+        raise invalid_value("tokens", f"Invalid value for 'tokens': token ids must be less than {vocab_size}.")
+    return options
 
 
 def _check_model(model_names: tuple[str, ...], model: str | None) -> None:

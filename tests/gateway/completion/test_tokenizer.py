@@ -14,7 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from gateway.completion.tokenizer import INLINE_CHARS, MAX_PENDING, ChatTemplateError, TextTooLong, Tokenizer
+from gateway.completion.tokenizer import (
+    INLINE_CHARS,
+    MAX_PENDING,
+    ChatTemplateError,
+    TextTooLong,
+    Tokenizer,
+    Truncation,
+)
 from tests.gateway.stand import TEMPLATE, pretrained, tiny_tokenizer, token_ids
 
 MANY = 10**9
@@ -72,9 +79,29 @@ class Watched(Tokenizer):
         super().__init__(pretrained())
         self.threads: set[threading.Thread] = set()
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _encode(self, *args: Any) -> list[int]:
         self.threads.add(threading.current_thread())
-        return super()._encode(text, add_special_tokens)
+        return super()._encode(*args)
+
+
+@given(st.text(max_size=30), st.integers(1, 500), st.integers(1, 20), st.booleans())
+async def test_of_a_text_that_is_truncated_only_a_part_is_encoded(
+    text: str, repeats: int, num_tokens: int, keeps_first: bool
+) -> None:
+    text = (text + " tide") * repeats
+    [whole] = await tiny_tokenizer().encode([text], MANY)
+    truncation = Truncation(num_tokens, keeps_first)
+    [kept] = await tiny_tokenizer().encode([text], 100, truncation=truncation)
+    assert kept == (whole[:num_tokens] if keeps_first else whole[-num_tokens:])
+
+
+async def test_a_text_to_be_truncated_may_be_of_any_length() -> None:
+    """To encode all of it would take minutes."""
+    text = "tide " * 20_000_000
+    [first] = await tiny_tokenizer().encode([text], 2048, truncation=Truncation(7, keeps_first=True))
+    assert tuple(first) == token_ids("tide " * 10)[:7]
+    [too_many] = await tiny_tokenizer().encode([text], 2048, truncation=Truncation(2**31, keeps_first=False))
+    assert len(too_many) > 2048, "as many as the request asks for would not fit"
 
 
 @pytest.mark.parametrize(
@@ -167,7 +194,7 @@ async def test_load_from_a_directory(directory: Path, config: dict[str, Any] | N
 def test_no_torch(directory: Path) -> None:
     code = (
         "import sys; from gateway.completion.tokenizer import Tokenizer; import gateway.app;"
-        f"Tokenizer.load({str(directory)!r})._encode_chat([{{'role': 'user', 'content': 'a'}}], 99);"
+        f"Tokenizer.load({str(directory)!r})._render([{{'role': 'user', 'content': 'a'}}], {{}});"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -18,6 +18,7 @@ from starlette.types import Message
 from gateway.protocol import json_body
 from gateway.protocol.errors import ApiError, invalid_value
 from gateway.protocol.json_body import (
+    INLINE_CONTAINERS,
     INLINE_SIZE,
     MAX_CONTAINERS,
     MAX_VALUES,
@@ -170,6 +171,32 @@ async def test_clients_take_turns_at_the_parser() -> None:
     await asyncio.sleep(0)
     await asyncio.gather(*tasks, one("other"))
     assert order.index("other") <= 2, "no body waits for all of another client's"
+
+
+async def test_other_work_comes_between_bodies_with_many_objects() -> None:
+    reader, rounds = BodyReader(2**26), list[int]()
+    num_rounds = 0
+
+    def note(body: dict[str, Any]) -> None:
+        rounds.append(num_rounds)
+
+    data = b'{"a": [%s {}]}' % (b"{}," * INLINE_CONTAINERS)
+    tasks = [asyncio.create_task(read_object(request_with(data, reader=reader), note)) for _ in range(5)]
+    while not all(task.done() for task in tasks):
+        num_rounds += 1
+        await asyncio.sleep(0)
+    assert len(set(rounds)) == 5, "each in a round of its own"
+
+
+async def test_a_body_counts_until_it_is_released() -> None:
+    reader = BodyReader(1000)
+    body = b'{"a": "%s"}' % (b"x" * 600)
+    async with reader.hold(request_with(body), where) as (length, *_):
+        assert length == 600
+        with pytest.raises(ApiError) as error:
+            await reader.read(request_with(body), where)
+        assert error.value.status == 503
+    assert (await reader.read(request_with(body), where))[0] == 600
 
 
 async def test_other_work_in_processes_does_not_keep_bodies_waiting() -> None:
