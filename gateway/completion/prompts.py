@@ -14,6 +14,7 @@ from gateway.protocol.schemas import ChatCompletionRequest, CompletionRequest, m
 from scheduler.registry.worker_status import WorkerStatus
 
 DEFAULT_CONTEXT = 4096  # tokens; used if no worker is alive and the model's config has no context length
+MAX_PROMPT_LOGPROBS = 2**17  # of one answer; those of a prompt come at once, and to read so many takes 40 ms
 DEFAULT_COMPLETION_TOKENS = 16  # output tokens of /v1/completions without `max_tokens`, as in OpenAI's API
 
 
@@ -78,6 +79,18 @@ async def encode_only(
         return await _encode_chat(request, tokenizer, limits, template_values, run)
     [ids] = await _encode_texts(request, tokenizer, limits, run)
     return ids
+
+
+def check_prompt_logprobs(request: ChatCompletionRequest | CompletionRequest, prompts: list[Prompt]) -> None:
+    """Refuse a request whose answer would have too many log probabilities of the prompt. Raises `ApiError` 400."""
+    num_top = request.num_prompt_logprobs
+    if num_top is None:
+        return
+    total = (1 + num_top) * request.num_sequences * sum(len(prompt.token_ids) for prompt in prompts)
+    if total > MAX_PROMPT_LOGPROBS:
+        param = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
+        message = f"the prompt would have {total} log probabilities, {MAX_PROMPT_LOGPROBS} at most"
+        raise invalid_value(param, f"Invalid value for '{param}': {message}. Ask for fewer, or send shorter prompts.")
 
 
 async def _encode_chat(

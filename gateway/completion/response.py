@@ -4,11 +4,13 @@ Knows choices, the answer's format and the tier's timeout; does not know HTTP re
 owns its token stream: when the `ResponseStream` ends, the scheduler requests that have not finished are cancelled.
 """
 
+import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 import structlog
@@ -34,6 +36,10 @@ from scheduler.config import Tier
 from scheduler.request import UPSTREAM_REFUSED, WORKER_DIED, EventKind, JobPart, Receipt, Request, TokenEvent
 
 log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+INLINE_LOGPROBS = 2**12  # log probabilities, about 8 ms to write; more are written in a thread, off the event loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +172,8 @@ class ResponseStream:
                     outputs[choice.index].extend(piece)
         self._log_usage()
         choices = [(choice, outputs[choice.index]) for choice in self._choices.values()]
-        answer = self._prepared.answer.response(self._best_of(choices), self._usage())
+        write = partial(self._prepared.answer.response, self._best_of(choices), self._usage())
+        answer = await self._written(write, choices)
         return answer if self._prepared.receipt_for is None else {**answer, "tidegate": self._receipt()}
 
     def _best_of(self, choices: list[tuple[Choice, Piece]]) -> list[tuple[Choice, Piece]]:
@@ -193,7 +200,8 @@ class ResponseStream:
                 await write(first)
             while self._num_open:
                 silent_s = self._clock.now() - wrote_s
-                frames = self._frames(await self._advance(max(0.0, self._ping_s - silent_s)), chunks, opened)
+                pieces = await self._advance(max(0.0, self._ping_s - silent_s))
+                frames = await self._written(partial(self._frames, pieces, chunks, opened), pieces)
                 # New tokens may give no text yet: they may be a part of a character or of a possible stop string.
                 if not frames and self._clock.now() - wrote_s >= self._ping_s:
                     frames = PING
@@ -208,6 +216,16 @@ class ResponseStream:
         if last:
             await write(last)
         self._log_usage()
+
+    async def _written(self, write: Callable[[], T], pieces: Sequence[tuple[Choice, Piece]]) -> T:
+        """Return `write()`, which writes `pieces`. It is called in a thread if they report many log probabilities."""
+        sampling = self._prepared.requests[0].sampling
+        num_reported = 0
+        if sampling.logprobs is not None:
+            num_reported += (1 + sampling.logprobs) * sum(len(piece.tokens) for _, piece in pieces)
+        if sampling.prompt_logprobs is not None:
+            num_reported += (1 + sampling.prompt_logprobs) * sum(len(choice.prompt_logprobs) for choice, _ in pieces)
+        return await asyncio.to_thread(write) if num_reported > INLINE_LOGPROBS else write()
 
     @asynccontextmanager
     async def _generation(self) -> AsyncIterator[None]:

@@ -17,7 +17,7 @@ from gateway.completion.capabilities import check_supported
 from gateway.completion.metering import UNMETERED, Metering
 from gateway.completion.openai_objects import AnswerHead, ChatAnswer, TextAnswer
 from gateway.completion.prompt_threads import PromptThreads
-from gateway.completion.prompts import Prompt, encode_only, encode_prompts, model_limits
+from gateway.completion.prompts import Prompt, check_prompt_logprobs, encode_only, encode_prompts, model_limits
 from gateway.completion.response import Demotion, PreparedRequest, ResponseStream
 from gateway.completion.sampling import Constraints, check_token_ids, constraints_of, sampling_params
 from gateway.completion.sampling_defaults import SamplingDefaults
@@ -163,6 +163,7 @@ class CompletionService:
         output = await self._plan_output(request, run)
         constraints = await constraints_of(request, output.grammar, self._tokenizer, run)
         prompts = await encode_prompts(request, self._tokenizer, limits, output.template_values, run)
+        check_prompt_logprobs(request, prompts)
         options = request.stream_options
         include_usage = bool(options and options.include_usage)
 

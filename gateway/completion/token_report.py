@@ -1,11 +1,16 @@
 """The tokens of an answer in OpenAI's two formats of log probabilities, and in vLLM's format for those of the prompt.
 
+What is reported of a token becomes JSON at once: an answer may have a hundred thousand log probabilities, and to write
+them all in one step would stop everything else.
+
 Knows the formats and the texts of tokens; does not know how tokens are generated.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from engine.interface import TokenLogprobs
 from gateway.completion.token_text import TokenTexts, shown
@@ -39,7 +44,7 @@ class TokenReport:
             "text_offset": [token.text_offset for token in tokens],
         }
 
-    def prompt_logprobs(self, prompt: Sequence[TokenLogprobs]) -> list[dict[str, Any] | None] | None:
+    def prompt_logprobs(self, prompt: Sequence[TokenLogprobs]) -> list[msgspec.Raw | None] | None:
         """Return vLLM's `prompt_logprobs`; None if they were not requested.
 
         For each token of the prompt, they map the ids of this token and of the likeliest ones to their log
@@ -49,9 +54,9 @@ class TokenReport:
             return None
         return [None, *(self._prompt_entry(found, self.num_prompt_logprobs) for found in prompt)]
 
-    def _chat_entry(self, found: TokenLogprobs) -> dict[str, Any]:
+    def _chat_entry(self, found: TokenLogprobs) -> msgspec.Raw:
         top = [self._chat_token(token_id, logprob) for token_id, logprob in found.top[: self.num_logprobs]]
-        return self._chat_token(found.token_id, found.logprob) | {"top_logprobs": top}
+        return _json(self._chat_token(found.token_id, found.logprob) | {"top_logprobs": top})
 
     def _chat_token(self, token_id: int, logprob: float) -> dict[str, Any]:
         token = self.texts.bytes_of(token_id)
@@ -61,19 +66,25 @@ class TokenReport:
     def _text(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self.as_ids else shown(self.texts.bytes_of(token_id), "bytes:")
 
-    def _top(self, found: TokenLogprobs) -> dict[str, float]:
+    def _top(self, found: TokenLogprobs) -> msgspec.Raw:
         """Return the likeliest tokens, and the token itself even if it is not one of them, as OpenAI does."""
         top = {self._text(token_id): logprob for token_id, logprob in found.top[: self.num_logprobs]}
-        return top | {self._text(found.token_id): found.logprob}
+        return _json(top | {self._text(found.token_id): found.logprob})
 
-    def _prompt_entry(self, found: TokenLogprobs, num_top: int) -> dict[str, Any]:
+    def _prompt_entry(self, found: TokenLogprobs, num_top: int) -> msgspec.Raw:
         ranks = {token_id: rank for rank, (token_id, _) in enumerate(found.top, 1)}
         entries = {found.token_id: found.logprob} | dict(found.top[:num_top])
-        return {
-            str(token_id): {
-                "logprob": logprob,
-                "rank": ranks.get(token_id),
-                "decoded_token": shown(self.texts.bytes_of(token_id)),
+        return _json(
+            {
+                str(token_id): {
+                    "logprob": logprob,
+                    "rank": ranks.get(token_id),
+                    "decoded_token": shown(self.texts.bytes_of(token_id)),
+                }
+                for token_id, logprob in entries.items()
             }
-            for token_id, logprob in entries.items()
-        }
+        )
+
+
+def _json(value: dict[str, Any]) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))

@@ -3,7 +3,9 @@
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator
+import pickle
+import sys
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +29,7 @@ from gateway.protocol.json_body import (
     is_large,
     parse_json_object,
     read_object,
+    unpickled,
 )
 from gateway.protocol.schemas import ChatCompletionRequest, parse_generation
 from tests.waiting import until
@@ -74,6 +77,27 @@ async def test_requests_and_errors_come_back_from_the_other_process() -> None:
 
 def die(body: dict[str, Any]) -> None:
     os._exit(1)
+
+
+@pytest.fixture
+def switching_often() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("switching_often")
+async def test_a_thread_that_unpickles_lets_the_loop_run() -> None:
+    """If the call kept the GIL, the loop would run only before and after it."""
+    value = {"a": list(range(2_000_000)), "b": "x" * 1_000_000}
+    reading = asyncio.create_task(asyncio.to_thread(unpickled, pickle.dumps(value, pickle.HIGHEST_PROTOCOL)))
+    rounds = 0
+    while not reading.done():
+        await asyncio.sleep(0.001)
+        rounds += 1
+    assert reading.result() == value
+    assert rounds >= 5
 
 
 async def test_a_process_that_dies_fails_one_request_only() -> None:

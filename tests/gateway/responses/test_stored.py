@@ -9,6 +9,7 @@ import pytest
 from redis.asyncio import Redis
 
 from gateway.identity import Keyring
+from gateway.responses import conversation
 from gateway.responses.store import BYTES, NoRoom, ResponseStore
 from tests.gateway.offline import ShiftedClock, keyring
 from tests.gateway.stand import MODEL, Stand, running_stand, text_of
@@ -79,6 +80,20 @@ async def test_an_item_may_be_given_by_its_id(redis_client: Redis) -> None:
                 await stand.client.responses.create(model=MODEL, input=[{"type": "item_reference", "id": missing}])
     assert "assistant\nHello there!<|im_end|><|im_start|>user\ntwo" in prompt
     assert items.data[1].id == first.output[0].id
+
+
+async def test_the_responses_of_referred_items_are_bounded(
+    redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with storing(redis_client) as stand:
+        created = [await stand.client.responses.create(model=MODEL, input="x" * 90) for _ in range(3)]
+        references: Any = [{"type": "item_reference", "id": response.output[0].id} for response in created]
+        await stand.client.responses.create(model=MODEL, input=references)
+        monkeypatch.setattr(conversation, "MAX_BYTES", 700)
+        await stand.client.responses.create(model=MODEL, input=references[:1])
+        with pytest.raises(openai.BadRequestError) as caught:
+            await stand.client.responses.create(model=MODEL, input=references)
+    assert (caught.value.param, caught.value.code) == ("input", "context_length_exceeded")
 
 
 async def test_a_deleted_response_is_gone_also_for_its_conversation(redis_client: Redis) -> None:

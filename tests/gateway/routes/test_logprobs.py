@@ -1,11 +1,14 @@
 """Log probabilities, echo and token ids of both endpoints, streamed or not, through the official client."""
 
 import json
+import threading
 from typing import Any
 
 import pytest
 
 from engine.interface import FinishReason, TokenLogprobs
+from gateway.completion import prompts, response
+from gateway.completion.token_report import TokenReport
 from scheduler.request import Request, TokenEvent
 from tests.gateway.stand import MODEL, Stand, running_stand, token_by_token, token_ids
 from tests.waiting import until
@@ -257,3 +260,45 @@ async def test_a_stop_string_within_min_tokens_does_not_count() -> None:
         assert stand.worker.served[0].sampling.min_tokens == 3
     assert choice["text"] == "aba"
     assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_loop_does_not_write_many_log_probabilities(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: set[threading.Thread] = set()
+    written = TokenReport.text_logprobs
+
+    def watched(*args: Any) -> Any:
+        threads.add(threading.current_thread())
+        return written(*args)
+
+    monkeypatch.setattr(TokenReport, "text_logprobs", watched)
+    body = {"prompt": "The tide", "logprobs": 3, "echo": True, "stream": stream}
+    async with running_stand(answer("a b")) as stand:
+        few = (await stand.post("/v1/completions", {"model": MODEL, **body})).text
+        assert threads == {threading.main_thread()}
+        threads.clear()
+        monkeypatch.setattr(response, "INLINE_LOGPROBS", 4)
+        many = (await stand.post("/v1/completions", {"model": MODEL, **body})).text
+    assert any(thread is not threading.main_thread() for thread in threads)
+    assert stream or json.loads(many)["choices"] == json.loads(few)["choices"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "x" * 9, "prompt_logprobs": 1}, "prompt_logprobs"),
+        ("/v1/completions", {"prompt": "x" * 9, "logprobs": 1, "echo": True}, "logprobs"),
+        ("/v1/completions", {"prompt": ["x" * 5] * 2, "prompt_logprobs": 1}, "prompt_logprobs"),
+        ("/v1/chat/completions", {"messages": HI, "n": 3, "prompt_logprobs": 1}, "prompt_logprobs"),
+    ],
+)
+async def test_the_log_probabilities_of_prompts_are_bounded(
+    path: str, body: dict[str, Any], param: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "MAX_PROMPT_LOGPROBS", 16)
+    async with running_stand(answer("a")) as stand:
+        refused = await stand.post(path, {"model": MODEL, **body})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == param
+        accepted = await stand.post("/v1/completions", {"model": MODEL, "prompt": "x" * 8, "prompt_logprobs": 1})
+    assert accepted.status_code == 200
