@@ -26,7 +26,7 @@ Find = Callable[[str, str | None], Awaitable[StoredResponse | None]]
 
 
 class Announcer(Protocol):
-    """Who is told. `gateway.webhooks.service.WebhookService` describes the methods."""
+    """Tells an owner that an object has ended, as `gateway.webhooks.service.WebhookService` does."""
 
     def is_wanted(self, metadata: Mapping[str, str] | None, owner: str | None) -> bool: ...
 
