@@ -136,6 +136,8 @@ class Receipt:
 WORKER_DIED = "worker_died"
 # The code of a request that the server behind the worker (`engine.streaming`) has refused because of its content.
 UPSTREAM_REFUSED = "upstream_refused"
+# The code of a request whose log probabilities are more than a gateway can keep.
+ANSWER_TOO_LARGE = "answer_too_large"
 
 
 class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -263,6 +263,11 @@ class RequestState:
         self.num_reported, self.reported_s = len(self.output_token_ids), now
         return tokens
 
+    @property
+    def num_unsent_logprobs(self) -> int:
+        """The number of log probabilities of output tokens that have not been sent yet."""
+        return len(self.logprobs) * (1 + (self.request.sampling.logprobs or 0))
+
     def report_logprobs(self) -> tuple[tuple[TokenLogprobs, ...], tuple[TokenLogprobs, ...]]:
         """Return the log probabilities of output and prompt that have not been sent yet, and forget them."""
         found = tuple(self.logprobs), tuple(self.prompt_logprobs)

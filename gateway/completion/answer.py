@@ -5,7 +5,7 @@ format of /v1/responses. Knows choices and pieces; does not know how tokens beco
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from gateway.completion.choice import Choice
 from gateway.completion.openai_objects import Usage
@@ -14,6 +14,8 @@ from gateway.output.piece import Piece
 
 class StreamEncoder(Protocol):
     """An encoder of the frames of one stream. `usage` is given only if every frame must report the usage so far."""
+
+    keeps_tokens: ClassVar[bool]  # whether its last frames repeat what is reported of all tokens
 
     def begin(self) -> bytes:
         """Return the frames that are sent at once, before there is any output."""

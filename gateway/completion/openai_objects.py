@@ -6,7 +6,7 @@ gateway. The parts that all chunks of a stream have in common are therefore enco
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -138,6 +138,8 @@ class ChunkEncoder:
 
     If `usage_key` is true, every chunk has the key `usage`. Its value is null if the caller gives no usage.
     """
+
+    keeps_tokens: ClassVar = False
 
     def __init__(
         self,

@@ -33,7 +33,16 @@ from gateway.protocol.errors import ApiError, given_up, internal_error, invalid_
 from scheduler.client.token_stream import TokenStream
 from scheduler.clock import Clock
 from scheduler.config import Tier
-from scheduler.request import UPSTREAM_REFUSED, WORKER_DIED, EventKind, JobPart, Receipt, Request, TokenEvent
+from scheduler.request import (
+    ANSWER_TOO_LARGE,
+    UPSTREAM_REFUSED,
+    WORKER_DIED,
+    EventKind,
+    JobPart,
+    Receipt,
+    Request,
+    TokenEvent,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -210,6 +219,8 @@ class ResponseStream:
                 if frames:
                     await write(frames)
                     wrote_s = self._clock.now()
+                if not (chunks.keeps_tokens or self._account.keeps_events):
+                    self._tokens.forget_taken()
         end = chunks.end(self._usage())
         # A format without an end of its own reports it later, with the receipt.
         last = self._with_receipt(held + end) if end else held
@@ -286,8 +297,8 @@ class ResponseStream:
                 raise invalid_request(f"The output cannot have the requested format: {event.error}.")
             if event.code == WORKER_DIED:
                 raise given_up(event.error)
-            if event.code == UPSTREAM_REFUSED:
-                raise invalid_request(event.error, code=UPSTREAM_REFUSED)
+            if event.code in (UPSTREAM_REFUSED, ANSWER_TOO_LARGE):
+                raise invalid_request(event.error, code=event.code)
             log.warning("generation_failed", sequence=event.request_id, reason=event.error)
             raise internal_error("The generation was interrupted by an error of the server.")
         if event.kind is EventKind.UNAVAILABLE:

@@ -5,7 +5,7 @@ Knows OpenAI's names and the request that the object repeats; does not know the 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from gateway.completion.choice import Choice
 from gateway.completion.openai_objects import Usage, encode_json
@@ -129,6 +129,8 @@ class ResponseEvents:
 
     `end` gives no frames: the response is stored first, and `last` gives the event that reports its end.
     """
+
+    keeps_tokens: ClassVar = True  # the whole response is reported at its end
 
     def __init__(self, answer: ResponseAnswer) -> None:
         self._answer = answer

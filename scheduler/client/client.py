@@ -14,6 +14,7 @@ from redis.exceptions import TimeoutError as StoreSilent
 
 from scheduler.client import rejection
 from scheduler.client.admission import Admission, Ticket
+from scheduler.client.held_logprobs import MAX_LOGPROBS, HeldLogprobs
 from scheduler.client.rejection import Rejected
 from scheduler.client.token_stream import TokenStream
 from scheduler.clock import Clock
@@ -49,8 +50,12 @@ class SchedulerClient:
         clock: Clock,
         gateway_id: str,
         draw: Callable[[], float] = random.random,
+        max_logprobs: int = MAX_LOGPROBS,
     ) -> None:
-        """`draw` returns numbers from 0 to 1; they distribute the returns of clients that are refused."""
+        """`draw` returns numbers from 0 to 1; they distribute the returns of clients that are refused.
+
+        `max_logprobs` is how many log probabilities all streams may hold.
+        """
         self._queue = queue
         self._events = events
         self._registry = registry
@@ -60,6 +65,7 @@ class SchedulerClient:
         self._admission = Admission(tiers)
         self.gateway_id = gateway_id
         self._open: dict[str, TokenStream] = {}  # the stream of each request that has had no last event, by request id
+        self._held_logprobs = HeldLogprobs(max_logprobs)
         self._being_put: set[str] = set()  # ids of open requests whose `put` has not returned yet
         self._missing: set[str] = set()  # ids of open requests that the queue did not know at the last check
         # Ids of requests ended by `fail_open`. A worker may still run them, so `close` cancels them.
@@ -195,7 +201,7 @@ class SchedulerClient:
         ticket = self._admission.begin(requests, self._clock.now(), self._clock.wall_ms())
         if isinstance(ticket, Rejected):
             return ticket
-        stream = TokenStream(self.cancel, requests)
+        stream = TokenStream(self.cancel, requests, self._held_logprobs)
         reply = await self._put(ticket, stream)
         return ticket.settle(reply) or stream
 

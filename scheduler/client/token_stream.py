@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Self
 
-from scheduler.request import EventKind, Request, TokenEvent
+from scheduler.client.held_logprobs import HeldLogprobs, num_logprobs
+from scheduler.request import ANSWER_TOO_LARGE, EventKind, Request, TokenEvent
 
 Cancel = Callable[[Sequence[str]], Awaitable[None]]
 
@@ -19,13 +20,18 @@ class TokenStream:
     Use it as `async with stream: await stream.take(timeout_s)`, or event by event with `async for event in stream`.
     Each request gets its tokens in order, without gaps or repeats, and exactly one last event. Leaving the `async with`
     block early cancels the unfinished requests.
+
+    If the log probabilities take too much memory, a request ends with a last event that says so. They count in `held`
+    until they are forgotten, or the block ends.
     """
 
-    def __init__(self, cancel: Cancel, requests: Sequence[Request]) -> None:
+    def __init__(self, cancel: Cancel, requests: Sequence[Request], held: HeldLogprobs | None = None) -> None:
         self._cancel = cancel
+        self._held = held or HeldLogprobs()
+        self._num_logprobs = 0  # of this stream in `held`
         self._received: dict[str, list[int]] = {r.id: [] for r in requests}
         self._unfinished = set(self._received)
-        self._diverged: list[str] = []  # ids of requests that this stream has failed and must still cancel
+        self._failed: list[str] = []  # ids of requests that this stream has failed and must still cancel
         self._events: list[TokenEvent] = []  # events that were not taken yet
         self._changed = asyncio.Event()
 
@@ -35,8 +41,12 @@ class TokenStream:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._unfinished or self._diverged:
-            await asyncio.shield(self._cancel(sorted({*self._unfinished, *self._diverged})))
+        unfinished = sorted({*self._unfinished, *self._failed})
+        self._unfinished.clear()
+        self._events.clear()
+        self.forget_taken()
+        if unfinished:
+            await asyncio.shield(self._cancel(unfinished))
 
     def __aiter__(self) -> AsyncIterator[TokenEvent]:
         return self
@@ -44,7 +54,7 @@ class TokenStream:
     async def __anext__(self) -> TokenEvent:
         if not await self._wait():
             raise StopAsyncIteration
-        await self._cancel_diverged()
+        await self._cancel_failed()
         return self._events.pop(0)
 
     async def take(self, timeout_s: float | None = None) -> list[TokenEvent]:
@@ -59,9 +69,15 @@ class TokenStream:
                     raise EOFError("the token stream has ended")
         except TimeoutError:
             return []
-        await self._cancel_diverged()
+        await self._cancel_failed()
         events, self._events = self._events, []
         return events
+
+    def forget_taken(self) -> None:
+        """Note that the log probabilities of all events that were taken are no longer in memory."""
+        left = sum(map(num_logprobs, self._events))
+        self._held.give_back(self._num_logprobs - left)
+        self._num_logprobs = left
 
     async def cancel(self, request_id: str) -> None:
         """Stop one request that needs no more tokens, for example after a stop string matched.
@@ -78,9 +94,10 @@ class TokenStream:
         """Add `event` to the stream, without the tokens that were received before."""
         if event.request_id not in self._unfinished:
             return
-        new = self._fail(event.request_id) if self._diverges(event) else self._without_repeats(event)
+        new = self._fail_diverged(event.request_id) if self._diverges(event) else self._without_repeats(event)
         if not (new.token_ids or new.is_last):
             return
+        new = self._hold(new)
         if new.is_last:
             self._unfinished.discard(event.request_id)
         self._events.append(new)
@@ -93,10 +110,29 @@ class TokenStream:
             await self._changed.wait()
         return bool(self._events)
 
-    async def _cancel_diverged(self) -> None:
-        if self._diverged:
-            diverged, self._diverged = self._diverged, []
-            await self._cancel(diverged)
+    async def _cancel_failed(self) -> None:
+        if self._failed:
+            failed, self._failed = self._failed, []
+            await self._cancel(failed)
+
+    def _hold(self, event: TokenEvent) -> TokenEvent:
+        """Count the log probabilities of `event` and return it. If they are too many, return the request's failure."""
+        count = num_logprobs(event)
+        if not count:
+            return event
+        if self._held.has_room(self._num_logprobs, count):
+            self._held.take(count)
+            self._num_logprobs += count
+            return event
+        self._failed.append(event.request_id)
+        if 3 * (self._num_logprobs + count) <= self._held.limit:
+            text = "The log probabilities of other answers take the memory that this one needs."
+            return TokenEvent(event.request_id, EventKind.UNAVAILABLE, event.index, error=text)
+        text = (
+            f"The answer has more log probabilities than the server can keep, which are {self._held.limit} for all. Ask"
+            " for fewer tokens, choices or log probabilities, or read it as a stream."
+        )
+        return TokenEvent(event.request_id, EventKind.FAILED, event.index, error=text, code=ANSWER_TOO_LARGE)
 
     def _overlap(self, event: TokenEvent) -> list[int]:
         """Return the tokens already received at the positions that `event` covers."""
@@ -111,8 +147,8 @@ class TokenStream:
         overlap = self._overlap(event)
         return list(event.token_ids[: len(overlap)]) != overlap or event.index > len(self._received[event.request_id])
 
-    def _fail(self, request_id: str) -> TokenEvent:
-        self._diverged.append(request_id)
+    def _fail_diverged(self, request_id: str) -> TokenEvent:
+        self._failed.append(request_id)
         text = "The generation was interrupted and could not be continued."
         return TokenEvent(request_id, EventKind.FAILED, index=len(self._received[request_id]), error=text)
 

@@ -51,6 +51,7 @@ from gateway.tasks.endings import Endings
 from gateway.tasks.service import TaskService
 from gateway.webhooks.service import WebhookService
 from scheduler.client.client import SchedulerClient
+from scheduler.client.held_logprobs import MAX_LOGPROBS
 from scheduler.clock import Clock, SystemClock
 from scheduler.config import TierSet, parse_tiers
 from scheduler.events.memory import MemoryEventChannel
@@ -269,6 +270,7 @@ async def running_stand(
     batch_tracer: BatchTracer | None = None,
     console: bool = True,
     data_dir: Path | None = None,
+    max_logprobs: int = MAX_LOGPROBS,
 ) -> AsyncIterator[Stand]:
     """Run a gateway.
 
@@ -282,7 +284,9 @@ async def running_stand(
     queue, events, registry = MemoryQueue(clock), MemoryEventChannel(), MemoryWorkerRegistry(clock, ttl_s=600)
     script = answer_with(script) if isinstance(script, str) else script
     worker = ScriptedWorker(queue.for_worker("w1"), events, registry, script, capacity)
-    client = SchedulerClient(queue, events, registry, tiers, clock, "gateway-1", draw=lambda: 0.0)
+    client = SchedulerClient(
+        queue, events, registry, tiers, clock, "gateway-1", draw=lambda: 0.0, max_logprobs=max_logprobs
+    )
     metrics, names = GatewayMetrics(), (MODEL, "alias", *adapters)
     key_limits = usage = metering = None
     if metered is not None:

@@ -302,3 +302,21 @@ async def test_the_log_probabilities_of_prompts_are_bounded(
         assert refused.json()["error"]["param"] == param
         accepted = await stand.post("/v1/completions", {"model": MODEL, "prompt": "x" * 8, "prompt_logprobs": 1})
     assert accepted.status_code == 200
+
+
+async def test_an_answer_with_too_many_log_probabilities_is_refused_and_a_stream_of_it_comes() -> None:
+    body = {"model": MODEL, "messages": HI, "logprobs": True, "top_logprobs": 4}
+    text = "the tide comes in, and the tide goes out"
+    num_logprobs = 5 * (len(token_ids(text)) + 1)
+    async with running_stand(answer(text, END), max_logprobs=num_logprobs) as stand:
+        refused = await stand.post("/v1/chat/completions", body)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"]) == (400, "answer_too_large"), refused.text
+        assert "as a stream" in error["message"]
+        for _ in range(3):  # what was sent takes no room
+            streamed = await chunks_of(stand, "/v1/chat/completions", body)
+            assert "".join(c["choices"][0]["delta"].get("content") or "" for c in streamed) == text
+        assert (await stand.post("/v1/chat/completions", {**body, "max_tokens": 4})).status_code == 200
+        asked = {"model": MODEL, "input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": 4}
+        failed = await stand.post("/v1/responses", asked)  # its end repeats all of them
+        assert (failed.status_code, failed.json()["error"]["code"]) == (400, "answer_too_large"), failed.text

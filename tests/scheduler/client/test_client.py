@@ -18,12 +18,13 @@ from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.heartbeat_monitor import CHECK_S
 from scheduler.registry.memory import MemoryWorkerRegistry
 from scheduler.registry.worker_status import TierCapacity, TierStatus, WorkerStatus
-from scheduler.request import EventKind, Request, TokenEvent
+from scheduler.request import ANSWER_TOO_LARGE, EventKind, Request, TokenEvent
 from scheduler.virtual_time import VirtualClock
 from scheduler.worker.step_loop import STUCK_S
 from tests.scheduler.builders import make_request, make_tiers
 from tests.scheduler.world import run_bounded
 
+MAX_LOGPROBS = 30  # of all streams: one alone may hold 20
 HEARTBEAT_S = 1.0  # seconds between two announcements of a worker
 
 
@@ -42,7 +43,9 @@ class Stage:
         tiers = make_tiers(realtime={"queue_limit": 4})
         self.share = 0.0  # of the spread, at which refused clients come back
         parts = (self.queue, self.events, self.registry)
-        self.client = SchedulerClient(*parts, tiers, self.clock, "gateway", draw=lambda: self.share)
+        self.client = SchedulerClient(
+            *parts, tiers, self.clock, "gateway", draw=lambda: self.share, max_logprobs=MAX_LOGPROBS
+        )
         self.status = WorkerStatus("w", ("model",), 512, 1000, 0, tiers={"realtime": TierStatus()})
 
     async def announce(self, **tiers: TierStatus) -> None:
@@ -169,6 +172,55 @@ def test_repeats_lose_their_log_probabilities_in_step_with_their_tokens() -> Non
         stream = await stage.submit(make_request("r"))
         await stage.tell(scored(0, 5), scored(1, 6), scored(0, 5), scored(0, 5, 6, 7), finished(3, 8))
         assert await received(stream) == [scored(0, 5), scored(1, 6), scored(2, 7), finished(3, 8)]
+
+    play(story)
+
+
+def scored(index: int, count: int, of: str = "r") -> TokenEvent:
+    """Return an event with `count` tokens, of which each has one log probability."""
+    found = tuple(TokenLogprobs(token_id, -1.0) for token_id in range(index, index + count))
+    return TokenEvent(of, EventKind.TOKENS, index, tuple(range(index, index + count)), logprobs=found)
+
+
+def test_an_answer_with_more_log_probabilities_than_fit_fails_and_its_work_is_cancelled() -> None:
+    async def story(stage: Stage) -> None:
+        async with await stage.submit(make_request("r")) as stream:
+            await stage.queue.for_worker("w").claim({"realtime": 1}, 10.0)
+            await stage.tell(scored(0, 12), scored(12, 8), scored(20, 1), scored(21, 1))
+            events = [event async for event in stream]
+        assert [event.index for event in events] == [0, 12, 20]
+        assert (events[-1].kind, events[-1].code) == (EventKind.FAILED, ANSWER_TOO_LARGE)
+        assert stage.queue.cancelled() == ["r"]
+
+    play(story)
+
+
+def test_an_answer_for_which_others_leave_no_room_is_told_to_come_again() -> None:
+    async def story(stage: Stage) -> None:
+        async with await stage.submit(make_request("large")), await stage.submit(make_request("small")) as small:
+            await stage.tell(scored(0, 20, "large"), scored(0, 6, "small"), scored(6, 1, "small"))
+            await stage.clock.sleep(0.1)
+            taken = await small.take()
+            assert [(e.kind, e.code) for e in taken] == [(EventKind.TOKENS, ""), (EventKind.UNAVAILABLE, "")]
+
+    play(story)
+
+
+def test_what_was_sent_to_the_client_or_ended_takes_no_room() -> None:
+    async def story(stage: Stage) -> None:
+        async with await stage.submit(make_request("r")) as stream:
+            for index in range(0, 105, 15):
+                await stage.tell(scored(index, 10))
+                assert await stream.take() == [scored(index, 10)]
+                await stage.tell(scored(index + 10, 5))  # these are still here when the others are forgotten
+                await stage.clock.sleep(0.1)
+                stream.forget_taken()
+                assert await stream.take() == [scored(index + 10, 5)]
+            await stage.tell(finished(105))
+        for name in ("a", "b", "c"):
+            async with await stage.submit(make_request(name)) as stream:
+                await stage.tell(scored(0, 20, name))
+                assert await stream.take() == [scored(0, 20, name)]
 
     play(story)
 

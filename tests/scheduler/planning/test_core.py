@@ -9,6 +9,7 @@ from engine.interface import FinishReason, SequenceFailure, StepResult, TokenLog
 from engine.step_time.cost import StepCost, StepWork
 from engine.step_time.model import StepTimeModel
 from scheduler.planning.claims import PREFETCH
+from scheduler.planning.step_report import MAX_UNSENT_LOGPROBS
 from scheduler.request import Claimed, Delivery, EventKind, Lease, TokenEvent
 from scheduler.request_state import Status
 from scheduler.virtual_time import EPOCH_MS
@@ -476,6 +477,25 @@ def test_delivery_at_the_end_is_one_event() -> None:
     stepped.run()
     [event] = stepped.events
     assert (event.kind, event.index, list(event.token_ids)) == (EventKind.FINISHED, 0, expected_tokens(request))
+
+
+def test_delivery_at_the_end_comes_in_parts_if_it_has_many_log_probabilities() -> None:
+    stepped = SteppedCore()
+    num_top = MAX_UNSENT_LOGPROBS // 2  # so that two tokens are a part
+    stepped.accept(make_request("r", "bulk", max_tokens=5, delivery=Delivery.AT_END, logprobs=num_top))
+    events: list[TokenEvent] = []
+    while not events or not events[-1].is_last:
+        stepped.submit()
+        result = run_now(stepped.engine.collect())
+        [output] = result.outputs
+        found = tuple(TokenLogprobs(token_id, -1.0) for token_id in output.token_ids)
+        report = stepped.core.apply(replace(result, outputs=(replace(output, logprobs=found),)), stepped.now)
+        events += [event for of in report.events.values() for event in of]
+    assert [(e.kind, e.index, len(e.token_ids), len(e.logprobs)) for e in events] == [
+        (EventKind.TOKENS, 0, 2, 2),
+        (EventKind.TOKENS, 2, 2, 2),
+        (EventKind.FINISHED, 4, 1, 1),
+    ]
 
 
 def test_events_are_grouped_by_gateway() -> None:
