@@ -6,7 +6,7 @@ an answer of 1,024 choices has millions. Knows counts; does not know streams.
 
 from scheduler.request import TokenEvent
 
-MAX_LOGPROBS = 2**21  # of all streams together; about 200 bytes each, as objects and as JSON
+MAX_LOGPROBS = 2**22  # of all streams together; about 200 bytes each, as objects and as JSON
 
 
 class HeldLogprobs:

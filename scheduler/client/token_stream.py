@@ -21,8 +21,8 @@ class TokenStream:
     Each request gets its tokens in order, without gaps or repeats, and exactly one last event. Leaving the `async with`
     block early cancels the unfinished requests.
 
-    If the log probabilities take too much memory, a request ends with a last event that says so. They count in `held`
-    until they are forgotten, or the block ends.
+    If the log probabilities take too much memory, the stream ends with an event of one request that says so. They count
+    in `held` until they are forgotten, or the block ends.
     """
 
     def __init__(self, cancel: Cancel, requests: Sequence[Request], held: HeldLogprobs | None = None) -> None:
@@ -124,8 +124,12 @@ class TokenStream:
             self._held.take(count)
             self._num_logprobs += count
             return event
-        self._failed.append(event.request_id)
-        if 3 * (self._num_logprobs + count) <= self._held.limit:
+        is_large = 3 * (self._num_logprobs + count) > self._held.limit
+        self._failed += sorted({*self._unfinished, event.request_id})  # the answer is for nothing without this request
+        self._unfinished.clear()
+        self._events.clear()
+        self.forget_taken()
+        if not is_large:
             text = "The log probabilities of other answers take the memory that this one needs."
             return TokenEvent(event.request_id, EventKind.UNAVAILABLE, event.index, error=text)
         text = (

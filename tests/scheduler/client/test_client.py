@@ -184,13 +184,15 @@ def scored(index: int, count: int, of: str = "r") -> TokenEvent:
 
 def test_an_answer_with_more_log_probabilities_than_fit_fails_and_its_work_is_cancelled() -> None:
     async def story(stage: Stage) -> None:
-        async with await stage.submit(make_request("r")) as stream:
-            await stage.queue.for_worker("w").claim({"realtime": 1}, 10.0)
-            await stage.tell(scored(0, 12), scored(12, 8), scored(20, 1), scored(21, 1))
-            events = [event async for event in stream]
-        assert [event.index for event in events] == [0, 12, 20]
-        assert (events[-1].kind, events[-1].code) == (EventKind.FAILED, ANSWER_TOO_LARGE)
-        assert stage.queue.cancelled() == ["r"]
+        async with await stage.submit(make_request("r"), make_request("s")) as stream:
+            await stage.queue.for_worker("w").claim({"realtime": 2}, 10.0)
+            await stage.tell(scored(0, 12), scored(0, 8, "s"))
+            assert await stream.take() == [scored(0, 12), scored(0, 8, "s")]
+            await stage.tell(scored(12, 1), scored(13, 1), scored(8, 1, "s"))
+            [event] = [event async for event in stream]
+        assert (event.request_id, event.index) == ("r", 12)
+        assert (event.kind, event.code) == (EventKind.FAILED, ANSWER_TOO_LARGE)
+        assert sorted(stage.queue.cancelled()) == ["r", "s"] and stage.client.num_open == 0
 
     play(story)
 
@@ -198,10 +200,14 @@ def test_an_answer_with_more_log_probabilities_than_fit_fails_and_its_work_is_ca
 def test_an_answer_for_which_others_leave_no_room_is_told_to_come_again() -> None:
     async def story(stage: Stage) -> None:
         async with await stage.submit(make_request("large")), await stage.submit(make_request("small")) as small:
-            await stage.tell(scored(0, 20, "large"), scored(0, 6, "small"), scored(6, 1, "small"))
-            await stage.clock.sleep(0.1)
-            taken = await small.take()
-            assert [(e.kind, e.code) for e in taken] == [(EventKind.TOKENS, ""), (EventKind.UNAVAILABLE, "")]
+            await stage.tell(scored(0, 20, "large"), scored(0, 6, "small"))
+            assert await small.take() == [scored(0, 6, "small")]
+            await stage.tell(scored(6, 1, "small"))
+            [refused] = await small.take()
+            assert (refused.kind, refused.code) == (EventKind.UNAVAILABLE, "")
+            async with await stage.submit(make_request("next")) as after:  # what was refused has made room at once
+                await stage.tell(scored(0, 6, "next"))
+                assert await after.take() == [scored(0, 6, "next")]
 
     play(story)
 
