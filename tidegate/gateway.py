@@ -5,7 +5,6 @@ error.
 """
 
 import asyncio
-import gc
 import secrets
 import socket
 import sys
@@ -74,6 +73,7 @@ from tidegate.listening import CannotListen, listen
 from tidegate.notify import report_life
 from tidegate.process import (
     SWITCH_INTERVAL_S,
+    freeze_heap,
     gateway_name,
     hangup_calls,
     ignore_hangup,
@@ -351,8 +351,7 @@ async def _serve(
         if certificate is not None:
             reload_certificate(certificate)
 
-    gc.collect()
-    gc.freeze()  # what the start has made stays; looking through it again and again would hold up streams
+    freeze_heap()
     log.info("the gateway serves", host=settings.host, port=port, tls=certificate is not None)
     try:
         with signals_call(drain), hangup_calls(reload, drain):

@@ -31,7 +31,7 @@ from scheduler.store import connection
 from scheduler.tasks.queue import TaskQueue
 from tidegate.background import Background
 from tidegate.notify import report_life
-from tidegate.process import hangup_calls, ignore_hangup, signals_call, worker_name
+from tidegate.process import freeze_heap, hangup_calls, ignore_hangup, signals_call, worker_name
 from tidegate.settings import WorkerSettings
 from tidegate.supervisor import EX_CONFIG
 from tidegate.tracing.start import TracingError, traced
@@ -86,6 +86,7 @@ async def _serve(
                 beat = TaskHeartbeat(registry, queue, metrics, clock, worker_id, endpoint.name, settings.batch)
                 return BatchLoop(endpoint, policy, queue, beat, metrics, clock, worker_id, tracer)
 
+            freeze_heap()
             log.info("the worker serves", endpoint=endpoint.name, batch=settings.batch)
             background = Background()
             with hangup_calls(lambda: background.start(changes.reload_on_signal()), ending):

@@ -50,7 +50,7 @@ from tidegate.background import Background
 from tidegate.gpu import gpu_reader
 from tidegate.logs import is_for_people
 from tidegate.notify import report_life
-from tidegate.process import SWITCH_INTERVAL_S, hangup_calls, ignore_hangup, signals_call, worker_name
+from tidegate.process import SWITCH_INTERVAL_S, freeze_heap, hangup_calls, ignore_hangup, signals_call, worker_name
 from tidegate.settings import WorkerSettings
 from tidegate.start_progress import StartProgress
 from tidegate.supervisor import EX_CONFIG
@@ -209,6 +209,7 @@ async def _serve_loops(
 
     `is_stuck` says whether the supervisor should replace this process.
     """
+    freeze_heap()
     async with connection.connect(str(settings.redis_url)) as redis:
         tier_store, name = TierStore(redis), worker_name(identity.worker_id)
         follower = TierFollower(tier_store, subject, name, tiers, settings.tiers_path, clock)

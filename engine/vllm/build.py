@@ -41,6 +41,7 @@ def build_vllm_stepper(config: EngineConfig, progress: Progress = NO_PROGRESS) -
     stepper = VllmStepper(info, executor, constraints, prefix_cache=config.prefix_cache)
     with progress.phase("compiling log probabilities"):
         _compile_logprobs(stepper)
+    executor.freeze_heaps()
     return stepper
 
 

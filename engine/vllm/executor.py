@@ -17,7 +17,7 @@ from engine.config import EngineStartError
 from engine.sequences.sequence_table import Chunk
 from engine.vllm.batch import Batch, Sampled
 from engine.vllm.messages import Messages, decode
-from engine.vllm.worker import COMPUTE_STEP
+from engine.vllm.worker import COMPUTE_STEP, FREEZE_HEAP
 
 LOOK_MS = 10  # longest time between two looks for the answer of a worker process
 
@@ -63,6 +63,10 @@ class VllmExecutor:
         computed = self._executor.execute_model(step, non_block=True)
         sampled = self._executor.sample_tokens(grammar, non_block=True)
         return self._thread.submit(lambda: _wait(computed, sampled, batch.chunks))
+
+    def freeze_heaps(self) -> None:
+        """Let garbage collections in the workers leave out what their start has made."""
+        self._executor.collective_rpc(FREEZE_HEAP)
 
     def close(self) -> None:
         self._thread.submit(self._executor.shutdown).result()

@@ -1,4 +1,4 @@
-"""Signals of a process."""
+"""Signals of a process, and its heap."""
 
 import os
 import pty
@@ -51,3 +51,26 @@ subprocess.run([sys.executable, "-c", {child!r}])
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split("\n")[:2] == ["512", "(512, 512)"]
+
+
+HEAP = """
+import gc, weakref
+from tidegate.process import freeze_heap
+
+class Cycle:
+    def __init__(self):
+        self.itself = self
+
+garbage = weakref.ref(Cycle())
+made = [Cycle() for _ in range(1000)]
+freeze_heap()
+print(garbage() is None, not any(isinstance(o, Cycle) for o in gc.get_objects()), gc.isenabled())
+later = weakref.ref(Cycle())
+gc.collect()
+print(later() is None, len(made))
+"""
+
+
+def test_collections_leave_out_what_the_start_has_made_and_still_find_later_garbage() -> None:
+    said = subprocess.run([sys.executable, "-c", HEAP], capture_output=True, text=True, check=True, timeout=60)
+    assert said.stdout == "True True True\nTrue 1000\n"
