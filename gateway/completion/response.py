@@ -19,6 +19,7 @@ from engine.interface import GRAMMAR_FAILED
 from gateway.completion.answer import Answer, StreamEncoder
 from gateway.completion.answer_options import AnswerOptions
 from gateway.completion.choice import Choice
+from gateway.completion.loop_turns import LoopTurns
 from gateway.completion.metering import UNMETERED, Account
 from gateway.completion.openai_objects import Usage
 from gateway.completion.receipt import receipt_object, with_receipt
@@ -37,6 +38,7 @@ from scheduler.request import (
     ANSWER_TOO_LARGE,
     UPSTREAM_REFUSED,
     WORKER_DIED,
+    Delivery,
     EventKind,
     JobPart,
     Receipt,
@@ -121,6 +123,7 @@ class ResponseStream:
     """One answer while it is generated. Call either `respond` or `stream`, and only once.
 
     `ping_s` is the longest silence of a stream in seconds. After such a silence, a comment is sent as keep-alive.
+    Answers whose tokens come all at once are written in `turns`.
     """
 
     def __init__(
@@ -130,6 +133,7 @@ class ResponseStream:
         tokenizer: Tokenizer,
         clock: Clock,
         ping_s: float,
+        turns: LoopTurns,
         account: Account = UNMETERED,
         trace: RequestTrace | None = None,
         dead_letters: DeadLetters | None = None,
@@ -138,6 +142,7 @@ class ResponseStream:
         self._tokens = tokens
         self._clock = clock
         self._ping_s = ping_s
+        self._turns = turns
         self._choices = {
             request.id: _choice(index, request, prepared, tokenizer) for index, request in enumerate(prepared.requests)
         }
@@ -279,6 +284,8 @@ class ResponseStream:
             self._last_event_s = self._clock.now()
             if self._trace is not None:
                 self._trace.note_tokens()
+            if self._prepared.requests[0].delivery is Delivery.AT_END:  # one step may end many such answers
+                await self._turns.take()
         pieces: dict[str, Piece] = {}
         for event in events:
             choice = self._choices[event.request_id]

@@ -14,6 +14,7 @@ from typing import Any
 from gateway.completion.answer import Answer
 from gateway.completion.answer_options import answer_options
 from gateway.completion.capabilities import check_supported
+from gateway.completion.loop_turns import LoopTurns
 from gateway.completion.metering import UNMETERED, Metering
 from gateway.completion.openai_objects import AnswerHead, ChatAnswer, TextAnswer
 from gateway.completion.prompt_threads import PromptThreads
@@ -83,6 +84,7 @@ class CompletionService:
         self._clock = clock
         self._tokenizer = tokenizer
         self._threads = PromptThreads()
+        self._turns = LoopTurns()
         self._metrics = metrics
         self._model_names = model_names
         self._defaults = defaults
@@ -120,6 +122,7 @@ class CompletionService:
         uses is counted. `part` is the part of a job that this is (None: it is none).
         """
         try:
+            await self._turns.take()
             request = await _parse_endpoint(endpoint, body)
             prepared = await self.prepare(
                 request, tier=tier, service_tier=service_tier, request_id=request_id, owner=owner
@@ -228,7 +231,7 @@ class CompletionService:
         trace = CURRENT_TRACE.get()
         if trace is not None:
             trace.note_submitted()
-        shared = (self._tokenizer, self._clock, self._ping_s)
+        shared = (self._tokenizer, self._clock, self._ping_s, self._turns)
         return ResponseStream(prepared, tokens, *shared, account, trace, self._dead_letters)
 
     async def submit_part(self, prepared: PreparedRequest, part: JobPart | None) -> ResponseStream:

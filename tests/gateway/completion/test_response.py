@@ -3,6 +3,7 @@
 import asyncio
 
 from gateway.completion.answer_options import AnswerOptions
+from gateway.completion.loop_turns import LoopTurns
 from gateway.completion.openai_objects import AnswerHead, TextAnswer
 from gateway.completion.response import PreparedRequest, ResponseStream
 from gateway.http.sse import DONE, PING
@@ -24,7 +25,7 @@ async def test_tokens_without_text_do_not_suppress_pings() -> None:
     tokens = TokenStream(client.cancel, [request])
     answer = TextAnswer(AnswerHead("cmpl-1", 0, "m", "default", "fp"))
     prepared = PreparedRequest(answer, tiers["realtime"], (request,), n=1, options=AnswerOptions(stops=("xxxxxxxxxx",)))
-    stream = ResponseStream(prepared, tokens, tiny_tokenizer(), clock, ping_s=15.0)
+    stream = ResponseStream(prepared, tokens, tiny_tokenizer(), clock, ping_s=15.0, turns=LoopTurns())
     written: list[bytes] = []
 
     async def write(frames: bytes) -> None:

@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator, Iterator
 import msgspec
 import pytest
 
-from tests.gateway.stand import running_stand
+from scheduler.clock import SystemClock
+from tests.gateway.stand import MODEL, running_stand
+from tests.waiting import until
 
 SIZE = 15 * 2**20
 REQUEST = b'{"model": "nope", "messages": [{"role": "user", "content": "x"}], "x": [%s 1]}'
@@ -60,3 +62,43 @@ async def test_a_large_body_does_not_hold_up_the_loop(kind: str, no_garbage_coll
         await watching
     assert response.status_code in (400, 404)
     assert longest_s < decoding_s(BODIES[kind]) / 2
+
+
+class IterationClock(SystemClock):
+    """A clock whose wall time goes on by a millisecond in each iteration of the event loop."""
+
+    def __init__(self) -> None:
+        self.iteration = 0
+        self._tick()
+
+    def _tick(self) -> None:
+        self.iteration += 1
+        self._next = asyncio.get_running_loop().call_soon(self._tick)
+
+    def wall_ms(self) -> int:
+        return self.iteration
+
+    def stop(self) -> None:
+        self._next.cancel()
+
+
+async def test_the_loop_does_what_is_due_between_two_lines_that_begin_or_end_together() -> None:
+    clock, ended = IterationClock(), list[int]()
+    async with running_stand(clock=clock) as stand:
+        stand.worker.gate.clear()
+        service, tier = stand.gateway.completions, stand.gateway.client.tiers["batch"]
+
+        async def run(i: int) -> int:
+            body = {"model": MODEL, "prompt": "x"}
+            status, _ = await service.complete(
+                "/v1/completions", body, tier=tier, service_tier="flex", request_id=f"req_{i}"
+            )
+            ended.append(clock.iteration)
+            return status
+
+        tasks = [asyncio.create_task(run(i)) for i in range(20)]
+        await until(lambda: len(stand.worker.served) == 20)
+        stand.worker.gate.set()
+        assert await asyncio.gather(*tasks) == [200] * 20
+        clock.stop()
+    assert len({request.arrival_ms for request in stand.worker.served}) == len(set(ended)) == 20
