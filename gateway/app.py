@@ -4,7 +4,6 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -19,7 +18,7 @@ from gateway.http.middleware import BodyLimit, RequestContext
 from gateway.http.wrong_keys import WrongKeys
 from gateway.protocol import errors
 from gateway.protocol.json_body import MAX_BODIES, BodyReader
-from gateway.protocol.openapi import describe
+from gateway.protocol.openapi import ApiDescription
 from gateway.routes import (
     admin,
     batches,
@@ -52,8 +51,8 @@ def create_app(gateway: Gateway) -> FastAPI:
         lifespan=_lifespan,
         redirect_slashes=False,
         generate_unique_id_function=lambda route: route.name,
-        openapi_url=None if gateway.private_docs else "/openapi.json",
-        docs_url=None,  # FastAPI's page loads its scripts from a CDN
+        openapi_url=None,  # FastAPI writes the document anew for each request, on the event loop
+        docs_url=None,  # its page loads its scripts from a CDN
         redoc_url=None,
         middleware=[  # from the outermost to the innermost
             Middleware(Cors, allowed=gateway.allowed_origins),
@@ -64,9 +63,9 @@ def create_app(gateway: Gateway) -> FastAPI:
             Middleware(BodyLimit, max_bytes=gateway.max_body_bytes, exempt=UPLOAD_PATHS),
         ],
     )
-    app.openapi = partial(describe, app, gateway.model_names)  # type: ignore[method-assign]
     app.state.gateway = gateway
     app.state.body_reader = BodyReader(MAX_BODIES * gateway.max_body_bytes)
+    app.state.description = ApiDescription(app, gateway.model_names)
     app.state.metrics_page = ops.MetricsPage(gateway)
     app.state.wrong_keys = WrongKeys()
     app.state.downloads = Downloads()
@@ -74,9 +73,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     if gateway.console:
         app.include_router(console.router)  # before the next one, which also answers `/`
     app.include_router(ops.router)
-    if gateway.private_docs:
-        app.include_router(ops.private_router)
-    else:
+    if not gateway.private_docs:
         app.include_router(docs.router)
     app.include_router(admin.router)
     app.include_router(overview.router)

@@ -1,6 +1,6 @@
-"""The endpoints GET /, /health, /ping, /ready, /version and /metrics, for load balancers and Prometheus.
+"""The endpoints GET /, /health, /ping, /ready, /version, /metrics and /openapi.json, for load balancers and Prometheus.
 
-They need no API key, except /metrics with `--private-docs`. Load balancers may also send HEAD to /health, /ping and
+They need no API key, except the last two with `--private-docs`. Load balancers may also send HEAD to /health, /ping and
 /ready. The server then sends no body.
 """
 
@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 
 from gateway.http.vllm_names import vllm_families
 from gateway.keys.usage import NO_KEY
+from gateway.protocol.openapi import ApiDescription
 from gateway.routes.dependencies import authenticated
 from gateway.routes.queues import Queues, read_queues
 from gateway.state import Gateway, gateway_of
@@ -71,17 +72,24 @@ async def ready(request: Request) -> JSONResponse:
     return JSONResponse(report, status_code=200 if is_ready else 503)
 
 
-async def _may_read_metrics(request: Request) -> None:
-    """Raises `ApiError` 401 if the metrics need an API key and the caller has none."""
+async def _may_look_inside(request: Request) -> None:
+    """Raises `ApiError` 401 if metrics and description need an API key and the caller has none."""
     if gateway_of(request).private_docs:
         await authenticated(request)
 
 
-@router.get("/metrics", dependencies=[Depends(_may_read_metrics)])
+@router.get("/metrics", dependencies=[Depends(_may_look_inside)])
 async def metrics(request: Request) -> Response:
     """Return the metrics of this gateway and of every worker in Prometheus' text format."""
     page: MetricsPage = request.app.state.metrics_page
     return Response(await page.read(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/openapi.json", dependencies=[Depends(_may_look_inside)], include_in_schema=False)
+async def openapi(request: Request) -> Response:
+    """Return the description of the API."""
+    description: ApiDescription = request.app.state.description
+    return Response(await description.read(), media_type="application/json")
 
 
 class MetricsPage:
@@ -101,15 +109,6 @@ class MetricsPage:
             self._began_s = now
             self._rendering = asyncio.create_task(_exposition(self._gateway), context=contextvars.Context())
         return await asyncio.shield(self._rendering)  # a client that hangs up must not cancel it for others
-
-
-private_router = APIRouter(dependencies=[Depends(authenticated)], include_in_schema=False)
-
-
-@private_router.get("/openapi.json")
-async def openapi(request: Request) -> JSONResponse:
-    """Return the description of the API, where `--private-docs` takes the place of FastAPI's own route."""
-    return JSONResponse(request.app.openapi())
 
 
 async def _readiness(client: SchedulerClient) -> tuple[bool, dict[str, Any]]:
