@@ -17,7 +17,7 @@ from scheduler.store import connection
 LIFETIME_S = 900  # seconds for which events can be followed after the last one, if the response is stored for longer
 WAIT_S = 5.0  # seconds for which a follower waits before it yields nothing
 AWAY_S = 10.0  # seconds of the store's absence that followers outlast
-READ_COUNT = 256  # entries per read
+READ_COUNT = 64  # entries per read; more would hold up the event loop for long
 FRAME_END = b"\n\n"
 
 
@@ -57,17 +57,16 @@ async def follow(redis: Redis, response_id: str, after: int, waits: bool) -> Asy
                     reply: Any = await reader.xread({_key(response_id): last_id}, count=READ_COUNT, block=block_ms)
             except builtins.TimeoutError:
                 raise TimeoutError("The store does not answer.") from None
+            is_last, new = False, list[bytes]()
             for entry_id, entry in reply[0][1] if reply else ():
-                last_id = entry_id
+                last_id, is_last = entry_id, entry[b"last"] == b"1"
                 first, frames = int(entry[b"number"]), entry[b"frames"]
-                new = _after(after, first, frames)  # an entry is there twice if the writer got no reply
+                new.append(_after(after, first, frames))  # an entry is there twice if the writer got no reply
                 after = max(after, first + frames.count(FRAME_END) - 1)
-                if new:
-                    yield after, new
-                if entry[b"last"] == b"1":
-                    return
-            if not reply:
-                yield after, b""
+            if any(new) or not reply:
+                yield after, b"".join(new)  # in one piece: each one takes its time to send
+            if is_last:
+                return
     finally:
         if reader is not redis:
             await reader.aclose()
