@@ -1,6 +1,7 @@
 """A real store that is made to refuse writes, in each way that a test can bring about without rights of its own."""
 
 import resource
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,11 +60,17 @@ def full_disk(client: sync_redis.Redis) -> Iterator[None]:
 def limitable_valkey(data_dir: Path) -> Iterator[str]:
     """Run an embedded server that survives a limit of its files' sizes. Yield its URL."""
     with EmbeddedValkey(data_dir) as valkey:
+        die_with_parent = dies_with_parent()
+
+        def prepare() -> None:
+            die_with_parent()
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
         process = subprocess.Popen(
             valkey.argv,
             pass_fds=valkey.pass_fds,
-            restore_signals=False,  # Python ignores SIGXFSZ, and so does this child then
-            preexec_fn=dies_with_parent(),
+            restore_signals=False,
+            preexec_fn=prepare,
         )
         try:
             wait_for(valkey.answers_ping, what="the store")
