@@ -38,6 +38,13 @@ def accepts(source: KeySource, secret: str) -> bool:
     return True
 
 
+def replace_file(path: Path, text: str) -> None:
+    """Write `text` to the file at once: a source that follows the file never sees a part of it."""
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.replace(path)
+
+
 @asynccontextmanager
 async def following(source: KeySource) -> AsyncIterator[None]:
     task = asyncio.create_task(source.follow())
@@ -60,7 +67,7 @@ async def test_a_changed_file_is_in_force_without_a_restart(path: Path) -> None:
     source = source_of(path)
     assert (accepts(source, "foo"), accepts(source, "bar")) == (True, False)
     async with following(source):
-        path.write_text(TWO)
+        replace_file(path, TWO)
         await until(lambda: accepts(source, "bar"))
     assert not accepts(source, "foo")
 
@@ -70,11 +77,11 @@ async def test_a_broken_file_keeps_the_old_keys_and_says_so(path: Path, broken: 
     source = source_of(path)
     with structlog.testing.capture_logs() as logs:
         async with following(source):
-            path.write_text(broken) if broken is not None else path.unlink()
+            replace_file(path, broken) if broken is not None else path.unlink()
             await until(lambda: bool(source.problem))
             assert accepts(source, "foo")
             assert str(path) in source.problem
-            path.write_text(TWO)
+            replace_file(path, TWO)
             await until(lambda: not source.problem)
     assert accepts(source, "bar")
     assert [log["event"] for log in logs] == [
