@@ -14,7 +14,7 @@ from gateway.http.cors import Cors
 from gateway.http.download import Downloads
 from gateway.http.draining import RefuseWhileDraining
 from gateway.http.hosts import HostCheck
-from gateway.http.middleware import BodyLimit, RequestContext
+from gateway.http.middleware import BodyLimit, OneAtATime, RequestContext
 from gateway.http.wrong_keys import WrongKeys
 from gateway.protocol import errors
 from gateway.protocol.json_body import MAX_BODIES, BodyReader
@@ -57,6 +57,7 @@ def create_app(gateway: Gateway) -> FastAPI:
         middleware=[  # from the outermost to the innermost
             Middleware(Cors, allowed=gateway.allowed_origins),
             Middleware(RequestContext, metrics=gateway.metrics, clock=gateway.clock),
+            Middleware(OneAtATime),
             *([Middleware(gateway.tracing)] if gateway.tracing is not None else []),
             Middleware(HostCheck, allowed=gateway.allowed_hosts, is_open=lambda: gateway.keyring.is_open),
             Middleware(RefuseWhileDraining, is_draining=lambda: gateway.client.is_draining),

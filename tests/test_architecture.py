@@ -36,8 +36,8 @@ MAY_IMPORT = {
 HOUSES = {
     "tidegate": "background batch drain gpu listening logs notify process settings start_progress top tracing"
     " → supervisor valkey → demo gateway keys serve worker → static_worker doctor → cli",
-    "gateway": "console files → protocol → dead_letters http idempotency identity output uploads → webhooks → keys"
-    " → completion batches tasks → responses → state → routes → app",
+    "gateway": "console files loop_turns → protocol → dead_letters http idempotency identity output uploads"
+    " → webhooks → keys → completion batches tasks → responses → state → routes → app",
     "scheduler": "clock config request virtual_time → store → queue events registry reload"
     " → request_state tasks → deadlines → client control → planning → worker → batching dispatch",
     "engine": "interface config progress → grammar step_time sequences streaming thread → sampling"

@@ -19,7 +19,6 @@ from engine.interface import GRAMMAR_FAILED
 from gateway.completion.answer import Answer, StreamEncoder
 from gateway.completion.answer_options import AnswerOptions
 from gateway.completion.choice import Choice
-from gateway.completion.loop_turns import LoopTurns
 from gateway.completion.metering import UNMETERED, Account
 from gateway.completion.openai_objects import Usage
 from gateway.completion.receipt import receipt_object, with_receipt
@@ -28,6 +27,7 @@ from gateway.completion.trace_attributes import describe_answer
 from gateway.dead_letters import DeadLetter, DeadLetters
 from gateway.http.sse import PING, Write
 from gateway.http.trace import RequestTrace
+from gateway.loop_turns import LoopTurns
 from gateway.output.piece import Piece
 from gateway.output.plan import PLAIN, OutputPlan
 from gateway.protocol.errors import ApiError, given_up, internal_error, invalid_request, timed_out, unavailable
@@ -285,7 +285,7 @@ class ResponseStream:
             if self._trace is not None:
                 self._trace.note_tokens()
             if self._prepared.requests[0].delivery is Delivery.AT_END:  # one step may end many such answers
-                await self._turns.take()
+                await self._turns.take(self._prepared.owner or "")
         pieces: dict[str, Piece] = {}
         for event in events:
             choice = self._choices[event.request_id]

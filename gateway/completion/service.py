@@ -14,7 +14,6 @@ from typing import Any
 from gateway.completion.answer import Answer
 from gateway.completion.answer_options import answer_options
 from gateway.completion.capabilities import check_supported
-from gateway.completion.loop_turns import LoopTurns
 from gateway.completion.metering import UNMETERED, Metering
 from gateway.completion.openai_objects import AnswerHead, ChatAnswer, TextAnswer
 from gateway.completion.prompt_threads import PromptThreads
@@ -29,6 +28,7 @@ from gateway.dead_letters import DeadLetters
 from gateway.http.metrics import GatewayMetrics
 from gateway.http.trace import CURRENT_TRACE
 from gateway.identity import ResolvedTier, cache_salt
+from gateway.loop_turns import LoopTurns
 from gateway.output.model_format import ModelFormat
 from gateway.output.plan import OutputPlan, has_grammar, plan_output
 from gateway.output.template_values import template_values
@@ -43,6 +43,7 @@ from scheduler.config import Tier
 from scheduler.request import Delivery, JobPart, Request
 
 OPENAI_DEFAULTS = SamplingDefaults()
+INLINE_CHOICES = 64  # each step of the work on so many takes less than 5 ms
 PING_S = 15.0  # seconds of silence before a keep-alive; proxies close connections that are silent for 30 to 60 s
 
 AnyRequest = ChatCompletionRequest | CompletionRequest
@@ -122,7 +123,7 @@ class CompletionService:
         uses is counted. `part` is the part of a job that this is (None: it is none).
         """
         try:
-            await self._turns.take()
+            await self._turns.take(owner or "")
             request = await _parse_endpoint(endpoint, body)
             prepared = await self.prepare(
                 request, tier=tier, service_tier=service_tier, request_id=request_id, owner=owner
@@ -166,6 +167,7 @@ class CompletionService:
         output = await self._plan_output(request, run)
         constraints = await constraints_of(request, output.grammar, self._tokenizer, run)
         prompts = await encode_prompts(request, self._tokenizer, limits, output.template_values, run)
+        await self._let_others_run(n * len(prompts), owner)
         check_prompt_logprobs(request, prompts)
         options = request.stream_options
         include_usage = bool(options and options.include_usage)
@@ -247,6 +249,7 @@ class CompletionService:
         one. Raises `ApiError` 429 or 503 if admission rejects the requests. The error recommends the `service_tier`
         `patient`, if it is given.
         """
+        await self._let_others_run(len(prepared.requests), prepared.owner)
         outcome = await self._client.submit(prepared.requests)
         demotion = prepared.demotion
         if isinstance(outcome, Rejected) and outcome.reason is RejectReason.OVERLOADED and demotion is not None:
@@ -259,6 +262,12 @@ class CompletionService:
             self._metrics.count_rejected(prepared.tier.name, outcome.reason.value)
             raise rejected(outcome, prepared.tier, patient)
         return prepared, outcome
+
+    async def _let_others_run(self, num_choices: int, owner: str | None) -> None:
+        """Let the event loop do whatever else is due between two steps of the work on many choices."""
+        if num_choices > INLINE_CHOICES:
+            await asyncio.sleep(0)
+            await self._turns.take(owner or "")
 
     def _report(self, request: AnyRequest) -> TokenReport | None:
         """Return what the answer reports of its tokens; None if the client asked for nothing of that kind."""

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.http.disconnect import CLIENT_CLOSED
 from gateway.http.metrics import GatewayMetrics
+from gateway.loop_turns import LoopTurns
 from gateway.protocol.errors import error_response, internal_error, too_large
 from scheduler.clock import Clock
 
@@ -22,6 +23,19 @@ log = structlog.get_logger(__name__)
 OPENAI_VERSION = "2020-10-01"  # the API version in the headers of OpenAI's own answers
 # Requested often, so logged at debug level.
 QUIET_ROUTES = frozenset({"/health", "/ready", "/metrics", "/console/{name:path}"})
+
+
+class OneAtATime:
+    """The middleware that lets requests begin one after the other, however many come at once."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._turns = LoopTurns()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await self._turns.take((scope.get("client") or ("",))[0])
+        await self._app(scope, receive, send)
 
 
 class RequestContext:

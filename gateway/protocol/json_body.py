@@ -22,6 +22,7 @@ from anyio import BrokenWorkerProcess
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from gateway.loop_turns import LoopTurns
 from gateway.protocol.errors import internal_error, invalid_json, invalid_request, slow_body, too_many_bodies
 from gateway.protocol.validation import first_fault
 
@@ -29,7 +30,6 @@ MAX_DEPTH = 64
 # A body larger than this is parsed and validated in another process. The unit is bytes before parsing; after parsing,
 # it is the sum of characters and items.
 INLINE_SIZE = 256 * 2**10
-INLINE_CONTAINERS = 512  # arrays and objects, about 2 ms; other work comes between two bodies with more
 # Limits of a larger body. An object of Python takes up to 100 times the memory of its bytes in JSON. A million values
 # is what `prompt` may have as token ids.
 MAX_VALUES = 2**20 + 2**16
@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 
 class _Turns:
-    """Lets one body be parsed at a time. Clients take turns, whatever each sends."""
+    """Lets one large body be parsed at a time. Clients take turns, whatever each sends."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
@@ -79,7 +79,7 @@ class BodyReader:
         self._num_bytes = 0
         self._num_bytes_of: Counter[str] = Counter()  # by client
         self._turns = _Turns()
-        self._inline_turns = _Turns()
+        self._loop_turns = LoopTurns()
         self._process = anyio.CapacityLimiter(1)  # not anyio's default, which work of other kinds may have taken
 
     @asynccontextmanager
@@ -131,12 +131,8 @@ class BodyReader:
         if len(data) > INLINE_SIZE:
             async with self._turns.of(client):
                 return await self._read_in_process(data, interpret)
-        if data.count(b"{") + data.count(b"[") <= INLINE_CONTAINERS:
-            return interpret(parse_json_object(data))
-        async with self._inline_turns.of(client):
-            result = interpret(parse_json_object(data))
-            await asyncio.sleep(0)  # whatever is due runs before the next body has its turn
-            return result
+        await self._loop_turns.take(client)
+        return interpret(parse_json_object(data))
 
     def _add(self, client: str, num_bytes: int) -> None:
         self._num_bytes += num_bytes

@@ -3,10 +3,10 @@
 import asyncio
 
 from gateway.completion.answer_options import AnswerOptions
-from gateway.completion.loop_turns import LoopTurns
 from gateway.completion.openai_objects import AnswerHead, TextAnswer
 from gateway.completion.response import PreparedRequest, ResponseStream
 from gateway.http.sse import DONE, PING
+from gateway.loop_turns import LoopTurns
 from scheduler.client.client import SchedulerClient
 from scheduler.client.token_stream import TokenStream
 from scheduler.events.memory import MemoryEventChannel

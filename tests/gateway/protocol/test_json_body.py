@@ -20,7 +20,6 @@ from starlette.types import Message
 from gateway.protocol import json_body
 from gateway.protocol.errors import ApiError, invalid_value
 from gateway.protocol.json_body import (
-    INLINE_CONTAINERS,
     INLINE_SIZE,
     MAX_CONTAINERS,
     MAX_VALUES,
@@ -197,15 +196,14 @@ async def test_clients_take_turns_at_the_parser() -> None:
     assert order.index("other") <= 2, "no body waits for all of another client's"
 
 
-async def test_other_work_comes_between_bodies_with_many_objects() -> None:
+async def test_other_work_comes_between_two_bodies() -> None:
     reader, rounds = BodyReader(2**26), list[int]()
     num_rounds = 0
 
     def note(body: dict[str, Any]) -> None:
         rounds.append(num_rounds)
 
-    data = b'{"a": [%s {}]}' % (b"{}," * INLINE_CONTAINERS)
-    tasks = [asyncio.create_task(read_object(request_with(data, reader=reader), note)) for _ in range(5)]
+    tasks = [asyncio.create_task(read_object(request_with(b"{}", reader=reader), note)) for _ in range(5)]
     while not all(task.done() for task in tasks):
         num_rounds += 1
         await asyncio.sleep(0)
