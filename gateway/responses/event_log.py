@@ -59,7 +59,7 @@ async def follow(redis: Redis, response_id: str, after: int, waits: bool) -> Asy
                 raise TimeoutError("The store does not answer.") from None
             is_last, new = False, list[bytes]()
             for entry_id, entry in reply[0][1] if reply else ():
-                last_id, is_last = entry_id, entry[b"last"] == b"1"
+                last_id, is_last = entry_id, is_last or entry[b"last"] == b"1"
                 first, frames = int(entry[b"number"]), entry[b"frames"]
                 new.append(_after(after, first, frames))  # an entry is there twice if the writer got no reply
                 after = max(after, first + frames.count(FRAME_END) - 1)
