@@ -310,6 +310,10 @@ class Engine(Protocol):
         """
         ...
 
+    def check_alive(self) -> None:
+        """Raise `EngineDead` if the engine has stopped, which it may do while no step is in flight."""
+        ...
+
     def evict(self, seq_ids: Collection[str]) -> None:
         """Request the eviction of these sequences from the oldest step in flight, and return at once.
 

@@ -33,6 +33,10 @@ class Stepper(Protocol):
         """Compile a grammar. May be called from another thread than `step`, also during a step."""
         ...
 
+    def check_alive(self) -> None:
+        """Raise an error if what computes has ended. May be called from another thread than `step`."""
+        ...
+
     def evict(self, step_id: int, seq_ids: Collection[str]) -> None:
         """Evict these sequences from step `step_id`, as far as `info.step_eviction` allows.
 
@@ -130,6 +134,16 @@ class EngineThread:
             self._death = result
             raise EngineDead(f"a step failed: {type(result).__name__}: {result}") from result
         return result
+
+    def check_alive(self) -> None:
+        """Raise `EngineDead` if a step has failed, or if what computes the steps has ended by itself."""
+        if self._death is None:
+            try:
+                self._stepper.check_alive()
+            except Exception as error:
+                self._death = error
+        if self._death is not None:
+            raise EngineDead(f"the engine has stopped: {self._death}") from self._death
 
     def evict(self, seq_ids: Collection[str]) -> None:
         """Evict these sequences from the oldest step in flight, as far as `info.step_eviction` allows."""

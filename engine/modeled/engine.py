@@ -144,6 +144,9 @@ class ModeledEngine:
         self._running = None
         return self._result(step)
 
+    def check_alive(self) -> None:
+        """Do nothing: nothing computes that could end."""
+
     def evict(self, seq_ids: Collection[str]) -> None:
         """Evict these sequences at the next layer boundary of the running step.
 

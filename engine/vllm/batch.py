@@ -33,6 +33,10 @@ class Sampled:
     is_broken: bool = False  # the logits have a NaN
 
 
+class ExecutorDied(Exception):
+    """The error of an executor that computes nothing any more."""
+
+
 class BatchExecutor(Protocol):
     """The executor of batches, one after the other."""
 
@@ -40,6 +44,10 @@ class BatchExecutor(Protocol):
 
     def start(self, batch: Batch) -> "Future[dict[str, Sampled]]":
         """Start a batch and return at once. Its result is by sequence id; it has the error of an executor that died."""
+        ...
+
+    def check_alive(self) -> None:
+        """Raise `ExecutorDied` if one of its processes has ended."""
         ...
 
     def close(self) -> None: ...

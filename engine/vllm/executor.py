@@ -15,7 +15,7 @@ from vllm.v1.executor.abstract import Executor
 
 from engine.config import EngineStartError
 from engine.sequences.sequence_table import Chunk
-from engine.vllm.batch import Batch, Sampled
+from engine.vllm.batch import Batch, ExecutorDied, Sampled
 from engine.vllm.messages import Messages, decode
 from engine.vllm.worker import COMPUTE_STEP, FREEZE_HEAP
 
@@ -63,6 +63,10 @@ class VllmExecutor:
         computed = self._executor.execute_model(step, non_block=True)
         sampled = self._executor.sample_tokens(grammar, non_block=True)
         return self._thread.submit(lambda: _wait(computed, sampled, batch.chunks))
+
+    def check_alive(self) -> None:
+        if getattr(self._executor, "is_failed", False):  # executors without processes have no such state
+            raise ExecutorDied("a process of vLLM's executor has ended")
 
     def freeze_heaps(self) -> None:
         """Let garbage collections in the workers leave out what their start has made."""

@@ -73,6 +73,10 @@ class VllmStepper:
         """Compile a grammar, on any thread. Raises `GrammarError` if it does not compile."""
         return self._constraints.grammars.compile(grammar)
 
+    def check_alive(self) -> None:
+        """Raise `ExecutorDied` if vLLM's executor has ended."""
+        self._executor.check_alive()
+
     def step(self, plan: StepPlan) -> StepResult:
         """Execute a plan to its end and return the result.
 

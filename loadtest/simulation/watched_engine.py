@@ -50,6 +50,9 @@ class WatchedEngine:
                 await self._sleep(self._host_overhead_s)
         return result
 
+    def check_alive(self) -> None:
+        self._engine.check_alive()
+
     def evict(self, seq_ids: Collection[str]) -> None:
         self._engine.evict(seq_ids)
 

@@ -82,6 +82,7 @@ class StepLoop:
             self._reporter.report_requests(self._core.refuse(now))
             plan = self._core.plan(now)
             if plan.is_empty:
+                self._engine.check_alive()
                 await self._idle()
             else:
                 await self._run_steps(plan)

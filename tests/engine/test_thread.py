@@ -22,11 +22,16 @@ class FakeStepper:
         self.info = INFO
         self.threads: set[int] = set()
         self.num_closed = 0
+        self.has_ended = False
         self.evictions: list[tuple[int, set[str]]] = []
         self._answer = answer
 
     def compile_grammar(self, grammar: str) -> object:
         return grammar, threading.current_thread().name
+
+    def check_alive(self) -> None:
+        if self.has_ended:
+            raise ConnectionError("what computes is gone")
 
     def step(self, plan: StepPlan) -> StepResult:
         self.threads.add(threading.get_ident())
@@ -151,6 +156,29 @@ async def test_any_other_error_ends_the_engine(error: type[BaseException]) -> No
         with pytest.raises(EngineDead):
             await engine.collect()
     assert stepper.num_closed == 1
+
+
+async def test_what_ends_between_steps_ends_the_engine() -> None:
+    stepper = FakeStepper()
+    async with running(stepper) as engine:
+        engine.check_alive()
+        stepper.has_ended = True
+        with pytest.raises(EngineDead, match="what computes is gone"):
+            engine.check_alive()
+        with pytest.raises(EngineDead):
+            engine.submit(StepPlan(1))
+
+
+async def test_a_failed_step_is_no_engine_alive() -> None:
+    def break_down(plan: StepPlan) -> None:
+        raise RuntimeError("device lost")
+
+    async with running(FakeStepper(break_down)) as engine:
+        engine.submit(StepPlan(1))
+        with pytest.raises(EngineDead):
+            await engine.collect()
+        with pytest.raises(EngineDead, match="device lost"):
+            engine.check_alive()
 
 
 async def test_close_finishes_the_step_in_flight_and_may_be_repeated() -> None:

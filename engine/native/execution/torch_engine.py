@@ -95,6 +95,9 @@ class TorchEngine:
         """Compile a grammar, on any thread. Raises `GrammarError` if it does not compile."""
         return self.grammars.compile(grammar)
 
+    def check_alive(self) -> None:
+        """Do nothing: this process computes, and a step fails if it cannot."""
+
     def step(self, plan: StepPlan) -> StepResult:
         """Execute a plan to its end and return the result.
 

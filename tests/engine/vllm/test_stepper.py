@@ -16,7 +16,7 @@ from engine.interface import EngineDead, EngineInfo, FinishReason, PlanError, Pr
 from engine.sampling.sequence_state import BROKEN_LOGITS, NOTHING_LEFT
 from engine.sequences.sequence_table import Chunk
 from engine.thread import EngineThread
-from engine.vllm.batch import Batch, Sampled
+from engine.vllm.batch import Batch, ExecutorDied, Sampled
 from engine.vllm.constraints import Constraints
 from engine.vllm.stepper import VllmStepper
 from tests.engine.drive import compiled, drive, make_new, random_chunks, random_preemption
@@ -74,6 +74,10 @@ class FakeExecutor:
         for future, sampled in self._held:
             future.set_exception(self.death) if self.death else future.set_result(sampled)
         self._held.clear()
+
+    def check_alive(self) -> None:
+        if self.death is not None:
+            raise self.death
 
     def close(self) -> None:
         self.is_closed = True
@@ -212,6 +216,15 @@ async def test_an_executor_that_dies_ends_the_engine(executor: FakeExecutor) -> 
         await engine.collect()
     engine.close()
     assert executor.is_closed
+
+
+async def test_an_executor_that_dies_between_steps_ends_the_engine(executor: FakeExecutor) -> None:
+    engine = EngineThread(lambda: make_stepper(executor))
+    engine.check_alive()
+    executor.death = ExecutorDied("a process has ended")
+    with pytest.raises(EngineDead, match="a process has ended"):
+        engine.check_alive()
+    engine.close()
 
 
 async def test_results_arrive_without_another_plan(executor: FakeExecutor) -> None:

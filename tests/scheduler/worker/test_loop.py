@@ -436,6 +436,22 @@ def test_a_dead_engine_is_raised_as_such() -> None:
     run_bounded(main())
 
 
+def test_an_engine_that_dies_while_nothing_runs_ends_the_worker() -> None:
+    async def main() -> None:
+        world = await start_world(make_tiers(), make_info())
+        assert await world.ask("r")
+
+        def check_alive() -> None:
+            raise EngineDead("a process has ended")
+
+        world.engine.check_alive = check_alive  # type: ignore[method-assign]
+        with pytest.raises(EngineDead, match="a process has ended"):
+            await world.running
+        await world.client.close()
+
+    run_bounded(main())
+
+
 # -- maintenance -------------------------------------------------------------------------------------------------------
 
 
