@@ -69,14 +69,16 @@ async def test_chats_are_right_beside_a_batch(server: Server) -> None:
 async def test_a_dead_executor_loses_nothing(server: Server) -> None:
     """The worker ends with its executor, starts again, and finishes the bulk requests that were under way."""
     async with make_client(server) as client:
-        sent = nonces(40, seed=4)
-        answers = [asyncio.create_task(ask(client, nonce, service_tier="flex")) for nonce in sent]
-        async with asyncio.timeout(60):
-            while not any(task.done() for task in answers):  # now the others are under way
-                await asyncio.sleep(0.005)
-        before = server.pid_of("worker")
+        sent, before = nonces(40, seed=4), server.pid_of("worker")
         executor = executor_of(before)
-        assert not all(task.done() for task in answers)
+        async with asyncio.timeout(60):
+            while True:
+                answers = [asyncio.create_task(ask(client, nonce, service_tier="flex")) for nonce in sent]
+                await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
+                executor.suspend()  # so that no further step ends
+                if not all(task.done() for task in answers):
+                    break
+                executor.resume()
         executor.kill()
         await asyncio.to_thread(wait_for, lambda: server.pid_of("worker") != before, 60, "a new worker")
         assert await asyncio.gather(*answers) == sent
