@@ -1,8 +1,8 @@
 """Learns how long a server's steps take, from the times at which its tokens arrive.
 
-A server with continuous batching gives each running sequence one token a step. So the time between two tokens of one
-stream is a step, and the tokens of all streams meanwhile are its work: first tokens stand for prefills, others for
-decodes. One stream after the other serves as the reference. Knows request states and times that are passed in.
+A server with continuous batching gives each running sequence one token a step. So the tokens of a step arrive in one
+burst, the time from one burst to the next is a step, and the tokens of the second burst are its work: first tokens
+stand for prefills, others for decodes. Knows request states and times that are passed in.
 """
 
 from collections import Counter, defaultdict
@@ -10,13 +10,12 @@ from dataclasses import dataclass, field, replace
 
 from engine.step_time.cost import StepCost, StepWork
 from engine.step_time.model import StepTimeModel
-from scheduler.clock import NEVER_S
 from scheduler.request_state import RequestState
 
-# Share of the shortest step's length: tokens that come within this time after the reference's token are of its step.
-SAME_STEP_SHARE = 0.25
-MAX_SAME_STEP_S = 0.02  # length of a step, as long as none is known
-SHORTEST_GROWTH = 1.01  # factor by which each step raises the shortest length, so that one that is over is forgotten
+# The longest pause within a burst: this share of the time since the burst before it, and at most this long. If a stream
+# brings another token before this time is over, several steps came at once.
+PAUSE_SHARE = 0.25
+MAX_PAUSE_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +29,15 @@ class SeenStep:
 
 
 @dataclass(slots=True)
-class _Interval:
-    """The tokens that arrived since the reference's last token."""
+class _Burst:
+    """The tokens of one step."""
 
+    begun_s: float
+    newest_s: float
+    max_pause_s: float = MAX_PAUSE_S
+    streams: set[str] = field(default_factory=set)
+    follows: bool = False  # a stream that brought tokens in the burst before brings one more: one step has passed
+    has_several: bool = False  # steps that came at once
     work: StepWork = field(default_factory=StepWork)
     sequences: Counter[str] = field(default_factory=Counter)
     runs_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -43,13 +48,8 @@ class UpstreamPace:
 
     def __init__(self, model: StepTimeModel) -> None:
         self.model = model
-        self._reference: str | None = None
-        self._since_s = 0.0  # the reference's token with which the interval began
-        self._ended_s: float | None = None  # its next token; other tokens of the same step may still come
-        self._num_new = 0  # number of tokens that the reference brought then
-        self._counts_from_s = -NEVER_S
-        self._shortest_s = NEVER_S  # length of the shortest step seen lately
-        self._interval = _Interval()
+        self._before: _Burst | None = None
+        self._burst: _Burst | None = None
 
     def cost(self) -> StepCost:
         """Return the present costs: of prefills as in mixed steps, of all else as in steps that only decode.
@@ -66,17 +66,19 @@ class UpstreamPace:
         `num_prefilled` is the number of tokens that the server had to compute for the stream's first token; 0 for later
         tokens. `state` does not have the new tokens yet.
         """
-        seen = self._finish() if self._is_over(now) else None
-        if self._reference is None and self._ended_s is None:
-            self._reference, self._since_s, self._interval = state.id, now, _Interval()
-            self._counts_from_s = now + SAME_STEP_SHARE * min(self._shortest_s, MAX_SAME_STEP_S)
-            return seen
-        if now >= self._counts_from_s:  # tokens before are of the step that ended with the first token of the reference
-            self._count(state, num_new, num_prefilled)
-        if self._reference == state.id:
-            self._num_new += num_new
-            self._ended_s = now
+        seen, burst = None, self._burst
+        if burst is None or self._is_over(burst, state, now):
+            seen = self._finish()
+            burst = self._burst = _Burst(now, now)
+            if self._before is not None:
+                burst.max_pause_s = min(MAX_PAUSE_S, PAUSE_SHARE * (now - self._before.begun_s))
+        self._count(burst, state, num_new, num_prefilled)
+        burst.newest_s = now
         return seen
+
+    def _is_over(self, burst: _Burst, state: RequestState, now: float) -> bool:
+        since_s = burst.begun_s if state.id in burst.streams else burst.newest_s
+        return now - since_s > burst.max_pause_s
 
     def note_alone(self, num_prefilled: int, elapsed_s: float) -> None:
         """Record the time of a first token that the server computed with nothing beside it."""
@@ -84,39 +86,30 @@ class UpstreamPace:
         work.add(num_prefilled, 0)
         self.model.observe(work, elapsed_s)
 
-    def forget(self, request_id: str) -> None:
-        """End the use of a stream as the reference, because it has ended."""
-        if self._reference == request_id:
-            self._reference = None
-
-    def _is_over(self, now: float) -> bool:
-        """Return whether a token that comes now is of a later step than the reference's newest token."""
-        if self._ended_s is None:
-            return False
-        return now - self._ended_s > SAME_STEP_SHARE * min(self._shortest_s, self._ended_s - self._since_s)
-
-    def _count(self, state: RequestState, num_new: int, num_prefilled: int) -> None:
-        interval, cost = self._interval, self.cost()
-        context = state.num_tokens
+    def _count(self, burst: _Burst, state: RequestState, num_new: int, num_prefilled: int) -> None:
+        cost, context = self.cost(), state.num_tokens
         if num_prefilled:
-            interval.work.add(num_prefilled, 0)
-            interval.runs_s[state.tier.name] += cost.run(num_prefilled, 0)
+            burst.work.add(num_prefilled, 0)
+            burst.runs_s[state.tier.name] += cost.run(num_prefilled, 0)
         else:
             for position in range(num_new):
-                interval.work.add(1, context + position)
-            interval.runs_s[state.tier.name] += num_new * cost.decode(context)
-        interval.sequences[state.tier.name] += 1
+                burst.work.add(1, context + position)
+            burst.runs_s[state.tier.name] += num_new * cost.decode(context)
+            if num_new == 1 and self._before is not None and state.id in self._before.streams:
+                burst.follows = True
+        burst.has_several |= state.id in burst.streams
+        burst.sequences[state.tier.name] += 1
+        burst.streams.add(state.id)
 
     def _finish(self) -> SeenStep | None:
-        """End the interval. Return its step; None if several steps came at once, whose lengths are not known."""
-        assert self._ended_s is not None
-        interval, elapsed_s, num_new = self._interval, self._ended_s - self._since_s, self._num_new
-        self._since_s, self._ended_s, self._num_new, self._interval = self._ended_s, None, 0, _Interval()
-        if num_new > 1 or elapsed_s <= 0:
+        """End the burst. Return its step; None if the time of one step is not known, as after a pause of the server."""
+        burst, before = self._burst, self._before
+        self._before = burst
+        if burst is None or before is None or not burst.follows or burst.has_several or before.has_several:
             return None
-        self._shortest_s = min(elapsed_s, SHORTEST_GROWTH * self._shortest_s)
-        predicted_s = self.model.predict(interval.work)
-        self.model.observe(interval.work, elapsed_s)
-        total_s = sum(interval.runs_s.values()) or 1.0
-        used_s = {tier: elapsed_s * run_s / total_s for tier, run_s in interval.runs_s.items()}
-        return SeenStep(elapsed_s, predicted_s, dict(interval.sequences), used_s)
+        elapsed_s = burst.begun_s - before.begun_s
+        predicted_s = self.model.predict(burst.work)
+        self.model.observe(burst.work, elapsed_s)
+        total_s = sum(burst.runs_s.values()) or 1.0
+        used_s = {tier: elapsed_s * run_s / total_s for tier, run_s in burst.runs_s.items()}
+        return SeenStep(elapsed_s, predicted_s, dict(burst.sequences), used_s)

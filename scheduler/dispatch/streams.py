@@ -78,7 +78,6 @@ class StreamTable:
     def forget(self, request_id: str) -> None:
         """Remove the stream of a request, which has ended."""
         self._streams.pop(request_id, None)
-        self._pace.forget(request_id)
 
     def interrupt(self, state: RequestState, now: float) -> None:
         """Record that a request has lost its stream, and keeps its tokens."""

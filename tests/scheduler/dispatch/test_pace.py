@@ -15,20 +15,22 @@ COST = StepCost(step_s=0.02, prefill_token_s=0.001, attend_s=0.0, context_token_
 class Server:
     """A server's steps, as far as a worker sees them: the tokens of its streams arrive in bursts, in any order."""
 
-    def __init__(self, pace: UpstreamPace, seed: int, noise: float = 0.0) -> None:
+    def __init__(self, pace: UpstreamPace, seed: int, noise: float = 0.0, spread_s: float = 1e-4) -> None:
         self._pace = pace
         self._random = random.Random(seed)
         self._noise = noise
+        self._spread_s = spread_s  # between two tokens of a burst
         self._running: dict[RequestState, int] = {}  # stream → tokens until its end
         self._now = 0.0
         self._num_begun = 0
 
     def run(self, steps: int, begins: Callable[[int], bool], tokens: tuple[int, int]) -> list[SeenStep]:
         """Play steps. `begins` says whether a stream begins beside a number of others, `tokens` how long it may be."""
-        return [seen for _ in range(steps) for seen in self._step(begins(len(self._running)), tokens)]
+        return [seen for _ in range(steps) for seen in self.step(begins(len(self._running)), tokens)]
 
-    def _step(self, begins: bool, tokens: tuple[int, int]) -> list[SeenStep]:
-        new = {self._begin(): self._random.randint(*tokens)} if begins else {}
+    def step(self, num_new: int, tokens: tuple[int, int]) -> list[SeenStep]:
+        """Play one step in which `num_new` streams begin."""
+        new = {self._begin(): self._random.randint(*tokens) for _ in range(num_new)}
         if not new and not self._running:
             return []
         work = StepWork()
@@ -39,15 +41,14 @@ class Server:
         self._now += COST.of(work) * self._random.lognormvariate(0.0, self._noise)
         burst = [(state, 0) for state in self._running] + [(state, state.num_tokens) for state in new]
         self._random.shuffle(burst)
-        found = [
-            self._pace.note_tokens(s, 1, prefilled, self._now + 1e-4 * i) for i, (s, prefilled) in enumerate(burst)
-        ]
+        found = []
+        for i, (state, prefilled) in enumerate(burst):
+            found.append(self._pace.note_tokens(state, 1, prefilled, self._now + self._spread_s * i))
         self._running |= new
         for state in list(self._running):
             self._running[state] -= 1
             if not self._running[state]:
                 del self._running[state]
-                self._pace.forget(state.id)
         return [seen for seen in found if seen is not None]
 
     def _begin(self) -> RequestState:
@@ -76,6 +77,33 @@ def test_the_cost_of_a_stream_is_known_after_many_steps_of_as_many_streams(seed:
     cost = pace.cost()
     slowed = cost.step(36 * cost.decode(150)) / cost.step(4 * cost.decode(150))
     assert slowed == pytest.approx(COST.step(36 * COST.decode(150)) / COST.step(4 * COST.decode(150)), rel=0.2)
+
+
+def test_the_cost_of_a_prompt_is_known_when_many_begin_and_end_in_the_same_step() -> None:
+    """Their tokens take a while to arrive, and no stream lasts from one group to the next but one."""
+    pace = UpstreamPace(StepTimeModel(remembers_sizes=True))
+    server = Server(pace, seed=1, noise=0.1, spread_s=3e-4)
+    for _ in range(80):
+        server.step(12, (8, 10))
+        for _ in range(4):
+            server.step(0, (8, 10))
+    assert pace.cost().prefill(100, 0) == pytest.approx(COST.prefill(100, 0), rel=0.35), "the safety factor included"
+
+
+def test_tokens_of_several_steps_that_arrive_together_say_nothing_about_a_step() -> None:
+    pace, states = UpstreamPace(StepTimeModel(remembers_sizes=True)), [make_decode("a"), make_decode("b")]
+    times = [0.0, 0.1, 0.2, 0.399, 0.4, 0.5, 0.6, 0.7]  # one step's tokens come late, with those of the next
+    found = [pace.note_tokens(state, 1, 0, now + 1e-4 * i) for now in times for i, state in enumerate(states)]
+    lengths = [seen.elapsed_s for seen in found if seen is not None]
+    assert lengths == pytest.approx([0.1, 0.1, 0.1])
+
+
+def test_a_pause_of_the_server_is_no_step() -> None:
+    pace, found = UpstreamPace(StepTimeModel(remembers_sizes=True)), []
+    for request in range(3):
+        state = make_decode(f"r{request}")
+        found += [pace.note_tokens(state, 1, 32 * (i == 0), 10.0 * request + 0.1 * i) for i in range(4)]
+    assert [seen.elapsed_s for seen in found if seen] == pytest.approx([0.1] * 8), "the last one is not over yet"
 
 
 def test_several_tokens_at_once_say_nothing_about_a_step() -> None:
