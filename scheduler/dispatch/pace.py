@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 
 from engine.step_time.cost import StepCost, StepWork
+from engine.step_time.ewma import Ewma
 from engine.step_time.model import StepTimeModel
 from scheduler.request_state import RequestState
 
@@ -16,6 +17,7 @@ from scheduler.request_state import RequestState
 # brings another token before this time is over, several steps came at once.
 PAUSE_SHARE = 0.25
 MAX_PAUSE_S = 0.02
+PREFILL_WEIGHT = 0.02  # of a new step with prefills in the usual time that a token of a prompt takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +50,23 @@ class UpstreamPace:
 
     def __init__(self, model: StepTimeModel) -> None:
         self.model = model
+        # Of steps with prefills, as shares of their time: the time beyond their decodes, and the tokens of prompts.
+        self._beyond_decodes = Ewma(PREFILL_WEIGHT)
+        self._prompts = Ewma(PREFILL_WEIGHT)
         self._before: _Burst | None = None
         self._burst: _Burst | None = None
 
     def cost(self) -> StepCost:
-        """Return the present costs: of prefills as in mixed steps, of all else as in steps that only decode.
+        """Return the present costs, which are those of steps that only decode, and of a prompt's token.
 
-        Mixed steps say little about decodes, whose part in them is small beside that of the prefills.
+        The latter is what steps with prefills take beyond their decodes, divided by the tokens of their prompts. So it
+        holds what such a step takes whatever its prompts' lengths, which are too much alike to tell the two apart.
         """
-        mixed = self.model.cost()
-        decodes = self.model.cost(mixed=False)
-        return replace(decodes, prefill_token_s=mixed.prefill_token_s, attend_s=mixed.attend_s)
+        cost = self.model.cost(mixed=False)
+        if not self._prompts.value:
+            return cost
+        prefill_token_s = max(0.0, self._beyond_decodes.value / self._prompts.value)
+        return replace(cost, prefill_token_s=prefill_token_s, attend_s=0.0)
 
     def note_tokens(self, state: RequestState, num_new: int, num_prefilled: int, now: float) -> SeenStep | None:
         """Record that a stream brought `num_new` tokens. Return the step before them, if one is complete now.
@@ -84,6 +92,13 @@ class UpstreamPace:
         """Record the time of a first token that the server computed with nothing beside it."""
         work = StepWork()
         work.add(num_prefilled, 0)
+        self._observe(work, elapsed_s)
+
+    def _observe(self, work: StepWork, elapsed_s: float) -> None:
+        if work.is_mixed and elapsed_s > 0:
+            decodes_s = self.model.predict(StepWork(context_tokens=work.context_tokens, decodes=work.decodes))
+            self._beyond_decodes.add((elapsed_s - decodes_s) / elapsed_s)
+            self._prompts.add(work.prefill_tokens / elapsed_s)
         self.model.observe(work, elapsed_s)
 
     def _count(self, burst: _Burst, state: RequestState, num_new: int, num_prefilled: int) -> None:
@@ -109,7 +124,7 @@ class UpstreamPace:
             return None
         elapsed_s = burst.begun_s - before.begun_s
         predicted_s = self.model.predict(burst.work)
-        self.model.observe(burst.work, elapsed_s)
+        self._observe(burst.work, elapsed_s)
         total_s = sum(burst.runs_s.values()) or 1.0
         used_s = {tier: elapsed_s * run_s / total_s for tier, run_s in burst.runs_s.items()}
         return SeenStep(elapsed_s, predicted_s, dict(burst.sequences), used_s)
