@@ -17,7 +17,7 @@ from scheduler.request_state import RequestState
 # brings another token before this time is over, several steps came at once.
 PAUSE_SHARE = 0.25
 MAX_PAUSE_S = 0.02
-PREFILL_WEIGHT = 0.02  # of a new step with prefills in the usual time that a token of a prompt takes
+PREFILL_WEIGHT = 0.02  # weight of a new step with prefills in the usual time of a prompt's token
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,10 @@ class UpstreamPace:
         self._burst: _Burst | None = None
 
     def cost(self) -> StepCost:
-        """Return the present costs, which are those of steps that only decode, and of a prompt's token.
+        """Return the present costs: those of steps that only decode, and that of a prompt's token.
 
-        The latter is what steps with prefills take beyond their decodes, divided by the tokens of their prompts. So it
-        holds what such a step takes whatever its prompts' lengths, which are too much alike to tell the two apart.
+        A prompt's token costs what steps with prefills take beyond their decodes, divided by the number of such tokens.
+        That includes what any prefill adds to a step: prompts of similar lengths do not show how much it is.
         """
         cost = self.model.cost(mixed=False)
         if not self._prompts.value:
@@ -85,6 +85,7 @@ class UpstreamPace:
         return seen
 
     def _is_over(self, burst: _Burst, state: RequestState, now: float) -> bool:
+        """Return whether a token that a stream brings now begins another burst."""
         since_s = burst.begun_s if state.id in burst.streams else burst.newest_s
         return now - since_s > burst.max_pause_s
 

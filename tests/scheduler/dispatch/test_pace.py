@@ -90,12 +90,34 @@ def test_the_cost_of_a_prompt_is_known_when_many_begin_and_end_in_the_same_step(
     assert pace.cost().prefill(100, 0) == pytest.approx(COST.prefill(100, 0), rel=0.15)
 
 
+def test_what_any_step_with_a_prompt_takes_counts_to_the_prompt() -> None:
+    """Whatever its length, a prompt adds 60 ms here. Prompts that are much alike do not tell that from their tokens."""
+    pace, rng, now = UpstreamPace(StepTimeModel(remembers_sizes=True)), random.Random(1), 0.0
+    chats = [make_decode(f"chat{i}") for i in range(3)]
+    for step in range(600):
+        prompt = rng.randint(90, 110) * (step % 3 == 0)
+        now += (0.04 + (0.06 + 0.001 * prompt if prompt else 0.0)) * rng.lognormvariate(0.0, 0.1)
+        for chat in chats:
+            pace.note_tokens(chat, 1, 0, now)
+        if prompt:
+            pace.note_tokens(make_decode(f"bulk{step}", prompt=prompt), 1, prompt, now)
+    assert pace.cost().prefill(100, 0) == pytest.approx(0.16, rel=0.15)
+
+
 def test_tokens_of_several_steps_that_arrive_together_say_nothing_about_a_step() -> None:
     pace, states = UpstreamPace(StepTimeModel(remembers_sizes=True)), [make_decode("a"), make_decode("b")]
     times = [0.0, 0.1, 0.2, 0.399, 0.4, 0.5, 0.6, 0.7]  # one step's tokens come late, with those of the next
     found = [pace.note_tokens(state, 1, 0, now + 1e-4 * i) for now in times for i, state in enumerate(states)]
     lengths = [seen.elapsed_s for seen in found if seen is not None]
     assert lengths == pytest.approx([0.1, 0.1, 0.1])
+
+
+def test_a_burst_lasts_as_long_as_tokens_come_without_a_pause() -> None:
+    pace, states = UpstreamPace(StepTimeModel(remembers_sizes=True)), [make_decode(f"r{i}") for i in range(4)]
+    found = [pace.note_tokens(s, 1, 0, 0.04 * step + 0.006 * i) for step in range(5) for i, s in enumerate(states)]
+    steps = [seen for seen in found if seen is not None]
+    assert [seen.sequences for seen in steps] == [{"bulk": 4}] * 3, "the first tokens end no step, the last one lasts"
+    assert [seen.elapsed_s for seen in steps] == pytest.approx([0.04] * 3)
 
 
 def test_a_pause_of_the_server_is_no_step() -> None:
