@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: serve demo test test-bench test-vllm conformance chaos fuzz images-check docs gpu-check lint format clean
+.PHONY: serve demo test test-all test-bench test-vllm test-vllm-contract conformance chaos fuzz images-check docs gpu-check lint format clean
 
 serve: $(VENV)/.installed
 	$(BIN)/tidegate serve
@@ -11,23 +11,34 @@ serve: $(VENV)/.installed
 demo: $(VENV)/.installed
 	$(BIN)/tidegate demo
 
-# Two processes; the tests of one file run in one of them and share what the file sets up.
+# Two processes; the tests of one file run in one of them and share what the file sets up. Every run is the same run:
+# a fixed order, and the same examples of each property.
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile
 test: lint
-	$(BIN)/pytest -n 2 --dist loadfile --ignore tests/bench
+	$(PYTEST) -m "not full" --ignore tests/bench
+
+# Everything, before a release: random order, new examples of each property, and what is marked `full`.
+test-all: lint
+	TIDEGATE_TEST_PROFILE=full $(PYTEST) -p randomly --ignore tests/bench
+	$(MAKE) test-bench chaos fuzz test-vllm
 
 # The tests of bench/, the laboratory, which is no part of the wheel; they start servers and engines.
 test-bench: $(VENV)/.installed-dev
-	$(BIN)/pytest -n 2 --dist loadfile tests/bench
+	$(PYTEST) tests/bench
 
 # The engine over vLLM, in an environment with vLLM: the contract of engines and a whole server, computed by one process
 # and by two with tensor parallelism; and a whole server before vLLM's own. The packages of that environment warn; that is
 # not ours to mend.
-TEST_VLLM := .venv-vllm/bin/python -m pytest -W ignore -o timeout=300 -k vllm \
-	tests/engine/contract tests/engine/vllm tests/system/test_vllm.py
-test-vllm: .venv-vllm/.installed
+TEST_VLLM := .venv-vllm/bin/python -m pytest -W ignore -o timeout=300 -k vllm
+VLLM_CONTRACT := tests/engine/contract tests/engine/vllm
+test-vllm: test-vllm-contract
 	.venv-vllm/bin/python -m pytest -W ignore tests/system/test_upstream_vllm.py
-	TIDEGATE_TEST_VLLM=1 $(TEST_VLLM)
-	TIDEGATE_TEST_VLLM=2 VLLM_CPU_OMP_THREADS_BIND='0|1' $(TEST_VLLM)  # on a CPU, each process has a core
+	TIDEGATE_TEST_VLLM=1 $(TEST_VLLM) tests/system/test_vllm.py
+	TIDEGATE_TEST_VLLM=2 VLLM_CPU_OMP_THREADS_BIND='0|1' $(TEST_VLLM) $(VLLM_CONTRACT) \
+		tests/system/test_vllm.py  # on a CPU, each process has a core
+
+test-vllm-contract: .venv-vllm/.installed
+	TIDEGATE_TEST_VLLM=1 $(TEST_VLLM) $(VLLM_CONTRACT)
 
 .venv-vllm/.installed: pyproject.toml tests/vllm_environment.sh
 	tests/vllm_environment.sh $(PYTHON) .venv-vllm
