@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import structlog
 from redis.asyncio import Redis
-from redis.exceptions import ConnectionError as StoreUnreachable
-from redis.exceptions import TimeoutError as StoreSilent
+
+from scheduler.store.errors import STORE_AWAY
 
 log = structlog.get_logger(__name__)
 
@@ -48,13 +48,13 @@ class DeadLetters:
     async def add(self, letter: DeadLetter) -> None:
         """Add a dead letter. While the store takes no writes, it is only logged: the request must fail all the same."""
         log.error("a request was given up", request=letter.id, tier=letter.tier, reason=letter.reason)
-        with suppress(StoreUnreachable, StoreSilent):
+        with suppress(*STORE_AWAY):
             await self._write(letter)
             await self._remove_old(letter.at_ms)
 
     async def assign(self, letter_id: str, batch_id: str, custom_id: str, line: int) -> None:
         """Record that a dead letter is a line of a batch."""
-        with suppress(StoreUnreachable, StoreSilent):
+        with suppress(*STORE_AWAY):
             letter = await self.get(letter_id)
             if letter is not None:
                 await self._write(replace(letter, batch_id=batch_id, custom_id=custom_id, line=line))

@@ -28,6 +28,8 @@ from scheduler.clock import Clock
 from scheduler.config import TierSet
 from scheduler.reload.coordinator import TierChanges
 
+STORE_TIMEOUT_S = 2.0  # seconds for the store to answer while a route shows the state of the server
+
 TracingMiddleware = Callable[[ASGIApp], ASGIApp]
 
 

@@ -15,8 +15,6 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import structlog
-from redis.exceptions import ConnectionError as StoreUnreachable
-from redis.exceptions import TimeoutError as StoreSilent
 
 from gateway.batches.forecasts import BatchForecasts
 from gateway.batches.input import BatchLine
@@ -32,6 +30,7 @@ from gateway.protocol.errors import internal_error
 from scheduler.clock import Clock
 from scheduler.config import Tier
 from scheduler.request import WORKER_DIED, JobDeadline, JobPart
+from scheduler.store.errors import STORE_AWAY
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +149,7 @@ class BatchLines:
         num_behind = self._deadlines.begin()  # before anything is awaited, so that lines are due in their order
         async with self._times_lock:
             if self._runner.clock.now() >= self._times_due_s:
-                with suppress(StoreUnreachable, StoreSilent):
+                with suppress(*STORE_AWAY):
                     self._times = await self._runner.forecasts.line_times(self._batch)
                 self._times_due_s = self._runner.clock.now() + TIMES_S
         return self._deadlines.deadline(num_behind, self._times, self._runner.clock.wall_ms())
@@ -177,7 +176,7 @@ class BatchLines:
                 wants_receipt=True,  # it says how much engine time the line took
                 part=part,
             )
-        except (StoreUnreachable, StoreSilent):
+        except STORE_AWAY:
             return 503, internal_error("The store is not reachable at the moment.").body()
         except Exception:  # a bug that one line triggers must not end the other lines
             log.exception("a batch line failed")

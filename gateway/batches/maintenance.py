@@ -17,9 +17,6 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from redis.exceptions import ConnectionError as StoreUnreachable
-from redis.exceptions import TimeoutError as StoreSilent
-
 from gateway.batches.input import work_folder
 from gateway.batches.line_execution import stop
 from gateway.batches.model import BatchStatus
@@ -31,6 +28,7 @@ from gateway.files.local_storage import PRIVATE_DIR
 from gateway.files.storage import BATCHES, ContentLost
 from gateway.files.store import ORPHAN_S, FileStore
 from scheduler.clock import Clock
+from scheduler.store.errors import STORE_AWAY
 
 log = logging.getLogger(__name__)
 
@@ -122,9 +120,9 @@ class BatchMaintenance:
     async def withdraw(self, batch_id: str, owner: str | None) -> None:
         """Remove a batch that was not accepted after all. If the store takes no writes now, its record goes later."""
         self._withdrawn[batch_id] = owner
-        with suppress(StoreUnreachable, StoreSilent):  # a storage that does not answer, too: then its orphans go later
+        with suppress(*STORE_AWAY):  # a storage that does not answer, too: then its orphans go later
             await self._storage.remove_folder(work_folder(batch_id))
-        with suppress(StoreUnreachable, StoreSilent):
+        with suppress(*STORE_AWAY):
             await self._remove_withdrawn()
 
     def check(self, batch_id: str, status: BatchStatus) -> None:
@@ -143,7 +141,7 @@ class BatchMaintenance:
         if fault is None:
             return
         self._not_before[batch_id] = self._clock.now() + BROKEN_S
-        if isinstance(fault, (StoreUnreachable, StoreSilent, ContentLost)) or is_disk_full(fault):
+        if isinstance(fault, (*STORE_AWAY, ContentLost)) or is_disk_full(fault):
             log.warning("batch %s waits: %s", batch_id, fault or "the disk is full")
         else:
             log.error("the run of batch %s failed; it is started again", batch_id, exc_info=fault)
@@ -153,7 +151,7 @@ class BatchMaintenance:
             for duty in duties:
                 try:
                     await duty.do_if_due(self._clock.now())
-                except (StoreUnreachable, StoreSilent) as error:
+                except STORE_AWAY as error:
                     log.warning("the store does not answer: %s", error)
                 except Exception:
                     log.exception("the maintenance of batches failed; it goes on")

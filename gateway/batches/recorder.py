@@ -13,15 +13,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from redis.exceptions import ConnectionError as StoreUnreachable
-from redis.exceptions import TimeoutError as StoreSilent
-
 from gateway.batches.model import LineResult
 from gateway.batches.results import encode, results_name
 from gateway.batches.store import BatchStore
 from gateway.files.disk import DiskFull, noticing_full_disk
 from gateway.files.storage import Storage
 from scheduler.clock import Clock
+from scheduler.store.errors import STORE_AWAY
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +73,7 @@ class ResultRecorder:
             try:
                 await self._record_group()
                 is_waiting = False
-            except (StoreUnreachable, StoreSilent, DiskFull) as error:
+            except (*STORE_AWAY, DiskFull) as error:
                 if not is_waiting:
                     log.warning("results of batch %s wait: %s", self._batch_id, error or "the disk is full")
                 is_waiting = True

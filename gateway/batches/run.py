@@ -13,9 +13,7 @@ from typing import Any
 
 import structlog
 from redis.asyncio.lock import Lock
-from redis.exceptions import ConnectionError as StoreUnreachable
 from redis.exceptions import LockError
-from redis.exceptions import TimeoutError as StoreSilent
 
 from gateway.batches.input import input_name, inspect_aside, work_folder
 from gateway.batches.line import LineRunner
@@ -30,6 +28,7 @@ from gateway.files.local_storage import sha256_of
 from gateway.files.storage import ContentLost
 from gateway.files.store import FileStore
 from scheduler.clock import Clock
+from scheduler.store.errors import STORE_AWAY
 
 log = logging.getLogger(__name__)
 
@@ -221,7 +220,7 @@ class BatchRun:
     async def _release(self) -> None:
         try:
             await self._lock.release()
-        except (LockError, StoreUnreachable, StoreSilent):
+        except (LockError, *STORE_AWAY):
             log.debug("the lock of batch %s was gone already", self._id)
 
     def _token(self) -> str:

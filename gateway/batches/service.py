@@ -37,7 +37,7 @@ from scheduler.clock import Clock
 from scheduler.config import TierSet
 from scheduler.registry.worker_status import WorkerStatus
 from scheduler.store.durability import LOST
-from scheduler.store.refusal import NotDurable
+from scheduler.store.errors import NotDurable
 
 _CANCELLED = (BatchStatus.CANCELLING, BatchStatus.CANCELLED)
 

@@ -18,16 +18,14 @@ from typing import Any, TypeVar
 
 import msgspec
 from redis.asyncio import Redis
-from redis.exceptions import ConnectionError as StoreUnreachable
-from redis.exceptions import TimeoutError as StoreSilent
 
 from gateway.files.disk import DiskReserve, noticing_full_disk
 from gateway.files.local_storage import PRIVATE_DIR, LocalStorage, sha256_of
 from gateway.files.pagination import Page, index_of, page_of_ids, position_of, text, tombstone_key
-from gateway.files.storage import FILES, INCOMING, Storage
+from gateway.files.storage import FILES, INCOMING, Storage, StorageUnreachable
 from scheduler.clock import Clock
 from scheduler.store.durability import durable
-from scheduler.store.refusal import StoreRefused
+from scheduler.store.errors import STORE_AWAY, StoreRefused
 from scheduler.store.scripts import load_script
 
 T = TypeVar("T")
@@ -129,8 +127,8 @@ class FileStore:
             raise
         try:
             await durable(self._redis, _record_key(record.id))
-        except (StoreUnreachable, StoreSilent):
-            with contextlib.suppress(StoreUnreachable, StoreSilent):
+        except STORE_AWAY:
+            with contextlib.suppress(*STORE_AWAY):
                 await self._remove([record])
             raise
         return record
@@ -200,7 +198,7 @@ class FileStore:
         """Remove the contents of files without a record. If the storage does not answer, they go with the orphans."""
         try:
             await self.storage.remove([content_name(file_id) for file_id in ids])
-        except StoreUnreachable as error:
+        except StorageUnreachable as error:
             log.warning("contents of deleted files stay for a day: %s", error)
 
     async def _write_record(self, record: StoredFile, quota_bytes: int | None) -> None:

@@ -16,13 +16,12 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 import structlog
-from redis.exceptions import ConnectionError as StoreUnreachable
-from redis.exceptions import TimeoutError as StoreSilent
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.http.disconnect import ClientDisconnected, until_disconnect
 from gateway.protocol.errors import ApiError, internal_error, store_failed
+from scheduler.store.errors import STORE_AWAY
 
 log = structlog.get_logger(__name__)
 
@@ -88,7 +87,7 @@ class EventStreamResponse(Response):
             if not self._started:
                 raise
             await write(error_frame(error))
-        except (StoreUnreachable, StoreSilent) as error:
+        except STORE_AWAY as error:
             if not self._started:
                 raise
             await write(error_frame(store_failed(error)))

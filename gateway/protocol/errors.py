@@ -11,8 +11,6 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from redis.exceptions import ConnectionError as StoreUnreachable
-from redis.exceptions import TimeoutError as StoreSilent
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match
 
@@ -22,7 +20,7 @@ from gateway.protocol.validation import first_fault
 from scheduler.client.rejection import RESTART_S, Rejected, RejectReason
 from scheduler.config import Tier
 from scheduler.request import WORKER_DIED
-from scheduler.store.refusal import StoreRefused
+from scheduler.store.errors import STORE_AWAY, StoreRefused
 
 MAX_RETRY_AFTER_S = 120  # seconds; the openai client does not retry if it is told to wait longer
 
@@ -202,7 +200,7 @@ def too_many_downloads() -> ApiError:
     return ApiError(503, message, "server_error", code="server_overloaded", headers=retry_after(5.0))
 
 
-def store_failed(error: StoreUnreachable | StoreSilent | None = None) -> ApiError:
+def store_failed(error: Exception | None = None) -> ApiError:
     """Return the error for a request that needs the store, or the file storage, while it is away or takes no writes."""
     message = "The server's store is not reachable at the moment."
     if isinstance(error, StoreRefused):
@@ -311,11 +309,10 @@ def install(app: FastAPI, routes: Sequence[BaseRoute] = ()) -> None:
         return error_response(from_http_exception(request, error, routes))
 
     async def on_store_failure(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, StoreUnreachable | StoreSilent)
         return error_response(store_failed(error))
 
     app.add_exception_handler(ApiError, on_api_error)
-    app.add_exception_handler(StoreUnreachable, on_store_failure)
-    app.add_exception_handler(StoreSilent, on_store_failure)
+    for away in STORE_AWAY:
+        app.add_exception_handler(away, on_store_failure)
     app.add_exception_handler(RequestValidationError, on_validation_error)
     app.add_exception_handler(HTTPException, on_http_exception)

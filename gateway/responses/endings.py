@@ -10,12 +10,11 @@ from typing import Any, Protocol
 
 import structlog
 from redis.asyncio import Redis
-from redis.exceptions import ConnectionError as StoreUnreachable
-from redis.exceptions import TimeoutError as StoreSilent
 
 from gateway.files.pagination import text
 from gateway.responses.store import StoredResponse
 from scheduler.clock import Clock
+from scheduler.store.errors import STORE_AWAY
 
 log = structlog.get_logger(__name__)
 
@@ -55,7 +54,7 @@ class Endings:
                 kind, metadata = f"response.{response['status']}", response.get("metadata")
                 await self._announcer.announce(kind, response["id"], metadata, owner)
                 await self._redis.hdel(UNTOLD, response["id"])
-        except (StoreUnreachable, StoreSilent) as error:
+        except STORE_AWAY as error:
             log.warning("the end of a response is told later", response_id=response["id"], error=str(error))
 
     async def watch(self, find: Find, is_left: Callable[[StoredResponse], bool]) -> None:
@@ -68,7 +67,7 @@ class Endings:
             try:
                 for response_id, owner in (await self._redis.hgetall(UNTOLD)).items():
                     await self._tell_if_left(text(response_id), text(owner) or None, find, is_left)
-            except (StoreUnreachable, StoreSilent) as error:
+            except STORE_AWAY as error:
                 log.warning("ends of responses wait for the store", error=str(error))
             await self._clock.sleep(SWEEP_S)
 

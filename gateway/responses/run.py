@@ -7,8 +7,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import structlog
-from redis.exceptions import ConnectionError as StoreUnreachable
-from redis.exceptions import TimeoutError as StoreSilent
 
 from gateway.completion.response import ResponseStream
 from gateway.http.sse import PING, Write
@@ -19,6 +17,7 @@ from gateway.responses.items import Item
 from gateway.responses.store import NoRoom, ResponseStore
 from scheduler.clock import Clock
 from scheduler.config import Tier
+from scheduler.store.errors import STORE_AWAY
 
 log = structlog.get_logger(__name__)
 
@@ -69,7 +68,7 @@ class ResponseRun:
         self._add_receipt()
         try:
             await self._create(self.answer.ending)
-        except (StoreUnreachable, StoreSilent) as error:
+        except STORE_AWAY as error:
             self.answer.failed(store_failed(error))
         await write(self.answer.events.last())
 
@@ -84,7 +83,7 @@ class ResponseRun:
             await self._stream.stream(self._background_write(writer, store))
         except ApiError as error:
             self.answer.failed(error)
-        except (StoreUnreachable, StoreSilent) as error:
+        except STORE_AWAY as error:
             self.answer.failed(store_failed(error))
         except Exception:  # a bug; nobody else could tell the client
             log.exception("background_response_failed", response_id=self.answer.id)
@@ -96,7 +95,7 @@ class ResponseRun:
         while True:
             try:
                 return await self._end_in_background(writer, store, tell)
-            except (StoreUnreachable, StoreSilent):
+            except STORE_AWAY:
                 await clock.sleep(RETRY_S)
 
     async def _end_in_background(self, writer: EventWriter, store: ResponseStore, tell: Tell) -> None:

@@ -23,14 +23,13 @@ from gateway.keys.usage import NO_KEY
 from gateway.protocol.openapi import ApiDescription
 from gateway.routes.dependencies import authenticated
 from gateway.routes.queues import Queues, read_queues
-from gateway.state import Gateway, gateway_of
+from gateway.state import STORE_TIMEOUT_S, Gateway, gateway_of
 from scheduler.client.client import SchedulerClient
 from scheduler.registry.worker_status import WorkerStart
 
 log = structlog.get_logger(__name__)
 
 METRICS_PERIOD_S = 1.0  # seconds for which one rendering of /metrics answers every scrape
-STORE_TIMEOUT_S = 2.0  # seconds for the store to answer while the server handles /ready or /metrics
 
 router = APIRouter(tags=["operations"])
 

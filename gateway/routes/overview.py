@@ -11,13 +11,12 @@ from fastapi import APIRouter, Request
 
 from gateway.routes.dependencies import Administrator
 from gateway.routes.queues import Queues, read_queues
-from gateway.state import Gateway, gateway_of
+from gateway.state import STORE_TIMEOUT_S, Gateway, gateway_of
 from scheduler.config import Tier
 from scheduler.registry.worker_status import WorkerStatus
 
 log = structlog.get_logger(__name__)
 
-STORE_TIMEOUT_S = 2.0  # seconds for the store to answer
 OBSERVED = ("ttft_p99_s", "itl_p99_s", "attainment")  # signals of a worker's controller that are shown for a tier
 
 router = APIRouter(

@@ -24,6 +24,7 @@ from sse_starlette import EventSourceResponse, JSONServerSentEvent
 from starlette.types import Receive, Scope, Send
 
 from gateway.protocol.errors import store_failed
+from gateway.state import STORE_TIMEOUT_S
 from scheduler.client.client import SchedulerClient
 from scheduler.clock import Clock
 from scheduler.queue.base import Backlog
@@ -31,7 +32,6 @@ from scheduler.queue.base import Backlog
 log = structlog.get_logger(__name__)
 
 PERIOD_S = 0.5  # seconds between two events; workers announce a new state about once a second
-STORE_TIMEOUT_S = 2.0  # seconds for the store to answer one reading
 SEND_TIMEOUT_S = 5.0  # seconds for a client to accept an event after the socket's buffers are full; then it is cut off
 
 

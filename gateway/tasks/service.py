@@ -22,7 +22,7 @@ from scheduler.client.rejection import Rejected
 from scheduler.clock import Clock
 from scheduler.config import Tier
 from scheduler.queue.base import QueueFull
-from scheduler.store.refusal import StoreRefused
+from scheduler.store.errors import StoreRefused
 from scheduler.tasks.queue import TaskQueue, TooManyBytes
 from scheduler.tasks.task import StoredTask, Task, TaskState
 

@@ -17,8 +17,6 @@ from weakref import WeakValueDictionary
 
 import structlog
 from redis.asyncio import Redis
-from redis.exceptions import ConnectionError as StoreUnreachable
-from redis.exceptions import TimeoutError as StoreSilent
 
 from gateway.files.disk import noticing_full_disk
 from gateway.files.local_storage import PRIVATE_DIR
@@ -36,6 +34,7 @@ from gateway.uploads.model import (
 )
 from gateway.uploads.store import FULL, UNKNOWN, UploadState, UploadStore
 from scheduler.clock import Clock
+from scheduler.store.errors import STORE_AWAY
 
 log = structlog.get_logger(__name__)
 
@@ -160,7 +159,7 @@ class UploadService:
         while True:
             try:
                 await self.sweep()
-            except (StoreUnreachable, StoreSilent, OSError) as error:
+            except (*STORE_AWAY, OSError) as error:
                 log.warning("parts of uploads were not removed", error=str(error))
             await self._clock.sleep(SWEEP_S)
 

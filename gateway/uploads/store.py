@@ -25,7 +25,7 @@ from gateway.uploads.model import (
     Upload,
 )
 from scheduler.store.durability import LOST, durable
-from scheduler.store.refusal import NotDurable
+from scheduler.store.errors import NotDurable
 from scheduler.store.scripts import load_script
 
 RESERVED = "tidegate:uploads:pending"  # sorted set `<id>:<bytes>` by expires_at; one per owner

@@ -10,8 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 import structlog
-from redis.exceptions import ConnectionError as StoreUnreachable
-from redis.exceptions import TimeoutError as StoreSilent
 
 from gateway.identity import ApiKey, Keyring
 from gateway.protocol.errors import invalid_value
@@ -22,6 +20,7 @@ from gateway.webhooks.signature import signed_headers
 from gateway.webhooks.store import EventStore
 from gateway.webhooks.target import TargetPolicy
 from scheduler.clock import Clock
+from scheduler.store.errors import STORE_AWAY
 
 log = structlog.get_logger(__name__)
 
@@ -95,7 +94,7 @@ class WebhookService:
             while True:
                 try:
                     await self._begin_deliveries()
-                except (StoreUnreachable, StoreSilent) as error:
+                except STORE_AWAY as error:
                     log.warning("webhooks wait for the store", error=str(error))
                 except Exception:
                     log.exception("webhooks could not be delivered; their delivery goes on")

@@ -6,7 +6,6 @@ Tasks of a worker that has gone silent go back to the queue.
 from collections import Counter
 
 import structlog
-from redis.exceptions import ConnectionError, TimeoutError
 
 from engine.step_time.ewma import Ewma
 from scheduler.batching.metrics import TaskMetrics
@@ -14,12 +13,12 @@ from scheduler.clock import Clock
 from scheduler.registry.base import WorkerRegistry
 from scheduler.registry.heartbeat_monitor import CHECK_S, WORKER_SILENT_S, HeartbeatMonitor
 from scheduler.registry.worker_status import TierStatus, WorkerStatus
+from scheduler.store.errors import STORE_AWAY
 from scheduler.tasks.queue import TaskQueue
 from scheduler.tasks.task import EndedTask
 
 log = structlog.get_logger()
 
-STORE_AWAY = (ConnectionError, TimeoutError)  # also a store that answers, but refuses writes
 BEAT_EVERY = 2  # rounds of `CHECK_S` seconds between two heartbeats
 RATE_WEIGHT = 0.2  # weight of the newest heartbeat in the average rate of ended tasks
 

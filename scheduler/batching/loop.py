@@ -17,12 +17,13 @@ from redis.backoff import ExponentialBackoff
 from engine.static.interface import CallFailed, Endpoint, Unreachable
 from scheduler.batching import outcome
 from scheduler.batching.busy_spells import BusySpells, Verdict
-from scheduler.batching.heartbeat import STORE_AWAY, TaskHeartbeat
+from scheduler.batching.heartbeat import TaskHeartbeat
 from scheduler.batching.metrics import TaskMetrics
 from scheduler.batching.policy import BatchPolicy, CallPlan, LaneWait, Wait, without
 from scheduler.batching.tracing import CallTrace, TaskTracer
 from scheduler.clock import Clock
 from scheduler.request import Lease
+from scheduler.store.errors import STORE_AWAY
 from scheduler.tasks.queue import TaskQueue
 from scheduler.tasks.task import ClaimedTask, EndedTask, RetriedTask
 from scheduler.worker.leases import LEASE_S, RENEW_S, UnrenewedLeases

@@ -9,8 +9,6 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import structlog
-from redis.exceptions import ConnectionError as StoreUnreachable
-from redis.exceptions import TimeoutError as StoreSilent
 
 from scheduler.client import rejection
 from scheduler.client.admission import Admission, Ticket
@@ -25,7 +23,7 @@ from scheduler.registry.base import WorkerRegistry
 from scheduler.registry.heartbeat_monitor import CHECK_S, WORKER_SILENT_S, HeartbeatMonitor
 from scheduler.registry.worker_status import WorkerStart, WorkerStatus
 from scheduler.request import EventKind, Request, TokenEvent
-from scheduler.store.refusal import StoreRefused
+from scheduler.store.errors import STORE_AWAY, StoreRefused
 
 log = structlog.get_logger()
 
@@ -229,7 +227,7 @@ class SchedulerClient:
         self._forget(request_ids)
         try:
             await self._queue.cancel(request_ids)
-        except (StoreUnreachable, StoreSilent):
+        except STORE_AWAY:
             self._unwithdrawn += request_ids
 
     def _forget(self, request_ids: Iterable[str]) -> None:

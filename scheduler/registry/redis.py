@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from scheduler.registry.worker_status import WorkerStart, WorkerStatus
 from scheduler.store import keys
-from scheduler.store.refusal import StoreRefused
+from scheduler.store.errors import StoreRefused
 
 
 class RedisWorkerRegistry:

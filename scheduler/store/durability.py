@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from scheduler.store import keys
-from scheduler.store.refusal import NotDurable, refusal_of
+from scheduler.store.errors import NotDurable, refusal_of
 
 LOST = "it has restarted, and has lost what it had taken last"
 ROUNDS = 4  # waits of one client at once; each occupies a connection

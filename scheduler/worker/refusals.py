@@ -8,7 +8,7 @@ from collections.abc import Awaitable
 
 import structlog
 
-from scheduler.store.refusal import StoreRefused
+from scheduler.store.errors import StoreRefused
 
 log = structlog.get_logger()
 

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from openai import APIError, AsyncOpenAI
 
-from scheduler.store.refusal import CAUSES
+from scheduler.store.errors import CAUSES
 from tests.refusals import limitable_valkey, refusing
 from tests.system.server import make_client, running
 

@@ -15,7 +15,7 @@ from scheduler.client import client as scheduler_client
 from scheduler.clock import SystemClock
 from scheduler.config import load_tiers
 from scheduler.store import connection
-from scheduler.store.refusal import CAUSES
+from scheduler.store.errors import CAUSES
 from tests.refusals import CODES, limitable_valkey, refusing
 from tests.waiting import until
 from tidegate.gateway import build_gateway

@@ -21,7 +21,7 @@ from bench.chaos.report import RECOVERY_LIMIT_S, ChaosRun, chaos_record
 from bench.chaos.site import with_all_preloaded
 from scheduler.store.connection import connect
 from scheduler.store.durability import durable
-from scheduler.store.refusal import NotDurable
+from scheduler.store.errors import NotDurable
 from tests.waiting import until
 from tidegate.valkey import running_valkey
 

@@ -16,7 +16,7 @@ from gateway.files import disk, local_storage
 from gateway.files.disk import DiskFull, DiskReserve, noticing_full_disk
 from gateway.http.multipart import MAX_FORM_BYTES
 from gateway.identity import Keyring
-from scheduler.store.refusal import NotDurable
+from scheduler.store.errors import NotDurable
 from tests.gateway.offline import OfflineGateway, jsonl, keyring, lines, running_gateway, secret_of
 
 RESERVE = 100 * 2**20

@@ -14,7 +14,7 @@ from gateway.idempotency import store
 from gateway.idempotency.store import LEASE_S, PREFIX
 from gateway.responses.store import ResponseStore
 from scheduler.clock import SystemClock
-from scheduler.store.refusal import NotDurable
+from scheduler.store.errors import NotDurable
 from tests.gateway.offline import OfflineGateway, ShiftedClock, jsonl, keyring, lines, running_gateway
 from tests.gateway.stand import MODEL, Stand, running_stand
 from tests.waiting import until

@@ -14,7 +14,7 @@ from redis.exceptions import TimeoutError as StoreSilent
 
 from scheduler.store import connection
 from scheduler.store.durability import ROUNDS, durable
-from scheduler.store.refusal import NotDurable
+from scheduler.store.errors import NotDurable
 from tests.waiting import until
 from tidegate.process import dies_with_parent
 from tidegate.valkey import EmbeddedValkey

@@ -9,7 +9,7 @@ import pytest
 from scheduler.queue.memory import MemoryQueue
 from scheduler.request import Checkpoint, Delivery
 from scheduler.request_state import RequestState
-from scheduler.store.refusal import StoreRefused
+from scheduler.store.errors import StoreRefused
 from scheduler.virtual_time import VirtualClock
 from scheduler.worker import checkpoints
 from scheduler.worker.checkpoints import CHECKPOINT_S, MIN_TOKENS, Checkpointer

@@ -8,7 +8,7 @@ import pytest
 
 from scheduler.registry.heartbeat_monitor import CHECK_S, WORKER_SILENT_S
 from scheduler.request import EventKind
-from scheduler.store.refusal import CAUSES, StoreRefused
+from scheduler.store.errors import CAUSES, StoreRefused
 from scheduler.worker.leases import LEASE_S
 from tests.scheduler.builders import expected_tokens
 from tests.scheduler.worker.test_peers import SecondWorker

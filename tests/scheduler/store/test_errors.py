@@ -9,7 +9,7 @@ from redis.exceptions import BusyLoadingError, ResponseError
 
 from scheduler.store import connection
 from scheduler.store.durability import durable
-from scheduler.store.refusal import CAUSES, StoreRefused, refusal_of
+from scheduler.store.errors import CAUSES, StoreRefused, refusal_of
 from tests.refusals import CODES, limitable_valkey, refusing
 
 SECRET = "a prompt that no message may repeat"

@@ -1,12 +1,24 @@
-"""The errors of a store that answers, but refuses to write: its memory or disk is full, or it is not the primary.
+"""The errors of a store that does not answer, or that answers and refuses to write.
 
-Knows the error codes of Redis and Valkey. Does not know who writes what: `scheduler.store.connection` turns these
-errors into `StoreRefused` for all commands, pipelines and scripts.
+A store refuses writes when its memory or disk is full, or when it is not the primary. Knows the error codes of Redis
+and Valkey. Does not know who writes what: `scheduler.store.connection` turns these codes into `StoreRefused` for all
+commands, pipelines and scripts.
 """
 
 import re
 
-from redis.exceptions import BusyLoadingError, ConnectionError, MasterDownError, OutOfMemoryError, ReadOnlyError
+from redis.exceptions import (
+    BusyLoadingError,
+    ConnectionError,
+    MasterDownError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    TimeoutError,
+)
+
+# Raised by a command while the store is not reachable, refuses writes (`StoreRefused`), or does not answer in time.
+# A later attempt may succeed. Except after a refusal, the command may have been executed.
+STORE_AWAY = (ConnectionError, TimeoutError)
 
 # The cause of each error code, as the end of the sentence "The store refuses writes: …".
 CAUSES = {
