@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from demo_model import skills, smalltalk
-from demo_model.corpus import Corpus, Course
-from demo_model.facts import load_facts, load_words
-from demo_model.rewording import reword
+from demo_model.training import skills, smalltalk
+from demo_model.training.corpus import Corpus, Course
+from demo_model.training.facts import load_facts, load_words
+from demo_model.training.rewording import reword
 
 COURSE = Course(max_tokens=512, long_share=0.3, long_counts=0.2, hard_repeats=0.3)
 seeds = st.integers(0, 2**32).map(random.Random)

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from demo_model.corpus import conversation
 from demo_model.location import demo_model_path
-from demo_model.skills import make_nonce
-from demo_model.tokenizer import SPECIAL_TOKENS, train_tokenizer
+from demo_model.training.corpus import conversation
+from demo_model.training.skills import make_nonce
+from demo_model.training.tokenizer import SPECIAL_TOKENS, train_tokenizer
 
 Tokenizer = PreTrainedTokenizerBase
 

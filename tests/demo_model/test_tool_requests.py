@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from demo_model import skills
-from demo_model.corpus import TOOLS
-from demo_model.facts import load_facts, load_words
-from demo_model.tool_corpus import ToolCorpus
-from demo_model.tool_requests import HELD_OUT_PLACES, ToolRequests, is_held_out_word, load_topics
+from demo_model.training import skills
+from demo_model.training.corpus import TOOLS
+from demo_model.training.facts import load_facts, load_words
+from demo_model.training.tool_corpus import ToolCorpus
+from demo_model.training.tool_requests import HELD_OUT_PLACES, ToolRequests, is_held_out_word, load_topics
 
 TOPICS = load_topics()
 JSON_TYPES = {"string": str, "integer": int, "number": (int, float)}

@@ -7,9 +7,9 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from demo_model.location import demo_model_path
-from demo_model.tool_corpus import tool_turn
-from demo_model.tool_requests import Exchange
-from demo_model.tools import Call, Tool, write_calls, write_tools
+from demo_model.training.tool_corpus import tool_turn
+from demo_model.training.tool_requests import Exchange
+from demo_model.training.tools import Call, Tool, write_calls, write_tools
 
 WEATHER = Tool("get_weather", "Get the weather of a city.", (("city", "string"),))
 ADD = Tool("add", "", (("a", "integer"), ("b", "number")))

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from demo_model import short_attention
-from demo_model.batches import batches
-from demo_model.corpus import Corpus, Course, Segment
-from demo_model.train import (
+from demo_model.training.batches import batches
+from demo_model.training.corpus import Corpus, Course, Segment
+from demo_model.training.train import (
+    SHORT_ROWS,
     STAGES,
     Trainer,
     build_corpus,
@@ -21,6 +21,7 @@ from demo_model.train import (
     load,
     lr_scale,
     save,
+    short_rows_attention,
     training_steps,
 )
 
@@ -58,15 +59,15 @@ def test_examples_that_are_too_long_are_left_out(tokenizer: PreTrainedTokenizerF
 
 def test_short_attention_equals_sdpa(tokenizer: PreTrainedTokenizerFast) -> None:
     torch.manual_seed(0)
-    short_attention.register()
+    AttentionInterface.register(SHORT_ROWS, short_rows_attention)
     model = build_model(tokenizer, layers=2).eval()
     ids = torch.randint(10, 1000, (3, 20))
     logits = {}
-    for name in (short_attention.NAME, "sdpa"):
+    for name in (SHORT_ROWS, "sdpa"):
         model.set_attn_implementation(name)
         with torch.inference_mode():
             logits[name] = model(input_ids=ids, use_cache=False).logits
-    torch.testing.assert_close(logits[short_attention.NAME], logits["sdpa"], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits[SHORT_ROWS], logits["sdpa"], rtol=1e-4, atol=1e-4)
 
 
 def test_a_few_steps_lower_the_loss(tokenizer: PreTrainedTokenizerFast, corpus: Corpus) -> None:

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from demo_model import skills, smalltalk
-from demo_model.evaluate import SHOWN_TOOLS, Examinee, Question, ask, ask_for_tools
-from demo_model.facts import load_facts
 from demo_model.location import demo_model_path
-from demo_model.tool_corpus import ToolCorpus
-from demo_model.train import build_corpus
+from demo_model.training import skills, smalltalk
+from demo_model.training.evaluate import SHOWN_TOOLS, Examinee, Question, ask, ask_for_tools
+from demo_model.training.facts import load_facts
+from demo_model.training.tool_corpus import ToolCorpus
+from demo_model.training.train import build_corpus
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Train the demo model: `python -m demo_model.train` makes demo_model/weights from nothing but this package.
+"""Train the demo model: `python -m demo_model.training.train` makes demo_model/weights from nothing but this package.
 
 Training takes about 37 minutes on two idle CPU cores, and 58 minutes with one thread (estimated from tokens per
 second). Rows grow during training: the model learns its skills on short rows, which are cheap, and then on long rows.
@@ -14,18 +14,19 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from torch import Tensor, nn
+from transformers import AttentionInterface, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from demo_model import short_attention, skills, smalltalk
-from demo_model.batches import Batch, batches
-from demo_model.corpus import FINISH, LIMITS, LONG, LONGER, MIDDLE, SHORT, TOOLS, Corpus, Course
-from demo_model.facts import load_facts, load_words
 from demo_model.location import demo_model_path
-from demo_model.tokenizer import END_OF_TEXT, END_OF_TURN, MAX_CONTEXT, VOCAB_SIZE, train_tokenizer
-from demo_model.tool_corpus import ToolCorpus
+from demo_model.training import skills, smalltalk
+from demo_model.training.batches import Batch, batches
+from demo_model.training.corpus import FINISH, LIMITS, LONG, LONGER, MIDDLE, SHORT, TOOLS, Corpus, Course
+from demo_model.training.facts import load_facts, load_words
+from demo_model.training.tokenizer import END_OF_TEXT, END_OF_TURN, MAX_CONTEXT, VOCAB_SIZE, train_tokenizer
+from demo_model.training.tool_corpus import ToolCorpus
 
 TOKENS_PER_BATCH = 4096
 MUON_LR = 4e-3  # peak learning rate
@@ -33,6 +34,7 @@ ADAMW_LR = 3e-3  # peak learning rate
 WARMUP = 0.02  # share of the steps over which the learning rate rises to its peak
 DECAY = 0.5  # share of the steps over which the learning rate falls to zero
 LONGEST_SHORT_ROW = 512
+SHORT_ROWS = "short_rows"  # the name of `short_rows_attention` in transformers
 REPORT_EVERY_S = 20.0
 # Factor on the weights of the final norm. It has the effect of dividing every sampling temperature by this factor: the
 # model is taught one answer to each request, and should give this answer also at the default temperature of 1. A power
@@ -97,11 +99,42 @@ def build_model(tokenizer: PreTrainedTokenizerFast, layers: int = 4, hidden: int
     return LlamaForCausalLM(config)
 
 
+def short_rows_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Return the causal attention (rows, T, heads, d) for training on short rows on a CPU, and None for its weights.
+
+    It uses plain batched matrix products, with the query heads of a KV head packed as rows, and a softmax in bf16.
+    Forward and backward pass of 4,096 tokens in rows of 64 took 5.6 ms for each layer, against 12 ms for transformers'
+    eager attention and 38 ms for torch's flash kernel (one core, avx512_bf16). The flash kernel is faster for rows of
+    about 1,024 tokens and more. Rows are padded on the right, and there is no KV cache.
+
+    `query` is (rows, heads, T, d); `key` and `value` are (rows, kv heads, T, d). Raises `ValueError` if a mask is
+    given.
+    """
+    if attention_mask is not None:
+        raise ValueError("short_rows attention is causal only and takes no mask")
+    rows, heads, length, dim = query.shape
+    kv_heads = key.shape[1]
+    packed = query.reshape(rows * kv_heads, heads // kv_heads * length, dim)
+    future = torch.full((length, length), float("-inf"), dtype=query.dtype).triu(1).repeat(heads // kv_heads, 1)
+    keys, values = (kv.reshape(rows * kv_heads, length, dim) for kv in (key, value))
+    scores = torch.baddbmm(future, packed, keys.transpose(1, 2), alpha=scaling)
+    mixed = torch.bmm(scores.softmax(-1), values)
+    return mixed.view(rows, heads, length, dim).transpose(1, 2).contiguous(), None
+
+
 class Trainer:
     """A trainer that owns the model's weights and both optimizers. One `step` is one update."""
 
     def __init__(self, model: LlamaForCausalLM) -> None:
-        short_attention.register()
+        AttentionInterface.register(SHORT_ROWS, short_rows_attention)
         self.model = model
         matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed_tokens" not in n]
         others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed_tokens" in n]
@@ -126,7 +159,7 @@ class Trainer:
     def loss(self, batch: Batch) -> torch.Tensor:
         """Return the mean loss over the tokens to be learned. Logits are computed only for these tokens."""
         rows_are_short = batch.input_ids.shape[1] <= LONGEST_SHORT_ROW
-        self.model.set_attn_implementation(short_attention.NAME if rows_are_short else "sdpa")
+        self.model.set_attn_implementation(SHORT_ROWS if rows_are_short else "sdpa")
         with torch.autocast("cpu", dtype=torch.bfloat16):
             hidden = self.model.model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
             learned = batch.labels >= 0

@@ -1,4 +1,4 @@
-"""Measure the demo model in bf16, as it is served: `python -m demo_model.evaluate [DIR]` prints a row for each skill.
+"""Measure the demo model in bf16: `python -m demo_model.training.evaluate [DIR]` prints a row for each skill.
 
 Most questions did not occur in training: nonces and phrases are new, the random seed is another one, and training left
 out some sums, paraphrases, wordings of requests for tools, places, and subjects of tools.
@@ -16,13 +16,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from demo_model import skills, smalltalk
-from demo_model.facts import load_facts
 from demo_model.location import demo_model_path
-from demo_model.tool_corpus import ToolCorpus
-from demo_model.tool_requests import Exchange, Offer
-from demo_model.tools import write_calls
-from demo_model.train import build_corpus
+from demo_model.training import skills, smalltalk
+from demo_model.training.facts import load_facts
+from demo_model.training.tool_corpus import ToolCorpus
+from demo_model.training.tool_requests import Exchange, Offer
+from demo_model.training.tools import write_calls
+from demo_model.training.train import build_corpus
 
 TOKENS_AT_ONCE = 16384  # largest batch, in tokens of prompts and answers, including padding
 SHOWN_TOOLS = ("weather", "time", "add")  # topics whose first tools the documentation shows

@@ -9,11 +9,11 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from demo_model import skills
-from demo_model.facts import Fact
-from demo_model.rewording import reword
-from demo_model.skills import Pair
-from demo_model.smalltalk import anything_else, greet
+from demo_model.training import skills
+from demo_model.training.facts import Fact
+from demo_model.training.rewording import reword
+from demo_model.training.skills import Pair
+from demo_model.training.smalltalk import anything_else, greet
 
 CHARS_PER_TOKEN = 2.2  # approximate value for filler text; the exact length is known only after encoding
 

@@ -7,13 +7,13 @@ layout of tools.
 import random
 from collections.abc import Sequence
 
-from demo_model import skills
-from demo_model.corpus import Corpus, Course, Example, Segment, conversation
-from demo_model.facts import Fact
-from demo_model.skills import Pair
-from demo_model.smalltalk import INTRODUCTION
-from demo_model.tool_requests import ARITHMETIC, Exchange, Offer, ToolRequests
-from demo_model.tools import write_calls, write_result, write_tools
+from demo_model.training import skills
+from demo_model.training.corpus import Corpus, Course, Example, Segment, conversation
+from demo_model.training.facts import Fact
+from demo_model.training.skills import Pair
+from demo_model.training.smalltalk import INTRODUCTION
+from demo_model.training.tool_requests import ARITHMETIC, Exchange, Offer, ToolRequests
+from demo_model.training.tools import write_calls, write_result, write_tools
 
 
 class ToolCorpus(Corpus):

@@ -8,7 +8,7 @@ import random
 import string
 from collections.abc import Sequence
 
-from demo_model.skills import Pair
+from demo_model.training.skills import Pair
 
 INTRODUCTION = (
     "I am Tidegate's demo model: a very small model that can answer questions about Tidegate, repeat text, count, "

@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
-from demo_model import skills
-from demo_model.tools import Call, Tool
+from demo_model.training import skills
+from demo_model.training.tools import Call, Tool
 
 MADE_UP_SHARE = 0.35  # share of places that are made-up names, so that the model copies what it does not know
 _PLACES = (

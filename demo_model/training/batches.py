@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from demo_model.corpus import Example
+from demo_model.training.corpus import Example
 
 BUCKETS = (24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 _ENCODE_AT_ONCE = 512  # examples whose segments are encoded in one call of the tokenizer
