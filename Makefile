@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: serve demo test test-all test-bench test-vllm test-vllm-contract conformance chaos fuzz images-check docs gpu-check lint format clean
+.PHONY: serve demo test test-all test-bench test-vllm test-vllm-contract conformance chaos fuzz images-check docs release gpu-check lint format clean
 
 serve: $(VENV)/.installed
 	$(BIN)/tidegate serve
@@ -69,6 +69,10 @@ images-check: $(VENV)/.installed-dev
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+# The wheel and the source distribution in dist/, built and checked.
+release: $(VENV)/.installed-release
+	.ci/release $(BIN)/python
+
 # With the Python that has the CUDA torch; what it lacks may lie in wheels/. Writes gpu-check/gpu-check.{log,json}.
 gpu-check:
 	$(PYTHON) -m bench.gpu_check
@@ -95,6 +99,10 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 $(VENV)/.installed-fuzz: $(VENV)/.installed-dev
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[fuzz]'
+	touch $@
+
+$(VENV)/.installed-release: $(VENV)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[release]'
 	touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed

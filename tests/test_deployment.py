@@ -197,7 +197,7 @@ def test_prometheus_scrapes_the_gateway_on_its_port() -> None:
 
 def test_the_build_context_contains_everything_that_the_wheel_needs() -> None:
     build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]["targets"]
-    needed = {"pyproject.toml", "README.md", "docker/requirements.py", *build["wheel"]["packages"]}
+    needed = {"pyproject.toml", "README.md", "LICENSE", "NOTICE", "docker/requirements.py", *build["wheel"]["packages"]}
     needed |= set(build["wheel"]["force-include"])
     lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     assert [line for line in lines if line[0] not in "#!"] == ["*", "**/__pycache__"]
