@@ -12,7 +12,8 @@ from gateway.http.metrics import GatewayMetrics
 from gateway.identity import Keyring
 from gateway.protocol.errors import ApiError
 from scheduler.clock import SystemClock
-from tidegate.gateway import BadSamplingDefaults, connection_limits, load_sampling_defaults, make_webhooks
+from tidegate.gateway import connection_limits
+from tidegate.gateway_parts import BadSamplingDefaults, load_sampling_defaults, make_webhooks
 from tidegate.settings import GatewaySettings
 
 

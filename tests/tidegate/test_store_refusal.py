@@ -11,6 +11,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
+from gateway.app import create_app
 from scheduler.client import client as scheduler_client
 from scheduler.clock import SystemClock
 from scheduler.config import load_tiers
@@ -18,7 +19,7 @@ from scheduler.store import connection
 from scheduler.store.errors import CAUSES
 from tests.refusals import CODES, limitable_valkey, refusing
 from tests.waiting import until
-from tidegate.gateway import build_gateway
+from tidegate.gateway_parts import build_gateway, open_outside
 from tidegate.settings import GatewaySettings
 
 pytestmark = pytest.mark.timeout(120)
@@ -52,7 +53,9 @@ async def running_app(url: str, data_dir: Path, **settings: Any) -> AsyncIterato
         redis = connection.connect(url)
         stack.push_async_callback(redis.aclose)
         await redis.flushall()
-        app = build_gateway(chosen, redis, load_tiers(chosen.tiers_path), SystemClock(), "gateway test")
+        clock = SystemClock()
+        around = open_outside(chosen, redis, clock)
+        app = create_app(build_gateway(chosen, redis, load_tiers(chosen.tiers_path), clock, "gateway test", around))
         await stack.enter_async_context(app.router.lifespan_context(app))
         transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))
         http = httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=30)

@@ -1,0 +1,271 @@
+"""Wires the parts of a gateway: its services on the store, and the app's record of them.
+
+Everything that lies outside of the process comes in as a `Settings`, a connection to the store and the `Outside`.
+"""
+
+import random
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import structlog
+from redis.asyncio import Redis
+
+from demo_model.location import demo_model_path
+from gateway.batches.line import Completions
+from gateway.batches.model import Batch
+from gateway.batches.service import BatchService
+from gateway.completion.answer_cache import AnswerCache
+from gateway.completion.metering import Metering
+from gateway.completion.model_revision import model_revision
+from gateway.completion.sampling_defaults import SamplingDefaults, read_sampling_defaults
+from gateway.completion.service import CompletionService
+from gateway.completion.tokenizer import Tokenizer
+from gateway.dead_letters import DeadLetters
+from gateway.files.object_storage import open_storage
+from gateway.files.storage import Storage
+from gateway.files.store import FileStore
+from gateway.http.cors import AllowedOrigins
+from gateway.http.hosts import AllowedHosts, address_of
+from gateway.http.metrics import GatewayMetrics
+from gateway.idempotency.store import IdempotencyStore
+from gateway.identity import Keyring
+from gateway.keys.limits import KeyLimits
+from gateway.keys.source import KeySource
+from gateway.keys.usage import UsageMeter
+from gateway.responses.service import ResponseService
+from gateway.responses.store import ResponseStore
+from gateway.state import Gateway, GatewayTiers
+from gateway.tasks.endings import Endings
+from gateway.tasks.service import TaskService
+from gateway.uploads.service import UploadService
+from gateway.webhooks.sender import WebhookSender
+from gateway.webhooks.service import WebhookService
+from gateway.webhooks.store import EventStore
+from gateway.webhooks.target import TargetPolicy
+from scheduler.client.client import SchedulerClient
+from scheduler.clock import Clock
+from scheduler.config import TierSet
+from scheduler.events.base import EventChannel
+from scheduler.events.redis import RedisEventChannel
+from scheduler.queue.base import Queue
+from scheduler.queue.redis import RedisQueue
+from scheduler.registry.base import WorkerRegistry
+from scheduler.registry.redis import RedisWorkerRegistry
+from scheduler.reload.coordinator import TierChanges
+from scheduler.reload.follower import TierFollower
+from scheduler.reload.store import TierStore
+from scheduler.tasks.queue import TaskQueue
+from tidegate.settings import GatewaySettings
+
+if TYPE_CHECKING:
+    from tidegate.tracing.exporter import Tracing
+
+log = structlog.get_logger()
+
+
+class NoTokenizer(Exception):
+    """No tokenizer can be loaded for the model. The message is one sentence for the operator."""
+
+
+class BadSamplingDefaults(Exception):
+    """The sampling defaults of the model cannot be used. The message is one sentence for the operator."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outside:
+    """What a gateway meets beside its store: workers, the model's text and files. Tests bring their own."""
+
+    queue: Queue
+    events: EventChannel
+    registry: WorkerRegistry
+    tokenizer: Tokenizer
+    defaults: SamplingDefaults
+    revision: str  # tells one version of the model from another
+    storage: Storage
+    draw: Callable[[], float] = random.random  # distributes the returns of clients that are refused
+    lines: Completions | None = None  # who answers the lines of batches; None: this gateway
+
+
+def open_outside(settings: GatewaySettings, redis: Redis, clock: Clock) -> Outside:
+    """Return the workers on the store, and what the settings name.
+
+    Raises `NoTokenizer`, `BadSamplingDefaults` and `BadStorageUrl`.
+    """
+    return Outside(
+        queue=RedisQueue(redis, clock),
+        events=RedisEventChannel(redis),
+        registry=RedisWorkerRegistry(redis),
+        tokenizer=load_tokenizer(settings),
+        defaults=load_sampling_defaults(settings),
+        revision=f"{settings.load_format} {model_revision(settings.model_path)}",
+        storage=open_storage(settings.files_url, settings.data_dir),
+    )
+
+
+def build_gateway(
+    settings: GatewaySettings,
+    redis: Redis,
+    tiers: TierSet,
+    clock: Clock,
+    part: str,
+    outside: Outside,
+    tracing: "Tracing | None" = None,
+) -> Gateway:
+    """Return a gateway with everything that it uses. `part` is the name of this process in the store."""
+    client = SchedulerClient(
+        queue=outside.queue,
+        events=outside.events,
+        registry=outside.registry,
+        tiers=tiers,
+        clock=clock,
+        gateway_id=secrets.token_hex(8),
+        draw=outside.draw,
+    )
+    names, tokenizer = settings.model_names, outside.tokenizer
+    metrics = GatewayMetrics()
+    key_source = KeySource(settings.api_keys, settings.operator_keys, lambda: client.tiers, clock)
+    keyring = key_source.keyring
+    limits = KeyLimits(redis, clock, metrics.count_rate_limited)
+    usage = UsageMeter(redis, metrics, clock)
+    cache = AnswerCache(
+        redis,
+        clock,
+        f"{names[0]} {outside.revision}",
+        max_ttl_s=settings.answer_cache_ttl_s,
+        max_bytes=settings.answer_cache_mb * 2**20,
+    )
+    dead_letters = DeadLetters(redis)
+    metering = Metering(keyring, limits, usage, cache, metrics)
+    completions = CompletionService(
+        client,
+        clock,
+        tokenizer,
+        metrics,
+        names,
+        defaults=outside.defaults,
+        trusts_templates=settings.trust_request_chat_template,
+        tool_parser=settings.tool_parser,
+        metering=metering,
+        dead_letters=dead_letters,
+        revision=outside.revision,
+        adapters=settings.adapter_paths.keys(),
+    )
+    files = FileStore(redis, settings.data_dir, clock, settings.disk_reserve_mb * 2**20, outside.storage)
+    max_body_bytes = settings.max_body_mb * 2**20
+    webhooks = make_webhooks(settings, redis, keyring, clock, metrics)
+    responses = make_responses(settings, redis, completions, clock, webhooks)
+
+    async def announce(batch: Batch) -> None:
+        await webhooks.announce(f"batch.{batch.status}", batch.id, batch.metadata, batch.owner)
+
+    batches = BatchService(
+        redis,
+        files,
+        outside.lines or responses,
+        tiers,
+        names,
+        clock,
+        max_lines=settings.batch_max_lines,
+        max_unfinished=settings.batch_max_unfinished,
+        max_body_bytes=max_body_bytes,
+        workers=lambda: client.workers,
+        keyring=keyring,
+        count_tokens=tokenizer.count,
+        dead_letters=dead_letters,
+        on_end=announce,
+        tracer=tracing.batches() if tracing is not None else None,
+    )
+    subject, tier_store = GatewayTiers(client, keyring, batches), TierStore(redis)
+    follower = TierFollower(tier_store, subject, part, tiers, settings.tiers_path, clock)
+    return Gateway(
+        model_names=names,
+        created=clock.wall_ms() // 1000,
+        client=client,
+        clock=clock,
+        tokenizer=tokenizer,
+        keyring=keyring,
+        completions=completions,
+        metrics=metrics,
+        files=files,
+        batches=batches,
+        uploads=UploadService(redis, files, clock),
+        webhooks=webhooks,
+        key_source=key_source,
+        limits=limits,
+        usage=usage,
+        idempotency=IdempotencyStore(redis, clock),
+        responses=responses,
+        dead_letters=dead_letters,
+        tasks=TaskService(
+            TaskQueue(redis, clock, max_bytes=settings.tasks_quota_mb * 2**20),
+            Endings(redis),
+            client,
+            clock,
+            settings.task_ttl_s,
+            settings.task_timeout_s,
+        ),
+        tier_changes=TierChanges(tier_store, follower, outside.queue.depths, settings.tiers_path, clock),
+        max_body_bytes=max_body_bytes,
+        allowed_origins=AllowedOrigins(settings.allowed_origins or ()),
+        allowed_hosts=AllowedHosts(settings.allowed_hosts or (), settings.host),
+        files_quota_mb=settings.files_quota_mb,
+        tracing=tracing.middleware if tracing is not None else None,
+        private_docs=settings.private_docs,
+        console=settings.console,
+    )
+
+
+def make_webhooks(
+    settings: GatewaySettings, redis: Redis, keyring: Keyring, clock: Clock, metrics: GatewayMetrics
+) -> WebhookService:
+    """Return the service of webhooks. It may call this machine if nobody else reaches the server, and without keys."""
+    listens_on = address_of("127.0.0.1" if settings.host == "localhost" else settings.host)
+    is_local = keyring.is_open and listens_on is not None and listens_on.is_loopback
+    policy = TargetPolicy(allow_loopback=is_local, allow_private=settings.webhook_allow_private)
+    secret = settings.webhook_secret.get_secret_value() if settings.webhook_secret is not None else None
+    return WebhookService(
+        EventStore(redis), WebhookSender(policy), policy, keyring, secret, clock, metrics.count_webhook
+    )
+
+
+def make_responses(
+    settings: GatewaySettings, redis: Redis, completions: CompletionService, clock: Clock, webhooks: WebhookService
+) -> ResponseService:
+    """Return the service of /v1/responses. It stores responses unless the settings give them no time."""
+    if settings.response_ttl_s == 0:
+        return ResponseService(completions, clock)
+    store = ResponseStore(redis, clock, settings.response_ttl_s, settings.response_store_mb * 2**20)
+    return ResponseService(completions, clock, redis, store, drain_s=settings.drain_s, announcer=webhooks)
+
+
+def load_tokenizer(settings: GatewaySettings) -> Tokenizer:
+    """Return the model's tokenizer.
+
+    If it cannot be loaded, return the tokenizer of the demo model if the model's weights are dummies, and raise
+    `NoTokenizer` otherwise.
+    """
+    try:
+        return Tokenizer.load(settings.model_path)
+    except (OSError, ValueError) as error:
+        if settings.load_format == "dummy":
+            return Tokenizer.load(str(demo_model_path()))
+        reason = str(error).splitlines()[0]
+        raise NoTokenizer(f"no tokenizer can be loaded from {settings.model_path}: {reason}") from error
+
+
+def load_sampling_defaults(settings: GatewaySettings) -> SamplingDefaults:
+    """Return the sampling defaults that the settings choose.
+
+    Raises `BadSamplingDefaults` if the settings choose the model's defaults and these are invalid.
+    """
+    if settings.sampling_defaults == "openai":
+        return SamplingDefaults()
+    try:
+        defaults = read_sampling_defaults(settings.model_path)
+    except ValueError as error:
+        raise BadSamplingDefaults(str(error)) from error
+    if defaults.model_fields_set:
+        log.info("using the sampling defaults of the model", **defaults.model_dump(exclude_unset=True))
+    return defaults
