@@ -1,5 +1,10 @@
-"""Fixtures for all tests: one real embedded Valkey, emptied for each test that uses it. Properties have no deadline."""
+"""Fixtures for all tests: one real embedded Valkey, emptied for each test that uses it; and the profiles of properties.
 
+Properties try the same few examples in each run. With TIDEGATE_TEST_PROFILE=full they try new ones, and more of them. A
+property whose examples are costly takes a share: `settings(max_examples=settings().max_examples // 4)`.
+"""
+
+import os
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -11,8 +16,9 @@ from scheduler.store import connection, keys
 from tidegate.valkey import running_valkey
 
 OFF = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]  # properties empty the store themselves
-settings.register_profile("tidegate", deadline=None, suppress_health_check=OFF)
-settings.load_profile("tidegate")
+settings.register_profile("usual", deadline=None, suppress_health_check=OFF, derandomize=True, max_examples=40)
+settings.register_profile("full", deadline=None, suppress_health_check=OFF, derandomize=False, max_examples=200)
+settings.load_profile(os.environ.get("TIDEGATE_TEST_PROFILE", "usual"))
 
 PERMANENT_KEYS = {keys.SEQUENCE, keys.DURABLE, keys.PROBE}
 
