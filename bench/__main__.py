@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from pydantic_settings import BaseSettings, CliApp, CliSubCommand, SettingsConfigDict
 
 from bench.ablation import Ablation
-from bench.batch_deadlines.command import BatchDeadlines
-from bench.batch_order.command import BatchOrder
 from bench.chaos.command import Chaos
 from bench.conformance.command import Conformance
 from bench.engines.commands import Engines, Growth, Soak
@@ -18,11 +16,9 @@ from bench.facade import Facade
 from bench.fuzz.command import Fuzz
 from bench.images.command import Images
 from bench.isolation.command import Isolation
-from bench.locust.command import Locust
 from bench.peers.commands import BusyNeighbour, ClosedLoops, Frontier
 from bench.simulator_accuracy import SimulatorAccuracy
 from bench.store_throughput import Store
-from bench.tasks.command import Tasks
 from loadtest.progress import progress
 from loadtest.running import run_cli
 
@@ -34,30 +30,25 @@ class Bench(BaseSettings):
     """Experiments that compare Tidegate with other systems, with other policies and with its own simulator.
 
     Experiments on a server. isolation: interactive and bulk traffic together under several policies, judged by goals.
-    locust: continuous batching compared with one request at a time.
 
     Experiments on our server and vLLM's, which take turns. closed-loops: throughput and first tokens with many streams.
     frontier: what bulk gets against how much slower interactive answers become. neighbour: chats while busy loops take
     the CPU.
 
     Experiments on an engine. engines: our engine compared with other systems. growth: the time of a step as streams,
-    context or model size grow. soak: an engine under random load for a long time. batch-order: batch lines in the
-    gateway's order, against the order of their input.
+    context or model size grow. soak: an engine under random load for a long time.
 
     Experiments on the HTTP side. conformance: clients that people use, in their default modes. facade: requests per
     second of the gateway, beside LiteLLM's proxy. fuzz: odd requests, and what they leave behind.
 
-    Faults. chaos: the whole server under load, while its parts are killed, stopped, cut off and misled. tasks:
-    /v1/tasks with an endpoint that fails and workers that are killed.
+    Faults. chaos: the whole server under load, while its parts are killed, stopped, cut off and misled.
 
     Images. images: the images of gateway and worker, built, started with a store, and tried.
 
     Other experiments. store: the requests per second of a real store. simulator-accuracy: a measured run compared with
-    its simulation. ablation: simulated loads with each part of the controller switched off. batch-deadlines: simulated
-    jobs with windows, with deadlines and as best effort.
+    its simulation. ablation: simulated loads with each part of the controller switched off.
 
-    Plots and Locust need `pip install 'tidegate[loadtest]'`. `python -m bench.gpu_check` runs the checks that need a
-    GPU."""
+    Plots need `pip install 'tidegate[loadtest]'`. `python -m bench.gpu_check` runs the checks that need a GPU."""
 
     model_config = SettingsConfigDict(
         env_prefix="TIDEGATE_BENCH_",
@@ -68,21 +59,17 @@ class Bench(BaseSettings):
     )
 
     isolation: CliSubCommand[Isolation]
-    locust: CliSubCommand[Locust]
     closed_loops: CliSubCommand[ClosedLoops]
     frontier: CliSubCommand[Frontier]
     neighbour: CliSubCommand[BusyNeighbour]
     engines: CliSubCommand[Engines]
     growth: CliSubCommand[Growth]
     soak: CliSubCommand[Soak]
-    batch_order: CliSubCommand[BatchOrder]
     store: CliSubCommand[Store]
     simulator_accuracy: CliSubCommand[SimulatorAccuracy]
     ablation: CliSubCommand[Ablation]
-    batch_deadlines: CliSubCommand[BatchDeadlines]
     conformance: CliSubCommand[Conformance]
     facade: CliSubCommand[Facade]
-    tasks: CliSubCommand[Tasks]
     chaos: CliSubCommand[Chaos]
     fuzz: CliSubCommand[Fuzz]
     images: CliSubCommand[Images]

@@ -27,7 +27,7 @@ _IN_BENCH = "`python -m bench {}` in a checkout of the repository"
 MOVED = {
     "streams": "`tidegate loadtest run --compare batching`",
     "coserve": _IN_BENCH.format("isolation"),
-    "locust": _IN_BENCH.format("locust"),
+    "locust": "`tidegate loadtest run --compare batching`",
     "engine": _IN_BENCH.format("engines"),
     "growth": _IN_BENCH.format("growth"),
     "soak": _IN_BENCH.format("soak"),

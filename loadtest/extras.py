@@ -6,8 +6,7 @@ Knows which packages a command needs. Other modules import these packages only w
 from importlib.util import find_spec
 
 PLOTS = ("matplotlib",)
-LOCUST = ("locust", *PLOTS)
-PROCESSES = ("psutil",)  # installed with Locust
+PROCESSES = ("psutil",)  # locust, which the extra has, installs it
 
 
 class MissingExtra(Exception):

@@ -2,9 +2,6 @@
 
     locust -f loadtest/locustfile.py --headless -u 50 -r 10 -t 60s --host http://127.0.0.1:8000 --html report.html
 
-In a checkout, `python -m bench locust` runs these users twice on one server: with continuous batching, and with one
-request at a time. It writes both results on one page.
-
 RealtimeUser streams short chats. BulkUser sends flex requests one after another without pauses. BatchUser submits JSONL
 files and polls for their results. Every prompt holds a nonce, and an answer that is not this nonce counts as a failure.
 

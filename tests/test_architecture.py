@@ -45,8 +45,8 @@ HOUSES = {
     "loadtest": "machine extras progress child_environment random_weights shipped_tiers traffic → client model_shapes"
     " → estimates running locustfile serving → reporting → checks model_command server_command simulation"
     " → calibration measure",
-    "bench": "engines gpu_check simulator_accuracy store_throughput chaos batch_deadlines → isolation"
-    " → ablation batch_order conformance fuzz images locust peers tasks → facade",
+    "bench": "engines gpu_check simulator_accuracy store_throughput chaos → isolation"
+    " → ablation conformance fuzz images peers → facade",
     "engine/native": "device → kv → batch → attention → model sampling → cpu cuda → execution → startup",
 }
 # Where tensors live. What is elsewhere must start without torch; the model's trainer is a program of its own, and

@@ -10,7 +10,7 @@ import pytest
 
 from bench.__main__ import main
 from loadtest import extras
-from loadtest.extras import LOCUST
+from loadtest.extras import PLOTS, PROCESSES
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     """An environment without the packages of the extra."""
 
     def find(name: str) -> ModuleSpec | None:
-        return None if name in (*LOCUST, "psutil") else importlib.util.find_spec(name)
+        return None if name in (*PLOTS, *PROCESSES) else importlib.util.find_spec(name)
 
     monkeypatch.setattr(extras, "find_spec", find)
 
@@ -37,7 +37,6 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
     ("arguments", "packages"),
     [
         (["growth"], "matplotlib"),
-        (["locust"], "locust and matplotlib"),
         (["isolation", "--report", "page"], "matplotlib"),
         (["coserve", "--report", "page"], "matplotlib"),
         (["soak"], "psutil"),
@@ -74,4 +73,4 @@ def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> Non
         main(["--help"])
     about, _, listed = capsys.readouterr().out.partition("subcommands:")
     commands = [line.split()[0] for line in listed.splitlines()[2:] if line.strip()]
-    assert len(commands) == 19 and all(f" {command}: " in about.replace("\n", " ") for command in commands)
+    assert len(commands) == 15 and all(f" {command}: " in about.replace("\n", " ") for command in commands)

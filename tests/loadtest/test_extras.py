@@ -9,7 +9,7 @@ import pytest
 
 from loadtest import extras
 from loadtest.__main__ import MOVED, main
-from loadtest.extras import LOCUST, PLOTS, MissingExtra, require
+from loadtest.extras import PLOTS, PROCESSES, MissingExtra, require
 from loadtest.running import one_sentence
 
 
@@ -18,7 +18,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     """An environment without the extra."""
 
     def find(name: str) -> ModuleSpec | None:
-        return None if name in (*LOCUST, "psutil") else importlib.util.find_spec(name)
+        return None if name in (*PLOTS, *PROCESSES) else importlib.util.find_spec(name)
 
     monkeypatch.setattr(extras, "find_spec", find)
 

@@ -12,8 +12,6 @@ from transformers import PreTrainedTokenizerFast
 
 from bench.isolation.command import Isolation
 from bench.isolation.servers import context_of, vllm_command, with_tokenizer, write_served_shape
-from bench.locust.command import Locust
-from bench.locust.runs import CONTINUOUS, ONE_AT_A_TIME, Entry, read_entries
 from loadtest.client.http import TargetError
 from loadtest.model_shapes import write_shape
 from loadtest.serving import serving, tidegate_command
@@ -141,21 +139,6 @@ async def test_a_users_mistake_is_one_sentence(flags: dict[str, str], sentence: 
             await quick(**{"url": server.url, **flags}).measure()
 
 
-async def test_locust_compares_both_ways_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result_file = tmp_path / "locust.json"
-    async with FakeServer() as server:
-        flags = {"users": 4, "spawn_rate": 50, "seconds": 4, "report": tmp_path / "page", "json": result_file}
-        await Locust.model_validate({"url": server.url, **flags}).compare()
-    out = capsys.readouterr().out
-    assert "answers per second, continuous ÷ one at a time: " in out
-    runs = json.loads(result_file.read_text())["runs"]
-    assert all(runs[way]["realtime chat"]["requests"] > 0 for way in (CONTINUOUS, ONE_AT_A_TIME))
-    pinned = [d.get("tiers", {}).get("realtime", {}).get("pinned", {}).get("batch_size") for d in server.tiers]
-    assert pinned == [None, 1, None] and server.tiers[0] == server.tiers[-1]
-    page = (tmp_path / "page" / "index.html").read_text()
-    assert page.count("<iframe") == 2 and "srcdoc=" in page
-
-
 async def test_a_server_is_ended_with_its_block_and_one_that_does_not_start_says_why(tmp_path: Path) -> None:
     program = (
         "import http.server, os, sys\n"
@@ -191,15 +174,6 @@ def test_a_served_shape_has_a_tokenizer_and_both_servers_take_it(tmp_path: Path)
     theirs = vllm_command(Path("python"), model, "dummy", [])
     assert theirs[theirs.index("--scheduling-policy") + 1] == "priority"
     assert "--model" not in tidegate_command(None, "auto", tmp_path, None, [])
-
-
-def test_locusts_counts_by_milliseconds_have_their_quantiles_and_rates() -> None:
-    stat = {"name": "bulk flex", "num_requests": 100, "num_failures": 2, "start_time": 10.0}
-    times = {"20": 1, "5": 50, "10": 45, "15": 4}
-    entry = read_entries([{**stat, "last_request_timestamp": 30.0, "response_times": times}])["bulk flex"]
-    assert entry == Entry(100, 2, 5.0, 5.0, 10.0, 15.0)
-    idle = {"name": "x", "num_requests": 0, "num_failures": 0, "start_time": 10.0, "last_request_timestamp": None}
-    assert read_entries([{**idle, "response_times": {}}])["x"] == Entry(0, 0, 0.0, None, None, None)
 
 
 async def test_a_load_that_cannot_hold_any_more_is_left_at_once_and_the_search_has_an_end(
