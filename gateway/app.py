@@ -10,8 +10,9 @@ from typing import Any
 from fastapi import Depends, FastAPI
 from starlette.middleware import Middleware
 
+from gateway.fairness import UnderWay
 from gateway.http.cors import Cors
-from gateway.http.download import Downloads
+from gateway.http.download import MAX_DOWNLOADS, MAX_DOWNLOADS_OF_KEY
 from gateway.http.draining import RefuseWhileDraining
 from gateway.http.hosts import HostCheck
 from gateway.http.middleware import BodyLimit, OneAtATime, RequestContext
@@ -69,7 +70,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.state.description = ApiDescription(app, gateway.model_names)
     app.state.metrics_page = ops.MetricsPage(gateway)
     app.state.wrong_keys = WrongKeys()
-    app.state.downloads = Downloads()
+    app.state.downloads = UnderWay(MAX_DOWNLOADS, MAX_DOWNLOADS_OF_KEY)
     app.state.sla_feed = SlaFeed(gateway.client, gateway.clock)
     if gateway.console:
         app.include_router(console.router)  # before the next one, which also answers `/`

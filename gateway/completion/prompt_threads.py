@@ -9,9 +9,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
-from weakref import WeakValueDictionary
 
 from gateway.completion.tokenizer import Run
+from gateway.fairness import Turns
 from scheduler.config import Tier
 
 T = TypeVar("T")
@@ -32,11 +32,11 @@ class _Threads:
     def __init__(self, name: str, num_short: int) -> None:
         self._short = ThreadPoolExecutor(num_short, name)
         self._long = ThreadPoolExecutor(1, f"long-{name}")
-        self._turn_of: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by owner
+        self._turns = Turns()  # at the thread for long texts
 
     async def run(self, owner: str, work: Callable[[], T], *, is_long: bool) -> T:
         loop = asyncio.get_running_loop()
         if not is_long:
             return await loop.run_in_executor(self._short, work)
-        async with self._turn_of.setdefault(owner, asyncio.Lock()):
+        async with self._turns.of(owner):
             return await loop.run_in_executor(self._long, work)

@@ -25,9 +25,9 @@ from gateway.completion.receipt import receipt_object, with_receipt
 from gateway.completion.tokenizer import Tokenizer
 from gateway.completion.trace_attributes import describe_answer
 from gateway.dead_letters import DeadLetter, DeadLetters
+from gateway.fairness import FairLock
 from gateway.http.sse import PING, Write
 from gateway.http.trace import RequestTrace
-from gateway.loop_turns import LoopTurns
 from gateway.output.piece import Piece
 from gateway.output.plan import PLAIN, OutputPlan
 from gateway.protocol.errors import ApiError, given_up, internal_error, invalid_request, timed_out, unavailable
@@ -133,7 +133,7 @@ class ResponseStream:
         tokenizer: Tokenizer,
         clock: Clock,
         ping_s: float,
-        turns: LoopTurns,
+        turns: FairLock,
         account: Account = UNMETERED,
         trace: RequestTrace | None = None,
         dead_letters: DeadLetters | None = None,
@@ -142,7 +142,7 @@ class ResponseStream:
         self._tokens = tokens
         self._clock = clock
         self._ping_s = ping_s
-        self._turns = turns
+        self._lock = turns
         self._choices = {
             request.id: _choice(index, request, prepared, tokenizer) for index, request in enumerate(prepared.requests)
         }
@@ -285,7 +285,7 @@ class ResponseStream:
             if self._trace is not None:
                 self._trace.note_tokens()
             if self._prepared.requests[0].delivery is Delivery.AT_END:  # one step may end many such answers
-                await self._turns.take(self._prepared.owner or "")
+                await self._lock.acquire(self._prepared.owner or "")
         pieces: dict[str, Piece] = {}
         for event in events:
             choice = self._choices[event.request_id]

@@ -25,10 +25,10 @@ from gateway.completion.token_report import TokenReport
 from gateway.completion.tokenizer import Run, Tokenizer
 from gateway.completion.trace_attributes import describe_request
 from gateway.dead_letters import DeadLetters
+from gateway.fairness import FairLock
 from gateway.http.metrics import GatewayMetrics
 from gateway.http.trace import CURRENT_TRACE
 from gateway.identity import ResolvedTier, cache_salt
-from gateway.loop_turns import LoopTurns
 from gateway.output.model_format import ModelFormat
 from gateway.output.plan import OutputPlan, has_grammar, plan_output
 from gateway.output.template_values import template_values
@@ -85,7 +85,7 @@ class CompletionService:
         self._clock = clock
         self._tokenizer = tokenizer
         self._threads = PromptThreads()
-        self._turns = LoopTurns()
+        self._lock = FairLock()
         self._metrics = metrics
         self._model_names = model_names
         self._defaults = defaults
@@ -123,7 +123,7 @@ class CompletionService:
         uses is counted. `part` is the part of a job that this is (None: it is none).
         """
         try:
-            await self._turns.take(owner or "")
+            await self._lock.acquire(owner or "")
             request = await _parse_endpoint(endpoint, body)
             prepared = await self.prepare(
                 request, tier=tier, service_tier=service_tier, request_id=request_id, owner=owner
@@ -233,7 +233,7 @@ class CompletionService:
         trace = CURRENT_TRACE.get()
         if trace is not None:
             trace.note_submitted()
-        shared = (self._tokenizer, self._clock, self._ping_s, self._turns)
+        shared = (self._tokenizer, self._clock, self._ping_s, self._lock)
         return ResponseStream(prepared, tokens, *shared, account, trace, self._dead_letters)
 
     async def submit_part(self, prepared: PreparedRequest, part: JobPart | None) -> ResponseStream:
@@ -267,7 +267,7 @@ class CompletionService:
         """Let the event loop do whatever else is due between two steps of the work on many choices."""
         if num_choices > INLINE_CHOICES:
             await asyncio.sleep(0)
-            await self._turns.take(owner or "")
+            await self._lock.acquire(owner or "")
 
     def _report(self, request: AnyRequest) -> TokenReport | None:
         """Return what the answer reports of its tokens; None if the client asked for nothing of that kind."""

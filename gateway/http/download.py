@@ -6,7 +6,6 @@ Contents on the disk are sent by Starlette's `FileResponse`, with sendfile and r
 import asyncio
 import hashlib
 import re
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from urllib.parse import quote
 
@@ -14,16 +13,17 @@ from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from gateway.fairness import UnderWay
 from gateway.files.storage import ContentDamaged, Storage
 from gateway.files.store import StoredFile
 from gateway.protocol.errors import too_many_downloads
 
-MAX_DOWNLOADS, MAX_DOWNLOADS_OF_KEY = 64, 16
+MAX_DOWNLOADS, MAX_DOWNLOADS_OF_KEY = 64, 16  # at once; each has up to three pieces of a content in memory
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII)  # no file has a size with more digits
 
 
 async def stored_content(
-    request: Request, downloads: "Downloads", storage: Storage, name: str, file: StoredFile, media_type: str
+    request: Request, downloads: UnderWay, storage: Storage, name: str, file: StoredFile, media_type: str
 ) -> Response:
     """Return the response that sends the content `name` of `file`.
 
@@ -50,6 +50,8 @@ async def stored_content(
         headers["content-range"] = f"bytes {start}-{stop - 1}/{file.bytes}"
     status = 200 if span is None else 206
     headers["content-length"] = str(stop - start)
+    if downloads.is_full(file.owner):
+        raise too_many_downloads()
     end = downloads.begin(file.owner)
     try:
         first = await anext(chunks, b"")  # an error before the first byte still becomes an answer
@@ -57,24 +59,6 @@ async def stored_content(
         end()
         raise
     return _Download(_rest(first, chunks), status, headers, media_type, end)
-
-
-class Downloads:
-    """The downloads under way, each of which has up to three pieces of a content in memory."""
-
-    def __init__(self) -> None:
-        self._num_of: Counter[str | None] = Counter()  # by owner
-
-    def begin(self, owner: str | None) -> Callable[[], None]:
-        """Count a download until the returned function is called. Raises `ApiError` 503 if there are too many."""
-        if self._num_of[owner] >= MAX_DOWNLOADS_OF_KEY or self._num_of.total() >= MAX_DOWNLOADS:
-            raise too_many_downloads()
-        self._num_of[owner] += 1
-
-        def end() -> None:
-            self._num_of[owner] -= 1
-
-        return end
 
 
 class _Download(StreamingResponse):

@@ -12,9 +12,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.fairness import FairLock
 from gateway.http.disconnect import CLIENT_CLOSED
 from gateway.http.metrics import GatewayMetrics
-from gateway.loop_turns import LoopTurns
 from gateway.protocol.errors import error_response, internal_error, too_large
 from scheduler.clock import Clock
 
@@ -30,11 +30,11 @@ class OneAtATime:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._turns = LoopTurns()
+        self._lock = FairLock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            await self._turns.take((scope.get("client") or ("",))[0])
+            await self._lock.acquire((scope.get("client") or ("",))[0])
         await self._app(scope, receive, send)
 
 

@@ -9,11 +9,9 @@ import io
 import os
 import pickle
 import re
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
 
 import anyio
 import anyio.to_process
@@ -22,7 +20,7 @@ from anyio import BrokenWorkerProcess
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from gateway.loop_turns import LoopTurns
+from gateway.fairness import FairLock, HeldBytes, Turns
 from gateway.protocol.errors import internal_error, invalid_json, invalid_request, slow_body, too_many_bodies
 from gateway.protocol.validation import first_fault
 
@@ -54,32 +52,17 @@ M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 
 
-class _Turns:
-    """Lets one large body be parsed at a time. Clients take turns, whatever each sends."""
-
-    def __init__(self) -> None:
-        self._turn = asyncio.Lock()
-        self._turn_of: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by client
-
-    @asynccontextmanager
-    async def of(self, client: str) -> AsyncIterator[None]:
-        async with self._turn_of.setdefault(client, asyncio.Lock()), self._turn:
-            yield
-
-
 class BodyReader:
     """Reads the bodies of requests. All that are being received, parsed or held may have `max_total_bytes` together.
 
-    A client may hold twice the bytes that are free. So one alone holds two thirds, and however many hold what they can,
-    there is room for the next one. A client is a key, or an address while access is open.
+    A client is a key, or an address while access is open. Each holds its share, and large bodies are parsed one at a
+    time, a client's after another client's.
     """
 
     def __init__(self, max_total_bytes: int) -> None:
-        self._max_total_bytes = max_total_bytes
-        self._num_bytes = 0
-        self._num_bytes_of: Counter[str] = Counter()  # by client
-        self._turns = _Turns()
-        self._loop_turns = LoopTurns()
+        self._held = HeldBytes(max_total_bytes)
+        self._turns = Turns()
+        self._lock = FairLock()
         self._process = anyio.CapacityLimiter(1)  # not anyio's default, which work of other kinds may have taken
 
     @asynccontextmanager
@@ -100,11 +83,11 @@ class BodyReader:
         try:
             async for chunk in request.stream():
                 held += len(chunk)
-                self._add(client, len(chunk))
-                if self._num_bytes_of[client] > 2 * (self._max_total_bytes - self._num_bytes):
+                self._held.add(client, len(chunk))
+                if self._held.has_too_many(client):
                     raise too_many_bodies()
                 seconds = asyncio.get_running_loop().time() - began_s
-                if 2 * self._num_bytes > self._max_total_bytes and _is_slow(held, seconds):
+                if self._held.is_crowded and _is_slow(held, seconds):
                     raise slow_body()
                 data += chunk
                 if on_bytes is not None:
@@ -113,9 +96,7 @@ class BodyReader:
             del data  # the result takes its place
             yield result
         finally:
-            self._add(client, -held)
-            if not self._num_bytes_of[client]:
-                del self._num_bytes_of[client]
+            self._held.add(client, -held)
 
     async def read(
         self,
@@ -131,12 +112,8 @@ class BodyReader:
         if len(data) > INLINE_SIZE:
             async with self._turns.of(client):
                 return await self._read_in_process(data, interpret)
-        await self._loop_turns.take(client)
+        await self._lock.acquire(client)
         return interpret(parse_json_object(data))
-
-    def _add(self, client: str, num_bytes: int) -> None:
-        self._num_bytes += num_bytes
-        self._num_bytes_of[client] += num_bytes
 
     async def _read_in_process(self, data: bytearray, interpret: Callable[[dict[str, Any]], T]) -> T:
         try:

@@ -5,7 +5,6 @@ HTTP.
 """
 
 import asyncio
-from collections import Counter
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from redis.asyncio import Redis
 
 from gateway.completion.response import ResponseStream
 from gateway.completion.service import CompletionService
+from gateway.fairness import UnderWay
 from gateway.http.sse import PING, Write
 from gateway.protocol.errors import ApiError, invalid_value, too_many_followers, too_many_responses
 from gateway.protocol.json_body import is_large
@@ -58,7 +58,7 @@ class ResponseService:
         self._conversations = Conversations(store)
         self._background = None if store is None else BackgroundRuns(store, clock, drain_s)
         self._endings = None if announcer is None or redis is None else Endings(redis, announcer, clock)
-        self._followers: Counter[str | None] = Counter()  # of responses that are still generated, by owner
+        self._followers = UnderWay(MAX_FOLLOWERS, MAX_FOLLOWERS_OF_KEY)  # of responses that are still generated
 
     async def close(self) -> None:
         if self._background is not None:
@@ -183,16 +183,16 @@ class ResponseService:
         if found is None or not found.is_running:
             return await self._follow(response_id, owner, after, write, waits=False)
         self.check_followers(owner)
-        self._followers[owner] += 1
+        end = self._followers.begin(owner)
         try:
             await self._follow(response_id, owner, after, write, waits=True)
         finally:
-            self._followers[owner] -= 1
+            end()
 
     def check_followers(self, owner: str | None) -> None:
         """Raise `ApiError` 429 if `owner`, or all together, follow too many responses that are still generated."""
-        if self._followers[owner] >= MAX_FOLLOWERS_OF_KEY or self._followers.total() >= MAX_FOLLOWERS:
-            raise too_many_followers(self._followers[owner])
+        if self._followers.is_full(owner):
+            raise too_many_followers(self._followers.num_of(owner))
 
     async def _follow(self, response_id: str, owner: str | None, after: int, write: Write, waits: bool) -> None:
         assert self._redis is not None

@@ -13,11 +13,11 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from weakref import WeakValueDictionary
 
 import structlog
 from redis.asyncio import Redis
 
+from gateway.fairness import Turns
 from gateway.files.disk import noticing_full_disk
 from gateway.files.local_storage import PRIVATE_DIR
 from gateway.files.store import FileStore, StoredFile
@@ -64,8 +64,7 @@ class UploadService:
         self._directory = files.data_dir / "uploads"
         self._directory.mkdir(PRIVATE_DIR, parents=True, exist_ok=True)
         # Files are put together one at a time for each owner and a few in all, because other work needs threads too.
-        self._turns: WeakValueDictionary[str | None, asyncio.Lock] = WeakValueDictionary()
-        self._completions = asyncio.Semaphore(MAX_COMPLETIONS)
+        self._completions = Turns(MAX_COMPLETIONS)
 
     async def create(self, new: NewUpload, new_id: str, quota_bytes: int | None) -> Upload:
         """Create an upload; `new_id` is its id without the prefix.
@@ -131,7 +130,7 @@ class UploadService:
         A repeated call returns the same; the file is None if it was deleted since. `md5` is the digest that the file
         must have, in hex digits (None: any). Raises `NoSuchUpload`, `UploadRefused`, `QuotaExceeded` and `DiskFull`.
         """
-        async with self._turns.setdefault(owner, asyncio.Lock()), self._completions:
+        async with self._completions.of(owner):
             state = await self._state(upload_id, owner)
             upload = state.upload
             if state.status != COMPLETED:

@@ -8,8 +8,8 @@ import asyncio
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from weakref import WeakValueDictionary
 
+from gateway.fairness import Turns
 from gateway.http.hosts import address_of
 from gateway.webhooks.target import Address
 
@@ -37,8 +37,7 @@ class Lookups:
         self._resolve = resolve
         self._turn_s = turn_s
         self._threads = ThreadPoolExecutor(MAX_LOOKUPS, "webhook-lookup")
-        self._turns = asyncio.Semaphore(MAX_LOOKUPS)
-        self._turns_of: WeakValueDictionary[str | None, asyncio.Semaphore] = WeakValueDictionary()
+        self._turns = Turns(MAX_LOOKUPS, MAX_LOOKUPS_OF_OWNER)
 
     async def begin(self, host: str, port: int, owner: str | None) -> "asyncio.Future[list[Address]]":
         """Begin to look up `host` for `owner` when it is its turn. Return a future of its addresses.
@@ -51,21 +50,14 @@ class Lookups:
             known: asyncio.Future[list[Address]] = loop.create_future()
             known.set_result([literal])
             return known
-        own = self._turns_of.setdefault(owner, asyncio.Semaphore(MAX_LOOKUPS_OF_OWNER))
         try:
             async with asyncio.timeout(self._turn_s):
-                await own.acquire()
-                try:
-                    await self._turns.acquire()
-                except BaseException:
-                    own.release()
-                    raise
+                end = await self._turns.begin(owner)
         except TimeoutError:
             raise LookupsBusy from None
 
         def on_end(future: "asyncio.Future[list[Address]]") -> None:
-            own.release()
-            self._turns.release()
+            end()
             if not future.cancelled():
                 future.exception()  # retrieved also if nobody waits any more
 

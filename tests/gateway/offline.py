@@ -24,9 +24,10 @@ from redis.asyncio import Redis
 
 from gateway.batches.model import Batch
 from gateway.batches.service import BatchService
+from gateway.fairness import UnderWay
 from gateway.files.storage import Storage
 from gateway.files.store import FileStore
-from gateway.http.download import Downloads
+from gateway.http.download import MAX_DOWNLOADS, MAX_DOWNLOADS_OF_KEY
 from gateway.idempotency.store import IdempotencyStore
 from gateway.identity import ApiKey, Keyring
 from gateway.protocol import errors
@@ -271,7 +272,7 @@ def make_gateway(
     app.include_router(upload_routes.router)
     app.include_router(batch_routes.router)
     app.state.body_reader = BodyReader(16 * max_body_bytes)
-    app.state.downloads = Downloads()
+    app.state.downloads = UnderWay(MAX_DOWNLOADS, MAX_DOWNLOADS_OF_KEY)
     app.state.gateway = SimpleNamespace(
         files=files,
         batches=batches,

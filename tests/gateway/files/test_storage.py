@@ -16,8 +16,6 @@ from gateway.files import object_storage
 from gateway.files.local_storage import LocalStorage, sha256_of
 from gateway.files.object_storage import BadStorageUrl, ObjectStorage, open_storage
 from gateway.files.storage import ContentDamaged, ContentLost, Storage, StorageUnreachable
-from gateway.http.download import MAX_DOWNLOADS, MAX_DOWNLOADS_OF_KEY, Downloads
-from gateway.protocol.errors import ApiError
 from tests.gateway.files.s3 import BUCKET, Address, s3_options, s3_server
 
 
@@ -123,20 +121,6 @@ async def test_a_fetch_that_fails_writes_nothing_afterwards(tmp_path: Path, monk
         rest = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.gather(*rest, return_exceptions=True)
         assert (tmp_path / "other").read_bytes() == b""
-
-
-def test_downloads_from_a_storage_are_limited_for_each_key_and_in_all() -> None:
-    downloads = Downloads()
-    ends = [downloads.begin("one") for _ in range(MAX_DOWNLOADS_OF_KEY)]
-    with pytest.raises(ApiError) as refused:
-        downloads.begin("one")
-    assert refused.value.status == 503 and "retry-after" in refused.value.headers
-    ends[0]()
-    downloads.begin("one")
-    for n in range(MAX_DOWNLOADS - MAX_DOWNLOADS_OF_KEY):
-        downloads.begin(f"other {n}")
-    with pytest.raises(ApiError):
-        downloads.begin("two")
 
 
 async def test_a_folder_is_listed_and_removed_as_a_whole(storage: Storage, tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ async def test_names_that_are_never_found_hold_up_their_owner_only() -> None:
             assert len(receiver.got) == 1
         finally:
             gate.set()
-        await until(lambda: not sender._lookups._turns_of)
+        await until(lambda: not sender._lookups._turns._of)
         await WebhookSender(LOCAL, lookups=sender._lookups).send(url, {}, b"", owner="ann")
 
 

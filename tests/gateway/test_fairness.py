@@ -1,4 +1,4 @@
-"""Turns on the event loop keep pieces of work apart, and clients share them."""
+"""Owners take turns, and each has a share of what is under way and of the memory."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
+from gateway.fairness import FairLock, HeldBytes, UnderWay
 from gateway.http.middleware import OneAtATime
-from gateway.loop_turns import LoopTurns
 
 
 class Iterations:
@@ -31,20 +31,20 @@ async def iterations() -> AsyncIterator[Iterations]:
 
 
 async def test_a_turn_comes_at_once_if_nobody_has_one(iterations: Iterations) -> None:
-    turns = LoopTurns()
+    turns = FairLock()
     for _ in range(3):
         before = iterations.num
-        await turns.take("a")
+        await turns.acquire("a")
         assert iterations.num == before
         await asyncio.sleep(0)
         await asyncio.sleep(0)
 
 
 async def test_each_turn_is_in_an_iteration_of_its_own(iterations: Iterations) -> None:
-    turns, taken = LoopTurns(), list[int]()
+    turns, taken = FairLock(), list[int]()
 
     async def take() -> None:
-        await turns.take("a")
+        await turns.acquire("a")
         taken.append(iterations.num)
 
     await asyncio.gather(*(take() for _ in range(5)))
@@ -52,10 +52,10 @@ async def test_each_turn_is_in_an_iteration_of_its_own(iterations: Iterations) -
 
 
 async def test_clients_take_turns() -> None:
-    turns, order = LoopTurns(), list[str]()
+    turns, order = FairLock(), list[str]()
 
     async def take(client: str) -> None:
-        await turns.take(client)
+        await turns.acquire(client)
         order.append(client)
 
     await asyncio.gather(*(take("greedy") for _ in range(6)), take("other"))
@@ -64,9 +64,9 @@ async def test_clients_take_turns() -> None:
 
 @pytest.mark.parametrize("client", ["a", "b"])
 async def test_who_no_longer_wants_a_turn_keeps_nobody_waiting(client: str) -> None:
-    turns = LoopTurns()
-    await turns.take("a")
-    gone, last = asyncio.create_task(turns.take(client)), asyncio.create_task(turns.take("a"))
+    turns = FairLock()
+    await turns.acquire("a")
+    gone, last = asyncio.create_task(turns.acquire(client)), asyncio.create_task(turns.acquire("a"))
     await asyncio.sleep(0)
     gone.cancel()
     await asyncio.wait_for(last, 30)
@@ -88,3 +88,24 @@ async def test_requests_that_come_together_begin_one_after_the_other(iterations:
     scope = {"type": "http", "client": ("127.0.0.1", 1)}
     await asyncio.gather(*(one_at_a_time(dict(scope), receive, send) for _ in range(5)))
     assert len(set(begun)) == 5
+
+
+def test_what_is_under_way_is_limited_for_each_owner_and_in_all() -> None:
+    under_way = UnderWay(most=5, of_owner=3)
+    ends = [under_way.begin("one") for _ in range(3)]
+    assert under_way.is_full("one") and not under_way.is_full("two")
+    ends[0]()
+    assert not under_way.is_full("one") and under_way.num_of("one") == 2
+    for owner in ("one", "two", None):
+        under_way.begin(owner)
+    assert under_way.is_full("three")
+
+
+def test_an_owner_may_hold_twice_the_free_bytes() -> None:
+    held = HeldBytes(90)
+    held.add("one", 60)
+    assert not held.has_too_many("one") and held.is_crowded
+    held.add("two", 20)
+    assert held.has_too_many("one") and not held.has_too_many("two")
+    held.add("one", -60)
+    assert not held.is_crowded and not held.has_too_many("two")
