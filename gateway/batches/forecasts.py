@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.batches import estimate as estimates
+from gateway.batches.completion_window import window_text
 from gateway.batches.estimate import Estimate, Lengths, Pace, Range, Rates, Work
 from gateway.batches.line_deadlines import URGENT_SHARE, LineTimes
 from gateway.batches.line_statistics import LineStatistics
 from gateway.batches.model import Batch, BatchStatus
 from gateway.batches.promises import Commitment, earliest_promise_s
 from gateway.batches.store import BatchStore
-from gateway.batches.window import window_text
 from scheduler.clock import Clock
 from scheduler.config import Tier
 from scheduler.registry.worker_status import WorkerStatus

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from gateway.batches.aside import run_aside
-from gateway.batches.lines import MAX_LINE_BYTES, numbered_lines
+from gateway.batches.jsonl import MAX_LINE_BYTES, numbered_lines
 from gateway.batches.model import LineError
 from gateway.files.storage import BATCHES
 from gateway.protocol.errors import ApiError
@@ -124,18 +123,6 @@ def inspect_input(
     if total == 0:
         errors.append(LineError("empty_file", "The input file is empty."))
     return InputReport(total, seen.model, tuple(errors))
-
-
-async def inspect_aside(
-    path: Path,
-    endpoint: str,
-    model_names: Collection[str],
-    *,
-    max_lines: int = MAX_LINES,
-    max_line_bytes: int = MAX_LINE_BYTES,
-) -> InputReport:
-    """Do the same while the event loop goes on."""
-    return await run_aside(path, inspect_input, endpoint, tuple(model_names), max_lines, max_line_bytes)
 
 
 @dataclass(slots=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from gateway.batches.completion_window import window_s
 from gateway.batches.size import InputSize
-from gateway.batches.window import window_s
 
 # Time at the end of a completion window in which the files of the results are written. All lines are due before it.
 WRITING_SHARE, MAX_WRITING_S = 0.05, 60.0  # of the window; seconds

@@ -21,9 +21,9 @@ from typing import BinaryIO
 
 import msgspec
 
-from gateway.batches.aside import load_aside, run_aside
 from gateway.batches.input import CHUNK_LINES, BatchLine, decoded_line, in_chunks
-from gateway.batches.lines import BLANKS, BOM
+from gateway.batches.jsonl import BLANKS, BOM
+from gateway.batches.offload import offload_short
 from gateway.batches.prompt_text import output_limit, prompt_bytes
 from gateway.files.local_storage import move_durably
 from gateway.protocol.json_body import INLINE_SIZE
@@ -107,11 +107,6 @@ def write_order(path: Path, num_lines: int | None = None) -> None:
     move_durably(unfinished, ordered_path)
 
 
-async def write_order_aside(path: Path, num_lines: int) -> None:
-    """Do the same while the event loop goes on."""
-    await run_aside(path, write_order, num_lines)
-
-
 def read_ordered_chunks(path: Path, done: Container[int]) -> Iterator[list[BatchLine | LargeLine]]:
     """Yield the lines of the input at `path` that are not `done`, in their order, in chunks."""
     return in_chunks(_in_order(path, done))
@@ -119,7 +114,7 @@ def read_ordered_chunks(path: Path, done: Container[int]) -> Iterator[list[Batch
 
 async def read_large_line(path: Path, line: LargeLine) -> BatchLine:
     """Return a line of the input at `path` while the event loop goes on."""
-    return await load_aside(path, _read_line, line)
+    return await offload_short(path, _read_line, line)
 
 
 def _read_line(path: Path, line: LargeLine) -> BatchLine:

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from gateway.batches.input import CHUNK_LINES, BatchLine, in_chunks, input_name, next_chunk, work_folder
-from gateway.batches.lines import numbered_lines
+from gateway.batches.jsonl import numbered_lines
 from gateway.batches.model import Batch, LineResult
 from gateway.batches.results import RecordedResults
 from gateway.batches.store import BatchStore, OwnershipLost

@@ -15,11 +15,12 @@ import structlog
 from redis.asyncio.lock import Lock
 from redis.exceptions import LockError
 
-from gateway.batches.input import input_name, inspect_aside, work_folder
+from gateway.batches.input import input_name, inspect_input, work_folder
 from gateway.batches.line import LineRunner
 from gateway.batches.line_execution import LineExecution
 from gateway.batches.line_window import LineWindow
 from gateway.batches.model import Batch, BatchStatus, LineError
+from gateway.batches.offload import offload
 from gateway.batches.output import BATCH_CANCELLED, BATCH_EXPIRED, write_files
 from gateway.batches.recorder import ResultRecorder
 from gateway.batches.store import BatchStore, Moved, OwnershipLost
@@ -152,13 +153,8 @@ class BatchRun:
     async def _validate(self, batch: Batch, path: Path) -> None:
         if batch.input_sha256 is not None and await asyncio.to_thread(sha256_of, path) != batch.input_sha256:
             return await self._move(BatchStatus.FAILED, errors=(INPUT_DAMAGED,))
-        report = await inspect_aside(
-            path,
-            batch.endpoint,
-            self._model_names,
-            max_lines=self._max_lines,
-            max_line_bytes=self._max_line_bytes,
-        )
+        limits = self._max_lines, self._max_line_bytes
+        report = await offload(path, inspect_input, batch.endpoint, tuple(self._model_names), *limits)
         errors = report.errors or await self._quota.reserve(batch, path)
         if errors:
             await self._move(BatchStatus.FAILED, errors=errors)

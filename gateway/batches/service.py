@@ -14,14 +14,15 @@ from redis.asyncio import Redis
 
 from gateway.batches.forecasts import BatchForecasts, Infeasible
 from gateway.batches.input import MAX_LINES, input_name
+from gateway.batches.jsonl import MAX_LINE_BYTES
 from gateway.batches.line import Completions, LineRunner
 from gateway.batches.line_statistics import LineStatistics
 from gateway.batches.line_window import KeyShare, LineWindow
-from gateway.batches.lines import MAX_LINE_BYTES
 from gateway.batches.maintenance import BatchMaintenance
 from gateway.batches.model import Batch, BatchStatus, NewBatch
+from gateway.batches.offload import offload
 from gateway.batches.run import BatchRun, OnEnd
-from gateway.batches.size import InputSize, size_aside
+from gateway.batches.size import InputSize, input_size
 from gateway.batches.store import BatchStore, Moved
 from gateway.batches.token_quota import CountTokens, TokenQuota
 from gateway.batches.tracing import BatchTracer
@@ -171,7 +172,7 @@ class BatchService:
         try:
             with noticing_full_disk():
                 await self._files.storage.copy(content_name(file.id), input_name(batch_id))
-                size = await size_aside(await self._files.storage.fetch(input_name(batch_id)))
+                size = await offload(await self._files.storage.fetch(input_name(batch_id)), input_size)
             batch = new.to_batch(batch_id, self._now_s(), size)
             trace = CURRENT_TRACE.get()
             batch = replace(batch, input_sha256=file.sha256, traceparent=trace.traceparent if trace else None)

@@ -1,7 +1,7 @@
 """The size of a batch's input: how many requests, how much text, how many output tokens they may ask for.
 
 Counts without a tokenizer, because a batch is answered before its 100,000 lines could be tokenised. Lines that are not
-valid are left out: validation reports them. Reading blocks, so callers use `size_aside`.
+valid are left out: validation reports them. Reading blocks, so callers offload it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gateway.batches.aside import run_aside
-from gateway.batches.lines import MAX_LINE_BYTES, numbered_lines
+from gateway.batches.jsonl import MAX_LINE_BYTES, numbered_lines
 from gateway.protocol.errors import ApiError
 from gateway.protocol.json_body import parse_json_object
 
@@ -69,11 +68,6 @@ def line_size(body: Mapping[str, Any]) -> LineSize:
     """Return the size of a request from its body. It was valid: all that stands among token ids counts as one."""
     lengths = [length for name in PROMPT_FIELDS for length in _lengths(body.get(name), MAX_DEPTH)]
     return _line_size(body, sum(lengths) + max(0, len(lengths) - 1))
-
-
-async def size_aside(path: Path) -> InputSize:
-    """Return the size of the input while the event loop goes on."""
-    return await run_aside(path, input_size)
 
 
 def input_size(path: Path) -> InputSize:

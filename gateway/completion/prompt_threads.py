@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from gateway.completion.tokenizer import Run
+from gateway.completion.tokenizer import RunInThread
 from gateway.fairness import Turns
 from scheduler.config import Tier
 
@@ -23,7 +23,7 @@ class PromptThreads:
     def __init__(self) -> None:
         self._interactive, self._bulk = _Threads("prompt", SHORT_THREADS), _Threads("bulk-prompt", 1)
 
-    def of(self, tier: Tier, owner: str | None) -> Run:
+    def of(self, tier: Tier, owner: str | None) -> RunInThread:
         """Return a function that runs work on a prompt of `owner` (None: access is open)."""
         return partial((self._interactive if tier.is_interactive else self._bulk).run, owner or "")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gateway.completion.tokenizer import ChatTemplateError, Run, TextTooLong, Tokenizer, Truncation
+from gateway.completion.tokenizer import ChatTemplateError, RunInThread, TextTooLong, Tokenizer, Truncation
 from gateway.protocol.errors import context_length_exceeded, invalid_request, invalid_value
 from gateway.protocol.schemas import ChatCompletionRequest, CompletionRequest, messages_for_template
 from scheduler.registry.worker_status import WorkerStatus
@@ -45,7 +45,7 @@ async def encode_prompts(
     tokenizer: Tokenizer,
     limits: ModelLimits,
     template_values: Mapping[str, Any],
-    run: Run,
+    run: RunInThread,
 ) -> list[Prompt]:
     """Return the encoded prompts of `request`, in order.
 
@@ -69,7 +69,7 @@ async def encode_only(
     tokenizer: Tokenizer,
     limits: ModelLimits,
     template_values: Mapping[str, Any],
-    run: Run,
+    run: RunInThread,
 ) -> list[int]:
     """Return the token ids of the one prompt of `request`, which need not leave room for an output.
 
@@ -98,7 +98,7 @@ async def _encode_chat(
     tokenizer: Tokenizer,
     limits: ModelLimits,
     template_values: Mapping[str, Any],
-    run: Run,
+    run: RunInThread,
 ) -> list[int]:
     truncation = _truncation(request, limits)
     if truncation is None and len(request.messages) > limits.max_model_len:  # each message takes at least one token
@@ -120,7 +120,7 @@ async def _encode_chat(
 
 
 async def _encode_texts(
-    request: CompletionRequest, tokenizer: Tokenizer, limits: ModelLimits, run: Run
+    request: CompletionRequest, tokenizer: Tokenizer, limits: ModelLimits, run: RunInThread
 ) -> list[list[int]]:
     """Return the token ids of each prompt of a body. The prompts are either all texts or all lists of token ids."""
     id_lists = [prompt for prompt in request.prompts if isinstance(prompt, list)]

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from engine.interface import SamplingParams
 from gateway.completion.sampling_defaults import SamplingDefaults
-from gateway.completion.tokenizer import Run, Tokenizer
+from gateway.completion.tokenizer import RunInThread, Tokenizer
 from gateway.protocol.errors import invalid_value
 from gateway.protocol.schemas import MAX_PROMPT_IDS, ChatCompletionRequest, CompletionRequest
 
@@ -27,7 +27,9 @@ class Constraints:
     bad_words: tuple[tuple[int, ...], ...] = ()
 
 
-async def constraints_of(request: AnyRequest, grammar: str | None, tokenizer: Tokenizer, run: Run) -> Constraints:
+async def constraints_of(
+    request: AnyRequest, grammar: str | None, tokenizer: Tokenizer, run: RunInThread
+) -> Constraints:
     """Return the constraints of a request whose output has `grammar`. Long texts are encoded by `run`.
 
     A bad word is forbidden at the beginning of a text and after a space, as in vLLM. Raises `ApiError` 400 if the

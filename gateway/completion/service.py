@@ -1,7 +1,7 @@
 """Turn a validated body into scheduler requests and submit them, for the two HTTP routes and for batch lines.
 
 Knows bodies, prompts, tiers and the scheduler's client. Does not know HTTP, and does not know how tokens become an
-answer (gateway/completion/response.py does).
+answer (gateway/completion/generation.py does).
 """
 
 import asyncio
@@ -14,15 +14,15 @@ from typing import Any
 from gateway.completion.answer import Answer
 from gateway.completion.answer_options import answer_options
 from gateway.completion.capabilities import check_supported
+from gateway.completion.generation import Demotion, Generation, PreparedRequest
 from gateway.completion.metering import UNMETERED, Metering
 from gateway.completion.openai_objects import AnswerHead, ChatAnswer, TextAnswer
 from gateway.completion.prompt_threads import PromptThreads
 from gateway.completion.prompts import Prompt, check_prompt_logprobs, encode_only, encode_prompts, model_limits
-from gateway.completion.response import Demotion, PreparedRequest, ResponseStream
 from gateway.completion.sampling import Constraints, check_token_ids, constraints_of, sampling_params
 from gateway.completion.sampling_defaults import SamplingDefaults
 from gateway.completion.token_report import TokenReport
-from gateway.completion.tokenizer import Run, Tokenizer
+from gateway.completion.tokenizer import RunInThread, Tokenizer
 from gateway.completion.trace_attributes import describe_request
 from gateway.dead_letters import DeadLetters
 from gateway.fairness import FairLock
@@ -213,7 +213,7 @@ class CompletionService:
         *,
         is_limited: bool = True,
         patient: str | None = None,
-    ) -> ResponseStream:
+    ) -> Generation:
         """Enqueue `prepared`, or find its answer in the cache, and return the answer.
 
         The answer may come from the cache, or is put there for `cache_ttl_s` seconds (None: neither). `is_limited` says
@@ -234,9 +234,9 @@ class CompletionService:
         if trace is not None:
             trace.note_submitted()
         shared = (self._tokenizer, self._clock, self._ping_s, self._lock)
-        return ResponseStream(prepared, tokens, *shared, account, trace, self._dead_letters)
+        return Generation(prepared, tokens, *shared, account, trace, self._dead_letters)
 
-    async def submit_part(self, prepared: PreparedRequest, part: JobPart | None) -> ResponseStream:
+    async def submit_part(self, prepared: PreparedRequest, part: JobPart | None) -> Generation:
         """Enqueue `prepared` as a part of a job, as `submit` does. The limits of the owner's key do not count."""
         if part is not None:
             prepared = prepared.as_part_of_job(part, self._fingerprint)
@@ -281,7 +281,7 @@ class CompletionService:
             with_ids=bool(request.return_token_ids),
         )
 
-    async def _plan_output(self, request: AnyRequest, run: Run) -> OutputPlan:
+    async def _plan_output(self, request: AnyRequest, run: RunInThread) -> OutputPlan:
         """Return how the output is constrained and parsed. Raises `ApiError` 400 if it cannot be."""
         values: Mapping[str, Any] = {}
         if isinstance(request, ChatCompletionRequest):

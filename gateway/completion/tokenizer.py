@@ -51,7 +51,7 @@ class Truncation(NamedTuple):
 T = TypeVar("T")
 
 
-class Run(Protocol):
+class RunInThread(Protocol):
     """A function that calls `work` in a thread, and returns the result. `is_long`: the work may take over 25 ms."""
 
     async def __call__(self, work: Callable[[], T], *, is_long: bool) -> T: ...
@@ -116,7 +116,7 @@ class Tokenizer:
         values: Mapping[str, Any] = _PLAIN_CHAT,
         add_special_tokens: bool = False,
         truncation: Truncation | None = None,
-        run: Run = in_thread,
+        run: RunInThread = in_thread,
     ) -> list[int]:
         """Return the token ids of the prompt that the chat template makes of `messages` and of `values`.
 
@@ -145,7 +145,7 @@ class Tokenizer:
         *,
         add_special_tokens: bool = True,
         truncation: Truncation | None = None,
-        run: Run = in_thread,
+        run: RunInThread = in_thread,
     ) -> list[list[int]]:
         """Return the token ids of each text, by default with the special tokens with which a prompt begins.
 

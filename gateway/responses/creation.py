@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from gateway.completion.answer import Answer
-from gateway.completion.response import PreparedRequest, ResponseStream
+from gateway.completion.generation import Generation, PreparedRequest
 from gateway.completion.service import CompletionService
 from gateway.completion.token_report import TokenReport
 from gateway.identity import ResolvedTier
@@ -84,7 +84,7 @@ class NewResponse:
                 self._prepared = await prepare(await _chat(self._request, conversation))
         return self._prepared
 
-    def run(self, stream: ResponseStream) -> ResponseRun:
+    def run(self, stream: Generation) -> ResponseRun:
         """Return the generation of the response, which was submitted as `stream`."""
         return ResponseRun(stream, self._items, self.owner, self._store)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import structlog
 
-from gateway.completion.response import ResponseStream
+from gateway.completion.generation import Generation
 from gateway.http.sse import PING, Write
 from gateway.protocol.errors import ApiError, internal_error, store_failed
 from gateway.responses.answer import ResponseAnswer
@@ -34,7 +34,7 @@ class ResponseRun:
     """
 
     def __init__(
-        self, stream: ResponseStream, items: Sequence[Item], owner: str | None, store: ResponseStore | None
+        self, stream: Generation, items: Sequence[Item], owner: str | None, store: ResponseStore | None
     ) -> None:
         assert isinstance(stream.answer, ResponseAnswer)
         self.answer = stream.answer

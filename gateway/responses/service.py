@@ -11,7 +11,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from gateway.completion.response import ResponseStream
+from gateway.completion.generation import Generation
 from gateway.completion.service import CompletionService
 from gateway.fairness import UnderWay
 from gateway.http.sse import PING, Write
@@ -88,7 +88,7 @@ class ResponseService:
         if self._endings is not None:
             await self._endings.expect(queued, new.owner)
 
-    def launch(self, new: NewResponse, stream: ResponseStream) -> dict[str, Any]:
+    def launch(self, new: NewResponse, stream: Generation) -> dict[str, Any]:
         """Generate a response in the background. It was stored as queued. Return it as it is now."""
         assert self._store is not None and self._background is not None and self._redis is not None
         run = new.run(stream)

@@ -14,11 +14,11 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import AfterValidator, Field
 
+from gateway.batches.completion_window import checked_window
 from gateway.batches.forecasts import Infeasible
 from gateway.batches.model import Batch, NewBatch
 from gateway.batches.service import BatchService, InputProblem, NotCancellable, TooManyBatches
 from gateway.batches.size import InputSize
-from gateway.batches.window import checked_window
 from gateway.identity import ApiKey
 from gateway.protocol.errors import ApiError, invalid_request, invalid_value, retry_after
 from gateway.protocol.json_body import Body, parse, read_object

@@ -12,8 +12,8 @@ import structlog
 from fastapi import Request, Response
 
 from gateway.completion.answer_cache import HEADER, parse_ttl
+from gateway.completion.generation import Generation, PreparedRequest
 from gateway.completion.openai_objects import encode_json
-from gateway.completion.response import PreparedRequest, ResponseStream
 from gateway.completion.service import AnyRequest
 from gateway.http.disconnect import CLIENT_CLOSED, ClientDisconnected, until_disconnect
 from gateway.http.sse import EventStreamResponse, Write
@@ -65,7 +65,7 @@ class Prepare(Protocol):
     ) -> PreparedRequest: ...
 
 
-class Generation(Protocol):
+class Deliverable(Protocol):
     """An answer that is being generated. Only one of its methods is called, and only once."""
 
     @property
@@ -76,7 +76,7 @@ class Generation(Protocol):
     async def stream(self, write: Write) -> None: ...
 
 
-async def send_answer(request: Request, body: Asked, generation: Generation) -> Response:
+async def send_answer(request: Request, body: Asked, generation: Deliverable) -> Response:
     """Return the response that sends an answer as a stream or as one object."""
 
     def hung_up() -> None:
@@ -100,7 +100,7 @@ def headers_of(body: Asked) -> dict[str, str] | None:
     return {IGNORED_HEADER: header_value(body.ignored_names)} if body.ignored_names else None
 
 
-async def submit(request: Request, body: Asked, key: ApiKey | None, prepare: Prepare) -> ResponseStream:
+async def submit(request: Request, body: Asked, key: ApiKey | None, prepare: Prepare) -> Generation:
     """Prepare the request in the tier that it asks for, and submit it. Raises `ApiError` if it is refused."""
     gateway = gateway_of(request)
     cache_ttl_s = parse_ttl(request.headers.get(HEADER))

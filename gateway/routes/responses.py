@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
 
+from gateway.completion.generation import PreparedRequest
 from gateway.completion.openai_objects import encode_json
-from gateway.completion.response import PreparedRequest
 from gateway.http.sse import EventStreamResponse
 from gateway.identity import ApiKey, resolve_tier
 from gateway.protocol.errors import ApiError, invalid_request, invalid_value

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.batches.input import CHUNK_BYTES, BatchLine
-from gateway.batches.lines import BOM
+from gateway.batches.jsonl import BOM
 from gateway.batches.order import (
     BLOCK_BYTES,
     TAIL_LINES,

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from gateway.batches.lines import MAX_LINE_BYTES
-from gateway.batches.size import BLOCK_BYTES, InputSize, input_size, line_size, size_aside
+from gateway.batches.jsonl import MAX_LINE_BYTES
+from gateway.batches.offload import offload
+from gateway.batches.size import BLOCK_BYTES, InputSize, input_size, line_size
 from gateway.protocol.json_body import INLINE_SIZE, MAX_CONTAINERS
 from tests.gateway.offline import MODEL, jsonl, line
 
@@ -86,7 +87,7 @@ async def test_a_large_input_is_counted_in_another_process(tmp_path: Path) -> No
     text = "word " * 2000
     path = written(tmp_path / "in", *(chat(f"q{n}", text) for n in range(150)))
     assert path.stat().st_size > INLINE_SIZE
-    assert await size_aside(path) == input_size(path)
+    assert await offload(path, input_size) == input_size(path)
 
 
 def test_lines_that_validation_refuses_are_not_parsed(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.batches.window import InvalidWindow, window_s, window_text
+from gateway.batches.completion_window import InvalidWindow, window_s, window_text
 
 
 @pytest.mark.parametrize(

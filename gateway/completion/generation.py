@@ -1,7 +1,7 @@
 """Turn the token events of a submitted request into a response object or a stream of frames.
 
-Knows choices, the answer's format and the tier's timeout; does not know HTTP requests or responses. A `ResponseStream`
-owns its token stream: when the `ResponseStream` ends, the scheduler requests that have not finished are cancelled.
+Knows choices, the answer's format and the tier's timeout; does not know HTTP requests or responses. A `Generation`
+owns its token stream: when the `Generation` ends, the scheduler requests that have not finished are cancelled.
 """
 
 import asyncio
@@ -119,11 +119,11 @@ class PreparedRequest:
         return replace(self, answer=to.answer, tier=to.tier, requests=tuple(requests), demotion=None)
 
 
-class ResponseStream:
+class Generation:
     """One answer while it is generated. Call either `respond` or `stream`, and only once.
 
     `ping_s` is the longest silence of a stream in seconds. After such a silence, a comment is sent as keep-alive.
-    Answers whose tokens come all at once are written in `turns`.
+    Answers whose tokens come all at once are written under `lock`, one at a time.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class ResponseStream:
         tokenizer: Tokenizer,
         clock: Clock,
         ping_s: float,
-        turns: FairLock,
+        lock: FairLock,
         account: Account = UNMETERED,
         trace: RequestTrace | None = None,
         dead_letters: DeadLetters | None = None,
@@ -142,7 +142,7 @@ class ResponseStream:
         self._tokens = tokens
         self._clock = clock
         self._ping_s = ping_s
-        self._lock = turns
+        self._lock = lock
         self._choices = {
             request.id: _choice(index, request, prepared, tokenizer) for index, request in enumerate(prepared.requests)
         }

@@ -3,8 +3,8 @@
 import asyncio
 
 from gateway.completion.answer_options import AnswerOptions
+from gateway.completion.generation import Generation, PreparedRequest
 from gateway.completion.openai_objects import AnswerHead, TextAnswer
-from gateway.completion.response import PreparedRequest, ResponseStream
 from gateway.fairness import FairLock
 from gateway.http.sse import DONE, PING
 from scheduler.client.client import SchedulerClient
@@ -25,7 +25,7 @@ async def test_tokens_without_text_do_not_suppress_pings() -> None:
     tokens = TokenStream(client.cancel, [request])
     answer = TextAnswer(AnswerHead("cmpl-1", 0, "m", "default", "fp"))
     prepared = PreparedRequest(answer, tiers["realtime"], (request,), n=1, options=AnswerOptions(stops=("xxxxxxxxxx",)))
-    stream = ResponseStream(prepared, tokens, tiny_tokenizer(), clock, ping_s=15.0, turns=FairLock())
+    stream = Generation(prepared, tokens, tiny_tokenizer(), clock, ping_s=15.0, lock=FairLock())
     written: list[bytes] = []
 
     async def write(frames: bytes) -> None:

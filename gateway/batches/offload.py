@@ -24,7 +24,7 @@ _processes = anyio.CapacityLimiter(2)  # a second one, so that a short input nee
 _loading = anyio.CapacityLimiter(1)  # apart from these, because a line waits for no whole input
 
 
-async def run_aside(path: Path, function: Callable[..., T], *args: Any) -> T:
+async def offload(path: Path, function: Callable[..., T], *args: Any) -> T:
     """Return `function(path, *args)`. All must be picklable."""
     if (await asyncio.to_thread(path.stat)).st_size <= INLINE_SIZE:
         return await asyncio.to_thread(function, path, *args)
@@ -32,7 +32,7 @@ async def run_aside(path: Path, function: Callable[..., T], *args: Any) -> T:
     return await anyio.to_process.run_sync(work, cancellable=True, limiter=_processes)
 
 
-async def load_aside(path: Path, function: Callable[..., T], *args: Any) -> T:
+async def offload_short(path: Path, function: Callable[..., T], *args: Any) -> T:
     """Return `function(path, *args)`, which takes another process less than a second. All must be picklable.
 
     A large result is unpickled in a thread: anyio would do it on the event loop, which takes long for many parts.
