@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.interface import FinishReason, TokenLogprobs
-from gateway.completion import prompts, response
+from gateway.completion import generation, prompts
 from gateway.completion.token_report import TokenReport
 from scheduler.request import Request, TokenEvent
 from tests.gateway.stand import MODEL, Stand, running_stand, token_by_token, token_ids
@@ -277,7 +277,7 @@ async def test_the_loop_does_not_write_many_log_probabilities(stream: bool, monk
         few = (await stand.post("/v1/completions", {"model": MODEL, **body})).text
         assert threads == {threading.main_thread()}
         threads.clear()
-        monkeypatch.setattr(response, "INLINE_LOGPROBS", 4)
+        monkeypatch.setattr(generation, "INLINE_LOGPROBS", 4)
         many = (await stand.post("/v1/completions", {"model": MODEL, **body})).text
     assert any(thread is not threading.main_thread() for thread in threads)
     assert stream or json.loads(many)["choices"] == json.loads(few)["choices"]
