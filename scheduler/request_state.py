@@ -140,6 +140,11 @@ class RequestState:
         return self.attempt >= max(2, self.tier.retry.max_attempts - 1)
 
     @property
+    def is_preemption_exhausted(self) -> bool:
+        """Whether the sequence has lost its blocks as often as its tier allows."""
+        return self.num_preemptions >= self.tier.retry.max_preemptions
+
+    @property
     def can_continue(self) -> bool:
         """Whether another worker can continue from the output tokens. Log probabilities would be lost."""
         sampling = self.request.sampling

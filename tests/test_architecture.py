@@ -39,7 +39,7 @@ HOUSES = {
     "gateway": "console fairness files → protocol → dead_letters http idempotency identity output uploads"
     " → webhooks → keys → completion batches tasks → responses → state → routes → app",
     "scheduler": "clock config request virtual_time → store → queue events registry reload"
-    " → request_state tasks → deadlines → client control → planning → worker → batching dispatch",
+    " → request_state tasks → deadlines → client control → holdings → planning worker → drivers",
     "engine": "interface config progress → grammar step_time sequences streaming thread → sampling"
     " → modeled native static upstream vllm → factory",
     "loadtest": "machine extras progress child_environment random_weights shipped_tiers traffic → client model_shapes"
@@ -47,6 +47,7 @@ HOUSES = {
     " → calibration measure",
     "bench": "engines gpu_check simulator_accuracy store_throughput chaos → isolation"
     " → ablation conformance fuzz images peers → facade",
+    "scheduler/drivers": "calls steps streams",
     "engine/native": "device → kv → batch → attention → model sampling → cpu cuda → execution → startup",
 }
 # Where tensors live. What is elsewhere must start without torch; the model's trainer is a program of its own, and
@@ -67,23 +68,29 @@ PURE_ROOMS = (
     "scheduler.request_state",
     "scheduler.deadlines",
     "scheduler.control",
+    "scheduler.holdings",
     "scheduler.planning",
-    "scheduler.dispatch.core",
-    "scheduler.dispatch.in_flight_limit",
-    "scheduler.dispatch.pace",
-    "scheduler.dispatch.policy",
-    "scheduler.dispatch.recompute_budget",
-    "scheduler.dispatch.server_state",
-    "scheduler.dispatch.streams",
+    "scheduler.drivers.steps.core",
+    "scheduler.drivers.steps.engine_state",
+    "scheduler.drivers.steps.isolation",
+    "scheduler.drivers.steps.planner",
+    "scheduler.drivers.steps.running_step",
+    "scheduler.drivers.streams.core",
+    "scheduler.drivers.streams.in_flight_limit",
+    "scheduler.drivers.streams.step_times",
+    "scheduler.drivers.streams.policy",
+    "scheduler.drivers.streams.recompute_budget",
+    "scheduler.drivers.streams.server_state",
+    "scheduler.drivers.streams.streams",
     "scheduler.client.admission",
     "scheduler.client.rejection",
     "scheduler.client.ttft_forecast",
     "scheduler.client.forecast_correction",
     "scheduler.client.inflight",
-    "scheduler.batching.busy_spells",
-    "scheduler.batching.policy",
-    "scheduler.batching.outcome",
-    "scheduler.tasks.lanes",
+    "scheduler.drivers.calls.busy_spells",
+    "scheduler.drivers.calls.policy",
+    "scheduler.drivers.calls.outcome",
+    "scheduler.drivers.calls.lanes",
     "scheduler.tasks.task",
 )
 IMPURE = {"time", "datetime", "asyncio", "random", "logging", "structlog", "prometheus_client", "redis", "torch"}

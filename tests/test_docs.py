@@ -20,8 +20,8 @@ from pydantic import BaseModel
 from gateway.http.metrics import GatewayMetrics
 from loadtest.__main__ import main as loadtest_main
 from scheduler import config
-from scheduler.batching.metrics import TaskMetrics
 from scheduler.config import load_tiers
+from scheduler.drivers.calls.metrics import TaskMetrics
 from scheduler.worker.metrics import SchedulerMetrics
 from tests.test_architecture import HOUSES, ROOT
 from tidegate.cli import main as tidegate_main
@@ -53,7 +53,7 @@ PACKAGES = sorted({*HOUSES, "loadtest", "bench", "tidegate"})  # each has a tabl
 CODE_SUFFIXES = (".py", ".md", ".lua", ".cpp", ".h", ".toml")
 MERMAID_KINDS = ("flowchart", "sequenceDiagram", "stateDiagram-v2", "classDiagram")
 # Rooms in which every constant is explained in docs/controller.md.
-EXPLAINED = ("scheduler/control", "scheduler/planning", "engine/step_time")
+EXPLAINED = ("scheduler/control", "scheduler/holdings", "scheduler/planning", "engine/step_time")
 CONTROLLER = ROOT / "docs" / "controller.md"
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

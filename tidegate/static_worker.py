@@ -15,13 +15,13 @@ from redis.exceptions import RedisError
 from engine.config import EngineStartError
 from engine.static.factory import open_endpoint
 from engine.static.interface import Endpoint, EndpointHangs
-from scheduler.batching.heartbeat import TaskHeartbeat
-from scheduler.batching.loop import BatchLoop
-from scheduler.batching.metrics import TaskMetrics
-from scheduler.batching.policy import BatchPolicy
-from scheduler.batching.tracing import TaskTracer
 from scheduler.clock import SystemClock
 from scheduler.config import TierConfigError, TierSet, load_tiers
+from scheduler.drivers.calls.heartbeat import TaskHeartbeat
+from scheduler.drivers.calls.loop import BatchLoop
+from scheduler.drivers.calls.metrics import TaskMetrics
+from scheduler.drivers.calls.policy import BatchPolicy
+from scheduler.drivers.calls.tracing import TaskTracer
 from scheduler.queue.redis import RedisQueue
 from scheduler.registry.redis import RedisWorkerRegistry
 from scheduler.reload.coordinator import TierChanges

@@ -28,10 +28,13 @@ from engine.upstream.connect import connect as connect_upstream
 from scheduler.clock import Clock, SystemClock
 from scheduler.config import TierConfigError, TierSet, load_tiers
 from scheduler.control.controller import SLAController
-from scheduler.dispatch.assembly import build_dispatch_loop
-from scheduler.dispatch.core import DispatchCore
+from scheduler.drivers.steps.assembly import build_loop
+from scheduler.drivers.steps.core import SchedulerCore
+from scheduler.drivers.steps.step_log import StepLogError, open_step_log
+from scheduler.drivers.steps.warmup import warm_up
+from scheduler.drivers.streams.assembly import build_stream_loop
+from scheduler.drivers.streams.core import StreamCore
 from scheduler.events.redis import RedisEventChannel
-from scheduler.planning.core import SchedulerCore
 from scheduler.queue.redis import RedisQueue
 from scheduler.registry.redis import RedisWorkerRegistry
 from scheduler.reload.coordinator import TierChanges
@@ -39,13 +42,10 @@ from scheduler.reload.follower import TierFollower
 from scheduler.reload.store import TierStore
 from scheduler.store import connection
 from scheduler.store.errors import StoreRefused
-from scheduler.worker.assembly import build_loop
 from scheduler.worker.heartbeat import WorkerIdentity
 from scheduler.worker.loop import SchedulerLoop
 from scheduler.worker.metrics import SchedulerMetrics
-from scheduler.worker.step_log import StepLogError, open_step_log
 from scheduler.worker.tracing import RequestTracer
-from scheduler.worker.warmup import warm_up
 from tidegate.background import Background
 from tidegate.gpu import gpu_reader
 from tidegate.logs import is_for_people
@@ -166,7 +166,7 @@ async def _serve_upstream(settings: WorkerSettings, tiers: TierSet, tracer: Requ
     clock = SystemClock()
     identity = _identity(settings, clock)
     upstream = await connect_upstream(upstream_config(settings))
-    core = DispatchCore(
+    core = StreamCore(
         tiers,
         upstream,
         SLAController(tiers),
@@ -180,7 +180,7 @@ async def _serve_upstream(settings: WorkerSettings, tiers: TierSet, tracer: Requ
     def build(redis: Redis) -> SchedulerLoop:
         queue = RedisQueue(redis, clock, identity.worker_id)
         events, registry = RedisEventChannel(redis), RedisWorkerRegistry(redis)
-        return build_dispatch_loop(core, upstream, queue, events, registry, metrics, clock, identity, tracer)
+        return build_stream_loop(core, upstream, queue, events, registry, metrics, clock, identity, tracer)
 
     with signals_call(ending):
         subject = WorkerTiers(core, metrics)
@@ -225,7 +225,7 @@ async def _serve_loops(
 class WorkerTiers:
     """Applies changed tiers to a worker. Implements `scheduler.reload.follower.Subject`."""
 
-    def __init__(self, core: SchedulerCore | DispatchCore, metrics: SchedulerMetrics) -> None:
+    def __init__(self, core: SchedulerCore | StreamCore, metrics: SchedulerMetrics) -> None:
         self._core = core
         self._metrics = metrics
         self._names = {tier.name for tier in core.tiers}

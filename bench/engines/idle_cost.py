@@ -20,7 +20,7 @@ from engine.step_time.model import StepTimeModel
 from loadtest.calibration.stepper import Stepper, greedy
 from scheduler.config import TierSet, parse_tiers
 from scheduler.control.controller import SLAController
-from scheduler.planning.core import SchedulerCore
+from scheduler.drivers.steps.core import SchedulerCore
 from scheduler.request import Claimed, Request
 
 BULK_PROMPT = 4  # tokens; short, so that the KV of thousands of sequences fits

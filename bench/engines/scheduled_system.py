@@ -18,16 +18,16 @@ from loadtest.calibration.stepper import greedy
 from scheduler.clock import SystemClock
 from scheduler.config import TierSet, parse_tiers
 from scheduler.control.controller import SLAController
+from scheduler.drivers.steps.assembly import build_loop
+from scheduler.drivers.steps.core import SchedulerCore
+from scheduler.drivers.steps.warmup import warm_up
 from scheduler.events.memory import MemoryEventChannel
-from scheduler.planning.core import SchedulerCore
 from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.memory import MemoryWorkerRegistry
 from scheduler.request import Request
-from scheduler.worker.assembly import build_loop
 from scheduler.worker.heartbeat import WorkerIdentity
 from scheduler.worker.loop import SchedulerLoop
 from scheduler.worker.metrics import SchedulerMetrics
-from scheduler.worker.warmup import warm_up
 
 TIER = "bulk"
 GATEWAY = "benchmark"

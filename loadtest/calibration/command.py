@@ -23,7 +23,7 @@ from loadtest.model_command import ModelCommand
 from loadtest.model_shapes import ShapeError
 from loadtest.progress import ShownStart, progress
 from loadtest.running import one_sentence
-from scheduler.worker.step_log import StepEntry, read_step_log
+from scheduler.drivers.steps.step_log import StepEntry, read_step_log
 
 QUICK_S = 3.0  # longest sweep with --quick
 

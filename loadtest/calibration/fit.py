@@ -14,7 +14,7 @@ import numpy as np
 from engine.step_time.cost import StepCost
 from engine.step_time.model import StepTimeModel
 from engine.step_time.regression import Matrix, Vector, solve_nonnegative
-from scheduler.worker.step_log import StepEntry
+from scheduler.drivers.steps.step_log import StepEntry
 
 # Whole blocks of this number of steps are held out, since a step is too similar to its neighbours to test their fit.
 HELD_OUT_BLOCK = 20

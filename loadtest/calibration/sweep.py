@@ -14,7 +14,7 @@ from time import perf_counter
 from engine.interface import NewSequence, Run, StepPlan, StepResult
 from engine.step_time.cost import StepWork
 from loadtest.calibration.stepper import Stepper, greedy
-from scheduler.worker.step_log import StepEntry
+from scheduler.drivers.steps.step_log import StepEntry
 
 KINDS = ("decode", "prefill", "mixed", "decode", "mixed")
 WARM_UP_STEPS = 8  # steps in which kernels are compiled and caches filled

@@ -21,15 +21,15 @@ from scheduler.client.client import SchedulerClient
 from scheduler.clock import Clock
 from scheduler.config import TierSet
 from scheduler.control.controller import SLAController
+from scheduler.drivers.steps.assembly import build_loop
+from scheduler.drivers.steps.core import SchedulerCore
+from scheduler.drivers.steps.warmup import warm_up
 from scheduler.events.memory import MemoryEventChannel
-from scheduler.planning.core import SchedulerCore
 from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.memory import MemoryWorkerRegistry
 from scheduler.virtual_time import VirtualClock
-from scheduler.worker.assembly import build_loop
 from scheduler.worker.heartbeat import WorkerIdentity
 from scheduler.worker.loop import SchedulerLoop
-from scheduler.worker.warmup import warm_up
 
 WARM_UP_S = 1.0  # seconds for the warm-up steps of a worker
 MODEL_NAMES = ("model",)

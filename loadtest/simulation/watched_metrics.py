@@ -12,8 +12,8 @@ from loadtest.simulation.observation import MovedKnob, Observation
 from scheduler.clock import Clock
 from scheduler.config import TierSet
 from scheduler.control.knobs import Decision
-from scheduler.planning.status import CoreStatus
-from scheduler.planning.step_report import StepReport
+from scheduler.holdings.report import Report
+from scheduler.holdings.status import CoreStatus
 from scheduler.worker.metrics import SchedulerMetrics
 
 
@@ -33,7 +33,7 @@ class WatchedMetrics(SchedulerMetrics):
     def record_step(self, elapsed_s: float, ran: Mapping[str, int]) -> None:
         pass
 
-    def record_report(self, report: StepReport) -> None:
+    def record_report(self, report: Report) -> None:
         for sample in report.samples:
             if sample.kind == "queue":
                 self._observation.queue_s.setdefault(sample.tier, array("d")).append(sample.seconds)

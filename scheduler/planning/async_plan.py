@@ -6,8 +6,8 @@ other cases, the worker waits for the result and calls `form_batch`. All functio
 """
 
 from engine.interface import Run, StepPlan, blocks_for
+from scheduler.holdings.request_table import RequestTable
 from scheduler.planning.kv_budget import EngineView
-from scheduler.planning.request_table import RequestTable
 from scheduler.request_state import RequestState
 
 

@@ -21,10 +21,10 @@ from scheduler.config import Tier
 from scheduler.control.budget import Budgets, TierBudget
 from scheduler.control.step_limit import first_limit_s
 from scheduler.deadlines import split_by_deadline, split_by_length
+from scheduler.holdings.request_table import RequestTable
 from scheduler.planning import batching_delay
 from scheduler.planning.kv_budget import BlockBudget, EngineView
 from scheduler.planning.prompt_prefixes import PromptPrefixes
-from scheduler.planning.request_table import RequestTable
 from scheduler.request_state import RequestState, Status
 
 MAX_SORTED = 64  # prefills of an interactive tier that one plan looks at; further prefills wait for a later plan

@@ -12,7 +12,7 @@ from scheduler.clock import NEVER_S
 from scheduler.config import Tier
 from scheduler.control.budget import Budgets, TierBudget
 from scheduler.control.max_wait import is_worth_it
-from scheduler.planning.request_table import RequestTable
+from scheduler.holdings.request_table import RequestTable
 
 MIN_WAIT_S = (
     1e-6  # seconds; a shorter wait is over, or a timer could end before it by a rounding error, again and again

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from engine.interface import PreemptionMode, blocks_for
 from engine.step_time.cost import StepCost
-from scheduler.planning.preemption import cheapest_mode, growth_victims, is_preemption_exhausted, newcomer_victims
+from scheduler.planning.preemption import cheapest_mode, growth_victims, newcomer_victims
 from scheduler.request_state import RequestState, Status
 
 
@@ -87,7 +87,7 @@ class BlockBudget:
     def _room_needed(self, state: RequestState) -> int:
         """Return the number of blocks for which there must be room when `state` starts or comes back."""
         longest = min(state.request.max_total_tokens, self._view.max_model_len)
-        return blocks_for(longest if is_preemption_exhausted(state) else state.num_tokens, self._view.block_size)
+        return blocks_for(longest if state.is_preemption_exhausted else state.num_tokens, self._view.block_size)
 
     def _reservation(self, state: RequestState) -> int:
         """Return the number of blocks to reserve for a resident sequence.
@@ -95,7 +95,7 @@ class BlockBudget:
         These are the blocks of the room that the sequence needs, minus the blocks that it holds already. A decode
         needs no reservation, unless its preemptions are exhausted.
         """
-        if state.is_decode and not is_preemption_exhausted(state):
+        if state.is_decode and not state.is_preemption_exhausted:
             return 0
         return max(0, self._room_needed(state) - state.blocks_held(self._view.block_size))
 

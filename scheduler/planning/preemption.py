@@ -19,15 +19,10 @@ from engine.step_time.cost import StepCost
 from scheduler.request_state import RequestState
 
 
-def is_preemption_exhausted(state: RequestState) -> bool:
-    """Return whether a sequence has lost its blocks as often as its tier allows."""
-    return state.num_preemptions >= state.tier.retry.max_preemptions
-
-
 def newcomer_victims(newcomer: RequestState, resident: Iterable[RequestState]) -> list[RequestState]:
     """Return the sequences that `newcomer` may preempt to start. The best victim is the first."""
     lower = (s for s in resident if s.priority < newcomer.priority)
-    return sorted((s for s in lower if not is_preemption_exhausted(s)), key=_victim_key)
+    return sorted((s for s in lower if not s.is_preemption_exhausted), key=_victim_key)
 
 
 def growth_victims(needy: RequestState, resident: Iterable[RequestState]) -> list[RequestState]:
@@ -36,7 +31,7 @@ def growth_victims(needy: RequestState, resident: Iterable[RequestState]) -> lis
     These are sequences of lower priority, and sequences of the same priority with a later deadline. The best victim is
     the first.
     """
-    return sorted((s for s in resident if _below(s, needy) and not is_preemption_exhausted(s)), key=_victim_key)
+    return sorted((s for s in resident if _below(s, needy) and not s.is_preemption_exhausted), key=_victim_key)
 
 
 def cheapest_mode(

@@ -54,8 +54,8 @@ WAKE = "tidegate:wake"
 # Tasks ------------------------------------------------------------------------------------------------
 
 # Tasks have a queue of their own, with the same keys in this namespace: `tidegate:tasks:queue:realtime` and so on. A
-# queue's name is a lane (scheduler/tasks/lanes.py), and a request's payload is a msgpack `Task` without its input. That
-# is the field `input`, because only a worker reads it. `bytes` is the size of both when the task was created.
+# queue's name is a lane (scheduler/drivers/calls/lanes.py), and a request's payload is a msgpack `Task` without its
+# input. That is the field `input`, because only a worker reads it. `bytes` is the size of both at the task's creation.
 TASKS = "tidegate:tasks:"
 
 # Hash: bytes of the waiting and running tasks of each owner.

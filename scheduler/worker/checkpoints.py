@@ -18,7 +18,7 @@ from scheduler.queue.base import Queue
 from scheduler.request import Checkpoint, Delivery, Lease
 from scheduler.request_state import RequestState
 from scheduler.worker.core import WorkerCore
-from scheduler.worker.refusals import Refusals
+from scheduler.worker.store_outage import StoreOutage
 
 CHECKPOINT_S = 2.0  # seconds between two writes; about what a worker's death costs in work
 MIN_TOKENS = 32  # a request with fewer new tokens is left out: computing them again costs less than a second
@@ -26,10 +26,10 @@ MAX_TOKENS = 65_536  # of one write: 256 KiB, or 128 KiB a second; a single requ
 
 
 class Checkpointer:
-    def __init__(self, core: WorkerCore, queue: Queue, refusals: Refusals, clock: Clock) -> None:
+    def __init__(self, core: WorkerCore, queue: Queue, outage: StoreOutage, clock: Clock) -> None:
         self._core = core
         self._queue = queue
-        self._refusals = refusals
+        self._outage = outage
         self._clock = clock
         self._stored: dict[Lease, int] = {}  # number of tokens that the store has, by lease
 
@@ -37,12 +37,12 @@ class Checkpointer:
         """Write checkpoints until this task is cancelled. What the store refuses is written with the next one."""
         while True:
             await self._clock.sleep(CHECKPOINT_S)
-            await self._refusals.attempt(self._write(self._due()))
+            await self._outage.attempt(self._write(self._due()))
 
     async def save_all(self) -> None:
         """Store the whole output of all requests, because the worker is about to give them back."""
         states = [s for s in self._core.states if s.output_token_ids and self._core.can_continue(s)]
-        await self._refusals.attempt(self._write([self._checkpoint(state) for state in states]))
+        await self._outage.attempt(self._write([self._checkpoint(state) for state in states]))
 
     async def save_parts(self, dropped: Iterable[RequestState]) -> None:
         """Store the output of dropped parts of jobs, whose leases are still held: another gateway may ask for them."""

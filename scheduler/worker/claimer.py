@@ -1,7 +1,7 @@
 """Claims requests from the queue: as soon as a request is put, and whenever there may be room for more requests.
 
 Requests are also claimed while a step runs, so that a new request is in the very next step. Knows the core's limits and
-the queue; `HeldRequests` takes the requests that were claimed or cancelled.
+the queue; `RequestIntake` takes the requests that were claimed or cancelled.
 """
 
 import asyncio
@@ -10,10 +10,10 @@ from collections import Counter
 from scheduler.clock import Clock
 from scheduler.queue.base import Queue
 from scheduler.worker.core import WorkerCore
-from scheduler.worker.held_requests import HeldRequests
 from scheduler.worker.leases import LEASE_S
 from scheduler.worker.peers import Peers
-from scheduler.worker.refusals import Refusals
+from scheduler.worker.request_intake import RequestIntake
+from scheduler.worker.store_outage import StoreOutage
 
 # Before a worker with a step in flight claims new work, it waits, so that an idle worker gets that work first. It waits
 # `YIELD_S` seconds, and `YIELD_S` more for each interactive request that it holds, but at most `MAX_YIELD_S`.
@@ -29,16 +29,16 @@ class Claimer:
         self,
         core: WorkerCore,
         queue: Queue,
-        held: HeldRequests,
+        intake: RequestIntake,
         peers: Peers,
-        refusals: Refusals,
+        outage: StoreOutage,
         clock: Clock,
     ) -> None:
         self._core = core
         self._queue = queue
-        self._held = held
+        self._intake = intake
         self._peers = peers
-        self._refusals = refusals
+        self._outage = outage
         self._clock = clock
         self._room = asyncio.Event()
         self._known_empty = False  # the last claim got fewer requests than it asked for, and nothing was put since
@@ -67,9 +67,9 @@ class Claimer:
                     work = asyncio.create_task(self._queue.wait_for_work(LISTEN_S))
                     self._known_empty = False
                     await self._yield_to_idle_workers()
-                self._held.drop(self._queue.cancelled())
+                self._intake.drop(self._queue.cancelled())
                 if self._is_open:
-                    await self._refusals.attempt(self._claim())
+                    await self._outage.attempt(self._claim())
         finally:
             work.cancel()
             room.cancel()
@@ -91,4 +91,4 @@ class Claimer:
         asked_of_all = len(limits) == len(self._core.tiers)
         self._known_empty = asked_of_all and all(got[tier] < n for tier, n in limits.items())
         if claimed:
-            self._held.accept(claimed)
+            self._intake.accept(claimed)

@@ -1,7 +1,7 @@
 """What the parts of a worker need of the core that holds its requests, and of the driver that works on them.
 
-There is a core and a driver for engines that take steps (`scheduler.planning`, `scheduler.worker.step_loop`), and one
-for servers that plan their own steps (`scheduler.dispatch`). Claims, leases, heartbeats and maintenance are the same.
+There is a core and a driver for engines that take steps (`scheduler.drivers.steps`), and one for servers that plan
+their own steps (`scheduler.drivers.streams`). Claims, leases, heartbeats and maintenance are the same.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from scheduler.config import Tier
 from scheduler.control.knobs import Decision
-from scheduler.planning.status import CoreStatus
+from scheduler.holdings.status import CoreStatus
 from scheduler.request import Claimed, Lease
 from scheduler.request_state import RequestState
 

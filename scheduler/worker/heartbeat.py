@@ -14,13 +14,13 @@ import msgspec
 from engine.interface import EngineInfo
 from engine.step_time.ewma import Ewma
 from scheduler.clock import Clock
-from scheduler.planning.status import CoreStatus
-from scheduler.planning.step_report import Ended
+from scheduler.holdings.capacity import CapacityEstimator
+from scheduler.holdings.report import Ended
+from scheduler.holdings.spare_share import SpareShare
+from scheduler.holdings.status import CoreStatus
 from scheduler.registry.base import WorkerRegistry
 from scheduler.registry.worker_status import GpuStatus, TierCapacity, TierStatus, WorkerStatus
-from scheduler.worker.capacity import CapacityEstimator
 from scheduler.worker.core import WorkerCore
-from scheduler.worker.left_shares import LeftShares
 from scheduler.worker.metrics import SchedulerMetrics
 
 ReadGpus = Callable[[], tuple[GpuStatus, ...]]
@@ -61,7 +61,7 @@ class Heartbeat:
         self._identity = identity
         self._clock = clock
         self._capacity = CapacityEstimator(engine)
-        self._left_shares = LeftShares()
+        self._left_shares = SpareShare()
         self._finished: Counter[str] = Counter()  # number of finished requests by tier, since the last heartbeat
         self._finished_per_s: dict[str, Ewma] = {}  # average rate of finished requests, by tier
         self._last_s: float | None = None

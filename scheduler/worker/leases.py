@@ -11,8 +11,8 @@ from scheduler.clock import Clock
 from scheduler.queue.base import Queue
 from scheduler.request import Lease
 from scheduler.worker.core import WorkerCore
-from scheduler.worker.held_requests import HeldRequests
-from scheduler.worker.refusals import Refusals
+from scheduler.worker.request_intake import RequestIntake
+from scheduler.worker.store_outage import StoreOutage
 
 LEASE_S = 10.0
 RENEW_S = 3.0  # seconds between two renewals; two renewals may fail before a lease ends
@@ -38,15 +38,15 @@ class LeaseKeeper:
         self,
         core: WorkerCore,
         queue: Queue,
-        held: HeldRequests,
-        refusals: Refusals,
+        intake: RequestIntake,
+        outage: StoreOutage,
         clock: Clock,
         worker_id: str,
     ) -> None:
         self._core = core
         self._queue = queue
-        self._held = held
-        self._refusals = refusals
+        self._intake = intake
+        self._outage = outage
         self._clock = clock
         self._worker_id = worker_id
         self._unrenewed = UnrenewedLeases()
@@ -59,9 +59,9 @@ class LeaseKeeper:
         """
         while True:
             await self._clock.sleep(RENEW_S)
-            is_renewed = await self._refusals.attempt(self._renew())
-            if is_renewed and not self._refusals.is_refused:
-                await self._refusals.attempt(self._requeue_ended())
+            is_renewed = await self._outage.attempt(self._renew())
+            if is_renewed and not self._outage.is_refused:
+                await self._outage.attempt(self._requeue_ended())
             else:
                 self._unrenewed = UnrenewedLeases()
 
@@ -84,7 +84,7 @@ class LeaseKeeper:
         kept = await self._queue.renew(leases, LEASE_S) if leases else []
         held = set(self._leases())  # without the old leases of requests that were claimed again meanwhile
         lost = [lease for lease, is_kept in zip(leases, kept, strict=True) if not is_kept]
-        self._held.release([lease.request_id for lease in lost if lease in held])
+        self._intake.release([lease.request_id for lease in lost if lease in held])
 
     def _leases(self) -> list[Lease]:
         return [state.lease for state in self._core.states]

@@ -1,19 +1,16 @@
-"""The main loop of a worker: claim → accept → plan → engine → apply → publish, with any clock, queue and engine.
+"""The main loop of a worker, with any driver, clock and queue. The simulator runs the same loop.
 
-The simulator runs the same loop. Eight small tasks share the core on one thread: the driver (steps, or the streams of
-`scheduler.dispatch`), claims (also while a step runs), grammars, publishing, checkpoints, leases,
-peers and maintenance.
-`scheduler.worker.assembly` builds the loop.
+Small tasks share the core on one thread: the driver, claims, publishing, checkpoints, leases, peers and maintenance.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from scheduler.queue.base import Queue
 from scheduler.worker.checkpoints import Checkpointer
 from scheduler.worker.claimer import Claimer
 from scheduler.worker.core import Driver
-from scheduler.worker.grammar_compiler import GrammarCompiler
 from scheduler.worker.heartbeat import Heartbeat
 from scheduler.worker.leases import LeaseKeeper
 from scheduler.worker.maintenance import Maintenance
@@ -33,12 +30,12 @@ class SchedulerLoop:
         maintenance: Maintenance,
         heartbeat: Heartbeat,
         queue: Queue,
-        grammars: GrammarCompiler | None = None,
+        beside: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
     ) -> None:
-        """`grammars` is None where the engine is sent grammars as they are."""
+        """`beside` is what else the driver runs until it ends."""
         self._driver = driver
         self._claimer = claimer
-        self._grammars = grammars
+        self._beside = beside
         self._publisher = publisher
         self._checkpointer = checkpointer
         self._leases = leases
@@ -79,9 +76,8 @@ class SchedulerLoop:
             asyncio.create_task(self._checkpointer.run()),
             asyncio.create_task(self._leases.run()),
             asyncio.create_task(self._peers.run()),
+            *(asyncio.create_task(run()) for run in self._beside),
         ]
-        if self._grammars is not None:
-            background.append(asyncio.create_task(self._grammars.run()))
         driving = asyncio.create_task(self._driver.run())
         try:
             await _first_error_or(driving, background)

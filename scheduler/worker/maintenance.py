@@ -13,9 +13,9 @@ from scheduler.control.feedback import UPDATE_S
 from scheduler.queue.base import Queue
 from scheduler.worker.core import Driver, WorkerCore
 from scheduler.worker.heartbeat import Heartbeat
-from scheduler.worker.held_requests import HeldRequests
 from scheduler.worker.metrics import SchedulerMetrics
-from scheduler.worker.refusals import Refusals
+from scheduler.worker.request_intake import RequestIntake
+from scheduler.worker.store_outage import StoreOutage
 
 log = structlog.get_logger()
 
@@ -29,18 +29,18 @@ class Maintenance:
         queue: Queue,
         metrics: SchedulerMetrics,
         heartbeat: Heartbeat,
-        held: HeldRequests,
+        intake: RequestIntake,
         driver: Driver,
-        refusals: Refusals,
+        outage: StoreOutage,
         clock: Clock,
     ) -> None:
         self._core = core
         self._queue = queue
         self._metrics = metrics
         self._heartbeat = heartbeat
-        self._held = held
+        self._intake = intake
         self._driver = driver
-        self._refusals = refusals
+        self._outage = outage
         self._clock = clock
         self._missing: frozenset[str] = frozenset()  # tiers with requests that cannot end by their deadlines
 
@@ -51,13 +51,13 @@ class Maintenance:
             await self._clock.sleep(UPDATE_S)
             rounds += 1
             self._review(await self._queue.depths([t.name for t in self._core.tiers]))
-            self._held.changed.set()  # wakes an idle driver, because budgets also change with time
+            self._intake.changed.set()  # wakes an idle driver, because budgets also change with time
             if rounds % HEARTBEAT_EVERY == 0 and not self._driver.is_stuck:
                 await self._beat()
 
     async def _beat(self) -> None:
-        if await self._refusals.attempt(self._heartbeat.beat()):
-            self._refusals.end()
+        if await self._outage.attempt(self._heartbeat.beat()):
+            self._outage.end()
 
     def _review(self, depths: Mapping[str, int]) -> None:
         """Let the controller change its knobs; log and count its decisions.

@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from scheduler.config import TierSet
 from scheduler.control.explanation import TierOutputs
 from scheduler.control.knobs import Decision
-from scheduler.planning.status import CoreStatus
-from scheduler.planning.step_report import StepReport
+from scheduler.holdings.report import Report
+from scheduler.holdings.status import CoreStatus
 
 SECONDS = (
     0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75,
@@ -149,7 +149,7 @@ class SchedulerMetrics:
         for tier, sequences in ran.items():
             self._batch.labels(tier).observe(sequences)
 
-    def record_report(self, report: StepReport) -> None:
+    def record_report(self, report: Report) -> None:
         for sample in report.samples:
             self._latency[sample.kind].labels(sample.tier).observe(sample.seconds)
             if sample.kind in ("ttft", "itl"):

@@ -17,8 +17,8 @@ from scheduler.registry.base import WorkerRegistry
 from scheduler.registry.heartbeat_monitor import CHECK_S, GATEWAY_SILENT_S, WORKER_SILENT_S, HeartbeatMonitor
 from scheduler.worker.checkpoints import Checkpointer
 from scheduler.worker.core import WorkerCore
-from scheduler.worker.held_requests import HeldRequests
-from scheduler.worker.refusals import Refusals
+from scheduler.worker.request_intake import RequestIntake
+from scheduler.worker.store_outage import StoreOutage
 
 log = structlog.get_logger()
 
@@ -30,9 +30,9 @@ class Peers:
         queue: Queue,
         events: EventChannel,
         registry: WorkerRegistry,
-        held: HeldRequests,
+        intake: RequestIntake,
         checkpointer: Checkpointer,
-        refusals: Refusals,
+        outage: StoreOutage,
         clock: Clock,
         worker_id: str,
     ) -> None:
@@ -40,9 +40,9 @@ class Peers:
         self._queue = queue
         self._events = events
         self._registry = registry
-        self._held = held
+        self._intake = intake
         self._checkpointer = checkpointer
-        self._refusals = refusals
+        self._outage = outage
         self._clock = clock
         self._worker_id = worker_id
         self._watch_anew()
@@ -54,10 +54,10 @@ class Peers:
         While the store refuses writes, nobody is checked.
         """
         while True:
-            if self._refusals.is_refused:
+            if self._outage.is_refused:
                 self._watch_anew()
             else:
-                await self._refusals.attempt(self._check())
+                await self._outage.attempt(self._check())
             await self._clock.sleep(CHECK_S)
 
     def _watch_anew(self) -> None:
@@ -89,5 +89,5 @@ class Peers:
             log.warning("a gateway is silent; its requests are dropped", gateway=gateway_id)
         for gateway_id, request_ids in held.items():
             if self._gateways.is_silent(gateway_id):
-                await self._checkpointer.save_parts(self._held.drop(request_ids))
+                await self._checkpointer.save_parts(self._intake.drop(request_ids))
                 await self._queue.cancel(request_ids)

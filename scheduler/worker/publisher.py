@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 from scheduler.clock import Clock
 from scheduler.events.base import EventChannel
-from scheduler.planning.step_report import StepReport
+from scheduler.holdings.report import Report
 from scheduler.queue.base import Queue
 from scheduler.request import TokenEvent
 from scheduler.worker.checkpoints import MIN_TOKENS, Checkpointer
-from scheduler.worker.held_requests import HeldRequests
-from scheduler.worker.refusals import Refusals
+from scheduler.worker.request_intake import RequestIntake
+from scheduler.worker.store_outage import StoreOutage
 
 RETRY_S = 0.2  # seconds between two attempts while the store refuses writes
 
@@ -24,22 +24,22 @@ class Publisher:
         self,
         queue: Queue,
         events: EventChannel,
-        held: HeldRequests,
+        intake: RequestIntake,
         checkpointer: Checkpointer,
-        refusals: Refusals,
+        outage: StoreOutage,
         clock: Clock,
     ) -> None:
         self._queue = queue
         self._events = events
-        self._held = held
+        self._intake = intake
         self._checkpointer = checkpointer
-        self._refusals = refusals
+        self._outage = outage
         self._clock = clock
-        self._unsent = StepReport()
+        self._unsent = Report()
         self._changed = asyncio.Event()
         self._closing = False
 
-    def send(self, report: StepReport) -> None:
+    def send(self, report: Report) -> None:
         """Hand over the events and leases of a report; `run` sends them."""
         if report.events or report.leases:
             self._unsent.absorb(report)
@@ -58,16 +58,16 @@ class Publisher:
         while self._unsent.leases or self._unsent.events or not self._closing:
             await self._changed.wait()
             self._changed.clear()
-            report, self._unsent = self._unsent, StepReport()
+            report, self._unsent = self._unsent, Report()
             if self._closing:
                 await self._deliver(report)
-            elif not await self._refusals.attempt(self._deliver(report)):
+            elif not await self._outage.attempt(self._deliver(report)):
                 report.absorb(self._unsent)
                 self._unsent = report
                 await self._clock.sleep(RETRY_S)
                 self._changed.set()
 
-    async def _deliver(self, report: StepReport) -> None:
+    async def _deliver(self, report: Report) -> None:
         """Publish the events first, then acknowledge the leases. `report` keeps what the store has not taken.
 
         A crash between the two repeats events, but never loses a result. If a gateway ends with events that it has not
@@ -87,5 +87,5 @@ class Publisher:
         """Drop the unfinished requests of `events`, because their gateway is gone."""
         ended = {e.request_id for e in events if e.is_last}
         unfinished = [i for i in dict.fromkeys(e.request_id for e in events) if i not in ended]
-        await self._checkpointer.save_parts(self._held.drop(unfinished))
+        await self._checkpointer.save_parts(self._intake.drop(unfinished))
         await self._queue.cancel(unfinished)

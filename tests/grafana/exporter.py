@@ -14,11 +14,11 @@ from prometheus_client import CollectorRegistry
 
 from gateway.http.metrics import GatewayMetrics
 from gateway.routes.ops import render
-from scheduler.batching.metrics import CALL_OUTCOMES, TaskMetrics
 from scheduler.config import load_tiers
 from scheduler.control.explanation import TierOutputs
 from scheduler.control.knobs import Decision
-from scheduler.planning.step_report import Ended, PrefixLookup, Reaction, StepReport
+from scheduler.drivers.calls.metrics import CALL_OUTCOMES, TaskMetrics
+from scheduler.holdings.report import Ended, PrefixLookup, Reaction, Report
 from scheduler.request_state import Sample
 from scheduler.tasks.task import ClaimedTask, EndedTask, Task
 from scheduler.worker.metrics import SchedulerMetrics
@@ -39,7 +39,7 @@ class Worker:
 
     def serve_some_traffic(self) -> None:
         served = [tier for tier in TIERS.tiers if not (self._faulty and tier == "bulk")]
-        report = StepReport(used_s=dict.fromkeys(served, 0.01))
+        report = Report(used_s=dict.fromkeys(served, 0.01))
         for tier in TIERS.tiers:
             seconds = 3.0 if self._faulty else 0.03
             report.samples += [Sample(kind, tier, seconds) for kind in ("ttft", "itl", "e2e", "queue", "service")]

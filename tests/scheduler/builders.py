@@ -9,10 +9,10 @@ from engine.step_time.cost import StepCost, StepWork
 from engine.step_time.model import StepTimeModel
 from scheduler.config import Retry, TierSet, parse_tiers
 from scheduler.control.controller import SLAController
-from scheduler.planning.core import SchedulerCore
+from scheduler.drivers.steps.core import SchedulerCore
+from scheduler.holdings.report import Report
+from scheduler.holdings.request_table import RequestTable
 from scheduler.planning.kv_budget import EngineView
-from scheduler.planning.request_table import RequestTable
-from scheduler.planning.step_report import StepReport
 from scheduler.request import Claimed, Delivery, Request
 from scheduler.request_state import RequestState, Status
 from scheduler.virtual_time import EPOCH_MS
@@ -232,7 +232,7 @@ class CheckedCore(SchedulerCore):
             self.plans.append((now, plan))
         return plan
 
-    def apply(self, result: StepResult, now: float, overhead_s: float = 0.0) -> StepReport:
+    def apply(self, result: StepResult, now: float, overhead_s: float = 0.0) -> Report:
         report = super().apply(result, now, overhead_s)
         self.results.append(result)
         self.check()

@@ -9,8 +9,8 @@ from engine.interface import StepPlan
 from engine.modeled.engine import ModeledEngine
 from engine.modeled.timer import LoopTimer
 from engine.sequences.sequence import Sequence
+from scheduler.drivers.steps.assembly import build_loop
 from scheduler.request_state import RequestState
-from scheduler.worker.assembly import build_loop
 from scheduler.worker.heartbeat import WorkerIdentity
 from scheduler.worker.metrics import SchedulerMetrics
 from tests.scheduler.builders import FAST, CheckedCore, make_core

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from engine.interface import StepPlan
 from engine.modeled.engine import ModeledEngine
 from engine.step_time.cost import StepCost
-from scheduler.planning.step_report import StepReport
+from scheduler.holdings.report import Report
 from scheduler.request import Claimed, Request, TokenEvent
 from scheduler.virtual_time import EPOCH_MS
 from tests.scheduler.builders import FAST, CheckedCore, make_core
@@ -38,7 +38,7 @@ class SteppedCore:
         self.now = 0.0
         self.engine = ModeledEngine(self.core._engine, self._pass, cost, noise, prefix_cache=prefix_cache)
         self.events: list[TokenEvent] = []
-        self.reports: list[StepReport] = []
+        self.reports: list[Report] = []
         self._fence = 0
 
     async def _pass(self, seconds: float) -> None:
@@ -61,7 +61,7 @@ class SteppedCore:
             self.engine.submit(plan)
         return plan
 
-    def collect(self) -> StepReport:
+    def collect(self) -> Report:
         """Collect and apply the submitted step."""
         result = run_now(self.engine.collect())
         return self._take(self.core.apply(result, self.now))
@@ -82,7 +82,7 @@ class SteppedCore:
     def tokens(self, request_id: str) -> list[int]:
         return [t for e in self.events if e.request_id == request_id for t in e.token_ids]
 
-    def _take(self, report: StepReport) -> StepReport:
+    def _take(self, report: Report) -> Report:
         self.reports.append(report)
         self.events += [e for events in report.events.values() for e in events]
         return report

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.interface import EngineInfo
 from engine.sequences.sequence import Sequence
-from scheduler.planning.isolation import COHORT
+from scheduler.drivers.steps.isolation import COHORT
 from scheduler.request import WORKER_DIED, Delivery, EventKind
 from scheduler.worker.checkpoints import CHECKPOINT_S, MIN_TOKENS
 from tests.scheduler.builders import expected_tokens, fixed, make_info, make_tiers

@@ -15,17 +15,17 @@ from scheduler.client.client import SchedulerClient
 from scheduler.client.rejection import Rejected
 from scheduler.client.token_stream import TokenStream
 from scheduler.config import TierSet
+from scheduler.drivers.steps.assembly import build_loop
+from scheduler.drivers.steps.step_log import StepLog
 from scheduler.events.memory import MemoryEventChannel
 from scheduler.queue.base import Queue
 from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.memory import MemoryWorkerRegistry
 from scheduler.request import Request, TokenEvent
 from scheduler.virtual_time import VirtualClock, run_virtual
-from scheduler.worker.assembly import build_loop
 from scheduler.worker.heartbeat import WorkerIdentity
 from scheduler.worker.loop import SchedulerLoop
 from scheduler.worker.metrics import SchedulerMetrics
-from scheduler.worker.step_log import StepLog
 from scheduler.worker.tracing import RequestTracer
 from tests.scheduler.builders import FAST, CheckedCore, make_core, make_info, make_request, make_tiers
 

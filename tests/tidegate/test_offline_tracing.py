@@ -14,7 +14,7 @@ from scheduler.request import EventKind, Request, TokenEvent
 from scheduler.tasks.task import TaskState
 from tests.gateway.offline import jsonl
 from tests.gateway.stand import MODEL, Stand, answer_with, running_stand
-from tests.scheduler.batching.stand import Stand as TaskStand
+from tests.scheduler.drivers.calls.stand import Stand as TaskStand
 from tests.scheduler.tasks.builders import make_task
 from tests.tidegate.test_tracing import CLIENT, NOT_SAMPLED, SAMPLED, TRACE, Recorder, id_of
 from tests.waiting import until

@@ -19,12 +19,12 @@ from engine.modeled.engine import ModeledEngine
 from engine.native.cpu.build import torch_openmp
 from scheduler.client.client import SchedulerClient
 from scheduler.client.token_stream import TokenStream
+from scheduler.drivers.steps.assembly import build_loop
 from scheduler.events.memory import MemoryEventChannel
 from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.memory import MemoryWorkerRegistry
 from scheduler.request import Request
 from scheduler.virtual_time import VirtualClock
-from scheduler.worker.assembly import build_loop
 from scheduler.worker.heartbeat import WorkerIdentity
 from scheduler.worker.leases import LEASE_S
 from scheduler.worker.loop import SchedulerLoop

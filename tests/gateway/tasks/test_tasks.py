@@ -16,12 +16,12 @@ from gateway.idempotency.store import IdempotencyStore
 from gateway.identity import Keyring
 from gateway.tasks import service
 from gateway.tasks.model import MAX_INPUTS
-from scheduler.batching.heartbeat import TaskHeartbeat
-from scheduler.batching.loop import BatchLoop
-from scheduler.batching.metrics import TaskMetrics
-from scheduler.batching.policy import BatchPolicy
 from scheduler.clock import SystemClock
 from scheduler.config import TierSet
+from scheduler.drivers.calls.heartbeat import TaskHeartbeat
+from scheduler.drivers.calls.loop import BatchLoop
+from scheduler.drivers.calls.metrics import TaskMetrics
+from scheduler.drivers.calls.policy import BatchPolicy
 from scheduler.store import keys
 from scheduler.tasks.queue import TaskQueue
 from tests.gateway.offline import keyring, secret_of

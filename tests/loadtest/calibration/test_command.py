@@ -15,7 +15,7 @@ from loadtest.calibration.sweep import Sweep
 from loadtest.model_shapes import write_shape
 from loadtest.random_weights import write_weights
 from loadtest.simulation.cost_card import load_cost_card
-from scheduler.worker.step_log import FileStepLog
+from scheduler.drivers.steps.step_log import FileStepLog
 from tests.loadtest.calibration.test_fit import DECODE, MIXED, make_steps
 from tests.loadtest.calibration.test_sweep import ticking
 from tests.loadtest.modeled_stepper import ModeledStepper

@@ -7,7 +7,7 @@ import pytest
 
 from engine.step_time.cost import StepCost, StepWork
 from loadtest.calibration.fit import Prediction, calibrate, errors
-from scheduler.worker.step_log import StepEntry
+from scheduler.drivers.steps.step_log import StepEntry
 
 DECODE = StepCost(0.008, 0.0, 0.0, 2e-6, 0.0009)
 MIXED = StepCost(0.010, 0.0005, 3e-7, 2.5e-6, 0.0012)

@@ -6,7 +6,7 @@ from itertools import count
 import pytest
 
 from loadtest.calibration.sweep import KINDS, WARM_UP_STEPS, Sweep, SweepLimits, repeated_mape
-from scheduler.worker.step_log import StepEntry
+from scheduler.drivers.steps.step_log import StepEntry
 from tests.loadtest.modeled_stepper import ModeledStepper
 
 

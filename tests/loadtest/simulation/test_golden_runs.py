@@ -22,7 +22,7 @@ from loadtest.simulation.summary import summarize
 from loadtest.simulation.traffic import scenario_traffic
 from scheduler.config import TierSet
 from scheduler.control.controller import SLAController
-from scheduler.planning.core import SchedulerCore
+from scheduler.drivers.steps.core import SchedulerCore
 from tests.loadtest.simulation.builders import make_card, make_scenario, make_tiers
 from tests.scheduler.builders import KnownStepTime
 

@@ -13,6 +13,7 @@ from scheduler.client.client import CHECK_EVERY, REFRESH_S, WORKER_GRACE_S, Sche
 from scheduler.client.rejection import Rejected, RejectReason
 from scheduler.client.token_stream import TokenStream
 from scheduler.client.ttft_forecast import STALE_S
+from scheduler.drivers.steps.loop import STUCK_S
 from scheduler.events.memory import MemoryEventChannel
 from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.heartbeat_monitor import CHECK_S
@@ -20,7 +21,6 @@ from scheduler.registry.memory import MemoryWorkerRegistry
 from scheduler.registry.worker_status import TierCapacity, TierStatus, WorkerStatus
 from scheduler.request import ANSWER_TOO_LARGE, EventKind, Request, TokenEvent
 from scheduler.virtual_time import VirtualClock
-from scheduler.worker.step_loop import STUCK_S
 from tests.scheduler.builders import make_request, make_tiers
 from tests.scheduler.world import run_bounded
 

@@ -13,7 +13,7 @@ from scheduler.store.errors import StoreRefused
 from scheduler.virtual_time import VirtualClock
 from scheduler.worker import checkpoints
 from scheduler.worker.checkpoints import CHECKPOINT_S, MIN_TOKENS, Checkpointer
-from scheduler.worker.refusals import Refusals
+from scheduler.worker.store_outage import StoreOutage
 from tests.scheduler.builders import make_request, make_tiers
 from tests.scheduler.world import run_bounded
 
@@ -31,7 +31,7 @@ class Rig:
         self._queue = MemoryQueue(self.clock, "w")
         queue: Any = self
         core: Any = self
-        self.checkpointer = Checkpointer(core, queue, Refusals(), self.clock)
+        self.checkpointer = Checkpointer(core, queue, StoreOutage(), self.clock)
 
     def can_continue(self, state: RequestState) -> bool:
         return state.can_continue

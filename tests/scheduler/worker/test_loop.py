@@ -11,9 +11,9 @@ from engine.interface import EngineDead, StepPlan
 from engine.modeled.engine import ModeledEngine
 from scheduler.config import Retry
 from scheduler.control.feedback import UPDATE_S
+from scheduler.drivers.steps.assembly import build_loop
 from scheduler.registry.heartbeat_monitor import CHECK_S, GATEWAY_SILENT_S
 from scheduler.request import Claimed, Delivery, EventKind, Lease, TokenEvent
-from scheduler.worker.assembly import build_loop
 from scheduler.worker.claimer import LISTEN_S
 from scheduler.worker.heartbeat import WorkerIdentity
 from scheduler.worker.leases import LEASE_S

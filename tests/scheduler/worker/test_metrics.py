@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from scheduler.config import parse_tiers
 from scheduler.control.knobs import Decision
 from scheduler.control.windows import WINDOW_S
-from scheduler.planning.step_report import Ended, PrefixLookup, StepReport
+from scheduler.holdings.report import Ended, PrefixLookup, Report
 from scheduler.request_state import Sample
 from scheduler.worker.metrics import SchedulerMetrics
 from tests.scheduler.builders import make_tiers
@@ -103,7 +103,7 @@ def test_a_report_becomes_latencies_and_counts() -> None:
     metrics, registry = make_metrics()
     samples = [Sample("queue", "bulk", 0.1), Sample("ttft", "bulk", 0.2), Sample("itl", "bulk", 0.01)]
     ended = [Ended("bulk", "length", prompt_tokens=32, output_tokens=2, met_slo=True)]
-    metrics.record_report(StepReport(samples=[*samples, Sample("e2e", "bulk", 0.21)], ended=ended))
+    metrics.record_report(Report(samples=[*samples, Sample("e2e", "bulk", 0.21)], ended=ended))
     sums = total(
         registry,
         (
@@ -126,18 +126,18 @@ def test_what_takes_longer_than_the_slo_is_counted_where_there_is_one() -> None:
     assert value(registry, "slo_misses_total", tier="bulk", metric="itl") is None
     seconds = {"ttft": (0.49, 0.5, 0.51, 9.0), "itl": (0.05, 0.2)}
     samples = [Sample(kind, tier, s) for kind, all_s in seconds.items() for s in all_s for tier in ("realtime", "bulk")]
-    metrics.record_report(StepReport(samples=[*samples, Sample("e2e", "realtime", 99.0)]))
+    metrics.record_report(Report(samples=[*samples, Sample("e2e", "realtime", 99.0)]))
     missed = [value(registry, "slo_misses_total", tier="realtime", metric=metric) for metric in ("ttft", "itl")]
     assert missed == [2, 1]
     metrics.reconfigure(make_tiers(realtime={"slo": {"ttft_p99_ms": 10_000}}))
-    metrics.record_report(StepReport(samples=[Sample("ttft", "realtime", 9.0), Sample("itl", "realtime", 9.0)]))
+    metrics.record_report(Report(samples=[Sample("ttft", "realtime", 9.0), Sample("itl", "realtime", 9.0)]))
     assert [value(registry, "slo_misses_total", tier="realtime", metric=metric) for metric in ("ttft", "itl")] == [2, 1]
 
 
 def test_hits_and_queries_of_the_prefix_cache_are_counted_in_tokens() -> None:
     metrics, registry = make_metrics()
     assert total(registry, ["prefix_cache_queries_total", "prefix_cache_hits_total"], tier="bulk") == [0, 0]
-    metrics.record_report(StepReport(lookups=[PrefixLookup("bulk", 100, 64), PrefixLookup("bulk", 20, 0)]))
+    metrics.record_report(Report(lookups=[PrefixLookup("bulk", 100, 64), PrefixLookup("bulk", 20, 0)]))
     assert total(registry, ["prefix_cache_queries_total", "prefix_cache_hits_total"], tier="bulk") == [120, 64]
     assert total(registry, ["prefix_cache_queries_total", "prefix_cache_hits_total"], tier="batch") == [0, 0]
 
@@ -189,7 +189,7 @@ def test_gauges_show_the_present_and_preemptions_are_counted_once() -> None:
 
 def test_changed_tiers_show_their_slos_and_counters_stay() -> None:
     metrics, registry = make_metrics()
-    metrics.record_report(StepReport(ended=[Ended("bulk", "stop", 7, 3, True)]))
+    metrics.record_report(Report(ended=[Ended("bulk", "stop", 7, 3, True)]))
     before = make_tiers()
     without = {name: tier for name, tier in before.document(defaults=False)["tiers"].items() if name != "bulk"}
     without["realtime"]["slo"] = {"ttft_p99_ms": 750}

@@ -3,12 +3,12 @@
 import asyncio
 
 from engine.modeled.engine import ModeledEngine
+from scheduler.drivers.steps.assembly import build_loop
+from scheduler.drivers.steps.loop import STUCK_S
 from scheduler.registry.heartbeat_monitor import CHECK_S, GATEWAY_SILENT_S, WORKER_SILENT_S
 from scheduler.request import Delivery, EventKind
-from scheduler.worker.assembly import build_loop
 from scheduler.worker.heartbeat import WorkerIdentity
 from scheduler.worker.loop import SchedulerLoop
-from scheduler.worker.step_loop import STUCK_S
 from tests.scheduler.builders import FAST, expected_tokens, make_core, make_info
 from tests.scheduler.world import World, run_world
 

@@ -5,14 +5,14 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from scheduler.events.memory import MemoryEventChannel
-from scheduler.planning.step_report import StepReport
+from scheduler.holdings.report import Report
 from scheduler.queue.memory import MemoryQueue
 from scheduler.request import EventKind, Lease, TokenEvent
 from scheduler.request_state import RequestState
 from scheduler.virtual_time import VirtualClock
 from scheduler.worker.checkpoints import Checkpointer
 from scheduler.worker.publisher import Publisher
-from scheduler.worker.refusals import Refusals
+from scheduler.worker.store_outage import StoreOutage
 from tests.scheduler.builders import make_request
 from tests.scheduler.world import run_bounded
 
@@ -32,7 +32,7 @@ class SlowChannel(MemoryEventChannel):
 
 
 class Rig:
-    """A running publisher with its collaborators; takes the place of `HeldRequests`."""
+    """A running publisher with its collaborators; takes the place of `RequestIntake`."""
 
     def __init__(self) -> None:
         self.clock = VirtualClock()
@@ -41,8 +41,8 @@ class Rig:
         self.dropped: list[str] = []
         self.states: list[RequestState] = []
         rig: Any = self  # for `drop` and `states` alone
-        checkpointer = Checkpointer(rig, self.queue, Refusals(), self.clock)
-        self.publisher = Publisher(self.queue, self.events, rig, checkpointer, Refusals(), self.clock)
+        checkpointer = Checkpointer(rig, self.queue, StoreOutage(), self.clock)
+        self.publisher = Publisher(self.queue, self.events, rig, checkpointer, StoreOutage(), self.clock)
 
     def drop(self, request_ids: Iterable[str]) -> list[RequestState]:
         self.dropped += request_ids
@@ -65,8 +65,8 @@ def play(story: Callable[[Rig], Awaitable[None]]) -> None:
     run_bounded(main())
 
 
-def report(*events: TokenEvent, leases: Sequence[Lease] = (), reply_to: str = "gateway") -> StepReport:
-    made = StepReport(leases=list(leases))
+def report(*events: TokenEvent, leases: Sequence[Lease] = (), reply_to: str = "gateway") -> Report:
+    made = Report(leases=list(leases))
     made.events[reply_to] += events
     return made
 

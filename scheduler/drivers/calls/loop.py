@@ -1,0 +1,299 @@
+"""The loop of a worker with a static endpoint: look at the queue, claim a batch, call, write its results.
+
+It has no steps and no tokens as `scheduler.worker` has, only calls. Makes no decisions: `policy` says when to call and
+for whom, `outcome` what a result means. Tasks are claimed at the start of a call and not before, so an interactive task
+that comes while a batch is waiting is in it, and bulk gets what is left.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar
+
+import structlog
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialBackoff
+
+from engine.static.interface import CallFailed, Endpoint, Unreachable
+from scheduler.clock import Clock
+from scheduler.drivers.calls import outcome
+from scheduler.drivers.calls.busy_spells import BusySpells, Verdict
+from scheduler.drivers.calls.heartbeat import TaskHeartbeat
+from scheduler.drivers.calls.metrics import TaskMetrics
+from scheduler.drivers.calls.policy import BatchPolicy, CallPlan, LaneWait, Wait, without
+from scheduler.drivers.calls.tracing import CallTrace, TaskTracer
+from scheduler.request import Lease
+from scheduler.store.errors import STORE_AWAY
+from scheduler.tasks.queue import TaskQueue
+from scheduler.tasks.task import ClaimedTask, EndedTask, RetriedTask
+from scheduler.worker.leases import LEASE_S, RENEW_S, UnrenewedLeases
+
+log = structlog.get_logger()
+
+LISTEN_S = 0.5  # longest wait for a wake-up from the queue, because one may be lost
+# Seconds before the next call after the second call in a row has failed as a whole, or after a first one that says that
+# the endpoint is away or busy. They double with each further failure.
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 2.0
+MAX_RETRY_AFTER_S = 30.0  # the longest Retry-After of an endpoint that is obeyed
+WRITE_RETRIES = 34  # of the results of a call; about a minute
+
+T = TypeVar("T")
+
+
+class BatchLoop:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        policy: BatchPolicy,
+        queue: TaskQueue,
+        heartbeat: TaskHeartbeat,
+        metrics: TaskMetrics,
+        clock: Clock,
+        worker_id: str,
+        tracer: TaskTracer | None = None,
+    ) -> None:
+        """The loop closes `queue` at its end. All other parts outlive it."""
+        self._endpoint = endpoint
+        self._policy = policy
+        self._queue = queue
+        self._heartbeat = heartbeat
+        self._metrics = metrics
+        self._clock = clock
+        self._worker_id = worker_id
+        self._tracer = tracer
+        self._held: list[ClaimedTask] = []
+        self._backoff = ExponentialBackoff(cap=MAX_PAUSE_S, base=FIRST_PAUSE_S)
+        self._num_failed = 0  # calls in a row that failed as a whole
+        self._spells = BusySpells()
+        self._oldest_s: dict[tuple[str, int], float] = {}  # since when the oldest task of a lane waits, by its arrival
+        self._serving: asyncio.Task[None] | None = None
+        self._draining = asyncio.Event()
+        self.is_announced = False
+        self.is_stuck = False  # a hanging function raises `EndpointHangs` and ends the process instead
+
+    async def run(self) -> None:
+        """Serve until `drain` was called and the call under way has ended, or until `stop` was called."""
+        try:
+            await self._queue.requeue_worker(self._worker_id)  # what a dead process of this name has left
+            await self._heartbeat.beat()
+            self.is_announced = True
+            await self._serve_beside(self._heartbeat.run(), self._keep_leases())
+            await self._queue.release([_lease(c) for c in self._held])
+            await self._heartbeat.withdraw()
+        finally:
+            await self._queue.close()
+
+    def drain(self) -> None:
+        """Claim no more tasks. `run` returns when the call under way has ended."""
+        self._draining.set()
+        self._queue.wake()
+
+    def stop(self) -> None:
+        """Make `run` return now. The tasks of a call under way go back to the queue."""
+        self.drain()
+        if self._serving is not None:
+            self._serving.cancel()
+
+    async def _serve_beside(self, *background: "asyncio._CoroutineLike[None]") -> None:
+        others = [asyncio.create_task(work) for work in background]
+        serving = self._serving = asyncio.create_task(self._serve())
+        try:
+            done, _ = await asyncio.wait([serving, *others], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                if not task.cancelled():
+                    task.result()
+        finally:
+            for task in (serving, *others):
+                task.cancel()
+            await asyncio.gather(serving, *others, return_exceptions=True)
+
+    async def _serve(self) -> None:
+        while not self._draining.is_set():
+            waiting = await self._waiting()
+            now = self._clock.now()
+            self._policy.observe(waiting, now)
+            self._metrics.record_waiting(self._counts(waiting), self._policy.wait_s)
+            match self._policy.decide(waiting, now):
+                case Wait(until_s):
+                    await self._queue.wait_for_work(min(LISTEN_S, max(0.0, until_s - now)))
+                case CallPlan() as plan:
+                    await self._run(plan, waiting)
+
+    async def _waiting(self) -> dict[str, LaneWait]:
+        """Return the lanes in which tasks wait, since they were first seen here or longer.
+
+        By wall clocks alone, a task from a machine whose clock is ahead would seem to come only now, at each look.
+        """
+        depths = await self._queue.depths(self._policy.lanes)
+        now, wall_ms = self._clock.now(), self._clock.wall_ms()
+        waiting = {(lane, d.oldest_ms): max(0, wall_ms - d.oldest_ms) / 1000 for lane, d in depths.items() if d.count}
+        self._oldest_s = {key: min(now - age_s, self._oldest_s.get(key, now)) for key, age_s in waiting.items()}
+        return {lane: LaneWait(depths[lane].count, oldest_s) for (lane, _), oldest_s in self._oldest_s.items()}
+
+    def _counts(self, waiting: Mapping[str, LaneWait]) -> dict[str, int]:
+        return {lane: waiting[lane].count if lane in waiting else 0 for lane in self._policy.lanes}
+
+    async def _run(self, plan: CallPlan, waiting: Mapping[str, LaneWait]) -> None:
+        """Claim the tasks of `plan` and call the endpoint with them."""
+        self._held = await self._queue.claim(plan.limits, LEASE_S)
+        self._note_claimed(plan, len(self._held))
+        num_planned = sum(plan.limits.values()) - await self._set_aside()
+        if not plan.is_isolated and not self._is_worth_it(num_planned):
+            await self._give_back(plan)
+        if self._held:
+            await self._call(plan, without(waiting, _counted(self._held)))
+
+    def _note_claimed(self, plan: CallPlan, count: int) -> None:
+        if not plan.is_isolated:
+            self._policy.note_claimed(count)
+
+    async def _set_aside(self) -> int:
+        """End the claimed tasks that have waited too long, and isolate those during whose last try a worker died.
+
+        The latter may have been the cause. Return their number.
+        """
+        wall_ms = self._clock.wall_ms()
+        outcomes = [outcome.before_call(c, wall_ms) for c in self._held]
+        if aside := [o for o in outcomes if o is not None]:
+            await self._apply(aside)
+            self._held = [c for c, o in zip(self._held, outcomes, strict=True) if o is None]
+        return len(aside)
+
+    def _is_worth_it(self, num_planned: int) -> bool:
+        """Return whether the claimed tasks should be called now: others may have claimed what was planned for."""
+        if len(self._held) >= num_planned:
+            return True
+        now, wall_ms, counts = self._clock.now(), self._clock.wall_ms(), _counted(self._held)
+        oldest_ms = {tier: min(c.task.arrival_ms for c in self._held if c.task.tier == tier) for tier in counts}
+        waits = {t: LaneWait(n, now - max(0, wall_ms - oldest_ms[t]) / 1000) for t, n in counts.items()}
+        return self._policy.is_due(waits, now)
+
+    async def _give_back(self, plan: CallPlan) -> None:
+        await _until_written(lambda: self._queue.release([_lease(c) for c in self._held]))
+        self._note_claimed(plan, -len(self._held))
+        self._held = []
+
+    async def _call(self, plan: CallPlan, left: Mapping[str, LaneWait]) -> None:
+        """Call the endpoint with the held tasks. `left` is what else waited, which also wanted places in the batch."""
+        claimed, begun_s = self._held, self._clock.now()
+        counts = _counted(claimed)
+        tasks = [c.task for c in claimed]
+        trace = self._tracer.begin_call(tasks, self._policy.batch) if self._tracer is not None else None
+        # Without a trace of its own, the call goes on with that of its first task.
+        traceparent = tasks[0].traceparent if trace is None else trace.traceparent
+        try:
+            results = await self._endpoint.call([task.input for task in tasks], traceparent)
+        except Unreachable as error:
+            _end(trace, "unreachable")
+            self._metrics.record_call(claimed, self._policy.batch, 0.0, "unreachable")
+            await self._give_back(plan)
+            await self._pause(str(error), FIRST_PAUSE_S)
+        except CallFailed as error:
+            said = "busy" if error.is_busy else "failed"
+            _end(trace, said)
+            if error.is_busy:
+                self._policy.note_turn(plan)
+                self._metrics.record_call(claimed, self._policy.batch, self._clock.now() - begun_s, said)
+            else:
+                self._record(plan, counts, left, begun_s, said)
+            outcomes = self._outcomes(plan, error)
+            if outcomes is None:
+                await self._give_back(plan)
+            else:
+                await self._apply(outcomes, trace)
+                self._held = []
+            await self._pause(str(error), max(FIRST_PAUSE_S, error.retry_after_s) if error.is_busy else 0.0)
+        else:
+            _end(trace, "ok")
+            self._record(plan, counts, left, begun_s, "ok")
+            self._num_failed = 0
+            self._spells.note_served(plan.is_isolated)
+            await self._apply(outcome.of_results(claimed, results), trace)
+            self._held = []
+
+    def _outcomes(self, plan: CallPlan, error: CallFailed) -> list[outcome.Outcome] | None:
+        """Return what becomes of the held tasks after a failed call. None: they go back to their places, uncounted."""
+        if not error.is_busy:
+            return outcome.of_failure(self._held, error, self._policy.may_isolate)
+        match self._spells.judge(plan.is_isolated, len(self._held), error.excused_s, self._clock.now()):
+            case Verdict.BLAME:
+                return outcome.of_blamed(self._held, error)
+            case Verdict.SET_APART if self._policy.may_isolate:
+                return outcome.set_apart(self._held, plan.is_isolated)
+        return None
+
+    def _record(
+        self, plan: CallPlan, slots: Mapping[str, int], left: Mapping[str, LaneWait], begun_s: float, said: str
+    ) -> None:
+        now = self._clock.now()
+        took_s = now - begun_s
+        self._policy.end_call(plan, slots, left, took_s, now)
+        self._metrics.record_call(self._held, self._policy.batch, took_s, said)
+
+    async def _apply(self, outcomes: Sequence[outcome.Outcome], trace: CallTrace | None = None) -> None:
+        """Write the ends of tasks, and give the others back for another try. `trace` is that of their call.
+
+        While the store is away, it is tried again: without these writes, the endpoint would compute the tasks again.
+        """
+        ended = [o for o in outcomes if isinstance(o, EndedTask)]
+        retried = [o for o in outcomes if isinstance(o, RetriedTask)]
+        are_written = await _until_written(lambda: self._queue.end(ended))
+        await _until_written(lambda: self._queue.retry(retried))
+        wall_ms = self._clock.wall_ms()
+        for end, is_written in zip(ended, are_written, strict=True):
+            if is_written:
+                self._metrics.record_ended(end, (wall_ms - end.task.arrival_ms) / 1000)
+                self._heartbeat.count_ended(end)
+                if self._tracer is not None:
+                    self._tracer.record(end, trace)
+        for r in retried:
+            self._metrics.record_retried(r.task.tier)
+
+    async def _pause(self, reason: str, shortest_s: float) -> None:
+        """Leave an endpoint alone for a while after a whole call has failed."""
+        backoff_s = self._backoff.compute(self._num_failed) if self._num_failed else 0.0
+        pause_s = max(backoff_s, min(shortest_s, MAX_RETRY_AFTER_S))
+        self._num_failed += 1
+        if self._num_failed & (self._num_failed - 1) == 0:  # the first, second, fourth … in a row
+            log.warning("a call of the endpoint failed", reason=reason, in_a_row=self._num_failed, pause_s=pause_s)
+        pausing = asyncio.ensure_future(self._clock.sleep(pause_s))
+        draining = asyncio.ensure_future(self._draining.wait())
+        try:
+            await asyncio.wait((pausing, draining), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            pausing.cancel()
+            draining.cancel()
+
+    async def _keep_leases(self) -> None:
+        """Renew the leases of the call under way, and give back tasks whose leases have ended."""
+        unrenewed = UnrenewedLeases()
+        while True:
+            await self._clock.sleep(RENEW_S)
+            try:
+                await self._queue.renew([_lease(c) for c in self._held], LEASE_S)
+                await self._queue.requeue_expired(unrenewed.observe(await self._queue.expired_leases(LEASE_S)))
+            except STORE_AWAY:  # nobody could renew meanwhile
+                unrenewed = UnrenewedLeases()
+
+
+async def _until_written(write: Callable[[], Awaitable[T]]) -> T:
+    """Await `write()` until the store takes it. After the last of `WRITE_RETRIES`, raise why it does not."""
+    retry = Retry(ExponentialBackoff(cap=MAX_PAUSE_S, base=FIRST_PAUSE_S), WRITE_RETRIES, STORE_AWAY)
+    return await retry.call_with_retry(write, _ignore)
+
+
+async def _ignore(error: Exception) -> None:
+    return None
+
+
+def _lease(claimed: ClaimedTask) -> Lease:
+    return Lease(claimed.task.id, claimed.fence)
+
+
+def _end(trace: CallTrace | None, said: str) -> None:
+    if trace is not None:
+        trace.end(said)
+
+
+def _counted(claimed: Sequence[ClaimedTask]) -> dict[str, int]:
+    return dict(Counter(c.task.tier for c in claimed))

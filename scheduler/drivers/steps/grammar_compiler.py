@@ -1,0 +1,39 @@
+"""Has the grammars of claimed requests compiled before the requests start, so that no step waits for a compiler.
+
+One grammar is compiled at a time, and the one of the highest tier first: a batch with a thousand grammars does not hold
+up an interactive request. Knows the core and the engine; does not know what a grammar is.
+"""
+
+from engine.interface import Engine, GrammarError
+from scheduler.drivers.steps.core import SchedulerCore
+from scheduler.drivers.steps.step_marks import StepMarks
+from scheduler.request import Request
+from scheduler.worker.request_intake import RequestIntake
+
+
+class GrammarCompiler:
+    def __init__(self, core: SchedulerCore, engine: Engine, intake: RequestIntake, marks: StepMarks) -> None:
+        self._core = core
+        self._engine = engine
+        self._intake = intake
+        self._marks = marks
+
+    async def run(self) -> None:
+        """Have grammars compiled as they arrive, until this task is cancelled."""
+        while True:
+            await self._intake.grammar_arrived.wait()
+            self._intake.grammar_arrived.clear()
+            while (request := self._core.next_to_compile()) is not None:
+                await self._compile(request)
+
+    async def _compile(self, request: Request) -> None:
+        assert request.sampling.grammar is not None
+        await self._marks.write()
+        try:
+            compiled = await self._engine.compile_grammar(request.sampling.grammar)
+        except GrammarError as error:
+            self._core.refuse_grammar(request.id, str(error))
+            self._intake.changed.set()
+        else:
+            self._core.note_compiled(request.id, compiled)
+            self._intake.announce([request.id])

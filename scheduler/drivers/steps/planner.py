@@ -1,0 +1,182 @@
+"""The planner: it makes the plan of the next step, and chooses the sequences to evict from the step in flight.
+
+The planner updates the request states when it makes a plan, so the caller must execute the plan. An eviction ends or
+shortens the running step, so that the plan for a newly arrived request comes sooner. The planner passes the
+controller's budgets, the free capacity of the engine and the request table to `form_batch`, which decides.
+`SchedulerCore` owns the planner.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from engine.interface import EngineInfo, PreemptionMode, StepPlan
+from engine.step_time.cost import StepCost
+from engine.step_time.model import StepTimeModel
+from scheduler.clock import NEVER_S
+from scheduler.config import Tier
+from scheduler.control.budget import Budgets
+from scheduler.control.controller import SLAController
+from scheduler.drivers.steps.engine_state import EngineState
+from scheduler.drivers.steps.isolation import AllBut, Isolation
+from scheduler.drivers.steps.running_step import RunningStep
+from scheduler.holdings.claims import claim_limits
+from scheduler.holdings.request_table import RequestTable
+from scheduler.planning.async_plan import async_plan
+from scheduler.planning.batch import form_batch
+from scheduler.planning.batching_delay import idle_until_s
+from scheduler.planning.kv_budget import has_blocks
+from scheduler.planning.prompt_prefixes import PromptPrefixes
+from scheduler.request_state import RequestState, Status
+
+
+class Planner:
+    """The part of the core that makes plans and enters them into the request states."""
+
+    def __init__(
+        self,
+        engine: EngineInfo,
+        controller: SLAController,
+        step_time: StepTimeModel,
+        table: RequestTable,
+        engine_state: EngineState,
+        running: RunningStep,
+        isolation: Isolation,
+    ) -> None:
+        self._engine = engine
+        self._controller = controller
+        self._step_time = step_time
+        self._table = table
+        self._engine_state = engine_state
+        self._running = running
+        self._isolation = isolation
+        self._prefixes = PromptPrefixes(engine)
+        self._next_step_id = 0
+        self._guaranteed: frozenset[str] = frozenset()  # tiers whose min share the newest plan serves
+        self.idle_until_s = NEVER_S  # if the newest plan was empty: the time at which the first batching delay ends
+        self.preemptions: Counter[tuple[str, str]] = Counter()  # number of preemptions, by (tier, mode)
+        self.recomputed_tokens: Counter[str] = Counter()  # number of tokens whose KV was lost, by tier
+
+    def claim_limits(self, tiers: Sequence[Tier], now: float) -> dict[str, int]:
+        """Return how many more requests of each tier to claim from the queue. The highest tier comes first."""
+        ending = self._engine_state.ending(self._table.states)
+        held_back = Counter(state.tier.name for state in self._isolation.held_back().values())
+        return claim_limits(tiers, self._table, self._budgets(now), self._engine.max_step_tokens, ending, held_back)
+
+    def plan(self, tiers: Sequence[Tier], now: float) -> StepPlan:
+        """Return the plan of the next step. The plan is empty if no sequence can run now."""
+        budgets = self._budgets(now)
+        plan = self._form(tiers, budgets, now)
+        plan = replace(plan, abort=self._engine_state.take_aborts())
+        self.idle_until_s = idle_until_s(tiers, self._table, budgets, now) if plan.is_empty else NEVER_S
+        if not plan.is_empty:
+            self._guaranteed = frozenset(name for name, budget in budgets.tiers.items() if budget.guaranteed)
+            self._isolation.note_plan(plan)
+            self._enter(plan, now)
+        return plan
+
+    def _form(self, tiers: Sequence[Tier], budgets: Budgets, now: float) -> StepPlan:
+        """Return the plan of a shared step, or of a step in which an isolated request runs alone.
+
+        The other kind of step is taken if nothing can run in the first.
+        """
+        view, aborts = self._engine_state.view(), frozenset(self._engine_state.aborts)
+
+        def shared() -> StepPlan:
+            # If a request came back before its old sequence is aborted, it starts in the step after the abort.
+            barred = aborts.union(self._isolation.held_back())
+            return form_batch(self._next_step_id, view, tiers, self._table, budgets, now, barred, self._prefixes)
+
+        def single(state: RequestState) -> StepPlan:
+            barred = AllBut(state.id)
+            return form_batch(
+                self._next_step_id, view, (state.tier,), self._table, budgets, now, barred, self._prefixes
+            )
+
+        alone = self._isolation.next_alone()
+        if alone is None or alone.id in aborts:
+            return shared()
+        if self._isolation.is_turn:
+            plan = single(alone)
+            return plan if plan.run else shared()
+        plan = shared()
+        return plan if plan.run else single(alone)
+
+    def plan_async(self, now: float) -> StepPlan | None:
+        """Return the plan of the step after the one in flight: the same decodes without the sequences that end.
+
+        Return None if there is anything to decide.
+        """
+        running = self._engine_state.running
+        if running is None or self._engine.steps_ahead < 1 or self._engine_state.num_abandoned:
+            return None
+        plan = async_plan(running, self._next_step_id, self._engine_state.view(), self._table)
+        if plan is not None:
+            self._enter(plan, now)
+        return plan
+
+    def evictees_for(self, tiers: Sequence[Tier], request_ids: Iterable[str], now: float) -> Sequence[str]:
+        """Return the sequences to evict from the step in flight so that one of these requests starts sooner.
+
+        The result is empty if an eviction does not pay, or if no request could start in the next step.
+        """
+        if not self._engine_state.is_step_in_flight:
+            return ()
+        for request_id in request_ids:
+            state = self._table.states.get(request_id)
+            if state is not None and state.tier.is_interactive and self._could_start(state, tiers):
+                evictees = self._running.evictees(state, self._controller.step_eviction, now)
+                if evictees:
+                    return evictees
+        return ()
+
+    def _could_start(self, state: RequestState, tiers: Sequence[Tier]) -> bool:
+        """Return whether the request could start.
+
+        It needs a slot, enough blocks that are free or held by lower tiers, and its grammar compiled if it has one.
+        """
+        if state.awaits_grammar:
+            return False
+        slots = self._controller.max_num_seqs(state.tier.name)
+        below = (s for t in tiers if t.priority < state.priority for s in self._table.of_tier(t.name))
+        has_slot = self._table.num_resident(state.tier.name) < slots
+        return has_slot and has_blocks(state, self._engine_state.view(), below)
+
+    def _budgets(self, now: float) -> Budgets:
+        return self._controller.budgets(list(self._table.interactive()), self._cost(), now)
+
+    def _cost(self) -> StepCost:
+        """Return the predicted costs for the kind of step that is likely to be next: with prefills, or decodes only."""
+        return self._step_time.cost(mixed=self._table.any_pending)
+
+    def _enter(self, plan: StepPlan, now: float) -> None:
+        states = self._table.states
+        self._next_step_id += 1
+        self._engine_state.enter(plan, states)
+        self._running.begin(plan, states, self._cost(), now, self._guaranteed)
+        for preempt in plan.preempt:
+            states[preempt.seq_id].stop(now, preempt.mode.value)
+            self._preempt(states[preempt.seq_id], preempt.mode)
+        for seq_id in (*plan.resume, *(new.seq_id for new in plan.start)):
+            states[seq_id].move(Status.RUNNING)
+            states[seq_id].resume(now)
+            self._table.update(states[seq_id])
+        if plan.run:
+            self._table.note_run([run.seq_id for run in plan.run])
+        for run in plan.run:
+            state = states[run.seq_id]
+            state.last_step = plan.step_id
+            if state.first_scheduled_s is None:
+                state.first_scheduled_s = now
+            if not state.output_token_ids and not state.tier.is_interactive:
+                self._prefixes.note(state, run.num_tokens)
+
+    def _preempt(self, state: RequestState, mode: PreemptionMode) -> None:
+        self.preemptions[state.tier.name, mode.value] += 1
+        if mode is PreemptionMode.PAUSE:
+            state.move(Status.PAUSED)
+            return
+        if mode is PreemptionMode.RECOMPUTE:
+            self.recomputed_tokens[state.tier.name] += state.num_computed_tokens
+        state.lose_blocks(Status.SWAPPED if mode is PreemptionMode.SWAP else Status.PREEMPTED)
+        self._table.update(state)

@@ -1,0 +1,213 @@
+"""Which requests to send to the server, and whose streams to hang up. Pure: a view of the present and `now` go in.
+
+A server that plans its own steps cannot be told to leave a sequence out of a step. What is left:
+
+- Interactive requests are sent at once, the earliest deadline first, as long as the server has places.
+- Bulk is sent only while no interactive request awaits its first token, one prefill or a few at a time, and as many
+  streams as may lengthen each step of an interactive answer. Without interactive traffic, only the tier's batch size
+  and the server's places limit it.
+- If a first token is at risk, streams of bulk are hung up, the youngest first, within a budget of recomputed tokens.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from engine.step_time.cost import StepCost
+from scheduler.clock import NEVER_S
+from scheduler.config import Tier
+from scheduler.control.budget import Budgets, TierBudget
+from scheduler.control.step_limit import FIRST_STEP_SHARE
+from scheduler.deadlines import deadline_s
+from scheduler.holdings.request_table import RequestTable
+from scheduler.request_state import RequestState
+
+# Bulk may lengthen a step by this share of a step without bulk, while there is interactive traffic. Half a step more is
+# what an arrival waits on average for the step in flight, and as much again for the one that computes its first token.
+MAX_STRETCH = 0.6
+PREFILL_STEPS = 3.0  # fixed costs of a step: the time that bulk's prefills in flight may take together
+# Interactive traffic has stopped when its mean gap between arrivals is longer than this, in seconds.
+QUIET_S = 30.0
+INTERACTIVE_PLACES = 2  # places of the server that bulk leaves free while there is interactive traffic
+# Share of the TTFT SLO: a first token that is predicted to come later than the rest of the SLO is at risk.
+RISK_SHARE = 0.2
+MAX_HANG_UP_SHARE = 0.25  # share of bulk's streams that are hung up at once; more may not be needed after the next step
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The present, as far as the policy depends on it."""
+
+    tiers: Sequence[Tier]  # from the highest priority to the lowest
+    table: RequestTable
+    budgets: Budgets
+    max_in_flight: float
+    max_prefill_tokens: int  # prompt tokens that the server computes in one step
+    evictable: Sequence[RequestState]  # streams that may be hung up: the lowest tier first, the youngest first in it
+    recompute_tokens: float  # tokens that may be recomputed at present
+    hang_up_from_s: float = -NEVER_S  # no stream is hung up before this time, because the last ones take effect first
+    held_back: Collection[str] = ()  # ids of requests that are not sent now
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    start: tuple[RequestState, ...] = ()
+    hang_up: tuple[RequestState, ...] = ()
+
+
+def decide(view: View, now: float) -> Decisions:
+    """Return what to do now. Requests that were hung up before count as requests to start."""
+    draft = _Draft(view, now)
+    for tier in view.tiers:
+        if tier.is_interactive:
+            draft.start_interactive(tier)
+    hang_up = draft.victims()
+    if not hang_up:  # what is hung up now must not come back in the same moment
+        for tier in sorted(view.tiers, key=lambda t: not view.budgets.tiers[t.name].guaranteed):
+            if not tier.is_interactive:
+                draft.start_bulk(tier)
+    return Decisions(tuple(draft.started), tuple(hang_up))
+
+
+def has_traffic(tiers: Iterable[Tier], table: RequestTable, budgets: Budgets) -> bool:
+    """Return whether interactive requests are here, or have arrived lately."""
+    return any(
+        table.count(tier.name) or budgets.tiers[tier.name].arrival_gap_s <= QUIET_S
+        for tier in tiers
+        if tier.is_interactive
+    )
+
+
+def bulk_window_s(interactive: Iterable[RequestState], cost: StepCost) -> float:
+    """Return the longest step that bulk may cause beside the decodes of `interactive`."""
+    states = list(interactive)
+    alone_s = cost.step(sum(cost.decode(s.num_tokens) for s in states if not s.awaits_first_token))
+    itl_s = min((s.tier.slo.itl_p99_ms or NEVER_S for s in states), default=NEVER_S) / 1000
+    return max(min((1 + MAX_STRETCH) * alone_s, itl_s), alone_s)
+
+
+class _Draft:
+    """The decisions so far, and what the server would hold after them."""
+
+    def __init__(self, view: View, now: float) -> None:
+        self._view = view
+        self._now = now
+        self._cost = view.budgets.cost
+        self.started: list[RequestState] = []
+        residents = list(view.table.residents())
+        self._num_in_flight = len(residents)
+        self._num_of = {tier.name: view.table.num_resident(tier.name) for tier in view.tiers}
+        self._streams_s = sum(self._cost.decode(s.num_tokens) for s in residents)
+        prefills = [s for s in residents if not s.is_decode]
+        self._prefill_tokens = sum(s.num_tokens for s in prefills)
+        self._bulk_prefills_s = sum(self._prefill_s(s) for s in prefills if not s.tier.is_interactive)
+        self._interactive = list(view.table.interactive())
+        self._has_traffic = has_traffic(view.tiers, view.table, view.budgets)
+        self._window_s = bulk_window_s(self._interactive, self._cost) if self._has_traffic else NEVER_S
+        self._unplaced: list[RequestState] = []  # interactive requests for which the server has no place
+
+    def _startable(self, tier: Tier) -> Iterator[RequestState]:
+        """Return the requests of a tier without a stream, in the order in which they are sent."""
+        table = self._view.table
+        for state in chain(table.preempted(tier.name), table.waiting(tier.name)):
+            if state.id not in self._view.held_back:
+                yield state
+
+    def _prefill_s(self, state: RequestState) -> float:
+        return self._cost.prefill(state.num_tokens, 0)
+
+    def _start(self, state: RequestState) -> None:
+        self.started.append(state)
+        self._num_in_flight += 1
+        self._num_of[state.tier.name] += 1
+        self._streams_s += self._cost.decode(state.num_tokens)
+        self._prefill_tokens += state.num_tokens
+        if not state.tier.is_interactive:
+            self._bulk_prefills_s += self._prefill_s(state)
+
+    def _fits_step(self, state: RequestState) -> bool:
+        """Return whether the server computes the prompt in its next step, and not in one after it."""
+        tokens = self._prefill_tokens + state.num_tokens
+        return self._prefill_tokens == 0 or tokens <= self._view.max_prefill_tokens
+
+    # -- interactive tiers -----------------------------------------------------------------------------------------
+
+    def start_interactive(self, tier: Tier) -> None:
+        budget = self._view.budgets.tiers[tier.name]
+        for state in self._startable(tier):
+            if self._num_of[tier.name] >= budget.max_num_seqs or not self._fits_step(state):
+                return
+            if self._num_in_flight >= self._view.max_in_flight:
+                self._unplaced.append(state)
+            else:
+                self._start(state)
+
+    # -- hanging up ------------------------------------------------------------------------------------------------
+
+    def victims(self) -> list[RequestState]:
+        """Return the streams to hang up: as many as first tokens at risk need, within the budget."""
+        view = self._view
+        lowest = min((s.tier.priority for s in (*self._unplaced, *self._at_risk())), default=None)
+        if lowest is None or self._now < view.hang_up_from_s:
+            return []
+        below = [s for s in view.evictable if s.priority < lowest]
+        most = max(len(self._unplaced), -(-len(below) * MAX_HANG_UP_SHARE // 1))
+        chosen: list[RequestState] = []
+        tokens_left, streams_s = view.recompute_tokens, self._streams_s
+        for state in below:
+            enough = len(chosen) >= len(self._unplaced) and self._cost.step(streams_s) <= self._window_s
+            if len(chosen) >= most or (chosen and enough):
+                break
+            if state.num_tokens <= tokens_left:
+                chosen.append(state)
+                tokens_left -= state.num_tokens
+                streams_s -= self._cost.decode(state.num_tokens)
+        return chosen
+
+    def _at_risk(self) -> list[RequestState]:
+        """Return the requests in flight whose first tokens are predicted to be late, if they are computed now."""
+        step_s = self._cost.step(self._streams_s)
+        return [
+            state
+            for state in self._interactive
+            if state.is_resident
+            and state.awaits_first_token
+            and state.tier.slo.ttft_p99_ms is not None
+            and self._now + step_s + self._prefill_s(state)
+            > deadline_s(state) - RISK_SHARE * state.tier.slo.ttft_p99_ms / 1000
+        ]
+
+    # -- bulk tiers ------------------------------------------------------------------------------------------------
+
+    def start_bulk(self, tier: Tier) -> None:
+        budget = self._view.budgets.tiers[tier.name]
+        for state in self._startable(tier):
+            if not self._may_start(state, budget):
+                return
+            self._start(state)
+
+    def _max_prefills_s(self) -> float:
+        """Return the time that bulk's prefills in flight may take together."""
+        usual_s = PREFILL_STEPS * self._cost.step(0.0)
+        if self._has_traffic:
+            return usual_s
+        slos_ms = [t.slo.ttft_p99_ms for t in self._view.tiers if t.slo.ttft_p99_ms is not None]
+        return max(usual_s, FIRST_STEP_SHARE * min(slos_ms) / 1000) if slos_ms else NEVER_S
+
+    def _may_start(self, state: RequestState, budget: TierBudget) -> bool:
+        if self._num_in_flight == 0:
+            return self._view.max_in_flight >= 1  # the server never stands idle while there is work
+        reserved = min(INTERACTIVE_PLACES, self._view.max_in_flight // 4) if self._has_traffic else 0
+        if self._num_of[state.tier.name] >= budget.max_num_seqs or not self._fits_step(state):
+            return False
+        if self._num_in_flight >= self._view.max_in_flight - reserved:
+            return False
+        prefills_s = self._bulk_prefills_s + self._prefill_s(state)
+        if self._bulk_prefills_s and prefills_s > self._max_prefills_s():
+            return False
+        if not self._has_traffic:
+            return True
+        if budget.decodes_only and not budget.guaranteed:
+            return False
+        has_bulk = any(self._num_of[t.name] for t in self._view.tiers if not t.is_interactive)
+        return not has_bulk or self._cost.step(self._streams_s + self._cost.decode(state.num_tokens)) <= self._window_s

@@ -1,0 +1,107 @@
+"""What becomes of a request whose stream ends before its answer is whole: sent again, sent back to the queue, given up.
+
+Keeps the counts that this depends on, and tells the limit and the server's state what the end says of the server. Does
+no I/O; the time is passed in.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from engine.interface import SequenceOutput
+from engine.streaming import UpstreamBusy, UpstreamLost, UpstreamUnreachable, UpstreamUnusable
+from scheduler.drivers.streams.attempts import Attempts
+from scheduler.drivers.streams.busy_refusals import BusyRefusals
+from scheduler.drivers.streams.in_flight_limit import InFlightLimit
+from scheduler.drivers.streams.server_state import ServerState
+from scheduler.drivers.streams.streams import StreamTable
+from scheduler.request_state import RequestState
+
+CANNOT_GO_ON = "The answer cannot be continued from where it ended."
+ALWAYS_REFUSED = "The request was given up, because it was refused again and again."
+
+
+class Retries:
+    def __init__(self, streams: StreamTable, server: ServerState, limit: InFlightLimit) -> None:
+        self._streams = streams
+        self._server = server
+        self._limit = limit
+        self._attempts = Attempts()
+        self._busy = BusyRefusals()
+
+    def begin(self, state: RequestState) -> None:
+        """Count the attempts of a request from its claim on."""
+        self._attempts.begin(state)
+
+    def forget(self, request_id: str) -> None:
+        """End the counts of a request that is held no longer."""
+        self._attempts.forget(request_id)
+        self._busy.forget(request_id)
+
+    def held_back(self, now: float) -> frozenset[str]:
+        """Return the ids of the requests that are not sent now."""
+        return self._busy.waiting(now)
+
+    def num_held_back(self, now: float) -> Mapping[str, int]:
+        """Return the number of the requests that are not sent now, by tier."""
+        return self._busy.num_waiting(now)
+
+    def take_given_up(self) -> list[tuple[RequestState, str]]:
+        """Return the requests that are not sent again, each with the reason for the user, and forget them."""
+        return self._attempts.take_given_up()
+
+    # -- what streams bring ------------------------------------------------------------------------------------
+
+    def note_output(self, state: RequestState, output: SequenceOutput) -> None:
+        """Record what a stream brought; call this before `StreamTable.learn`."""
+        if output.token_ids and self._streams.awaits_tokens(state.id):
+            self._busy.note_served(state, self._streams.begun_s(state.id))
+
+    def refuse(self, state: RequestState, error: UpstreamBusy, now: float) -> bool:
+        """Handle a request for which the server has no place. Return whether it goes back to the queue."""
+        is_overtaken = self._busy.note_refused(state, self._streams.begun_s(state.id))
+        if not is_overtaken:
+            self._limit.note_busy(len(self._streams), error.retry_after_s, now)
+        self._streams.interrupt(state, now)
+        if self._busy.is_last(state, now):
+            self._attempts.give_up(state, f"{error} {ALWAYS_REFUSED}")
+            return False
+        if is_overtaken:
+            self._busy.wait(state, error.retry_after_s, now)
+            return False
+        return not state.output_token_ids
+
+    def lose(self, state: RequestState, error: UpstreamLost, now: float) -> None:
+        """Handle a stream that broke off."""
+        if isinstance(error, UpstreamUnreachable):
+            self._server.note_unreachable(error, now, is_certain=True)
+            self._rewind(state, str(error), now)
+        else:
+            self._limit.pause(now)
+            self._server.note_lost()
+            self.count(state, str(error), now)
+        if isinstance(error, UpstreamUnusable):
+            self._attempts.turn_away(state, str(error))
+
+    def count(self, state: RequestState, reason: str, now: float) -> None:
+        """Prepare another attempt at a request whose stream has ended. After the last one, it is given up."""
+        self._rewind(state, reason, now)
+        self._attempts.count(state, reason)
+
+    def _rewind(self, state: RequestState, reason: str, now: float) -> None:
+        self.end_unfinishable([state], reason)
+        self._streams.rewind(state, now)
+
+    # -- what is known of the server ---------------------------------------------------------------------------
+
+    def note_served(self, *, was_down: bool) -> None:
+        """Record that the server answers.
+
+        If it turned requests away, and serves others again before it counts as down, the fault was in these requests.
+        """
+        self._attempts.settle(is_counted=not was_down)
+
+    def end_unfinishable(self, states: Iterable[RequestState], reason: str) -> list[RequestState]:
+        """Give up the requests of which the client has tokens that would not fit those of a new stream. Return them."""
+        ending = [state for state in states if self._streams.cannot_go_on(state)]
+        for state in ending:
+            self._attempts.give_up(state, f"{reason} {CANNOT_GO_ON}")
+        return ending

@@ -1,0 +1,620 @@
+"""The core without I/O, stepped by hand against the modeled engine."""
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from engine.interface import FinishReason, SequenceFailure, StepResult, TokenLogprobs
+from engine.step_time.cost import StepCost, StepWork
+from engine.step_time.model import StepTimeModel
+from scheduler.holdings.claims import PREFETCH
+from scheduler.holdings.report import MAX_UNSENT_LOGPROBS
+from scheduler.request import Claimed, Delivery, EventKind, Lease, TokenEvent
+from scheduler.request_state import Status
+from scheduler.virtual_time import EPOCH_MS
+from tests.scheduler.builders import (
+    FAST,
+    MAX_PREEMPTIONS,
+    expected_tokens,
+    fixed,
+    make_core,
+    make_info,
+    make_request,
+    make_tiers,
+    preempted,
+    ran,
+)
+from tests.scheduler.stepped_core import SteppedCore, run_now
+
+
+def small(num_blocks: int = 16) -> SteppedCore:
+    """A core whose engine holds 16 tokens in each of `num_blocks` blocks."""
+    return SteppedCore(make_core(info=make_info(num_blocks=num_blocks, max_model_len=16 * num_blocks)))
+
+
+# -- reaction ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_arrival_during_a_step_is_in_the_very_next_one_and_bulk_is_paused() -> None:
+    stepped = SteppedCore()
+    stepped.accept(*(make_request(f"b{i}", "bulk", max_tokens=50) for i in range(8)))
+    for _ in range(3):
+        stepped.step()
+    stepped.submit()
+    stepped.accept(make_request("rt", max_tokens=3))
+    stepped.collect()
+    plan = stepped.step()
+    assert ran(plan) == {"rt": 32}
+    assert preempted(plan) == {f"b{i}": "pause" for i in range(8)}
+
+
+def test_bulk_pauses_with_its_kv_on_the_device_and_resumes_in_order() -> None:
+    stepped = SteppedCore()
+    stepped.accept(*(make_request(f"b{i}", "bulk", max_tokens=50) for i in range(4)))
+    for _ in range(3):
+        stepped.step()
+    used = stepped.engine.num_used_blocks
+    stepped.accept(make_request("rt", prompt=16, max_tokens=3))
+    stepped.step()
+    assert stepped.core.status(stepped.now).held["bulk"].paused == 4
+    assert stepped.engine.num_used_blocks == used + 1, "nothing of bulk was freed"
+    plan = stepped.step()
+    assert plan.resume == ("b0", "b1", "b2", "b3")
+    assert ran(plan) == {"rt": 1, "b0": 1, "b1": 1, "b2": 1, "b3": 1}
+    stepped.run()
+    assert all(stepped.tokens(f"b{i}") == expected_tokens(stepped.core.life(f"b{i}").request) for i in range(4))
+
+
+# -- preemption never changes the output -------------------------------------------------------------------------------
+
+
+def test_a_victim_is_computed_again_and_its_output_is_the_same() -> None:
+    """Law 9."""
+    stepped = small()
+    bulk = make_request("b", "bulk", prompt=100, max_tokens=60)
+    stepped.accept(bulk)
+    for _ in range(20):
+        stepped.step()
+    stepped.accept(make_request("rt", prompt=180, max_tokens=5))
+    plan = stepped.step()
+    assert preempted(plan) == {"b": "recompute"}
+    assert stepped.core.preemptions == {("bulk", "recompute"): 1}
+    stepped.run()
+    assert stepped.tokens("b") == expected_tokens(bulk)
+    sent = [(e.index, len(e.token_ids)) for e in stepped.events if e.request_id == "b"]
+    assert [index for index, _ in sent] == [sum(n for _, n in sent[:i]) for i in range(len(sent))], "no token twice"
+    assert sum(n for _, n in sent) == 60
+
+
+def test_a_stream_without_an_slo_gets_its_tokens_a_few_at_a_time() -> None:
+    stepped = SteppedCore()
+    stepped.accept(make_request("b", "bulk", max_tokens=40), make_request("rt", max_tokens=40))
+    stepped.run()
+    events = {name: [e for e in stepped.events if e.request_id == name] for name in ("b", "rt")}
+    assert len(events["rt"]) == 40
+    assert len(events["b"]) < 20
+    assert len(events["b"][0].token_ids) == 1, "the first token is sent at once"
+    assert len(stepped.tokens("b")) == 40
+
+
+@pytest.mark.trap(3)
+def test_a_victim_stays_held_and_loses_its_kv_a_bounded_number_of_times() -> None:
+    """Trap 3: a preempted request is never dropped by a limit, keeps its lease, and is spared in the end."""
+    stepped = small()
+    bulk = make_request("b", "bulk", prompt=150, max_tokens=60)
+    stepped.accept(bulk)
+    stepped.step()
+    for i in range(6):
+        stepped.accept(make_request(f"rt{i}", prompt=180, max_tokens=2))
+        for _ in range(6):
+            stepped.step()
+        assert "b" in stepped.core.table.states
+        assert stepped.core.table.states["b"].lease == Lease("b", 1)
+    stepped.run()
+    assert stepped.core.life("b").num_preemptions == MAX_PREEMPTIONS
+    assert stepped.tokens("b") == expected_tokens(bulk)
+    assert stepped.core.counts["finished"] == 7
+
+
+def test_a_sequence_with_exhausted_preemptions_and_a_newcomer_do_not_wait_for_each_other() -> None:
+    stepped = small()
+    stepped.accept(make_request("b", "bulk", prompt=200, max_tokens=50))
+    stepped.step()
+    stepped.core.life("b").num_preemptions = 3
+    stepped.accept(make_request("rt", prompt=100, max_tokens=2))
+    stepped.run()
+    assert stepped.core.counts["finished"] == 2
+
+
+@pytest.mark.trap(3)
+def test_growth_too_preempts_a_bounded_number_of_times() -> None:
+    """Trap 3: beside interactive sequences that grow until no block is left, one after the other."""
+    stepped = small()
+    bulk = make_request("b", "bulk", prompt=20, max_tokens=200)
+    stepped.accept(bulk)
+    stepped.step()
+    for i in range(5):
+        stepped.accept(make_request(f"rt{i}", prompt=60, max_tokens=150))
+        while f"rt{i}" in stepped.core.table.states:
+            stepped.step()
+        for _ in range(3):
+            stepped.step()
+    stepped.run()
+    assert stepped.core.life("b").num_preemptions == MAX_PREEMPTIONS
+    assert stepped.tokens("b") == expected_tokens(bulk)
+    assert stepped.core.counts["finished"] == 6, "no request waits for ever"
+
+
+def test_after_its_last_preemption_a_sequence_returns_only_with_room_for_its_longest_end() -> None:
+    stepped = small()
+    stepped.accept(make_request("exhausted", "bulk", prompt=60, max_tokens=120))  # 4 blocks, and 12 at its end
+    stepped.step()
+    stepped.accept(make_request("rt", prompt=90, max_tokens=60))
+    stepped.step()
+    exhausted, rt = stepped.core.life("exhausted"), stepped.core.life("rt")
+    exhausted.num_preemptions = MAX_PREEMPTIONS - 1
+    stepped.accept(make_request("big", prompt=100, max_tokens=5))
+    assert preempted(stepped.step()) == {"exhausted": "recompute"}
+    while "rt" in stepped.core.table.states:
+        assert exhausted.status is Status.PREEMPTED, "6 to 10 blocks are free, since `big` has ended"
+        stepped.step()
+    stepped.step()
+    assert (rt.status, exhausted.status) == (Status.FINISHED, Status.RUNNING)
+    stepped.accept(make_request("next", prompt=100, max_tokens=5))
+    assert "next" not in ran(stepped.step()), "blocks that the other sequence may still need stay reserved"
+    stepped.run()
+    assert exhausted.num_preemptions == MAX_PREEMPTIONS
+    assert stepped.core.counts["finished"] == 4
+
+
+# -- swap --------------------------------------------------------------------------------------------------------------
+
+
+def swapping(
+    num_swap_blocks: int = 16, swap_block_s: float = 1e-4, step_time: StepTimeModel | None = None
+) -> SteppedCore:
+    info = make_info(
+        num_blocks=16,
+        max_model_len=256,
+        preemption_modes=("pause", "swap", "recompute"),
+        num_swap_blocks=num_swap_blocks,
+        swap_block_s=swap_block_s,
+    )
+    return SteppedCore(make_core(info=info, step_time=step_time))
+
+
+def test_a_victim_is_swapped_where_that_is_cheaper_and_resumes_where_it_was() -> None:
+    stepped = swapping()
+    bulk = make_request("b", "bulk", prompt=100, max_tokens=60)
+    stepped.accept(bulk)
+    for _ in range(20):
+        stepped.step()
+    stepped.accept(make_request("rt", prompt=180, max_tokens=5))
+    assert preempted(stepped.step()) == {"b": "swap"}
+    assert stepped.core.preemptions == {("bulk", "swap"): 1}
+    assert (stepped.core.life("b").status, stepped.engine.num_used_swap_blocks) == (Status.SWAPPED, 8)
+    while stepped.core.life("b").status is Status.SWAPPED:
+        plan = stepped.step()
+    assert (plan.resume, ran(plan)["b"]) == (("b",), 1), "no token is computed again"
+    assert stepped.engine.num_used_swap_blocks == 0
+    stepped.run()
+    assert stepped.tokens("b") == expected_tokens(bulk)
+
+
+def test_slow_copies_or_a_full_host_memory_mean_recomputation() -> None:
+    for stepped in (swapping(swap_block_s=1.0), swapping(num_swap_blocks=6)):
+        stepped.accept(make_request("b", "bulk", prompt=100, max_tokens=60))
+        for _ in range(20):
+            stepped.step()
+        stepped.accept(make_request("rt", prompt=180, max_tokens=5))
+        assert preempted(stepped.step()) == {"b": "recompute"}
+
+
+def test_a_sequence_cancelled_while_swapped_is_freed_from_host_memory() -> None:
+    stepped = swapping()
+    stepped.accept(make_request("b", "bulk", prompt=100, max_tokens=60))
+    stepped.step()
+    stepped.accept(make_request("rt", prompt=180, max_tokens=50))
+    stepped.step()
+    stepped.core.cancel(["b"])
+    assert stepped.step().abort == ("b",)
+    assert stepped.engine.num_used_swap_blocks == 0
+
+
+def test_steps_that_copy_blocks_do_not_train_the_step_time_model() -> None:
+    stepped = swapping(swap_block_s=1e-3, step_time=StepTimeModel(FAST))
+    stepped.accept(make_request("b", "bulk", prompt=100, max_tokens=60))
+    stepped.step()
+    observed = stepped.core.step_time.num_observed
+    stepped.accept(make_request("rt", prompt=180, max_tokens=1))
+    assert preempted(stepped.step()) == {"b": "swap"}
+    assert stepped.step().resume == ("b",)
+    assert stepped.core.step_time.num_observed == observed
+    stepped.step()
+    assert stepped.core.step_time.num_observed == observed + 1
+
+
+# -- the prefix cache --------------------------------------------------------------------------------------------------
+
+
+class _Remembering(StepTimeModel):
+    def __init__(self, prior: StepCost) -> None:
+        super().__init__(prior)
+        self.works: list[StepWork] = []
+
+    def observe(self, work: StepWork, elapsed_s: float) -> None:
+        self.works.append(work)
+
+
+def test_cached_tokens_are_reported_and_count_as_no_work() -> None:
+    step_time = _Remembering(FAST)
+    stepped = SteppedCore(make_core(step_time=step_time), prefix_cache=True)
+    stepped.accept(make_request("first", prompt=100, max_tokens=2))
+    stepped.run()
+    stepped.accept(make_request("second", prompt=100, max_tokens=2), make_request("third", prompt=97, max_tokens=1))
+    stepped.run()
+    assert [(work.prefill_tokens, work.decodes) for work in step_time.works] == [(100, 0), (0, 1), (4, 1), (0, 1)]
+    cached = {e.request_id: e.cached_tokens for e in stepped.events}
+    assert cached == {"first": 0, "second": 96, "third": 96}
+    assert all(e.cached_tokens == cached[e.request_id] for e in stepped.events)
+    lookups = [lookup for report in stepped.reports for lookup in report.lookups]
+    assert [(lk.queried_tokens, lk.hit_tokens) for lk in lookups] == [(100, 0), (97, 96), (100, 96)]
+
+
+def test_prefix_hits_of_a_recomputed_victim_are_not_reported() -> None:
+    """Usage reports the cached tokens of the prompt's first computation, however often it is computed again."""
+    stepped = SteppedCore(make_core(info=make_info(num_blocks=16, max_model_len=256)), prefix_cache=True)
+    stepped.accept(make_request("b", "bulk", prompt=100, max_tokens=40, cache_salt="b"))
+    stepped.step()
+    stepped.accept(make_request("rt", prompt=180, max_tokens=1))
+    assert preempted(stepped.step()) == {"b": "recompute"}
+    stepped.run()
+    assert {e.request_id: e.cached_tokens for e in stepped.events} == {"b": 0, "rt": 0}
+    assert sum(len(report.lookups) for report in stepped.reports) == 2
+
+
+def test_a_sequence_carries_its_salt_and_the_retention_of_its_tier() -> None:
+    stepped = SteppedCore()
+    stepped.accept(make_request("rt", cache_salt="s", max_tokens=1), make_request("b", "bulk"))
+    starts = [new for _ in range(3) for new in stepped.step().start]
+    assert [(n.seq_id, n.cache_salt, n.retention) for n in starts] == [("rt", "s", 100), ("b", "", 10)]
+
+
+def sharing() -> SteppedCore:
+    """A stepped with 18 blocks, of which two bulk sequences hold 10: they share 8 and have one each."""
+    stepped = SteppedCore(make_core(info=make_info(num_blocks=18, max_model_len=288)), prefix_cache=True)
+    stepped.accept(make_request("b0", "bulk", prompt=130, max_tokens=14))
+    while stepped.core.life("b0").awaits_first_token:
+        stepped.step()
+    stepped.accept(make_request("b1", "bulk", prompt=130, max_tokens=14))
+    return stepped
+
+
+@pytest.mark.parametrize(("prompt", "victims"), [(128, ""), (144, "b1"), (160, "b1 b0"), (161, "")])
+def test_shared_blocks_of_victims_do_not_count_as_free(prompt: int, victims: str) -> None:
+    """Without both sequences 18 blocks would be free, but only 10 of them for certain."""
+    stepped = sharing()
+    stepped.step()
+    assert [stepped.core.life(b).own_blocks(16) for b in ("b0", "b1")] == [1, 1]
+    stepped.accept(make_request("rt", prompt=prompt, max_tokens=2, cache_salt="x"))
+    assert [seq_id for seq_id, mode in preempted(stepped.step()).items() if mode == "recompute"] == victims.split()
+    assert all(stepped.core.life(b).num_shared_blocks in (0, 8) for b in ("b0", "b1"))
+    stepped.run()
+    assert stepped.core.counts["finished"] == 3
+
+
+def test_shared_blocks_of_cancelled_sequences_do_not_count_as_free() -> None:
+    stepped = sharing()
+    stepped.submit()
+    stepped.core.cancel(["b0"])  # during the step in which the other one begins to share
+    stepped.collect()
+    stepped.accept(make_request("rt", prompt=160, max_tokens=2, cache_salt="x"))
+    plan = stepped.step()
+    assert plan.abort == ("b0",)
+    assert preempted(plan) == {"b1": "recompute"}
+    stepped.run()
+    assert stepped.core.counts["finished"] == 2
+
+
+# -- cancel ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_cancelled_sequence_is_aborted_by_the_next_plan() -> None:
+    stepped = SteppedCore()
+    stepped.accept(make_request("gone"), make_request("stays"))
+    stepped.step()
+    assert [state.id for state in stepped.core.cancel(["gone", "unknown"])] == ["gone"]
+    plan = stepped.step()
+    assert plan.abort == ("gone",)
+    assert ran(plan) == {"stays": 1}
+    assert stepped.engine.num_used_blocks == 3
+
+
+def test_cancelling_a_waiting_request_needs_no_abort() -> None:
+    stepped = SteppedCore()
+    stepped.accept(make_request("gone"))
+    stepped.core.cancel(["gone"])
+    assert stepped.step().is_empty
+
+
+def test_a_sequence_that_ends_before_its_abort_is_not_aborted() -> None:
+    stepped = SteppedCore()
+    stepped.accept(make_request("last", max_tokens=1))
+    stepped.submit()
+    stepped.core.cancel(["last"])
+    report = stepped.collect()
+    assert not report.events and not report.leases
+    assert stepped.step().is_empty
+
+
+@pytest.mark.trap(6)
+def test_blocks_of_cancelled_sequences_are_used_before_any_preemption() -> None:
+    """Trap 6: these blocks count as free, since a plan's aborts come first."""
+    stepped = small()
+    stepped.accept(make_request("gone", "bulk", prompt=120), make_request("stays", "bulk", prompt=90))
+    for _ in range(2):
+        stepped.step()
+    stepped.core.cancel(["gone"])
+    stepped.accept(make_request("rt", prompt=100))
+    plan = stepped.step()
+    assert "rt" in ran(plan)
+    assert "recompute" not in preempted(plan).values()
+
+
+def test_a_request_dropped_and_claimed_again_during_one_step_starts_afresh() -> None:
+    """Its lease was lost and it was requeued meanwhile: the output of that step belongs to the old sequence."""
+    stepped = SteppedCore()
+    request = make_request("r", max_tokens=6)
+    stepped.accept(request)
+    stepped.step()
+    stepped.submit()
+    stepped.core.cancel(["r"])
+    stepped.accept(request)
+    stepped.collect()
+    assert stepped.core.life("r").output_token_ids == []
+    stepped.run()
+    sent = [(e.index, e.token_ids) for e in stepped.events]
+    assert [index for index, _ in sent] == [0, 0, 1, 2, 3, 4, 5]
+    assert [t for _, tokens in sent[1:] for t in tokens] == expected_tokens(request)
+
+
+def test_a_held_request_that_is_claimed_again_goes_on_under_the_newer_lease() -> None:
+    stepped = SteppedCore()
+    stepped.accept(make_request("r", max_tokens=4))
+    stepped.step()
+    stepped.core.accept([Claimed(stepped.core.life("r").request, fence=9, attempt=2)], stepped.now, stepped.wall_ms)
+    assert [state.lease for state in stepped.core.states] == [Lease("r", 9)]
+    stepped.run()
+    assert stepped.reports[-1].leases == [Lease("r", 9)]
+    assert stepped.core.counts["accepted"] == 1
+
+
+# -- requests that can never run ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        ({"prompt": 0}, "A prompt of 0 tokens does not fit: the engine holds 1 to 255."),
+        ({"prompt": 256}, "A prompt of 256 tokens does not fit: the engine holds 1 to 255."),
+        ({"prompt": [1000]}, "The prompt has token ids outside the vocabulary of 1000."),
+        ({"prompt": [-1]}, "The prompt has token ids outside the vocabulary of 1000."),
+        ({"max_tokens": 0}, "There is nothing to generate: max_tokens is below 1."),
+    ],
+)
+def test_a_request_that_can_never_run_fails_with_the_reason_and_others_run(bad: dict[str, object], reason: str) -> None:
+    stepped = small()
+    stepped.accept(make_request("bad", **bad), make_request("good"))  # type: ignore[arg-type]
+    event = stepped.events[0]
+    assert (event.request_id, event.kind, event.error) == ("bad", EventKind.FAILED, reason)
+    assert stepped.reports[0].leases == [Lease("bad", 1)]
+    stepped.run()
+    assert stepped.core.counts == {"accepted": 2, "failed": 1, "finished": 1}
+
+
+def test_a_request_for_an_adapter_that_the_engine_does_not_have_fails() -> None:
+    stepped = small()
+    request = make_request("bad")
+    sampling = msgspec.structs.replace(request.sampling, adapter="mine")
+    stepped.accept(msgspec.structs.replace(request, sampling=sampling))
+    assert [(e.kind, e.error) for e in stepped.events] == [
+        (EventKind.FAILED, "The worker's engine has no adapter 'mine'.")
+    ]
+
+
+def test_a_request_whose_attempts_all_end_its_worker_is_given_up() -> None:
+    core = make_core(make_tiers(realtime={"retry": {"max_attempts": 2}}))
+    request = make_request("poison")
+    core.accept([Claimed(request, fence=1, attempt=2)], 0.0, EPOCH_MS)
+    assert "poison" in core.table.states
+    core.release_all()
+    core.accept([Claimed(request, fence=2, attempt=3)], 0.0, EPOCH_MS)
+    assert "poison" not in core.table.states
+    report = core.refuse(0.0)
+    [event] = report.events["gateway"]
+    assert (event.kind, event.request_id) == (EventKind.FAILED, "poison")
+    assert "given up" in event.error
+    assert report.leases == [Lease("poison", 2)], "acknowledged: it is not requeued"
+
+
+def test_a_request_that_may_outgrow_the_kv_cache_is_refused() -> None:
+    stepped = SteppedCore(make_core(info=make_info(num_blocks=16, max_model_len=512)))
+    stepped.accept(make_request("big", prompt=200, max_tokens=100), make_request("fits", prompt=200, max_tokens=56))
+    assert stepped.events[0].error == "Prompt and output together may outgrow the 256 tokens that the engine holds."
+    stepped.run()
+    assert stepped.core.counts == {"accepted": 2, "failed": 1, "finished": 1}
+
+
+def test_the_model_length_ends_a_sequence() -> None:
+    stepped = small()
+    stepped.accept(make_request("r", prompt=250, max_tokens=100))
+    stepped.run()
+    assert len(stepped.tokens("r")) == 6
+    assert stepped.events[-1].finish_reason is FinishReason.LENGTH
+
+
+# -- reports -----------------------------------------------------------------------------------------------------------
+
+
+def test_each_step_reports_its_tokens_with_their_index() -> None:
+    stepped = SteppedCore()
+    request = make_request("r", max_tokens=3)
+    stepped.accept(request)
+    stepped.run()
+    assert [(e.kind, e.index, len(e.token_ids)) for e in stepped.events] == [
+        (EventKind.TOKENS, 0, 1),
+        (EventKind.TOKENS, 1, 1),
+        (EventKind.FINISHED, 2, 1),
+    ]
+    assert stepped.tokens("r") == expected_tokens(request)
+
+
+def test_delivery_at_the_end_is_one_event() -> None:
+    stepped = SteppedCore()
+    request = make_request("r", max_tokens=5, delivery=Delivery.AT_END)
+    stepped.accept(request)
+    stepped.run()
+    [event] = stepped.events
+    assert (event.kind, event.index, list(event.token_ids)) == (EventKind.FINISHED, 0, expected_tokens(request))
+
+
+def test_delivery_at_the_end_comes_in_parts_if_it_has_many_log_probabilities() -> None:
+    stepped = SteppedCore()
+    num_top = MAX_UNSENT_LOGPROBS // 2  # so that two tokens are a part
+    stepped.accept(make_request("r", "bulk", max_tokens=5, delivery=Delivery.AT_END, logprobs=num_top))
+    events: list[TokenEvent] = []
+    while not events or not events[-1].is_last:
+        stepped.submit()
+        result = run_now(stepped.engine.collect())
+        [output] = result.outputs
+        found = tuple(TokenLogprobs(token_id, -1.0) for token_id in output.token_ids)
+        report = stepped.core.apply(replace(result, outputs=(replace(output, logprobs=found),)), stepped.now)
+        events += [event for of in report.events.values() for event in of]
+    assert [(e.kind, e.index, len(e.token_ids), len(e.logprobs)) for e in events] == [
+        (EventKind.TOKENS, 0, 2, 2),
+        (EventKind.TOKENS, 2, 2, 2),
+        (EventKind.FINISHED, 4, 1, 1),
+    ]
+
+
+def test_events_are_grouped_by_gateway() -> None:
+    stepped = SteppedCore()
+    stepped.accept(
+        make_request("a", reply_to="one"), make_request("b", reply_to="two"), make_request("c", reply_to="one")
+    )
+    stepped.step()
+    events = stepped.reports[-1].events
+    assert {gateway: [e.request_id for e in of] for gateway, of in events.items()} == {"one": ["a", "c"], "two": ["b"]}
+
+
+def test_latencies_count_from_the_arrival_at_the_gateway() -> None:
+    stepped = SteppedCore()
+    stepped.now = 10.0
+    stepped.accept(make_request("r", max_tokens=2, arrival_ms=EPOCH_MS + 9_900))
+    stepped.run()
+    samples = {s.kind: s.seconds for report in stepped.reports for s in report.samples}
+    first_s, second_s = (result.elapsed_s for result in stepped.core.results)
+    assert samples == {
+        "queue": pytest.approx(0.1),
+        "ttft": pytest.approx(0.1 + first_s),
+        "service": pytest.approx(first_s),
+        "itl": pytest.approx(second_s),
+        "e2e": pytest.approx(0.1 + first_s + second_s),
+    }
+
+
+def test_a_broken_sequence_fails_alone_and_counts_as_a_miss() -> None:
+    core = make_core()
+    core.accept([Claimed(make_request("bad"), 1), Claimed(make_request("good"), 2)], 0.0, EPOCH_MS)
+    plan = core.plan(0.0)
+    core.life("bad").first_token_s = 0.0
+    failure = SequenceFailure("bad", "NaN in the logits")
+    report = super(type(core), core).apply(StepResult(plan.step_id, (), (failure,), 400), 0.01)
+    [event] = report.events["gateway"]
+    assert (event.request_id, event.kind, event.error) == ("bad", EventKind.FAILED, "NaN in the logits")
+    assert report.leases == [Lease("bad", 1)]
+    assert [(e.reason, e.met_slo) for e in report.ended] == [("failed", False)]
+    assert "good" in core.table.states and "bad" not in core.table.states
+
+
+# -- claims ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.trap(10, 15)
+def test_claims_stay_shallow_and_n_counts_as_n() -> None:
+    """Traps 10 and 15: held requests are bounded by the slots, and each of n sequences takes one."""
+    tiers = make_tiers(realtime={"batch_size": fixed(8)}, bulk={"batch_size": fixed(6)})
+    stepped = SteppedCore(make_core(tiers))
+    assert stepped.core.claim_limits(0.0) == {"realtime": 8 + PREFETCH, "bulk": 6, "batch": 64}
+    stepped.accept(*(make_request(f"choice {i}") for i in range(3)))
+    assert stepped.core.claim_limits(0.0)["realtime"] == 8 + PREFETCH - 3
+    stepped.accept(*(make_request(f"more {i}") for i in range(9)))
+    assert "realtime" not in stepped.core.claim_limits(0.0)
+
+
+def test_bulk_is_not_claimed_while_a_first_token_is_awaited_above_it() -> None:
+    stepped = SteppedCore()
+    stepped.accept(make_request("rt"))
+    assert set(stepped.core.claim_limits(0.0)) == {"realtime"}
+    stepped.step()
+    assert set(stepped.core.claim_limits(0.0)) == {"realtime", "bulk", "batch"}
+
+
+@pytest.mark.trap(7)
+def test_a_bulk_tier_at_its_limits_never_stops_interactive_claims() -> None:
+    """Trap 7."""
+    tiers = make_tiers(bulk={"batch_size": fixed(2)})
+    stepped = SteppedCore(make_core(tiers, make_info(num_blocks=16, max_model_len=256)))
+    stepped.accept(make_request("b0", "bulk", prompt=120), make_request("b1", "bulk", prompt=120))
+    for _ in range(4):
+        stepped.step()
+    assert stepped.core.kv_usage > 0.9
+    limits = stepped.core.claim_limits(stepped.now)
+    assert limits["realtime"] == 64 + PREFETCH
+    assert "bulk" not in limits
+
+
+def test_release_gives_every_lease_back() -> None:
+    stepped = SteppedCore()
+    stepped.accept(make_request("started"), make_request("waiting"))
+    stepped.step()
+    assert set(stepped.core.release_all()) == {Lease("started", 1), Lease("waiting", 2)}
+    assert stepped.core.num_held == 0
+    assert stepped.core.counts["released"] == 2
+
+
+def test_release_gives_back_requests_that_were_refused_but_not_reported() -> None:
+    core = make_core()
+    core.accept([Claimed(make_request("bad", prompt=0), fence=1)], 0.0, EPOCH_MS)
+    assert core.release_all() == [Lease("bad", 1)]
+    assert not core.refuse(0.0).leases
+
+
+# -- log probabilities -------------------------------------------------------------------------------------------------
+
+
+def test_log_probabilities_go_out_once_and_with_their_tokens() -> None:
+    """Those of the prompt wait for the first token; a bulk stream's wait with its tokens for the next report."""
+    stepped = SteppedCore()
+    stepped.accept(make_request("b", "bulk", prompt=4, max_tokens=9))
+
+    def step(after_s: float = 0.0, prompt: tuple[int, ...] = ()) -> list[TokenEvent]:
+        stepped.submit()
+        result = run_now(stepped.engine.collect())
+        stepped.now += after_s
+        (output,) = result.outputs
+        output = replace(output, logprobs=scored(*output.token_ids), prompt_logprobs=scored(*prompt))
+        report = stepped.core.apply(replace(result, outputs=(output,)), stepped.now)
+        return [event for events in report.events.values() for event in events]
+
+    def scored(*token_ids: int) -> tuple[TokenLogprobs, ...]:
+        return tuple(TokenLogprobs(token_id, -float(token_id)) for token_id in token_ids)
+
+    (first,) = step(prompt=(1, 2, 3))
+    assert first.logprobs == scored(*first.token_ids)
+    assert first.prompt_logprobs == scored(1, 2, 3)
+    assert step() == []
+    (later,) = step(after_s=1.0)
+    assert (later.index, len(later.token_ids), later.prompt_logprobs) == (1, 2, ())
+    assert later.logprobs == scored(*later.token_ids)

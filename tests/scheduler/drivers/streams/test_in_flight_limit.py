@@ -1,0 +1,41 @@
+from engine.streaming import UpstreamLoad
+from scheduler.clock import NEVER_S
+from scheduler.drivers.streams.in_flight_limit import MAX_PAUSE_S, InFlightLimit
+
+
+def test_without_signs_there_is_no_limit_but_the_largest() -> None:
+    assert InFlightLimit().value == NEVER_S
+    assert InFlightLimit(8).value == 8
+
+
+def test_a_refusal_lowers_the_limit_once_and_pauses() -> None:
+    limit = InFlightLimit()
+    limit.note_busy(10, 2.0, now=0.0)
+    limit.note_busy(9, 2.0, now=0.1)
+    assert 5 <= limit.value < 10
+    assert limit.is_paused(2.0) and not limit.is_paused(2.2)
+
+
+def test_a_server_cannot_stop_the_worker_for_ever() -> None:
+    limit = InFlightLimit()
+    limit.note_busy(10, 1e9, now=0.0)
+    assert not limit.is_paused(MAX_PAUSE_S + 1)
+
+
+def test_requests_in_the_servers_queue_lower_the_limit_if_they_stay() -> None:
+    limit, load = InFlightLimit(), UpstreamLoad(8, 4)
+    limit.note_load(load, 12, now=0.0)
+    assert limit.value == NEVER_S, "a burst is no sign"
+    limit.note_load(load, 12, now=1.0)
+    assert limit.value == 8
+
+
+def test_the_limit_rises_while_it_is_in_use() -> None:
+    limit = InFlightLimit(20)
+    limit.note_busy(10, None, now=0.0)
+    low = limit.value
+    limit.grow(2, now=1.0)
+    assert limit.value == low, "not in use"
+    for second in range(2, 40):
+        limit.grow(int(limit.value), now=float(second))
+    assert limit.value == 20

@@ -1,0 +1,105 @@
+from dataclasses import replace
+from typing import Any
+
+from engine.step_time.cost import StepCost
+from scheduler.clock import NEVER_S
+from scheduler.config import TierSet
+from scheduler.control.budget import Budgets, TierBudget
+from scheduler.drivers.streams.policy import View, decide
+from scheduler.request_state import RequestState, Status
+from tests.scheduler.builders import make_decode, make_state, make_table, make_tiers
+
+COST = StepCost(step_s=0.02, prefill_token_s=0.001, attend_s=0.0, context_token_s=0.0, decode_s=0.0005)
+TIERS = make_tiers()
+
+
+def view(*states: RequestState, tiers: TierSet = TIERS, traffic: bool = True, **changes: Any) -> View:
+    table = make_table(tiers, states)
+    awaiting = any(s.tier.is_interactive and s.awaits_first_token for s in states)
+    gap_s = 1.0 if traffic else NEVER_S
+    budgets = {
+        t.name: TierBudget(64, arrival_gap_s=gap_s, decodes_only=awaiting and not t.is_interactive)
+        for t in tiers.by_priority
+    }
+    evictable = sorted((s for s in states if s.is_decode and not s.tier.is_interactive), key=lambda s: s.id)
+    usual = View(tiers.by_priority, table, Budgets(budgets, COST), NEVER_S, 2048, evictable, 1e6)
+    return replace(usual, **changes)
+
+
+def started(of: View, now: float = 0.0) -> list[str]:
+    return [state.id for state in decide(of, now).start]
+
+
+def hung_up(of: View, now: float = 0.0) -> list[str]:
+    return [state.id for state in decide(of, now).hang_up]
+
+
+def waiting(name: str, tier: str = "realtime", **more: Any) -> RequestState:
+    return make_state(name, tier, **more)
+
+
+def at_server(name: str, tier: str = "realtime", **more: Any) -> RequestState:
+    """Return a request that has been sent and has no token yet."""
+    return make_state(name, tier, Status.RUNNING, **more)
+
+
+def decodes(count: int, prefix: str = "b") -> list[RequestState]:
+    return [make_decode(f"{prefix}{i:02}") for i in range(count)]
+
+
+def test_interactive_requests_go_at_once_and_bulk_waits_for_their_first_tokens() -> None:
+    assert started(view(waiting("a"), waiting("b"), waiting("c", "bulk"), *decodes(3))) == ["a", "b"]
+    assert started(view(at_server("a"), waiting("c", "bulk"), *decodes(3))) == []
+    assert started(view(make_decode("a", "realtime"), waiting("c", "bulk"), *decodes(3))) == ["c"]
+
+
+def test_an_idle_server_gets_bulk_and_a_due_min_share_does_not_wait() -> None:
+    assert started(view(waiting("c", "bulk"))) == ["c"]
+    of = view(at_server("a"), waiting("c", "bulk"), *decodes(1))
+    due = {**of.budgets.tiers, "bulk": replace(of.budgets.tiers["bulk"], guaranteed=True)}
+    assert started(replace(of, budgets=replace(of.budgets, tiers=due))) == ["c"]
+
+
+def test_bulk_begins_one_prefill_at_a_time_beside_interactive_traffic() -> None:
+    long = [waiting(f"w{i}", "bulk", prompt=200) for i in range(3)]
+    assert started(view(*long, *decodes(2))) == ["w0"]
+    assert started(view(*long, *decodes(2), at_server("p", "bulk", prompt=200))) == []
+    short = [waiting(f"w{i}", "bulk", prompt=9) for i in range(10)]
+    assert len(started(view(*short, *decodes(2)))) == 6, "as many as take three steps' fixed cost"
+
+
+def test_bulk_lengthens_a_step_only_so_far() -> None:
+    beside = [waiting(f"w{i}", "bulk", prompt=1) for i in range(40)]
+    with_traffic = len(started(view(*beside, make_decode("chat", "realtime"))))
+    assert 20 <= with_traffic <= 26, "0.6 of 20 ms, at half a millisecond a stream"
+    assert len(started(view(*beside, traffic=False))) == 40
+
+
+def test_the_servers_places_are_not_exceeded_and_some_are_left_for_chats() -> None:
+    short = [waiting(f"w{i}", "bulk", prompt=2) for i in range(20)]
+    assert len(started(view(*short, traffic=False, max_in_flight=8))) == 8
+    assert len(started(view(*short, max_in_flight=8))) == 6
+    assert len(started(view(*(waiting(f"c{i}") for i in range(20)), max_in_flight=8))) == 8
+
+
+def test_a_chat_without_a_place_gets_that_of_bulk() -> None:
+    of = view(waiting("a"), waiting("z", "bulk"), *decodes(8), max_in_flight=8)
+    assert hung_up(of) == ["b00"] or hung_up(of) == ["b00", "b01"]
+    assert started(of) == [], "the place is free only after the hang-up"
+    assert hung_up(replace(of, recompute_tokens=5)) == [], "the budget is spent"
+    assert hung_up(replace(of, hang_up_from_s=1.0)) == [], "the last hang-ups have not taken effect"
+    assert hung_up(replace(of, evictable=[])) == []
+
+
+def test_bulk_is_hung_up_for_a_first_token_that_would_be_late() -> None:
+    of = view(at_server("a", claimed_s=0.0), *decodes(40))
+    assert hung_up(of, now=0.05) == []
+    victims = hung_up(of, now=0.45)
+    assert victims and victims == [f"b{i:02}" for i in range(len(victims))], "in the given order"
+    assert len(victims) <= 10, "at most a quarter at once"
+
+
+def test_a_tier_is_not_hung_up_for_its_equals() -> None:
+    tiers = make_tiers(batch={"priority": 10})
+    of = view(waiting("x", "bulk"), make_decode("y", "batch"), tiers=tiers, max_in_flight=1)
+    assert hung_up(of) == [] and started(of) == []

@@ -1,0 +1,53 @@
+"""How many requests a worker takes from each queue."""
+
+import pytest
+
+from engine.step_time.cost import StepCost
+from scheduler.config import TierSet
+from scheduler.control.budget import Budgets, TierBudget
+from scheduler.holdings.claims import claim_limits
+from scheduler.request_state import RequestState
+from tests.scheduler.builders import make_decode, make_state, make_table, make_tiers
+
+TIERS = make_tiers()
+
+
+def limits(states: list[RequestState], tiers: TierSet = TIERS, **budgets: TierBudget) -> dict[str, int]:
+    of_tier = {t.name: budgets.get(t.name, TierBudget(max_num_seqs=8)) for t in tiers.by_priority}
+    table = make_table(tiers, states)
+    return claim_limits(tiers.by_priority, table, Budgets(of_tier, StepCost()), max_step_tokens=100)
+
+
+def test_free_slots_are_claimed_for_and_a_few_more_for_interactive_tiers() -> None:
+    """A slot freed in a step is then filled in the next one."""
+    claims = limits([make_decode("a", "realtime"), make_decode("b", "bulk"), make_state("c", "bulk")])
+    assert (claims["bulk"], claims["batch"]) == (6, 8)
+    assert 7 < claims["realtime"] < 16
+
+
+@pytest.mark.trap(10)
+def test_requests_that_the_next_step_could_not_begin_stay_in_the_store() -> None:
+    """Trap 10: a backlog hidden in the engine cannot be reordered."""
+    assert "realtime" not in limits([make_state(f"w{i}", prompt=30) for i in range(6)])
+    assert 0 < limits([make_state(f"w{i}", prompt=2) for i in range(6)])["realtime"] < 8
+
+
+def test_without_a_free_slot_a_few_interactive_requests_are_claimed() -> None:
+    """The worker can notice that a request is late only after it has claimed the request."""
+    full = [make_decode(f"d{i}", "realtime") for i in range(30)]
+    assert 0 < limits(full)["realtime"] < 8
+    assert "realtime" not in limits([*full, *(make_state(f"w{i}") for i in range(8))])
+
+
+def test_nothing_is_claimed_from_a_paused_tier() -> None:
+    paused = TierBudget(max_num_seqs=8, decodes_only=True)
+    assert set(limits([], bulk=paused)) == {"realtime", "batch"}
+
+
+def test_a_few_requests_are_claimed_from_a_paused_tier_that_can_be_urgent() -> None:
+    tiers = make_tiers(bulk={"urgent_ms": 1000})
+    paused = TierBudget(max_num_seqs=8, decodes_only=True)
+    claims = limits([], tiers, bulk=paused)
+    assert 0 < claims["bulk"] < 8
+    known = [make_state(f"k{i}", "bulk", tiers=tiers) for i in range(claims["bulk"])]
+    assert "bulk" not in limits(known, tiers, bulk=paused)
