@@ -20,10 +20,10 @@ from redis.exceptions import RedisError
 
 from gateway.app import create_app
 from gateway.files.object_storage import BadStorageUrl
-from gateway.http.connection import protocol_factory
+from gateway.http.connection import server_config
 from gateway.http.connections import ConnectionLimits, ConnectionTable, default_max_connections
 from gateway.http.hosts import address_of
-from gateway.http.tls import Certificate, CertificateError, load_certificate, secured
+from gateway.http.tls import Certificate, CertificateError, load_certificate
 from gateway.keys.file import KeyringError
 from scheduler.clock import SystemClock
 from scheduler.config import TierConfigError, load_tiers
@@ -112,15 +112,12 @@ async def _serve(
     around = open_outside(settings, redis, clock)
     gateway = build_gateway(settings, redis, tiers, clock, gateway_name(port), around, tracing)
     table = ConnectionTable(limits, gateway.metrics.count_closed)
-    protocol = protocol_factory(table)
-    config = uvicorn.Config(
+    config = server_config(
         create_app(gateway),
-        http=protocol if certificate is None else secured(protocol, certificate, table),  # type: ignore[arg-type]
+        table,
+        certificate,
         proxy_headers=settings.trusted_proxies is not None,
         forwarded_allow_ips=settings.trusted_proxies or [],
-        log_config=None,
-        access_log=False,
-        server_header=False,
         timeout_keep_alive=75,
     )
     server = _Server(config)

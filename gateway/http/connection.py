@@ -1,20 +1,23 @@
 """The HTTP protocol of one connection: uvicorn's, with limits on time and size, and without chunks for HTTP/1.0.
 
 Knows HTTP's format and uvicorn's protocol on httptools (as of 0.54), which has no limits of its own: it waits for ever
-for headers and bodies, and collects headers of any size. Which connections are too many or too slow is decided in
-gateway/http/connections.py.
+for headers and bodies, collects headers of any size, and parses all that has come in one go. Which connections are too
+many or too slow is decided in gateway/http/connections.py.
 """
 
 import asyncio
-from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
 
 import msgspec
-from uvicorn._types import ASGISendEvent
+import uvicorn
+from fastapi import FastAPI
+from uvicorn._types import ASGI3Application, ASGISendEvent
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from gateway.http.connections import Closed, ConnectionTable
+from gateway.http.tls import Certificate, secured
 from gateway.protocol.errors import ApiError, invalid_request, retry_after
 
 MESSAGES = {
@@ -29,6 +32,12 @@ MESSAGES = {
 
 MAX_PIPELINED = 16  # requests that wait for the answer to an earlier one of their connection; no known client sends any
 
+# Each part that the parser finds (a header, a chunk) is a call in Python, and a chunk may have one byte. A connection
+# parses pieces of so many bytes until it has found so many parts; then the event loop does what else is due. A turn has
+# at most about a thousand parts, which take 1 to 2 ms.
+PIECE_BYTES = 4096
+PARTS_PER_TURN = 256
+
 
 class _Receiving(Enum):
     """The part of a request that the client sends next."""
@@ -39,41 +48,85 @@ class _Receiving(Enum):
     NO_MORE = auto()  # the request is complete, and its answer is not
 
 
+class _Flow(FlowControl):
+    """uvicorn's flow control, which also reads nothing while a connection holds bytes that wait to be parsed."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__(transport)
+        self._is_wanted = True  # whether uvicorn wants more
+        self._is_held = False
+
+    def pause_reading(self) -> None:
+        self._is_wanted = False
+        super().pause_reading()
+
+    def resume_reading(self) -> None:
+        self._is_wanted = True
+        if not self._is_held:
+            super().resume_reading()
+
+    def hold(self) -> None:
+        self._is_held = True
+        super().pause_reading()
+
+    def release(self) -> None:
+        self._is_held = False
+        if self._is_wanted:
+            super().resume_reading()
+
+
 class HttpProtocol(HttpToolsProtocol):
+    flow: _Flow
+
     def __init__(self, table: ConnectionTable, **settings: Any) -> None:
         super().__init__(**settings)
         self.address = ""
         self._table = table
         self._receiving = _Receiving.NOTHING
         self._num_unparsed = 0  # bytes in a row that were no part of a body and completed no headers
-        self._num_body_bytes = 0  # of the data that is being parsed
+        self._num_body_bytes = 0  # that were parsed in this turn
+        self._num_parts = 0  # headers and pieces of bodies that were parsed in this turn
         self._has_advanced = False
+        self._unparsed = memoryview(b"")  # bytes that wait for the next turn
+        self._running: RequestResponseCycle | None = None  # the request that is being answered, or was answered last
 
     # -- what asyncio calls --------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = _Flow(transport)
         self.address = self.client[0] if self.client else ""
         if not self._table.admit(self):
             self.give_up(Closed.TOO_MANY)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._table.forget(self)
+        self._unparsed = memoryview(b"")
+        if self._running is not None and not self._running.response_complete:  # uvicorn marks only the last request
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse `data` in pieces, so that the parser never collects more of the headers than their limit."""
-        limit = self._table.limits.max_header_bytes
-        self._num_body_bytes = begin = 0
-        while begin < len(data) and not self.transport.is_closing():
-            end = begin + limit - self._num_unparsed
-            if begin == end:
-                self.give_up(Closed.LARGE_HEADERS)
-                return
-            self._parse(data if begin == 0 and end >= len(data) else data[begin:end])
-            begin = end
-        if not self.transport.is_closing():
-            self._note_receiving()
+        if self._unparsed:
+            self._unparsed = memoryview(bytes(self._unparsed) + data)  # the transport was still reading
+        else:
+            self._unparsed = memoryview(data)
+            self.parse_more()
+
+    def parse_more(self) -> None:
+        """Parse what has come, as much as fits into one turn. Hold the rest, and read nothing more meanwhile."""
+        self._num_body_bytes = self._num_parts = 0
+        while self._unparsed and self._num_parts <= PARTS_PER_TURN and not self.transport.is_closing():
+            self._parse_piece()
+        if self.transport.is_closing():
+            return
+        self._note_receiving()
+        if self._unparsed:
+            self.flow.hold()
+            self._table.await_turn(self)
+        else:
+            self.flow.release()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -84,6 +137,10 @@ class HttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._receiving = _Receiving.HEADERS
         super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_parts += 1
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._receiving = _Receiving.BODY
@@ -96,6 +153,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._has_advanced = True
+        self._num_parts += 1
         self._num_body_bytes += len(body)
         super().on_body(body)
 
@@ -150,10 +208,23 @@ class HttpProtocol(HttpToolsProtocol):
         else:
             self._close()
 
-    def _parse(self, data: bytes) -> None:
+    def _parse_piece(self) -> None:
+        """Parse the next bytes, but never so many that the parser collects more of the headers than their limit."""
+        size = min(PIECE_BYTES, self._table.limits.max_header_bytes - self._num_unparsed)
+        if size == 0:
+            self.give_up(Closed.LARGE_HEADERS)
+            return
+        piece, self._unparsed = bytes(self._unparsed[:size]), self._unparsed[size:]
         self._has_advanced = False
-        super().data_received(data)
-        self._num_unparsed = 0 if self._has_advanced else self._num_unparsed + len(data)
+        super().data_received(piece)
+        self._num_unparsed = 0 if self._has_advanced else self._num_unparsed + len(piece)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Say nothing: a request to upgrade is answered as if it were none, and any client may send many."""
 
     def _note_receiving(self) -> None:
         is_answered = self.cycle is not None and self.cycle.response_complete
@@ -197,10 +268,17 @@ class _Http10Cycle(RequestResponseCycle):
         await super().send(message)
 
 
-def protocol_factory(table: ConnectionTable) -> Callable[..., asyncio.Protocol]:
-    """Return what uvicorn calls for each new connection."""
+def server_config(
+    app: FastAPI, table: ConnectionTable, certificate: Certificate | None = None, **settings: Any
+) -> uvicorn.Config:
+    """Return uvicorn's configuration for this protocol, with TLS if there is a certificate.
 
-    def create(**settings: Any) -> asyncio.Protocol:
-        return HttpProtocol(table, **settings)
+    `settings` are uvicorn's. It serves no websockets: a library for them may be installed, and its protocol would take
+    over the connection without a word to `table`.
+    """
 
-    return create
+    def create(**arguments: Any) -> HttpProtocol:
+        return HttpProtocol(table, **arguments)
+
+    http: Any = create if certificate is None else secured(create, certificate, table)
+    return uvicorn.Config(app, http=http, ws="none", log_config=None, access_log=False, server_header=False, **settings)

@@ -7,7 +7,7 @@ cannot keep others out.
 """
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -75,6 +75,13 @@ class Connection(Protocol):
         """Close the connection at once. Unsent bytes are lost."""
 
 
+class ParsingConnection(Protocol):
+    """A connection that has received more bytes than it may parse in one turn."""
+
+    def parse_more(self) -> None:
+        """Parse for one turn. If bytes are left, wait for another turn."""
+
+
 class ConnectionTable:
     """The open connections by what the server waits for. Each dict is in the order in which the waiting began."""
 
@@ -90,6 +97,7 @@ class ConnectionTable:
         self._closed: Counter[Closed] = Counter()  # since the last log line
         self._logged_s = float("-inf")
         self._timer: asyncio.TimerHandle | None = None
+        self._turns: deque[ParsingConnection] = deque()  # the first one's turn is the next
 
     def __len__(self) -> int:
         return self._num_open
@@ -149,6 +157,12 @@ class ConnectionTable:
         """Note that bytes wait until the client accepts them."""
         self._unsent[connection] = self._now() + self.limits.send_timeout_s
 
+    def await_turn(self, connection: ParsingConnection) -> None:
+        """Let a connection parse more when the event loop has done what else is due, and others had their turns."""
+        self._turns.append(connection)
+        if len(self._turns) == 1:
+            asyncio.get_running_loop().call_soon(self._give_turn)
+
     def note(self, reason: Closed, address: str) -> None:
         """Count a closed connection. Log at most one line for each `LOG_PERIOD_S`."""
         self._count_closed(reason.value)
@@ -158,6 +172,12 @@ class ConnectionTable:
             counts = {reason.value: count for reason, count in self._closed.items()}
             log.warning("connections_closed", client=address, open=self._num_open, **counts)
             self._closed.clear()
+
+    def _give_turn(self) -> None:
+        connection = self._turns.popleft()
+        if self._turns:
+            asyncio.get_running_loop().call_soon(self._give_turn)
+        connection.parse_more()
 
     def _make_room(self, address: str) -> bool:
         limits = self.limits

@@ -33,12 +33,12 @@ from gateway.completion.service import OPENAI_DEFAULTS, CompletionService
 from gateway.completion.tokenizer import Tokenizer
 from gateway.dead_letters import DeadLetters
 from gateway.files.store import FileStore
-from gateway.http.connection import protocol_factory
+from gateway.http.connection import server_config
 from gateway.http.connections import ConnectionLimits, ConnectionTable
 from gateway.http.cors import AllowedOrigins
 from gateway.http.hosts import AllowedHosts
 from gateway.http.metrics import GatewayMetrics
-from gateway.http.tls import Certificate, secured
+from gateway.http.tls import Certificate
 from gateway.idempotency.store import IdempotencyStore
 from gateway.identity import Keyring
 from gateway.keys.limits import KeyLimits
@@ -370,16 +370,7 @@ async def _serving(gateway: Gateway, limits: ConnectionLimits, certificate: Cert
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
         table = ConnectionTable(limits, gateway.metrics.count_closed)
-        protocol = protocol_factory(table)
-        config = uvicorn.Config(
-            create_app(gateway),
-            http=secured(protocol, certificate, table) if certificate else protocol,  # type: ignore[arg-type]
-            log_config=None,
-            ws="none",
-            access_log=False,
-            timeout_graceful_shutdown=1,
-        )
-        server = uvicorn.Server(config)
+        server = uvicorn.Server(server_config(create_app(gateway), table, certificate, timeout_graceful_shutdown=1))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             await until(lambda: server.started or serving.done())

@@ -287,6 +287,14 @@ async def test_many_requests_at_once_on_one_connection_are_refused(repeated: byt
         assert len(stand.worker.served) < 100
 
 
+async def test_a_request_to_upgrade_is_answered_as_if_it_were_none() -> None:
+    upgrade = HALF_OPEN + b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+    async with running_stand(limits=replace(LIMITS, max_connections=4, max_per_address=4)) as stand:
+        for _ in range(12):  # none of them keeps its place
+            async with connected(stand) as client:
+                assert await client.ask(upgrade + b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n") == 200
+
+
 async def test_streams_to_http_1_0_have_no_chunks() -> None:
     body = CHAT[:-1] + b', "stream": true}'
     head = b"POST /v1/chat/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body)
