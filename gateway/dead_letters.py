@@ -13,14 +13,12 @@ import msgspec
 import structlog
 from redis.asyncio import Redis
 
+from gateway import store_keys as keys
 from scheduler.store.errors import STORE_AWAY
 
 log = structlog.get_logger(__name__)
 
-INDEX = "tidegate:dead_letters"  # sorted set of ids by the time of their end in ms
-RECORD_PREFIX = "tidegate:dead_letter:"  # one JSON text per dead letter
 MAX_DEAD_LETTERS = 1000  # beyond it, the oldest is removed
-TTL_S = 7 * 86_400  # seconds; somebody has to look at a dead letter, also after a weekend
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +62,10 @@ class DeadLetters:
 
     async def page(self, limit: int, after: str | None = None) -> list[DeadLetter] | None:
         """Return dead letters, the newest first, that follow the dead letter `after`; None if there is no such one."""
-        rank: Any = -1 if after is None else await self._redis.zrevrank(INDEX, after)
+        rank: Any = -1 if after is None else await self._redis.zrevrank(keys.DEAD_LETTERS, after)
         if rank is None:
             return None
-        ids: list[Any] = await self._redis.zrange(INDEX, rank + 1, rank + limit, desc=True)
+        ids: list[Any] = await self._redis.zrange(keys.DEAD_LETTERS, rank + 1, rank + limit, desc=True)
         return [letter for letter in await self._load([i.decode() for i in ids]) if letter is not None]
 
     async def remove(self, letter_id: str) -> bool:
@@ -75,28 +73,29 @@ class DeadLetters:
         return await self._remove([letter_id]) == 1
 
     async def count(self, now_ms: int) -> int:
-        return int(await self._redis.zcount(INDEX, now_ms - 1000 * TTL_S, "+inf"))
+        return int(await self._redis.zcount(keys.DEAD_LETTERS, now_ms - 1000 * keys.DEAD_LETTER_S, "+inf"))
 
     async def _write(self, letter: DeadLetter) -> None:
         pipeline = self._redis.pipeline(transaction=True)
-        pipeline.set(RECORD_PREFIX + letter.id, msgspec.json.encode(letter), ex=TTL_S)
-        pipeline.zadd(INDEX, {letter.id: letter.at_ms})
-        pipeline.expire(INDEX, TTL_S)
+        pipeline.set(keys.DEAD_LETTER + letter.id, msgspec.json.encode(letter), ex=keys.DEAD_LETTER_S)
+        pipeline.zadd(keys.DEAD_LETTERS, {letter.id: letter.at_ms})
+        pipeline.expire(keys.DEAD_LETTERS, keys.DEAD_LETTER_S)
         await pipeline.execute()
 
     async def _remove_old(self, now_ms: int) -> None:
-        expired: list[Any] = await self._redis.zrange(INDEX, "-inf", now_ms - 1000 * TTL_S, byscore=True)
-        too_many: list[Any] = await self._redis.zrange(INDEX, 0, -MAX_DEAD_LETTERS - 1)
+        last_ms = now_ms - 1000 * keys.DEAD_LETTER_S
+        expired: list[Any] = await self._redis.zrange(keys.DEAD_LETTERS, "-inf", last_ms, byscore=True)
+        too_many: list[Any] = await self._redis.zrange(keys.DEAD_LETTERS, 0, -MAX_DEAD_LETTERS - 1)
         await self._remove([i.decode() for i in {*expired, *too_many}])
 
     async def _remove(self, letter_ids: Sequence[str]) -> int:
         if not letter_ids:
             return 0
         pipeline = self._redis.pipeline(transaction=True)
-        pipeline.delete(*(RECORD_PREFIX + letter_id for letter_id in letter_ids))
-        pipeline.zrem(INDEX, *letter_ids)
+        pipeline.delete(*(keys.DEAD_LETTER + letter_id for letter_id in letter_ids))
+        pipeline.zrem(keys.DEAD_LETTERS, *letter_ids)
         return int((await pipeline.execute())[0])
 
     async def _load(self, letter_ids: Sequence[str]) -> list[DeadLetter | None]:
-        found = await self._redis.mget([RECORD_PREFIX + i for i in letter_ids]) if letter_ids else []
+        found = await self._redis.mget([keys.DEAD_LETTER + i for i in letter_ids]) if letter_ids else []
         return [None if text is None else self._decoder.decode(text) for text in found]

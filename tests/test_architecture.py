@@ -36,7 +36,7 @@ MAY_IMPORT = {
 HOUSES = {
     "tidegate": "background batch drain gpu listening logs notify process settings start_progress top tracing"
     " → gateway_parts supervisor valkey → demo gateway keys serve worker → static_worker doctor → cli",
-    "gateway": "console fairness files → protocol → dead_letters http idempotency identity output uploads"
+    "gateway": "console fairness store_keys → files → protocol → dead_letters http idempotency identity output uploads"
     " → webhooks → keys → completion batches tasks → responses → state → routes → app",
     "scheduler": "clock config request virtual_time → store → queue events registry reload"
     " → request_state tasks → deadlines → client control → holdings → planning worker → drivers",

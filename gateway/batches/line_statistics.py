@@ -15,6 +15,7 @@ import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from gateway import store_keys as keys
 from gateway.batches.estimate import Lengths, Pace
 from gateway.batches.model import Batch, LineResult
 from gateway.batches.size import LineSize, line_size
@@ -23,10 +24,8 @@ from scheduler.store.scripts import load_script
 
 WRITE_S = 1.0  # seconds between two writes
 DECAY = 255 / 256  # of the weight of older lines with each newer one: lengths are means of about 256 lines
-LENGTHS_TTL_S = 90 * 86_400
 # Time constant of the pace. Lines of bulk end in groups, many at a time, so a shorter one would jump.
 PACE_S = 60.0
-PACE_TTL_S = 900
 
 
 class PaceMeter(msgspec.Struct):
@@ -84,7 +83,7 @@ class LineStatistics:
         self._changed[batch.id] = meter
         if result.succeeded and batch.model is not None:
             size = await asyncio.to_thread(line_size, body)  # a prompt may be megabytes of text
-            entry = self._unwritten.setdefault(_lengths_key(batch.model, batch.endpoint), _Unwritten())
+            entry = self._unwritten.setdefault(keys.batch_lengths(batch.model, batch.endpoint), _Unwritten())
             entry.lines += 1
             entry.lengths = _sum(entry.lengths, size, result)
         if self._clock.now() - self._written_s >= WRITE_S:
@@ -96,13 +95,13 @@ class LineStatistics:
         if model is None:
             return Lengths()
         names = [field.name for field in fields(Lengths)]
-        found = await self._redis.hmget(_lengths_key(model, endpoint), names)
+        found = await self._redis.hmget(keys.batch_lengths(model, endpoint), names)
         return Lengths(*(float(value or 0) for value in found))
 
     async def paces(self, batch_ids: Sequence[str]) -> dict[str, Pace]:
         """Return the pace of each batch that runs, by id."""
-        keys = [_pace_key(batch_id) for batch_id in batch_ids]
-        found = await self._redis.mget(keys) if keys else []
+        names = [keys.batch_pace(batch_id) for batch_id in batch_ids]
+        found = await self._redis.mget(names) if names else []
         meters = {
             batch_id: msgspec.msgpack.decode(value, type=PaceMeter)
             for batch_id, value in zip(batch_ids, found, strict=True)
@@ -115,11 +114,11 @@ class LineStatistics:
         changed, self._changed = self._changed, {}
         try:
             for batch_id, meter in changed.items():
-                await self._redis.set(_pace_key(batch_id), msgspec.msgpack.encode(meter), ex=PACE_TTL_S)
+                await self._redis.set(keys.batch_pace(batch_id), msgspec.msgpack.encode(meter), ex=keys.PACE_TTL_S)
             for key, entry in unwritten.items():
                 names = [field.name for field in fields(Lengths)]
                 sums = [part for pair in zip(names, astuple(entry.lengths), strict=True) for part in pair]
-                await self._learn(keys=[key], args=[DECAY**entry.lines, LENGTHS_TTL_S, *sums])
+                await self._learn(keys=[key], args=[DECAY**entry.lines, keys.LENGTHS_TTL_S, *sums])
         except RedisError:
             pass  # a line must not fail for this; `gateway.batches.line_execution` says that the store is away
 
@@ -135,11 +134,3 @@ def _sum(lengths: Lengths, size: LineSize, result: LineResult) -> Lengths:
         prompt_tokens=lengths.prompt_tokens + result.input_tokens,
         output_tokens=lengths.output_tokens + result.output_tokens,
     )
-
-
-def _lengths_key(model: str, endpoint: str) -> str:
-    return f"tidegate:batches:lengths:{endpoint}:{model}"
-
-
-def _pace_key(batch_id: str) -> str:
-    return f"tidegate:batches:pace:{batch_id}"

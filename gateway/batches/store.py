@@ -15,17 +15,12 @@ import msgspec
 from redis.asyncio import Redis
 from redis.asyncio.lock import Lock
 
+from gateway import store_keys as keys
 from gateway.batches.model import Batch, BatchStatus, LineResult
 from gateway.batches.turns import UnfinishedBatch
-from gateway.files.pagination import Page, index_of, page_of_ids, position_of, text
+from gateway.files.pagination import Page, page_of_ids, position_of, text
 from scheduler.store.durability import durable
 from scheduler.store.scripts import load_script
-
-INDEX = "tidegate:batches"  # sorted set of ids by position; one per owner
-POSITION = "tidegate:batches:position"  # counter: the last position that was given to a batch
-UNFINISHED = "tidegate:batches:unfinished"  # set of ids: batches that are not over, or not yet cleared up
-OF_OWNER = "tidegate:batches:unfinished_of"  # set of ids: unfinished batches, and some that are over; one per owner
-BY_STATUS = "tidegate:batches:by_status"  # hash: number of batches by status
 
 TURN_FIELDS = ("status", "owner", "best_effort", "expires_at")  # of a record
 NO_KEY = -2  # answer of PTTL
@@ -65,20 +60,28 @@ class BatchStore:
 
     async def create(self, batch: Batch, max_unfinished: int | None = None) -> bool:
         """Store a new batch. Return False if its owner has `max_unfinished` unfinished batches (None: no limit)."""
-        keys = [_key(batch.id), index_of(INDEX, batch.owner), POSITION, UNFINISHED, BY_STATUS]
-        keys.append(index_of(OF_OWNER, batch.owner))
+        names = [
+            keys.batch(batch.id),
+            keys.index_of(keys.BATCHES, batch.owner),
+            keys.BATCHES_POSITION,
+            keys.BATCHES_UNFINISHED,
+            keys.BATCHES_BY_STATUS,
+            keys.index_of(keys.BATCHES_UNFINISHED_OF, batch.owner),
+        ]
         fields = {name: value for name, value in _as_dict(batch).items() if name != "status"}
         limit = -1 if max_unfinished is None else max_unfinished
-        return int(await self._create(keys=keys, args=[limit, batch.id, batch.status.value, *_flat(fields)])) >= 0
+        return int(await self._create(keys=names, args=[limit, batch.id, batch.status.value, *_flat(fields)])) >= 0
 
     async def num_unfinished(self, owner: str | None) -> int:
         """Return how many batches of `owner` are not over, or not yet cleared up."""
-        return len(await self._redis.sinter([index_of(OF_OWNER, owner), UNFINISHED]))
+        own = keys.index_of(keys.BATCHES_UNFINISHED_OF, owner)
+        return len(await self._redis.sinter([own, keys.BATCHES_UNFINISHED]))
 
     async def withdraw(self, batch_id: str, owner: str | None) -> None:
         """Remove a batch that was not accepted after all."""
-        keys = [_key(batch_id), index_of(INDEX, owner), UNFINISHED, BY_STATUS]
-        await self._withdraw(keys=[*keys, _done_key(batch_id), _results_key(batch_id)], args=[batch_id])
+        lists = [keys.index_of(keys.BATCHES, owner), keys.BATCHES_UNFINISHED, keys.BATCHES_BY_STATUS]
+        results = [keys.batch_done(batch_id), keys.batch_results(batch_id)]
+        await self._withdraw(keys=[keys.batch(batch_id), *lists, *results], args=[batch_id])
 
     async def get(self, batch_id: str) -> Batch | None:
         return (await self._load([batch_id]))[0]
@@ -89,7 +92,7 @@ class BatchStore:
 
     async def page(self, *, owner: str | None, after: str | None, limit: int) -> Page[Batch] | None:
         """Return a page of `owner`'s batches, newest first; None if the cursor `after` is not one of these batches."""
-        index = index_of(INDEX, owner)
+        index = keys.index_of(keys.BATCHES, owner)
         position = None
         if after is not None:
             position = await position_of(self._redis, index, after)
@@ -106,7 +109,8 @@ class BatchStore:
         """
         sources = ",".join(source.value for source in target.sources)
         args = [token, sources, target.value, now_s, *_flat(changes)]
-        answer = await self._move(keys=[_key(batch_id), _owner_key(batch_id), BY_STATUS], args=args)
+        names = [keys.batch(batch_id), keys.batch_owner(batch_id), keys.BATCHES_BY_STATUS]
+        answer = await self._move(keys=names, args=args)
         return Moved(text(answer))
 
     async def record(
@@ -122,18 +126,19 @@ class BatchStore:
         for field, increment in counts.items():
             args += [field, increment]
         args += [result.number for result in results]
-        keys = [_key(batch_id), _done_key(batch_id), _results_key(batch_id), _owner_key(batch_id)]
-        if int(await self._record(keys=keys, args=args)) < 0:
+        names = [keys.batch(batch_id), keys.batch_done(batch_id), keys.batch_results(batch_id)]
+        names.append(keys.batch_owner(batch_id))
+        if int(await self._record(keys=names, args=args)) < 0:
             raise OwnershipLost(batch_id)
 
     async def finished_lines(self, batch_id: str) -> "FinishedLines":
         """Return the numbers of the lines that have a result."""
-        bits: Any = await self._redis.get(_done_key(batch_id))
+        bits: Any = await self._redis.get(keys.batch_done(batch_id))
         return FinishedLines(bits or b"")
 
     async def results(self, batch_id: str) -> dict[str, int]:
         """Return the names of the contents that have results, and how many bytes of each are recorded."""
-        found = await self._redis.hgetall(_results_key(batch_id))
+        found = await self._redis.hgetall(keys.batch_results(batch_id))
         return {text(name): int(size) for name, size in found.items()}
 
     async def forget_work(self, batch_id: str, token: str) -> bool:
@@ -142,9 +147,10 @@ class BatchStore:
         The batch then no longer counts as unfinished. Return False if the batch is not over: a store that has crashed
         may have lost its end. Raises `OwnershipLost` if `token` is not the token of the batch's owner.
         """
-        keys = [_done_key(batch_id), _results_key(batch_id), UNFINISHED, _owner_key(batch_id), _key(batch_id)]
+        names = [keys.batch_done(batch_id), keys.batch_results(batch_id), keys.BATCHES_UNFINISHED]
+        names += [keys.batch_owner(batch_id), keys.batch(batch_id)]
         ends = ",".join(status.value for status in BatchStatus if status.is_terminal)
-        match int(await self._forget_work(keys=keys, args=[token, batch_id, ends])):
+        match int(await self._forget_work(keys=names, args=[token, batch_id, ends])):
             case -1:
                 raise OwnershipLost(batch_id)
             case -2:
@@ -152,14 +158,14 @@ class BatchStore:
         return True
 
     async def unfinished(self) -> list[str]:
-        return sorted(text(member) for member in await self._redis.smembers(UNFINISHED))
+        return sorted(text(member) for member in await self._redis.smembers(keys.BATCHES_UNFINISHED))
 
     async def read_unfinished(self, batch_ids: Sequence[str]) -> list[UnfinishedBatch]:
         """Return what decides the turns of batches. Ids without a batch are left out."""
         pipeline = self._redis.pipeline(transaction=False)
         for batch_id in batch_ids:
-            pipeline.hmget(_key(batch_id), TURN_FIELDS)
-            pipeline.pttl(_owner_key(batch_id))
+            pipeline.hmget(keys.batch(batch_id), TURN_FIELDS)
+            pipeline.pttl(keys.batch_owner(batch_id))
         found = await pipeline.execute()
         entries = zip(batch_ids, found[::2], found[1::2], strict=True)
         return [_unfinished(i, record, lock_ms) for i, record, lock_ms in entries if record[0] is not None]
@@ -167,17 +173,17 @@ class BatchStore:
     async def statuses(self, batch_ids: Sequence[str]) -> dict[str, BatchStatus]:
         pipeline = self._redis.pipeline(transaction=False)
         for batch_id in batch_ids:
-            pipeline.hget(_key(batch_id), "status")
+            pipeline.hget(keys.batch(batch_id), "status")
         found = await pipeline.execute()
         return {i: BatchStatus(text(s)) for i, s in zip(batch_ids, found, strict=True) if s is not None}
 
     async def counts_by_status(self) -> dict[BatchStatus, int]:
-        counts = await self._redis.hgetall(BY_STATUS)
+        counts = await self._redis.hgetall(keys.BATCHES_BY_STATUS)
         known = {text(status): int(count) for status, count in counts.items()}
         return {status: known.get(status.value, 0) for status in BatchStatus}
 
     def owner_lock(self, batch_id: str, ttl_s: float) -> Lock:
-        return self._redis.lock(_owner_key(batch_id), timeout=ttl_s, blocking=False, thread_local=False)
+        return self._redis.lock(keys.batch_owner(batch_id), timeout=ttl_s, blocking=False, thread_local=False)
 
     async def bound_lock(self, batch_id: str, lock: Lock) -> None:
         """Let the lock that another gateway holds live no longer than `lock` would.
@@ -187,20 +193,20 @@ class BatchStore:
         """
         assert lock.timeout is not None
         ttl_ms = int(lock.timeout * 1000)
-        if await self._redis.pttl(_owner_key(batch_id)) > ttl_ms:
-            await self._redis.pexpire(_owner_key(batch_id), ttl_ms)
+        if await self._redis.pttl(keys.batch_owner(batch_id)) > ttl_ms:
+            await self._redis.pexpire(keys.batch_owner(batch_id), ttl_ms)
 
     async def durable(self, batch_id: str | None = None) -> bool:
-        """Wait until everything that was written so far is on disk, as `scheduler.store.connection.durable` does.
+        """Wait until everything that was written so far is on disk, as `scheduler.store.durability.durable` does.
 
         Raises `NotDurable` also if the store has lost the record of the batch.
         """
-        return await durable(self._redis, None if batch_id is None else _key(batch_id))
+        return await durable(self._redis, None if batch_id is None else keys.batch(batch_id))
 
     async def _load(self, batch_ids: Sequence[str]) -> list[Batch | None]:
         pipeline = self._redis.pipeline(transaction=False)
         for batch_id in batch_ids:
-            pipeline.hgetall(_key(batch_id))
+            pipeline.hgetall(keys.batch(batch_id))
         return [_decode(record) if record else None for record in await pipeline.execute()]
 
 
@@ -237,19 +243,3 @@ def _counts(results: Sequence[LineResult]) -> dict[str, int]:
     completed = sum(result.succeeded for result in results)
     sums |= {"completed": completed, "failed": len(results) - completed}
     return {field: total for field, total in sums.items() if total}
-
-
-def _key(batch_id: str) -> str:
-    return f"tidegate:batch:{batch_id}"
-
-
-def _done_key(batch_id: str) -> str:
-    return f"{INDEX}:done:{batch_id}"
-
-
-def _results_key(batch_id: str) -> str:
-    return f"{INDEX}:results:{batch_id}"
-
-
-def _owner_key(batch_id: str) -> str:
-    return f"{INDEX}:owner:{batch_id}"

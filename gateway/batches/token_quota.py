@@ -12,14 +12,12 @@ from pathlib import Path
 
 from redis.asyncio import Redis
 
+from gateway import store_keys as keys
 from gateway.batches.input import read_chunks
 from gateway.batches.model import Batch, LineError
 from gateway.batches.prompt_text import prompt_parts
-from gateway.batches.store import INDEX, UNFINISHED
 from gateway.identity import Keyring
 from scheduler.store.scripts import load_script
-
-TOKENS = f"{INDEX}:enqueued_tokens"  # hash of each key: prompt tokens by batch id
 
 CountTokens = Callable[[Sequence[str]], Awaitable[int]]
 
@@ -43,7 +41,7 @@ class TokenQuota:
         if tokens > limit:
             return (_too_large(key.name, limit),)
         args: list[str | int] = [batch.id, tokens, limit]
-        others = int(await self._reserve(keys=[f"{TOKENS}:{key.name}", UNFINISHED], args=args))
+        others = int(await self._reserve(keys=[keys.batch_tokens(key.name), keys.BATCHES_UNFINISHED], args=args))
         return () if others + tokens <= limit else (_exceeded(key.name, limit, others, tokens),)
 
     async def _count(self, path: Path, count_tokens: CountTokens, limit: int) -> int:

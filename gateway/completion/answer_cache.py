@@ -20,6 +20,7 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from gateway import store_keys as keys
 from gateway.protocol.errors import invalid_value
 from scheduler.clock import Clock
 from scheduler.request import Delivery, Request, TokenEvent
@@ -27,7 +28,6 @@ from scheduler.store.scripts import load_script
 
 log = structlog.get_logger(__name__)
 
-PREFIX = "tidegate:cache:"  # `<prefix><hash>`: an event; `<prefix>index`, `<prefix>sizes`: what remember.lua keeps
 HEADER = "x-tidegate-cache"
 
 # The fields of a scheduler request that do not change its output: who, when, and how it is served.
@@ -94,7 +94,7 @@ class AnswerCache:
         is_repeatable = len(requests) == 1 and (is_seeded or requests[0].sampling.temperature == 0)
         if not is_repeatable or self._max_bytes == 0:
             return BYPASS
-        key = PREFIX + self._hash(requests[0], text_options)
+        key = keys.CACHED + self._hash(requests[0], text_options)
         event = _replayed(await self._redis.get(key), requests[0])
         return Lookup("miss", key, min(ttl_s, self._max_ttl_s)) if event is None else Lookup("hit", key, event=event)
 
@@ -103,7 +103,7 @@ class AnswerCache:
         value = msgspec.msgpack.encode(_joined(events))
         if len(value) > self._max_bytes:
             return
-        index, sizes = f"{PREFIX}index", f"{PREFIX}sizes"
+        index, sizes = keys.CACHE_INDEX, keys.CACHE_SIZES
         args: list[int | bytes] = [self._clock.wall_ms(), 1000 * lookup.ttl_s, self._max_bytes, value]
         try:
             await self._remember(keys=[index, sizes, lookup.key], args=args)

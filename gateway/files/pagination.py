@@ -7,9 +7,10 @@ same second keep their order. Knows Redis and ids; does not know which objects t
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
-from urllib.parse import quote
 
 from redis.asyncio import Redis
+
+from gateway.store_keys import tombstone
 
 T = TypeVar("T")
 
@@ -25,29 +26,12 @@ class Page(Generic[T]):
         return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": self.has_more}
 
 
-def index_of(index: str, owner: str | None) -> str:
-    """Return the Redis key of the index that lists only the objects of `owner`.
-
-    Objects that were created while access was open have the owner None.
-    """
-    return index if owner is None else f"{index}:of:{quote(owner, safe='')}"
-
-
-def tombstone_key(index: str, member: str) -> str:
-    """Return the Redis key that stores the position of a deleted member for a while.
-
-    A client may delete each file that it lists. The cursor for the next page is then a deleted file, so the position of
-    that file is still needed.
-    """
-    return f"{index}:was_at:{member}"
-
-
 async def position_of(redis: Redis, index: str, member: str) -> float | None:
     """Return the position of `member` in `index`; None if it is unknown. Recently deleted members are still known."""
     score = await redis.zscore(index, member)
     if score is not None:
         return float(score)
-    left = await redis.get(tombstone_key(index, member))
+    left = await redis.get(tombstone(index, member))
     return float(left) if left is not None else None
 
 

@@ -19,9 +19,10 @@ from typing import Any, TypeVar
 import msgspec
 from redis.asyncio import Redis
 
+from gateway import store_keys as keys
 from gateway.files.disk import DiskReserve, noticing_full_disk
 from gateway.files.local_storage import PRIVATE_DIR, LocalStorage, sha256_of
-from gateway.files.pagination import Page, index_of, page_of_ids, position_of, text, tombstone_key
+from gateway.files.pagination import Page, page_of_ids, position_of, text
 from gateway.files.storage import FILES, INCOMING, Storage, StorageUnreachable
 from scheduler.clock import Clock
 from scheduler.store.durability import durable
@@ -32,11 +33,6 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-INDEX = "tidegate:files"  # sorted set of ids by position; one per owner, and one per owner and purpose
-EXPIRY = "tidegate:files:expiry"  # sorted set of ids by expires_at
-USAGE = "tidegate:files:bytes"  # hash: bytes of all files of each owner
-POSITION = "tidegate:files:position"  # counter: the last position that was given to a file
-TOMBSTONE_S = 3600  # seconds for which a deleted file still works as the cursor of a list
 ORPHAN_S = 3600.0  # seconds; content without a record that is older than this was left by a crash
 SWEEP_GROUP = 500  # files that a sweep handles per round trip to Redis
 
@@ -126,7 +122,7 @@ class FileStore:
             await self._remove_contents([file_id])
             raise
         try:
-            await durable(self._redis, _record_key(record.id))
+            await durable(self._redis, keys.file(record.id))
         except STORE_AWAY:
             with contextlib.suppress(*STORE_AWAY):
                 await self._remove([record])
@@ -135,7 +131,7 @@ class FileStore:
 
     async def used_bytes(self, owner: str | None) -> int:
         """Return the bytes of all files of `owner`."""
-        return int(await self._redis.hget(USAGE, owner or "") or 0)
+        return int(await self._redis.hget(keys.FILES_BYTES, owner or "") or 0)
 
     async def get(self, file_id: str, *, owner: str | None) -> StoredFile | None:
         """Return the record of a file; None if `owner` has no such file."""
@@ -161,22 +157,22 @@ class FileStore:
             await self.sweep()
         position = None
         if after is not None:
-            position = await position_of(self._redis, index_of(INDEX, owner), after)
+            position = await position_of(self._redis, keys.index_of(keys.FILES, owner), after)
             if position is None:
                 return None
-        index = index_of(INDEX, owner) if purpose is None else _purpose_index(purpose, owner)
+        index = keys.index_of(keys.FILES, owner) if purpose is None else keys.file_purpose(purpose, owner)
         ids = await page_of_ids(self._redis, index, after=position, limit=limit, newest_first=newest_first)
         records = await self._load(ids.items) if ids.items else []
         return Page([r for r in records if r is not None], ids.has_more)
 
     async def sweep(self) -> int:
         """Remove expired files. Return the number of removed files."""
-        expired = await self._redis.zrange(EXPIRY, "-inf", str(self._now_s()), byscore=True)
+        expired = await self._redis.zrange(keys.FILES_EXPIRY, "-inf", str(self._now_s()), byscore=True)
         removed = 0
         for group in _groups([text(member) for member in expired]):
-            texts = await self._redis.mget([_record_key(file_id) for file_id in group])
+            texts = await self._redis.mget([keys.file(file_id) for file_id in group])
             if gone := [file_id for file_id, found in zip(group, texts, strict=True) if found is None]:
-                await self._redis.zrem(EXPIRY, *gone)
+                await self._redis.zrem(keys.FILES_EXPIRY, *gone)
             records = [msgspec.json.decode(found, type=StoredFile) for found in texts if found is not None]
             removed += await self._remove([record for record in records if self._is_expired(record)])
         return removed
@@ -189,7 +185,7 @@ class FileStore:
             for group in _groups(old):
                 pipeline = self._redis.pipeline(transaction=False)
                 for name in group:
-                    pipeline.exists(_record_key(name))
+                    pipeline.exists(keys.file(name))
                 known = await pipeline.execute()
                 orphans = [name for name, exists in zip(group, known, strict=True) if not exists]
                 await self.storage.remove([f"{folder}/{name}" for name in orphans])
@@ -205,14 +201,14 @@ class FileStore:
         quota = "" if quota_bytes is None else quota_bytes
         expires_at = "" if record.expires_at is None else record.expires_at
         used_bytes = await self._register(
-            keys=[_record_key(record.id), *_indexes(record), EXPIRY, POSITION, USAGE],
+            keys=[keys.file(record.id), *_indexes(record), keys.FILES_EXPIRY, keys.FILES_POSITION, keys.FILES_BYTES],
             args=[msgspec.json.encode(record), record.id, expires_at, record.owner or "", record.bytes, quota],
         )
         if quota_bytes is not None and int(used_bytes) >= 0:
             raise QuotaExceeded(int(used_bytes), quota_bytes)
 
     async def _load(self, ids: Sequence[str]) -> list[StoredFile | None]:
-        texts = await self._redis.mget([_record_key(file_id) for file_id in ids])
+        texts = await self._redis.mget([keys.file(file_id) for file_id in ids])
         records = [None if t is None else msgspec.json.decode(t, type=StoredFile) for t in texts]
         return [r if r is not None and not self._is_expired(r) else None for r in records]
 
@@ -222,9 +218,9 @@ class FileStore:
             return 0
         pipeline = self._redis.pipeline(transaction=False)
         for record in records:
-            tombstone = tombstone_key(index_of(INDEX, record.owner), record.id)
-            keys = [_record_key(record.id), *_indexes(record), EXPIRY, tombstone, USAGE]
-            await self._forget(keys=keys, args=[record.id, TOMBSTONE_S, record.owner or ""], client=pipeline)
+            tombstone = keys.tombstone(keys.index_of(keys.FILES, record.owner), record.id)
+            names = [keys.file(record.id), *_indexes(record), keys.FILES_EXPIRY, tombstone, keys.FILES_BYTES]
+            await self._forget(keys=names, args=[record.id, keys.TOMBSTONE_S, record.owner or ""], client=pipeline)
         forgotten = await pipeline.execute()
         await self._remove_contents([record.id for record in records])
         return sum(map(bool, forgotten))
@@ -246,17 +242,9 @@ def _groups(members: Sequence[T]) -> Iterator[Sequence[T]]:
         yield members[start : start + SWEEP_GROUP]
 
 
-def _record_key(file_id: str) -> str:
-    return f"tidegate:file:{file_id}"
-
-
-def _purpose_index(purpose: str, owner: str | None) -> str:
-    return f"{index_of(INDEX, owner)}:purpose:{purpose}"
-
-
 def _indexes(record: StoredFile) -> list[str]:
     """Return the keys of the two indexes that list a file.
 
     One index lists all files of the owner, the other the owner's files with the same purpose.
     """
-    return [index_of(INDEX, record.owner), _purpose_index(record.purpose, record.owner)]
+    return [keys.index_of(keys.FILES, record.owner), keys.file_purpose(record.purpose, record.owner)]

@@ -23,16 +23,14 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from gateway import store_keys as keys
 from gateway.protocol.errors import ApiError, retry_after
 from scheduler.clock import Clock
 from scheduler.store.scripts import load_script
 
 log = structlog.get_logger(__name__)
 
-PREFIX = "tidegate:idempotency:"  # hash: fingerprint, token, id, lease_ms, answer
-ANSWERS, BYTES = "tidegate:idempotency-answers:", "tidegate:idempotency-bytes:"  # before an owner (see keep.lua)
 MAX_ANSWER_BYTES = 64 * 2**20  # of one owner
-LIFETIME_S = 86_400  # as OpenAI's and Stripe's keys are used: a retry comes within a day
 LEASE_S = 30.0  # seconds without a renewal after which an attempt counts as lost
 RENEW_S = 10.0  # seconds between two renewals; two may fail
 
@@ -81,8 +79,8 @@ class IdempotencyStore:
 
     async def _attempt(self, key: str, owner: str | None, fingerprint: str) -> Attempt | Outcome:
         scope = hashlib.sha256(f"{owner or ''}\0{key}".encode()).hexdigest()
-        record, token = PREFIX + scope, secrets.token_hex(8)
-        times = [self._clock.wall_ms(), self._lease_ms(), LIFETIME_S * 1000]
+        record, token = keys.IDEMPOTENCY + scope, secrets.token_hex(8)
+        times = [self._clock.wall_ms(), self._lease_ms(), keys.IDEMPOTENCY_S * 1000]
         kind, *rest = await self._begin(keys=[record], args=[fingerprint, token, secrets.token_hex(12), *times])
         if kind == b"new":
             return Attempt(record, token, rest[0].decode(), owner)
@@ -111,9 +109,10 @@ class IdempotencyStore:
             if answer is None:
                 await self._update(keys=[attempt.record], args=[attempt.token])
             else:
-                owned = [prefix + (attempt.owner or "") for prefix in (ANSWERS, BYTES)]
+                owner = attempt.owner or ""
+                owned = [keys.IDEMPOTENCY_ANSWERS + owner, keys.IDEMPOTENCY_BYTES + owner]
                 args: list[str | bytes | int] = [attempt.token, answer]
-                args += [self._clock.wall_ms(), LIFETIME_S * 1000, MAX_ANSWER_BYTES]
+                args += [self._clock.wall_ms(), keys.IDEMPOTENCY_S * 1000, MAX_ANSWER_BYTES]
                 await self._keep(keys=[attempt.record, *owned], args=args)
         except RedisError as error:  # the next attempt runs when the lease has ended
             log.warning("the end of an idempotent request is not stored", error=str(error))

@@ -20,6 +20,7 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from gateway import store_keys as keys
 from gateway.identity import ApiKey
 from gateway.protocol.errors import ApiError, retry_after
 from scheduler.clock import Clock
@@ -27,7 +28,6 @@ from scheduler.store.scripts import load_script
 
 log = structlog.get_logger(__name__)
 
-PREFIX = "tidegate:limits:"  # `<prefix><key name>`: the buckets; `<prefix><key name>:open`: the open requests
 LEASE_MS = 30_000  # for so long, an open request counts if its gateway does not renew it
 RENEW_S = 10.0  # seconds between two renewals; two may fail
 BUSY_RETRY_S = 1.0  # seconds of Retry-After if too many requests are open: nobody knows when one of them ends
@@ -121,7 +121,7 @@ class KeyLimits:
 
 
 def _keys(key: ApiKey) -> list[str]:
-    return [PREFIX + key.name, f"{PREFIX}{key.name}:open"]
+    return [keys.LIMITS + key.name, keys.open_requests(key.name)]
 
 
 @dataclass(frozen=True, slots=True)

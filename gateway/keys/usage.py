@@ -17,17 +17,15 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from gateway import store_keys as keys
 from gateway.http.metrics import GatewayMetrics
 from scheduler.clock import Clock
 from scheduler.store.scripts import load_script
 
 log = structlog.get_logger(__name__)
 
-PREFIX = "tidegate:usage:"  # `<prefix>2026-11-22`: a hash per UTC day; `<prefix>write:<id>`: marks a write as done
 MAX_DAYS = 92  # days for which usage is kept, today included: three months
 FLUSH_S = 2.0  # seconds between two writes to the store
-MARKER_S = 3600  # seconds for which a write is remembered; a gateway repeats a write until it knows that it was done
-DAY_S = 86_400
 NO_KEY = "-"  # label of requests without a key, with open access
 
 
@@ -108,11 +106,11 @@ class UsageMeter:
 
     async def _send(self, write_id: str, counts: Mapping[Field, int]) -> None:
         days = sorted({day for day, *_ in counts})
-        keys = [f"{PREFIX}write:{write_id}", *(PREFIX + _date(day) for day in days)]
-        args: list[int | bytes] = [MARKER_S, MAX_DAYS * DAY_S]
+        names = [keys.usage_write(write_id), *(keys.USAGE + _date(day) for day in days)]
+        args: list[int | bytes] = [keys.USAGE_WRITE_S, MAX_DAYS * keys.DAY_S]
         for (day, *name), amount in counts.items():
             args += [days.index(day) + 2, msgspec.json.encode(name), amount]
-        await self._write(keys=keys, args=args)
+        await self._write(keys=names, args=args)
 
     async def days(self, num_days: int) -> dict[str, list[UsageRow]]:
         """Return the usage of the last `num_days` UTC days by date, today first, over all gateways.
@@ -124,15 +122,15 @@ class UsageMeter:
         dates = [_date(today - n) for n in range(num_days)]
         pipeline = self._redis.pipeline(transaction=False)
         for day in dates:
-            pipeline.hgetall(PREFIX + day)
+            pipeline.hgetall(keys.USAGE + day)
         return {day: _rows(stored) for day, stored in zip(dates, await pipeline.execute(), strict=True)}
 
     def _today(self) -> int:
-        return self._clock.wall_ms() // (1000 * DAY_S)
+        return self._clock.wall_ms() // (1000 * keys.DAY_S)
 
 
 def _date(day: int) -> str:
-    return datetime.fromtimestamp(day * DAY_S, UTC).date().isoformat()
+    return datetime.fromtimestamp(day * keys.DAY_S, UTC).date().isoformat()
 
 
 def total(days: Mapping[str, list[UsageRow]]) -> list[UsageRow]:

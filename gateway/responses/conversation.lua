@@ -8,7 +8,7 @@ local id, owner, expires_ms, max_bytes = unpack(ARGV)
 local found, bytes, known = {'ok'}, 0, {}
 while id ~= '' and not known[id] do
   known[id] = true
-  local record = 'tidegate:response:' .. id
+  local record = RECORD .. id
   local own, previous, input, output = unpack(redis.call('HMGET', record, 'owner', 'previous', 'input', 'output'))
   if own ~= owner then
     return {'missing', id}

@@ -1,5 +1,5 @@
--- Functions for the other scripts, with these key names in front: OF, SIZES, BYTES. The store must be one server, not a
--- cluster, because keys are made from ids here.
+-- Functions for the other scripts, with these names of keys in front: RECORD, EVENTS, OF, SIZES, BYTES. The store must
+-- be one server, not a cluster, because keys are made from ids here.
 
 -- Count the size of a response; 0 forgets it.
 local function set_size(id, owner, size)
@@ -16,7 +16,7 @@ end
 
 -- Remove a response with all that belongs to it.
 local function drop(id, owner)
-  redis.call('DEL', 'tidegate:response:' .. id, 'tidegate:response:events:' .. id)
+  redis.call('DEL', RECORD .. id, EVENTS .. id)
   redis.call('ZREM', OF .. owner, id)
   set_size(id, owner, 0)
 end

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import structlog
 from redis.asyncio import Redis
 
+from gateway import store_keys as keys
 from gateway.files.pagination import text
 from gateway.responses.store import StoredResponse
 from scheduler.clock import Clock
@@ -18,7 +19,6 @@ from scheduler.store.errors import STORE_AWAY
 
 log = structlog.get_logger(__name__)
 
-UNTOLD = "tidegate:responses:untold"  # hash: the owner of each response whose end is to be told, by the response's id
 SWEEP_S = 5.0  # seconds between two looks for ends that nobody has told
 
 Find = Callable[[str, str | None], Awaitable[StoredResponse | None]]
@@ -45,15 +45,15 @@ class Endings:
     async def expect(self, response: dict[str, Any], owner: str | None) -> None:
         """Tell of the end of a response that was stored as queued, if somebody wants to hear of it."""
         if self._announcer.is_wanted(response.get("metadata"), owner):
-            await self._redis.hset(UNTOLD, response["id"], owner or "")
+            await self._redis.hset(keys.RESPONSES_UNTOLD, response["id"], owner or "")
 
     async def tell(self, response: dict[str, Any], owner: str | None) -> None:
         """Tell that a response has ended. If the store does not answer, `watch` does it later."""
         try:
-            if await self._redis.hexists(UNTOLD, response["id"]):
+            if await self._redis.hexists(keys.RESPONSES_UNTOLD, response["id"]):
                 kind, metadata = f"response.{response['status']}", response.get("metadata")
                 await self._announcer.announce(kind, response["id"], metadata, owner)
-                await self._redis.hdel(UNTOLD, response["id"])
+                await self._redis.hdel(keys.RESPONSES_UNTOLD, response["id"])
         except STORE_AWAY as error:
             log.warning("the end of a response is told later", response_id=response["id"], error=str(error))
 
@@ -65,7 +65,7 @@ class Endings:
         """
         while True:
             try:
-                for response_id, owner in (await self._redis.hgetall(UNTOLD)).items():
+                for response_id, owner in (await self._redis.hgetall(keys.RESPONSES_UNTOLD)).items():
                     await self._tell_if_left(text(response_id), text(owner) or None, find, is_left)
             except STORE_AWAY as error:
                 log.warning("ends of responses wait for the store", error=str(error))
@@ -76,6 +76,6 @@ class Endings:
     ) -> None:
         found = await find(response_id, owner)
         if found is None:  # it was deleted, or has expired
-            await self._redis.hdel(UNTOLD, response_id)
+            await self._redis.hdel(keys.RESPONSES_UNTOLD, response_id)
         elif not found.is_running and is_left(found):
             await self.tell(found.response, owner)

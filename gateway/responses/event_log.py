@@ -12,9 +12,9 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import TimeoutError
 
+from gateway import store_keys as keys
 from scheduler.store import connection
 
-LIFETIME_S = 900  # seconds for which events can be followed after the last one, if the response is stored for longer
 WAIT_S = 5.0  # seconds for which a follower waits before it yields nothing
 AWAY_S = 10.0  # seconds of the store's absence that followers outlast
 READ_COUNT = 64  # entries per read; more would hold up the event loop for long
@@ -27,7 +27,7 @@ class EventWriter:
     def __init__(self, redis: Redis, response_id: str, ttl_s: float) -> None:
         self._redis = redis
         self._ttl_ms = int(ttl_s * 1000)
-        self._key = _key(response_id)
+        self._key = keys.RESPONSE_EVENTS + response_id
         self._number = 0  # sequence number of the next event
 
     async def write(self, frames: bytes, is_last: bool = False) -> None:
@@ -35,7 +35,7 @@ class EventWriter:
         entry = {b"number": self._number, b"frames": frames, b"last": int(is_last)}
         pipeline = self._redis.pipeline(transaction=True)
         pipeline.xadd(self._key, entry)  # type: ignore[arg-type]  # its dict type is invariant
-        pipeline.pexpire(self._key, min(LIFETIME_S * 1000, self._ttl_ms) if is_last else self._ttl_ms)
+        pipeline.pexpire(self._key, min(keys.EVENTS_KEPT_S * 1000, self._ttl_ms) if is_last else self._ttl_ms)
         await pipeline.execute()
         self._number += frames.count(FRAME_END)
 
@@ -48,13 +48,14 @@ async def follow(redis: Redis, response_id: str, after: int, waits: bool) -> Asy
     of its own. Raises the store's errors if it is away for longer than `AWAY_S`.
     """
     reader = connection.blocking(redis, WAIT_S) if waits else redis
+    key = keys.RESPONSE_EVENTS + response_id
     last_id: bytes | str = "0"
     block_ms = int(WAIT_S * 1000) if waits else None
     try:
         while True:
             try:
                 async with asyncio.timeout(WAIT_S + AWAY_S):
-                    reply: Any = await reader.xread({_key(response_id): last_id}, count=READ_COUNT, block=block_ms)
+                    reply: Any = await reader.xread({key: last_id}, count=READ_COUNT, block=block_ms)
             except builtins.TimeoutError:
                 raise TimeoutError("The store does not answer.") from None
             is_last, new = False, list[bytes]()
@@ -77,7 +78,3 @@ def _after(after: int, first: int, frames: bytes) -> bytes:
     if first > after:
         return frames
     return b"".join(frame + FRAME_END for frame in frames.split(FRAME_END)[after + 1 - first : -1])
-
-
-def _key(response_id: str) -> str:
-    return f"tidegate:response:events:{response_id}"

@@ -3,7 +3,7 @@
 -- Returns the ids of the responses that were cancelled or removed.
 local gone = {}
 for i = 2, #ARGV do
-  local record = 'tidegate:response:' .. ARGV[i]
+  local record = RECORD .. ARGV[i]
   local status = redis.call('HGET', record, 'status')
   if not status or status == 'cancelled' then
     gone[#gone + 1] = ARGV[i]

@@ -45,7 +45,7 @@ local function sums(done)
 end
 
 local function may_go(other)
-  local status, lease_ms = unpack(redis.call('HMGET', 'tidegate:response:' .. other, 'status', 'lease_ms'))
+  local status, lease_ms = unpack(redis.call('HMGET', RECORD .. other, 'status', 'lease_ms'))
   local is_generated = (status == 'queued' or status == 'in_progress') and tonumber(lease_ms) > tonumber(now_ms)
   return other ~= id and not is_generated
 end

@@ -15,16 +15,21 @@ import msgspec
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 
+from gateway import store_keys as keys
 from gateway.files.pagination import text
 from gateway.responses.items import Item, response_of_item
 from scheduler.clock import Clock
 from scheduler.store.scripts import load_script
 
-OF = "tidegate:responses:of:"  # before an owner: sorted set of ids by the time of their expiry in ms
-SIZES = "tidegate:responses:sizes"  # hash: bytes of each response
-BYTES = "tidegate:responses:bytes-of"  # hash: bytes of each owner
 NO_ROOM = -1  # an answer of the script `save`
 RUNNING = ("queued", "in_progress")
+_KEYS_OF_SCRIPTS = {
+    "RECORD": keys.RESPONSE,
+    "EVENTS": keys.RESPONSE_EVENTS,
+    "OF": keys.RESPONSES_OF,
+    "SIZES": keys.RESPONSES_SIZES,
+    "BYTES": keys.RESPONSES_BYTES,
+}
 _FIELDS = ("owner", "input", "output", "head", "lease_ms")
 
 
@@ -62,7 +67,7 @@ class ResponseStore:
         self.ttl_s = ttl_s
         self._max_bytes = max_bytes
 
-        names = "".join(f"local {name} = '{key}'\n" for name, key in (("OF", OF), ("SIZES", SIZES), ("BYTES", BYTES)))
+        names = "".join(f"local {name} = '{key}'\n" for name, key in _KEYS_OF_SCRIPTS.items())
 
         def load(name: str) -> AsyncScript:
             return load_script(redis, "gateway.responses", "drop", name, prelude=names)
@@ -88,7 +93,7 @@ class ResponseStore:
 
     async def get(self, response_id: str, owner: str | None) -> StoredResponse | None:
         """Return the response; None if `owner` has no such response."""
-        found: list[Any] = await self._redis.hmget(_record_key(response_id), list(_FIELDS))
+        found: list[Any] = await self._redis.hmget(keys.RESPONSE + response_id, list(_FIELDS))
         own, items, output, head, lease_ms = found
         if own is None or text(own) != (owner or ""):
             return None
@@ -97,7 +102,7 @@ class ResponseStore:
 
     async def delete(self, response_id: str, owner: str | None) -> bool:
         """Remove a response. Return False if `owner` has no such response."""
-        return bool(await self._delete(keys=[_record_key(response_id)], args=[response_id, owner or ""]))
+        return bool(await self._delete(keys=[keys.RESPONSE + response_id], args=[response_id, owner or ""]))
 
     async def conversation(self, response_id: str, owner: str | None, max_bytes: int) -> list[Item] | NoConversation:
         """Return all items of a conversation up to the end of the response `response_id`, the oldest first."""
@@ -118,13 +123,13 @@ class ResponseStore:
         responses = dict.fromkeys(r for item in item_ids if (r := response_of_item(item)) is not None)
         items: dict[str, Item] = {}
         for response_id in responses:
-            record = _record_key(response_id)
+            record = keys.RESPONSE + response_id
             if text(await self._redis.hget(record, "owner") or "") != (owner or ""):
                 continue
             pipeline = self._redis.pipeline(transaction=False)
             pipeline.hmget(record, ["output", "input"])
             pipeline.pexpireat(record, self._expires_ms())
-            pipeline.zadd(OF + (owner or ""), {response_id: self._expires_ms()}, xx=True)
+            pipeline.zadd(keys.RESPONSES_OF + (owner or ""), {response_id: self._expires_ms()}, xx=True)
             parts = [part for part in (await pipeline.execute())[0] if part is not None]
             max_bytes -= sum(map(len, parts))
             if max_bytes < 0:
@@ -146,14 +151,10 @@ class ResponseStore:
         times = (self._clock.wall_ms(), self._expires_ms())
         args: list[Any] = [response["id"], owner or "", guard, *times, self._max_bytes]
         args += [part for pair in fields.items() for part in pair]
-        written = await self._save(keys=[_record_key(response["id"])], args=args)
+        written = await self._save(keys=[keys.RESPONSE + response["id"]], args=args)
         if written == NO_ROOM:
             raise NoRoom
         return bool(written)
 
     def _expires_ms(self) -> int:
         return self._clock.wall_ms() + int(self.ttl_s * 1000)
-
-
-def _record_key(response_id: str) -> str:
-    return f"tidegate:response:{response_id}"

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 from redis.asyncio import Redis
 
-from gateway.files.pagination import index_of, text
+from gateway import store_keys as keys
+from gateway.files.pagination import text
 from gateway.files.store import QuotaExceeded
 from gateway.uploads.model import (
     CANCELLED,
@@ -28,8 +29,6 @@ from scheduler.store.durability import LOST, durable
 from scheduler.store.errors import NotDurable
 from scheduler.store.scripts import load_script
 
-RESERVED = "tidegate:uploads:pending"  # sorted set `<id>:<bytes>` by expires_at; one per owner
-KEPT_S = 86_400  # seconds after its expiry for which a record is kept, so that a repeated call gets the same answer
 TOO_MANY = -2  # an answer of the script
 FULL, UNKNOWN = "full", "unknown"
 
@@ -59,17 +58,17 @@ class UploadStore:
         """
         limit = "" if quota_bytes is None else max(0, quota_bytes - used_bytes)
         args: list[str | bytes | int] = [upload.id, msgspec.json.encode(upload), upload.bytes]
-        args += [upload.expires_at, upload.created_at, KEPT_S, limit, MAX_PENDING]
+        args += [upload.expires_at, upload.created_at, keys.UPLOAD_KEPT_S, limit, MAX_PENDING]
         reserved = int(await self._create(keys=_keys(upload), args=args))
         if reserved == TOO_MANY:
             raise TooManyUploads
         if quota_bytes is not None and reserved >= 0:
             raise QuotaExceeded(used_bytes + reserved, quota_bytes)
-        await durable(self._redis, _key(upload.id))
+        await durable(self._redis, keys.upload(upload.id))
 
     async def get(self, upload_id: str, now_s: int) -> UploadState:
         """Return the state of an upload. Raises `NoSuchUpload` if there is none."""
-        fields = {text(name): value for name, value in (await self._redis.hgetall(_key(upload_id))).items()}
+        fields = {text(name): value for name, value in (await self._redis.hgetall(keys.upload(upload_id))).items()}
         if not fields:
             raise NoSuchUpload
         upload = msgspec.json.decode(fields["upload"], type=Upload)
@@ -79,16 +78,17 @@ class UploadStore:
 
     async def reserved_bytes(self, owner: str | None, now_s: int) -> int:
         """Return the bytes that the pending uploads of `owner` have announced."""
-        pending: list[Any] = await self._redis.zrange(index_of(RESERVED, owner), f"({now_s}", "+inf", byscore=True)
+        index = keys.index_of(keys.UPLOADS_PENDING, owner)
+        pending: list[Any] = await self._redis.zrange(index, f"({now_s}", "+inf", byscore=True)
         return sum(int(text(member).rpartition(":")[2]) for member in pending)
 
     async def add_part(self, upload: Upload, part_id: str, size: int) -> str:
         """Add a part, durably. Return `PENDING` if it is there now, else `FULL`, `UNKNOWN`, or the upload's status."""
         args: list[str | int] = [part_id, size, upload.max_received_bytes, MAX_PARTS]
-        outcome = text(await self._add_part(keys=[_key(upload.id)], args=args))
+        outcome = text(await self._add_part(keys=[keys.upload(upload.id)], args=args))
         if outcome == PENDING:
-            await durable(self._redis, _key(upload.id))
-            if not await self._redis.hexists(_key(upload.id), part_id):
+            await durable(self._redis, keys.upload(upload.id))
+            if not await self._redis.hexists(keys.upload(upload.id), part_id):
                 raise NotDurable(LOST)
         return outcome
 
@@ -102,7 +102,7 @@ class UploadStore:
         """Return those of the ids whose upload takes no parts any more, or does not exist."""
         pipeline = self._redis.pipeline(transaction=False)
         for upload_id in upload_ids:
-            pipeline.hmget(_key(upload_id), "status", "upload")
+            pipeline.hmget(keys.upload(upload_id), "status", "upload")
         over = []
         for upload_id, (status, record) in zip(upload_ids, await pipeline.execute(), strict=True):
             known = None if record is None else msgspec.json.decode(record, type=Upload)
@@ -115,9 +115,5 @@ def _status(stored: str, expires_at: int, now_s: int) -> str:
     return EXPIRED if stored == PENDING and now_s >= expires_at else stored
 
 
-def _key(upload_id: str) -> str:
-    return f"tidegate:upload:{upload_id}"
-
-
 def _keys(upload: Upload) -> list[str]:
-    return [_key(upload.id), index_of(RESERVED, upload.owner)]
+    return [keys.upload(upload.id), keys.index_of(keys.UPLOADS_PENDING, upload.owner)]

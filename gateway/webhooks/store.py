@@ -9,13 +9,11 @@ from dataclasses import replace
 import msgspec
 from redis.asyncio import Redis
 
+from gateway import store_keys as keys
 from gateway.webhooks.event import GIVE_UP_S, Event
 from scheduler.store.durability import durable
 from scheduler.store.scripts import load_script
 
-OWNERS = "tidegate:webhooks:owners"  # set of the owners that have events; the empty name stands for open access
-DUE = "tidegate:webhooks:due:"  # before an owner: sorted set of ids by the time of the next attempt in ms
-PREFIX = "tidegate:webhook:"  # before an id: the event
 LEASE_S = 60.0  # seconds for which a claimed event belongs to its gateway; longer than one attempt takes
 TTL_S = int(GIVE_UP_S) + 86_400  # seconds; a record that nobody removes goes by itself
 
@@ -31,7 +29,7 @@ class EventStore:
     async def add(self, event: Event, now_ms: int) -> None:
         """Store an event, durably. An event that waits already is not changed."""
         args: list[str | bytes | int] = [event.id, event.owner or "", msgspec.json.encode(event), now_ms, TTL_S]
-        await self._add(keys=[PREFIX + event.id, _due(event), OWNERS], args=args)
+        await self._add(keys=[keys.WEBHOOK + event.id, _due(event), keys.WEBHOOK_OWNERS], args=args)
         await durable(self._redis)
 
     async def claim(
@@ -42,25 +40,27 @@ class EventStore:
         `in_delivery` is the number of events of each owner that the caller delivers at the moment. With them, it gets
         up to `limit_of_owner` of each.
         """
-        args: list[str | int] = [now_ms, now_ms + int(LEASE_S * 1000), limit, limit_of_owner, PREFIX, DUE]
+        args: list[str | int] = [now_ms, now_ms + int(LEASE_S * 1000), limit, limit_of_owner]
+        args += [keys.WEBHOOK, keys.WEBHOOKS_DUE]
         for owner, number in in_delivery.items():
             args += [owner or "", number]
-        return [msgspec.json.decode(found, type=Event) for found in await self._claim(keys=[OWNERS], args=args)]
+        claimed = await self._claim(keys=[keys.WEBHOOK_OWNERS], args=args)
+        return [msgspec.json.decode(event, type=Event) for event in claimed]
 
     async def postpone(self, event: Event, at_s: float) -> None:
         """Count a failed attempt. The next one is at `at_s`, in Unix seconds."""
         counted = msgspec.json.encode(replace(event, attempts=event.attempts + 1))
         pipeline = self._redis.pipeline()
-        pipeline.set(PREFIX + event.id, counted, xx=True, ex=TTL_S)
+        pipeline.set(keys.WEBHOOK + event.id, counted, xx=True, ex=TTL_S)
         pipeline.zadd(_due(event), {event.id: int(at_s * 1000)}, xx=True)
         await pipeline.execute()
 
     async def remove(self, event: Event) -> None:
         pipeline = self._redis.pipeline()
-        pipeline.delete(PREFIX + event.id)
+        pipeline.delete(keys.WEBHOOK + event.id)
         pipeline.zrem(_due(event), event.id)
         await pipeline.execute()
 
 
 def _due(event: Event) -> str:
-    return DUE + (event.owner or "")
+    return keys.WEBHOOKS_DUE + (event.owner or "")

@@ -7,7 +7,8 @@ import pytest
 from redis.asyncio import Redis
 
 from gateway import dead_letters
-from gateway.dead_letters import INDEX, RECORD_PREFIX, TTL_S, DeadLetter, DeadLetters
+from gateway.dead_letters import DeadLetter, DeadLetters
+from gateway.store_keys import DEAD_LETTER, DEAD_LETTER_S, DEAD_LETTERS
 
 NOW_MS = 1_700_000_000_000
 
@@ -47,16 +48,14 @@ async def test_too_many_letters_and_old_ones_are_removed(
     letters: DeadLetters, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dead_letters, "MAX_DEAD_LETTERS", 3)
-    await letters.add(letter("old", NOW_MS - 1000 * TTL_S))
+    await letters.add(letter("old", NOW_MS - 1000 * DEAD_LETTER_S))
     assert await letters.count(NOW_MS + 1) == 0
     for i in range(5):
         await letters.add(letter(f"req_{i}", NOW_MS + i))
     assert await ids(letters) == ["req_4", "req_3", "req_2"]
     assert await letters.count(NOW_MS) == 3
-    assert sorted(await redis_client.keys(RECORD_PREFIX + "*")) == [
-        f"{RECORD_PREFIX}req_{i}".encode() for i in (2, 3, 4)
-    ]
-    assert 0 < await redis_client.ttl(INDEX) <= TTL_S
+    assert sorted(await redis_client.keys(DEAD_LETTER + "*")) == [f"{DEAD_LETTER}req_{i}".encode() for i in (2, 3, 4)]
+    assert 0 < await redis_client.ttl(DEAD_LETTERS) <= DEAD_LETTER_S
 
 
 async def test_a_removed_letter_is_gone(letters: DeadLetters) -> None:

@@ -10,7 +10,8 @@ from redis.asyncio import Redis
 
 from gateway.identity import Keyring
 from gateway.responses import conversation
-from gateway.responses.store import BYTES, NoRoom, ResponseStore
+from gateway.responses.store import NoRoom, ResponseStore
+from gateway.store_keys import RESPONSES_BYTES
 from tests.gateway.offline import ShiftedClock, keyring
 from tests.gateway.stand import MODEL, Stand, running_stand, text_of
 
@@ -110,7 +111,7 @@ async def test_a_deleted_response_is_gone_also_for_its_conversation(redis_client
         with pytest.raises(openai.BadRequestError) as caught:
             await stand.client.responses.create(model=MODEL, input="two", previous_response_id=created.id)
     assert caught.value.code == "previous_response_not_found"
-    assert await redis_client.hgetall(BYTES) == {}  # type: ignore[misc]
+    assert await redis_client.hgetall(RESPONSES_BYTES) == {}  # type: ignore[misc]
 
 
 async def test_without_store_nothing_is_kept(redis_client: Redis) -> None:
@@ -146,7 +147,7 @@ async def test_the_oldest_responses_make_room(redis_client: Redis) -> None:
             answer = await stand.http.get(f"/v1/responses/{response.id}")
             kept.append(answer.status_code == 200)
     assert kept == sorted(kept) and kept[-1] and not kept[0]
-    assert 0 < sum(map(int, await redis_client.hvals(BYTES))) <= 6000  # type: ignore[misc]
+    assert 0 < sum(map(int, await redis_client.hvals(RESPONSES_BYTES))) <= 6000  # type: ignore[misc]
 
 
 async def test_a_response_without_room_is_answered_and_says_that_it_is_not_stored(redis_client: Redis) -> None:
@@ -159,7 +160,7 @@ async def test_a_response_without_room_is_answered_and_says_that_it_is_not_store
         with pytest.raises(openai.InternalServerError) as caught:
             await stand.client.responses.create(model=MODEL, input="one", background=True)
         assert caught.value.status_code == 503 and caught.value.response.headers["retry-after"]
-    assert await redis_client.hgetall(BYTES) == {}  # type: ignore[misc]
+    assert await redis_client.hgetall(RESPONSES_BYTES) == {}  # type: ignore[misc]
 
 
 def response(number: int, previous: str | None = None, status: str = "completed") -> dict[str, Any]:
@@ -181,7 +182,7 @@ async def test_the_owner_that_has_the_most_makes_room(redis_client: Redis) -> No
     assert of_bob == sorted(of_bob) and 3 < sum(of_bob) < 8
     for n in range(20, 30):
         await store.create(response(n), [{"text": "x" * 600}], "ann")
-    held = {owner: int(size) for owner, size in (await redis_client.hgetall(BYTES)).items()}  # type: ignore[misc]
+    held = {owner: int(size) for owner, size in (await redis_client.hgetall(RESPONSES_BYTES)).items()}  # type: ignore[misc]
     assert sum(held.values()) <= 6000 and abs(held[b"ann"] - held[b"bob"]) < 1500, "both have given"
 
 
@@ -227,7 +228,7 @@ async def test_an_end_is_stored_also_when_all_room_is_taken(redis_client: Redis)
     for n in range(6):
         assert await store.update(response(n))
     assert (await kept(store, range(6), "ann"))[-1]
-    assert sum(map(int, await redis_client.hvals(BYTES))) <= 3000  # type: ignore[misc]
+    assert sum(map(int, await redis_client.hvals(RESPONSES_BYTES))) <= 3000  # type: ignore[misc]
 
 
 async def test_a_conversation_in_use_does_not_lose_its_beginning(redis_client: Redis) -> None:

@@ -16,10 +16,11 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from gateway.identity import ApiKey, Keyring, KeyWebhook
+from gateway.store_keys import WEBHOOK, WEBHOOK_OWNERS, WEBHOOKS_DUE
 from gateway.webhooks import service
 from gateway.webhooks.event import GIVE_UP_S, LONGEST_RETRY_S, Event, event_id, next_attempt_s
 from gateway.webhooks.service import MAX_IN_FLIGHT, MAX_IN_FLIGHT_OF_OWNER
-from gateway.webhooks.store import DUE, LEASE_S, OWNERS, PREFIX, EventStore
+from gateway.webhooks.store import LEASE_S, EventStore
 from tests.gateway.offline import OfflineGateway, jsonl, lines, make_gateway, running_gateway
 from tests.gateway.webhooks.receiver import Receiver, receiving
 from tests.waiting import until
@@ -68,7 +69,7 @@ def unwrapped(got: tuple[dict[str, str], bytes], secret: str = SECRET) -> Any:
 
 
 async def nothing_waits(redis: Redis) -> bool:
-    return not await redis.keys(f"{DUE}*") and not await redis.keys(f"{PREFIX}*")
+    return not await redis.keys(f"{WEBHOOKS_DUE}*") and not await redis.keys(f"{WEBHOOK}*")
 
 
 async def test_the_official_client_takes_the_event_of_each_end(
@@ -182,7 +183,7 @@ async def test_another_gateway_delivers_what_a_dead_one_had_taken(
 async def test_an_end_that_is_reported_twice_waits_once(gateway: OfflineGateway, redis_client: Redis) -> None:
     for _ in range(2):
         await gateway.webhooks.announce("batch.completed", "batch_1", {"webhook": "https://example.com"}, None)
-    assert await redis_client.zcard(DUE) == 1
+    assert await redis_client.zcard(WEBHOOKS_DUE) == 1
 
 
 async def test_a_key_has_its_own_secret_and_url(redis_client: Redis, tmp_path: Path, receiver: Receiver) -> None:
@@ -248,7 +249,7 @@ async def test_owners_take_turns_when_all_are_full(redis_client: Redis) -> None:
     left = await store.claim(1000, 64, 64, {})
     for event in left:
         await store.remove(event)
-    assert await store.claim(1000, 64, 64, {}) == [] and not await redis_client.exists(OWNERS)
+    assert await store.claim(1000, 64, 64, {}) == [] and not await redis_client.exists(WEBHOOK_OWNERS)
 
 
 def test_pauses_grow_and_end() -> None:
