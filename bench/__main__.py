@@ -11,12 +11,12 @@ from pydantic_settings import BaseSettings, CliApp, CliSubCommand, SettingsConfi
 from bench.ablation import Ablation
 from bench.chaos.command import Chaos
 from bench.conformance.command import Conformance
-from bench.engines.commands import Engines, Growth, Soak
+from bench.engines.commands import Engines, Soak
 from bench.facade import Facade
 from bench.fuzz.command import Fuzz
 from bench.images.command import Images
 from bench.isolation.command import Isolation
-from bench.peers.commands import BusyNeighbour, ClosedLoops, Frontier
+from bench.peers.commands import ClosedLoops, Frontier
 from bench.simulator_accuracy import SimulatorAccuracy
 from bench.store_throughput import Store
 from loadtest.progress import progress
@@ -32,11 +32,10 @@ class Bench(BaseSettings):
     Experiments on a server. isolation: interactive and bulk traffic together under several policies, judged by goals.
 
     Experiments on our server and vLLM's, which take turns. closed-loops: throughput and first tokens with many streams.
-    frontier: what bulk gets against how much slower interactive answers become. neighbour: chats while busy loops take
-    the CPU.
+    frontier: what bulk gets against how much slower interactive answers become.
 
-    Experiments on an engine. engines: our engine compared with other systems. growth: the time of a step as streams,
-    context or model size grow. soak: an engine under random load for a long time.
+    Experiments on an engine. engines: our engine compared with other systems. soak: an engine under random load
+    for a long time.
 
     Experiments on the HTTP side. conformance: clients that people use, in their default modes. facade: requests per
     second of the gateway, beside LiteLLM's proxy. fuzz: odd requests, and what they leave behind.
@@ -61,9 +60,7 @@ class Bench(BaseSettings):
     isolation: CliSubCommand[Isolation]
     closed_loops: CliSubCommand[ClosedLoops]
     frontier: CliSubCommand[Frontier]
-    neighbour: CliSubCommand[BusyNeighbour]
     engines: CliSubCommand[Engines]
-    growth: CliSubCommand[Growth]
     soak: CliSubCommand[Soak]
     store: CliSubCommand[Store]
     simulator_accuracy: CliSubCommand[SimulatorAccuracy]

@@ -1,8 +1,10 @@
-"""The commands `engines`, `growth` and `soak`: they measure an engine without a server, in processes on this machine.
+"""The commands `engines` and `soak`: they measure an engine without a server, in processes on this machine.
 
 Knows flags, files and exit codes; the measurements are in modules that the commands import when they run.
 """
 
+import json
+import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -12,17 +14,19 @@ from pydantic import Field
 
 from bench.engines.comparison import Plan, compare
 from bench.engines.comparison_report import OURS, ComparisonReport
-from bench.engines.peaks import measure_peaks
-from bench.engines.protocol import KV_ROUNDING, SystemSpec
-from bench.engines.roofline import ModelShape
-from bench.engines.system_client import SystemClient
-from bench.engines.system_process import SYSTEMS
+from bench.engines.roofline import ModelShape, Peaks
+from bench.engines.systems.client import SystemClient
+from bench.engines.systems.process import SYSTEMS
+from bench.engines.systems.protocol import KV_ROUNDING, SystemSpec
 from bench.engines.work import WorkKind, longest_sequence
 from engine.config import EngineConfig
-from loadtest.extras import PLOTS, PROCESSES, require
+from loadtest.child_environment import python_environment
+from loadtest.extras import PROCESSES, require
 from loadtest.model_command import ModelCommand
 from loadtest.model_shapes import ShapeError, read_config
 from loadtest.running import one_sentence, print_progress
+
+PEAKS_TIMEOUT_S = 180.0  # seconds for the probe, including the import of torch
 
 
 class Engines(ModelCommand):
@@ -108,31 +112,6 @@ class Engines(ModelCommand):
         )
 
 
-class Growth(ModelCommand):
-    """The time of a decode step as streams, context, model size and idle bulk requests grow.
-
-    Writes a table, a JSON file and plots.
-    """
-
-    out: Path = Field(Path("growth"), description="Directory for growth.json and the plots.")
-
-    def cli_cmd(self) -> None:
-        with one_sentence():
-            require(PLOTS, "growth")
-        from bench.engines.growth import QUICK_SWEEP, GrowthBench, Machine, Sweep
-        from bench.engines.growth_plots import plot_growth  # imports matplotlib
-        from bench.engines.growth_report import growth_record
-
-        peaks = measure_peaks(self.device, self.dtype, self.num_threads)
-        machine = Machine(self.dtype, self.device, self.num_threads, self.seed, peaks)
-        sweep = QUICK_SWEEP if self.quick else Sweep(self.shape)
-        with tempfile.TemporaryDirectory() as scratch:
-            growth = GrowthBench(machine, Path(scratch), print_progress).run(sweep)
-        plots = plot_growth(growth, self.out)
-        self.json_file = self.json_file or self.out / "growth.json"
-        self.conclude(growth_record(growth, [self.json_file, *plots]), sweep.shape)
-
-
 class Soak(ModelCommand):
     """The engine under random load with preemptions.
 
@@ -163,3 +142,26 @@ class Soak(ModelCommand):
 
 def _listed(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def measure_peaks(device: str, dtype: str, num_threads: int) -> Peaks | None:
+    """Return the machine's peak rates; None if they cannot be measured: the comparison then has no roofline.
+
+    They are measured in a process of their own, so that this one loads neither torch nor its threads.
+    """
+    command = [sys.executable, "-m", "bench.engines.device_probe", "peaks", "--device", device]
+    command += ["--dtype", dtype, "--threads", str(num_threads)]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=PEAKS_TIMEOUT_S,
+            check=True,
+            env=python_environment(num_threads),
+        )
+        found = json.loads(done.stdout.strip().splitlines()[-1])
+        return Peaks(float(found["bytes_per_s"]), float(found["flops_per_s"]))
+    except (subprocess.SubprocessError, OSError, ValueError, IndexError, KeyError) as error:
+        print(f"no roofline: the machine's peaks could not be measured: {error}", file=sys.stderr)
+        return None

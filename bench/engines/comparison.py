@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from bench.engines.ratios import common_prefix
-from bench.engines.system_client import SystemClient, SystemUnavailable
+from bench.engines.systems.client import SystemClient, SystemUnavailable
 from bench.engines.work import QUICK_SHAPES, SHAPES, STEP_TOKENS, Job, WorkKind, WorkShape, make_job, make_step_jobs
 
 SERIAL_SYSTEMS = frozenset({"generate"})  # systems that serve one request at a time

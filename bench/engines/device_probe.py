@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from bench.engines.protocol import KV_ROUNDING, SystemSpec
 from bench.engines.roofline import ModelShape, Peaks
-from bench.engines.scheduled_system import ScheduledEngine
+from bench.engines.systems.protocol import KV_ROUNDING, SystemSpec
+from bench.engines.systems.scheduled import ScheduledEngine
 from bench.engines.work import Job, WorkShape, make_job
 from engine.native.device import choose_device
 from loadtest.model_shapes import read_config, shape_with_weights

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from bench.engines.system_client import vllm_environment
+from bench.engines.systems.client import vllm_environment
 from loadtest.child_environment import ROOT
 from loadtest.client.http import TargetError
 from loadtest.machine import usable_cores

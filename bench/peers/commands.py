@@ -15,8 +15,6 @@ from bench.peers.closed_loops_report import loops_record
 from bench.peers.command import PeerCommand
 from bench.peers.frontier import frontier_arms, points_of, run_frontier
 from bench.peers.frontier_report import frontier_record
-from bench.peers.neighbour import Neighbour, measure_capacity, run_neighbour
-from bench.peers.neighbour_report import neighbour_record
 from loadtest.client.http import TargetError
 from loadtest.client.runner import MAX_IN_FLIGHT, Timing
 from loadtest.extras import PLOTS, require
@@ -116,42 +114,6 @@ class Frontier(PeerCommand):
         if self.quick:
             return Timing(3.0, 1, 0.5, self.settle, self.drain)
         return Timing(self.duration, self.rounds, self.lead, self.settle, self.drain)
-
-
-class BusyNeighbour(PeerCommand):
-    """Chats on our server and on vLLM's while busy loops take the CPU for some seconds, and before and after that.
-
-    The arms take turns on the same weights, with the same chats. Reports first tokens before, during and after, and the
-    time until the server is back to normal.
-    """
-
-    arms: str = Field(",".join(ARMS), description=ARMS_HELP)
-    rate: float = Field(2.0, gt=0, le=1000, description="Chats a second, as a Poisson process.")
-    load: float = Field(
-        0.0, ge=0, le=2, description="Chats as a share of the slowest arm's capacity, which is measured; 0: --rate."
-    )
-    loops: int = Field(2, ge=0, le=64, description="Number of busy loops.")
-    before: float = Field(30.0, gt=0, le=3600, description="Seconds before the busy loops.")
-    busy: float = Field(20.0, gt=0, le=600, description="Seconds of the busy loops.")
-    after: float = Field(40.0, gt=0, le=3600, description="Seconds after the busy loops.")
-    rounds: int = Field(2, ge=1, le=100, description="Number of times that every arm takes its turn.")
-    drain: float = Field(20.0, ge=0, le=600, description="Seconds that chats may take after the end of a turn.")
-
-    async def measure(self) -> None:
-        arms = parse_arms(self.arms)
-        async with self.servers(arms) as servers:
-            rate = self.rate
-            if self.load:
-                rate = self.load * await measure_capacity(servers, arms, self.seed, print_progress)
-            load = self._neighbour(rate)
-            parts = await run_neighbour(servers, arms, load, print_progress)
-            model = servers.all[0].target.model
-        self.conclude(neighbour_record(parts, load), model)
-
-    def _neighbour(self, chats_per_s: float) -> Neighbour:
-        phases = (2.0, 2.0, 6.0) if self.quick else (self.before, self.busy, self.after)
-        rounds = 1 if self.quick else self.rounds
-        return Neighbour(chats_per_s, *phases, self.loops, rounds, self.settle, self.drain, self.seed)
 
 
 def parse_range(text: str) -> tuple[int, int]:

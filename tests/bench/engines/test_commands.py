@@ -15,9 +15,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from bench.__main__ import main
 from bench.engines import commands
-from bench.engines.protocol import Done, Failed, Order, Ready, SystemSpec, decode, encode
-from bench.engines.roofline import Peaks
-from bench.engines.system_process import serve
+from bench.engines.systems.process import serve
+from bench.engines.systems.protocol import Done, Failed, Order, Ready, SystemSpec, decode, encode
 from bench.engines.work import WorkShape, make_job
 from loadtest.model_shapes import write_shape
 from loadtest.random_weights import write_weights
@@ -129,23 +128,6 @@ def test_a_system_that_cannot_load_says_why(tmp_path: Path) -> None:
     serve("tidegate", io.StringIO(encode(spec) + "\n"), replies)
     reply = decode(replies.getvalue())
     assert isinstance(reply, Failed) and "config.json" in reply.reason
-
-
-def test_growth_writes_its_table_and_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "measure_peaks", lambda *_: Peaks(1e9, 1e10))
-    main(["growth", "--quick", "--threads", "1", "--out", str(tmp_path)])
-    result = read(tmp_path / "growth.json")
-    assert [p["streams"] for p in result["points"] if p["axis"] == "streams"] == [1, 2, 4]
-    assert [p["context"] for p in result["points"] if p["axis"] == "context"] == [32, 64, 128]
-    assert {(c["kind"], c["idle"], c["resident"]) for c in result["idle"]} == {
-        ("paused", 0, 0),
-        ("paused", 20, 20),
-        ("waiting", 0, 0),
-        ("waiting", 20, 0),
-    }
-    plots = sorted(path.name for path in tmp_path.glob("*.png"))
-    assert plots == ["growth-context.png", "growth-idle.png", "growth-model.png", "growth-streams.png"]
-    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in plots)
 
 
 def test_soak_runs_preempts_and_exits_by_its_verdict(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ import pytest
 
 from bench.engines.comparison import Comparison, Plan, compare
 from bench.engines.comparison_report import ComparisonReport
-from bench.engines.protocol import Done, Failed, Order, Ready, SystemSpec, decode, encode
 from bench.engines.roofline import ModelShape, Peaks
-from bench.engines.system_client import SystemClient, SystemUnavailable, environment_of, vllm_environment
+from bench.engines.systems.client import SystemClient, SystemUnavailable, environment_of, vllm_environment
+from bench.engines.systems.protocol import Done, Failed, Order, Ready, SystemSpec, decode, encode
 from bench.engines.work import STEP_TOKENS, Job, WorkKind
 from loadtest.child_environment import ROOT
 from loadtest.reporting.text import render_text

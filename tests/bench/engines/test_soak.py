@@ -4,8 +4,7 @@ from itertools import count
 
 import pytest
 
-from bench.engines.soak import Soak
-from bench.engines.soak_result import SoakResult
+from bench.engines.soak import Soak, SoakResult
 from loadtest.reporting.text import render_text
 from tests.loadtest.modeled_stepper import ModeledStepper
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from bench.engines import scheduled_system
-from bench.engines.protocol import SystemSpec
+from bench.engines.systems import scheduled
+from bench.engines.systems.protocol import SystemSpec
 from engine.config import EngineConfig
 from engine.factory import build_torch_engine
 from engine.interface import NewSequence, Run, StepPlan, StepResult
@@ -130,13 +130,13 @@ def test_the_shipped_loop_schedules_asynchronously_and_gives_the_same_tokens(
 ) -> None:
     directory, _ = model_directory("llama")
     config = EngineConfig(str(directory), dtype="float32", kv_cache_bytes=1 << 20, block_size=4)
-    monkeypatch.setattr(scheduled_system, "engine_config", lambda spec: replace(config, steps_ahead=1))
+    monkeypatch.setattr(scheduled, "engine_config", lambda spec: replace(config, steps_ahead=1))
     spec = SystemSpec(str(directory), "float32", "cpu", 1, 128, 8, 1024, 0)
     plain = drive(
         build_torch_engine(config),
         [make_new(f"s{i}", p, max_tokens=20 + i, ignore_eos=True) for i, p in enumerate(PROMPTS)],
     )
-    system = scheduled_system.ScheduledEngine(spec)
+    system = scheduled.ScheduledEngine(spec)
     try:
         async_plans = 0
         plan_async = system._core.plan_async

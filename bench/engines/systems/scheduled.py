@@ -10,9 +10,9 @@ from itertools import count
 
 from prometheus_client import CollectorRegistry
 
-from bench.engines.offline import GenerationFailed
-from bench.engines.protocol import SystemSpec
-from bench.engines.tidegate_system import engine_config
+from bench.engines.systems.direct import engine_config
+from bench.engines.systems.offline import GenerationFailed
+from bench.engines.systems.protocol import SystemSpec
 from engine.factory import build_engine
 from loadtest.calibration.stepper import greedy
 from scheduler.clock import SystemClock

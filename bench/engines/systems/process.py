@@ -1,4 +1,4 @@
-"""The process of one system: `python -m bench.engines.system_process NAME`.
+"""The process of one system: `python -m bench.engines.systems.process NAME`.
 
 Reads a `SystemSpec`, loads the system with that name, and runs one order after another until stdin ends. Imports only
 the module of that system, since the packages of the other systems may not be installed.
@@ -12,14 +12,14 @@ import traceback
 from contextlib import closing
 from typing import TextIO
 
-from bench.engines.protocol import Done, Failed, Message, Order, Ready, System, SystemSpec, decode, encode
+from bench.engines.systems.protocol import Done, Failed, Message, Order, Ready, System, SystemSpec, decode, encode
 
 SYSTEMS = {
-    "tidegate": "bench.engines.tidegate_system:DirectEngine",
-    "tidegate-loop": "bench.engines.scheduled_system:ScheduledEngine",
-    "generate_batch": "bench.engines.transformers_systems:ContinuousBatching",
-    "generate": "bench.engines.transformers_systems:OneAtATime",
-    "vllm": "bench.engines.vllm_system:OfflineVllm",
+    "tidegate": "bench.engines.systems.direct:DirectEngine",
+    "tidegate-loop": "bench.engines.systems.scheduled:ScheduledEngine",
+    "generate_batch": "bench.engines.systems.transformers_generate:ContinuousBatching",
+    "generate": "bench.engines.systems.transformers_generate:OneAtATime",
+    "vllm": "bench.engines.systems.vllm_offline:OfflineVllm",
 }
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import vllm  # type: ignore[import-not-found,unused-ignore]
 
-from bench.engines.protocol import SystemSpec
+from bench.engines.systems.protocol import SystemSpec
 
 
 class OfflineVllm:

@@ -4,7 +4,7 @@ Measures the speed of the engine itself. Every running sequence decodes in every
 step's token budget in order of arrival. Knows the engine's interface only.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.interface import NewSequence, Run, StepPlan, StepResult
@@ -35,7 +35,6 @@ def generate_offline(
     engine: Stepper,
     prompts: Sequence[Sequence[int]],
     new_tokens: Sequence[int],
-    after_step: Callable[[StepPlan, StepResult], None] = lambda plan, result: None,
 ) -> list[list[int]]:
     """Return exactly `new_tokens[i]` greedy tokens for each prompt. Raises `GenerationFailed`."""
     sequences = [
@@ -48,7 +47,6 @@ def generate_offline(
         plan = _plan(step_id, live, engine.info.max_step_tokens)
         result = engine.step(plan)
         _apply_result(by_id, result)
-        after_step(plan, result)
         live = [p for p in live if not p.is_over]
         step_id += 1
     return [p.output for p in sequences]

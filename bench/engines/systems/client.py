@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from bench.engines.protocol import Done, Failed, Message, Order, Ready, SystemSpec, decode, encode
+from bench.engines.systems.protocol import Done, Failed, Message, Order, Ready, SystemSpec, decode, encode
 from bench.engines.work import Job
 from loadtest.child_environment import ROOT, python_environment, threads_environment
 from loadtest.machine import usable_cores
@@ -53,7 +53,7 @@ class SystemClient:
 
     def start(self) -> None:
         """Start the process and load the system. Raises `SystemUnavailable` if that fails."""
-        command = [self._interpreter, "-m", "bench.engines.system_process", self.name]
+        command = [self._interpreter, "-m", "bench.engines.systems.process", self.name]
         environment = environment_of(self.name, self._spec)
         try:
             with self._log_file.open("w", encoding="utf-8") as log:

@@ -11,7 +11,7 @@ from typing import Any
 import transformers
 from transformers import AutoModelForCausalLM, BatchEncoding, ContinuousBatchingConfig, GenerationConfig
 
-from bench.engines.protocol import SystemSpec
+from bench.engines.systems.protocol import SystemSpec
 
 PAGE_SIZE = 256  # tokens; transformers' own default
 MAX_BATCH_TOKENS = 2048  # our engine's own default

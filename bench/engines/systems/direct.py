@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from bench.engines.offline import generate_offline
-from bench.engines.protocol import SystemSpec
+from bench.engines.systems.offline import generate_offline
+from bench.engines.systems.protocol import SystemSpec
 from engine.config import EngineConfig
 from engine.factory import build_torch_engine
 
