@@ -125,7 +125,7 @@ class Tier(_Strict):
     batch_size: CountBounds = CountBounds(min=1, start=64, max=256)
     batch_tokens: CountBounds = CountBounds(min=16, start=2048, max=65536)
     pinned: Pins = Pins()
-    floor: float = Field(default=0.0, ge=0, lt=0.5)  # min share of engine time
+    min_share: float = Field(default=0.0, ge=0, lt=0.5, alias="floor")  # of engine time
     queue_limit: int = Field(default=10_000, ge=1)
     deadline_ms: int = Field(default=60_000, ge=1)
     timeout_ms: int | None = Field(default=None, ge=1)
@@ -141,7 +141,7 @@ class Tier(_Strict):
         Without the error, such a mistake would go unnoticed.
         """
         if self.is_interactive:
-            kind, is_set = "without", {"floor": self.floor, "aging_ms": self.aging_ms, "urgent_ms": self.urgent_ms}
+            kind, is_set = "without", {"floor": self.min_share, "aging_ms": self.aging_ms, "urgent_ms": self.urgent_ms}
         else:
             kind, default = "with", Admission()
             is_set = {"max_slowdown": self.max_slowdown} | {
@@ -232,7 +232,7 @@ class TierSet(_Strict):
 
         With `defaults`, the data also has the keys that were not set.
         """
-        document = self.model_dump(mode="json", exclude_unset=not defaults)
+        document = self.model_dump(mode="json", by_alias=True, exclude_unset=not defaults)
         for tier in document["tiers"].values():
             del tier["name"]
         return document

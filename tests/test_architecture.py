@@ -89,7 +89,7 @@ PURE_ROOMS = (
     "scheduler.client.inflight",
     "scheduler.drivers.calls.busy_spells",
     "scheduler.drivers.calls.policy",
-    "scheduler.drivers.calls.outcome",
+    "scheduler.drivers.calls.settled",
     "scheduler.drivers.calls.lanes",
     "scheduler.tasks.task",
 )

@@ -316,7 +316,7 @@ def _numbers(path: Path) -> Iterator[str]:
 def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """The keys of tiers.yaml that `model` reads, dotted; the bounds of a knob count as one key."""
     for name, field in model.model_fields.items():
-        kind = field.annotation
+        name, kind = field.alias or name, field.annotation
         is_nested = name != "pinned" and isinstance(kind, type) and not issubclass(kind, config.Bounds)
         if is_nested and isinstance(kind, type) and issubclass(kind, BaseModel):
             yield from keys_of(kind, f"{prefix}{name}.")

@@ -37,8 +37,8 @@ from gateway.keys.usage import UsageMeter
 from gateway.responses.service import ResponseService
 from gateway.responses.store import ResponseStore
 from gateway.state import Gateway, GatewayTiers
-from gateway.tasks.endings import Endings
 from gateway.tasks.service import TaskService
+from gateway.tasks.task_ends import TaskEnds
 from gateway.uploads.service import UploadService
 from gateway.webhooks.sender import WebhookSender
 from gateway.webhooks.service import WebhookService
@@ -200,7 +200,7 @@ def build_gateway(
         dead_letters=dead_letters,
         tasks=TaskService(
             TaskQueue(redis, clock, max_bytes=settings.tasks_quota_mb * 2**20),
-            Endings(redis),
+            TaskEnds(redis),
             client,
             clock,
             settings.task_ttl_s,

@@ -35,7 +35,7 @@ from tidegate.process import freeze_heap, hangup_calls, ignore_hangup, signals_c
 from tidegate.settings import WorkerSettings
 from tidegate.supervisor import EX_CONFIG
 from tidegate.tracing.start import TracingError, traced
-from tidegate.worker import Ending, keep_serving
+from tidegate.worker import LoopRunner, keep_serving
 
 log = structlog.get_logger()
 
@@ -73,12 +73,12 @@ async def _serve(
     clock = SystemClock()
     policy = BatchPolicy(tiers, settings.batch, clock.now())
     metrics = TaskMetrics(CollectorRegistry(), tiers)
-    ending = Ending(settings.drain_s)
-    with signals_call(ending):
+    runner = LoopRunner(settings.drain_s)
+    with signals_call(runner.end):
         async with connection.connect(str(settings.redis_url)) as redis:
             tier_store = TierStore(redis)
-            subject = StaticWorkerTiers(policy, metrics)
-            follower = TierFollower(tier_store, subject, worker_name(worker_id), tiers, settings.tiers_path, clock)
+            consumer = StaticWorkerTiers(policy, metrics)
+            follower = TierFollower(tier_store, consumer, worker_name(worker_id), tiers, settings.tiers_path, clock)
             changes = TierChanges(tier_store, follower, RedisQueue(redis, clock).depths, settings.tiers_path, clock)
 
             def build() -> BatchLoop:
@@ -89,18 +89,18 @@ async def _serve(
             freeze_heap()
             log.info("the worker serves", endpoint=endpoint.name, batch=settings.batch)
             background = Background()
-            with hangup_calls(lambda: background.start(changes.reload_on_signal()), ending):
+            with hangup_calls(lambda: background.start(changes.reload_on_signal()), runner.end):
                 async with follower, background:
-                    background.start(report_life(lambda: ending.is_announced, lambda: ending.is_stuck))
+                    background.start(report_life(lambda: runner.is_announced, lambda: runner.is_stuck))
                     try:
-                        await keep_serving(build, ending, clock)
+                        await keep_serving(build, runner, clock)
                     finally:
                         await endpoint.close()
     log.info("the worker has drained")
 
 
 class StaticWorkerTiers:
-    """Applies changed tiers to a worker with a static endpoint. Implements `scheduler.reload.follower.Subject`."""
+    """Applies changed tiers to a worker with a static endpoint. Implements `scheduler.reload.follower.TierConsumer`."""
 
     def __init__(self, policy: BatchPolicy, metrics: TaskMetrics) -> None:
         self._policy = policy

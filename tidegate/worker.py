@@ -137,8 +137,8 @@ async def _serve(
     controller = SLAController(tiers, engine.info.step_eviction, engine.info.num_layers)
     core = SchedulerCore(tiers, engine.info, controller, worker_id=identity.worker_id)
     metrics = SchedulerMetrics(CollectorRegistry(), tiers)
-    ending = Ending(settings.drain_s)
-    with signals_call(ending), contextlib.closing(open_step_log(settings.step_log, engine.info)) as step_log:
+    runner = LoopRunner(settings.drain_s)
+    with signals_call(runner.end), contextlib.closing(open_step_log(settings.step_log, engine.info)) as step_log:
         with progress.phase("measuring steps"):
             await teach(engine, core, clock)
         await asyncio.to_thread(progress.close)
@@ -152,8 +152,8 @@ async def _serve(
             )
 
         log.info("the worker serves", step_cost=str(core.status(clock.now()).step_cost))
-        subject = WorkerTiers(core, metrics)
-        await _serve_loops(settings, tiers, subject, build, ending, lambda: ending.is_stuck, clock, identity)
+        consumer = WorkerTiers(core, metrics)
+        await _serve_loops(settings, tiers, consumer, build, runner, lambda: runner.is_stuck, clock, identity)
 
 
 def _gpu_index(settings: WorkerSettings) -> int | None:
@@ -175,16 +175,16 @@ async def _serve_upstream(settings: WorkerSettings, tiers: TierSet, tracer: Requ
         worker_id=identity.worker_id,
     )
     metrics = SchedulerMetrics(CollectorRegistry(), tiers)
-    ending = Ending(settings.drain_s)
+    runner = LoopRunner(settings.drain_s)
 
     def build(redis: Redis) -> SchedulerLoop:
         queue = RedisQueue(redis, clock, identity.worker_id)
         events, registry = RedisEventChannel(redis), RedisWorkerRegistry(redis)
         return build_stream_loop(core, upstream, queue, events, registry, metrics, clock, identity, tracer)
 
-    with signals_call(ending):
-        subject = WorkerTiers(core, metrics)
-        await _serve_loops(settings, tiers, subject, build, ending, lambda: False, clock, identity)
+    with signals_call(runner.end):
+        consumer = WorkerTiers(core, metrics)
+        await _serve_loops(settings, tiers, consumer, build, runner, lambda: False, clock, identity)
 
 
 def _worker_id(settings: WorkerSettings) -> str:
@@ -198,9 +198,9 @@ def _identity(settings: WorkerSettings, clock: Clock) -> WorkerIdentity:
 async def _serve_loops(
     settings: WorkerSettings,
     tiers: TierSet,
-    subject: "WorkerTiers",
+    consumer: "WorkerTiers",
     build: Callable[[Redis], SchedulerLoop],
-    ending: "Ending",
+    runner: "LoopRunner",
     is_stuck: Callable[[], bool],
     clock: Clock,
     identity: WorkerIdentity,
@@ -212,18 +212,18 @@ async def _serve_loops(
     freeze_heap()
     async with connection.connect(str(settings.redis_url)) as redis:
         tier_store, name = TierStore(redis), worker_name(identity.worker_id)
-        follower = TierFollower(tier_store, subject, name, tiers, settings.tiers_path, clock)
+        follower = TierFollower(tier_store, consumer, name, tiers, settings.tiers_path, clock)
         changes = TierChanges(tier_store, follower, RedisQueue(redis, clock).depths, settings.tiers_path, clock)
         background = Background()
-        with hangup_calls(lambda: background.start(changes.reload_on_signal()), ending):
+        with hangup_calls(lambda: background.start(changes.reload_on_signal()), runner.end):
             async with follower, background:
-                background.start(report_life(lambda: ending.is_announced, is_stuck))
-                await keep_serving(lambda: build(redis), ending, clock)
+                background.start(report_life(lambda: runner.is_announced, is_stuck))
+                await keep_serving(lambda: build(redis), runner, clock)
     log.info("the worker has drained")
 
 
 class WorkerTiers:
-    """Applies changed tiers to a worker. Implements `scheduler.reload.follower.Subject`."""
+    """Applies changed tiers to a worker. Implements `scheduler.reload.follower.TierConsumer`."""
 
     def __init__(self, core: SchedulerCore | StreamCore, metrics: SchedulerMetrics) -> None:
         self._core = core
@@ -273,7 +273,7 @@ class WorkerLoop(Protocol):
     def stop(self) -> None: ...
 
 
-class Ending:
+class LoopRunner:
     """The handler of stop signals: it ends the current loop, which it therefore knows.
 
     The first signal drains the loop. After `drain_s` seconds, or at a second signal, the loop stops and its unfinished
@@ -283,13 +283,13 @@ class Ending:
     def __init__(self, drain_s: float) -> None:
         self._drain_s = drain_s
         self._loop: WorkerLoop | None = None
-        self.asked = asyncio.Event()
+        self.is_ending = asyncio.Event()
 
-    def __call__(self) -> None:
-        if self.asked.is_set():
+    def end(self) -> None:
+        if self.is_ending.is_set():
             self._stop()
             return
-        self.asked.set()
+        self.is_ending.set()
         if self._loop is not None:
             self._loop.drain()
         asyncio.get_running_loop().call_later(self._drain_s, self._stop)
@@ -315,7 +315,7 @@ class Ending:
             self._loop.stop()
 
 
-async def keep_serving(build: Callable[[], WorkerLoop], ending: Ending, clock: Clock) -> None:
+async def keep_serving(build: Callable[[], WorkerLoop], runner: LoopRunner, clock: Clock) -> None:
     """Run a loop until it has drained. If the store stops answering meanwhile, run a new loop when the store is back.
 
     The new loop uses the same engine and core. Raises `RedisError` if an outage takes more than `GIVE_UP_S`. A store
@@ -324,10 +324,10 @@ async def keep_serving(build: Callable[[], WorkerLoop], ending: Ending, clock: C
     backoff = ExponentialBackoff(cap=LONGEST_PAUSE_S, base=FIRST_PAUSE_S)
     away_since_s: float | None = None
     num_failures = 0
-    while not ending.asked.is_set():
+    while not runner.is_ending.is_set():
         started_s = clock.now()
         try:
-            return await ending.run(build())
+            return await runner.run(build())
         except RedisError as error:
             now = clock.now()
             if away_since_s is None or now - started_s >= SETTLED_S:
@@ -337,7 +337,7 @@ async def keep_serving(build: Callable[[], WorkerLoop], ending: Ending, clock: C
             if now - away_since_s >= GIVE_UP_S:
                 raise
             log.warning("the store does not answer; the worker keeps its engine and tries again", error=str(error))
-        await _either(ending.asked.wait(), clock.sleep(backoff.compute(num_failures)))
+        await _either(runner.is_ending.wait(), clock.sleep(backoff.compute(num_failures)))
         num_failures += 1
     log.warning("the worker ends without a store: other workers take over its requests when their leases end")
 

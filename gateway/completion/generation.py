@@ -225,7 +225,7 @@ class Generation:
                     await write(frames)
                     wrote_s = self._clock.now()
                 if not (chunks.keeps_tokens or self._account.keeps_events):
-                    self._tokens.forget_taken()
+                    self._tokens.forget_received()
         end = chunks.end(self._usage())
         # A format without an end of its own reports it later, with the receipt.
         last = self._with_receipt(held + end) if end else held
@@ -277,7 +277,7 @@ class Generation:
         Returns an empty list if no event arrives within `timeout_s` seconds (None: no limit). Raises `ApiError` if the
         generation fails, or if the tier's timeout has passed since the last event.
         """
-        events = await self._tokens.take(self._wait_s(timeout_s))
+        events = await self._tokens.receive(self._wait_s(timeout_s))
         if not events and self._wait_s(None) == 0:
             raise timed_out(self._prepared.tier.name)
         if events:

@@ -16,7 +16,7 @@ from gateway.routes.dependencies import Administrator
 from gateway.routes.sla_feed import PERIOD_S, SlaFeed, SlaStreamResponse, explain
 from gateway.state import gateway_of
 from scheduler.config import TierConfigError
-from scheduler.reload.coordinator import Applied, Late, Outcome, Refused, TierChanges
+from scheduler.reload.coordinator import Applied, ChangeResult, Late, Refused, TierChanges
 
 MAX_DOCUMENT_BYTES = 2**16  # ten times the shipped tiers.yaml with all its comments
 YAML_TYPES = frozenset({"application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml"})
@@ -86,7 +86,7 @@ async def change_tiers(request: Request, changes: Changes) -> dict[str, Any]:
     """
     document = await _read_document(request)
     try:
-        return describe_outcome(await changes.change(document, "POST /admin/tiers"))
+        return describe_change(await changes.change(document, "POST /admin/tiers"))
     except TierConfigError as error:
         raise _invalid_tiers(error) from None
 
@@ -95,7 +95,7 @@ async def change_tiers(request: Request, changes: Changes) -> dict[str, Any]:
 async def reload_tiers(changes: Changes) -> dict[str, Any]:
     """Read this gateway's tiers file again, and put its tiers in force on every gateway and worker of the store."""
     try:
-        return describe_outcome(await changes.reload())
+        return describe_change(await changes.reload())
     except TierConfigError as error:
         raise _invalid_tiers(error) from None
 
@@ -148,12 +148,12 @@ def _invalid_tiers(error: TierConfigError) -> ApiError:
     return invalid_request(f"The tiers are refused; the old ones stay in force. {error}", error.key, "invalid_tiers")
 
 
-def describe_outcome(outcome: Outcome) -> dict[str, Any]:
+def describe_change(result: ChangeResult) -> dict[str, Any]:
     """Return the answer to a change of the tiers.
 
     Raises `ApiError` 409 if the change was refused, and 503 if a gateway or worker has not confirmed the change.
     """
-    match outcome:
+    match result:
         case Applied(in_force, parts, changed):
             generation, source = in_force.generation, in_force.source
             return {"changed": changed, "generation": generation, "source": source, "parts": list(parts)}

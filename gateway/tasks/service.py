@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from gateway.http.trace import CURRENT_TRACE
 from gateway.identity import ResolvedTier
-from gateway.tasks.endings import Endings
 from gateway.tasks.model import CreateTasks
+from gateway.tasks.task_ends import TaskEnds
 from scheduler.client import rejection
 from scheduler.client.client import SchedulerClient
 from scheduler.client.rejection import Rejected
@@ -40,7 +40,7 @@ class TaskService:
     def __init__(
         self,
         queue: TaskQueue,
-        endings: Endings,
+        ends: TaskEnds,
         client: SchedulerClient,
         clock: Clock,
         keep_s: float,
@@ -48,7 +48,7 @@ class TaskService:
     ) -> None:
         """`keep_s` is how long the result of a task is kept after its end, `timeout_s` how long a task may wait."""
         self._queue = queue
-        self._endings = endings
+        self._ends = ends
         self._client = client
         self._clock = clock
         self._keep_ms = int(keep_s * 1000)
@@ -105,7 +105,7 @@ class TaskService:
         if wait_s <= 0:
             return await self._find(task_id, owner)
         until_s = self._clock.now() + wait_s
-        with self._endings.watch(task_id) as ended:
+        with self._ends.watch(task_id) as ended:
             while True:
                 ended.clear()
                 found = await self._find(task_id, owner)
@@ -158,7 +158,7 @@ class TaskService:
         return await self._find(found.task.id, found.task.owner) or found if revived else None
 
     async def close(self) -> None:
-        await self._endings.close()
+        await self._ends.close()
 
     async def _find(self, task_id: str, owner: str | None) -> StoredTask | None:
         return next(iter(await self._find_all([task_id], owner)), None)

@@ -12,8 +12,7 @@ MAX_LOGPROBS = 2**22  # of all streams together; about 200 bytes each, as object
 class HeldLogprobs:
     """The number of log probabilities that all streams hold, with a limit.
 
-    A stream may hold twice as many as are free. So one alone holds two thirds of the limit, and however many streams
-    hold what they can, there is room for the next one.
+    A stream may hold at most twice as many as are free, so some always stay free.
     """
 
     def __init__(self, limit: int = MAX_LOGPROBS) -> None:
@@ -24,10 +23,10 @@ class HeldLogprobs:
         """Return whether a stream that holds `held` may take `more`."""
         return held + more <= 2 * (self._free - more)
 
-    def take(self, count: int) -> None:
+    def hold(self, count: int) -> None:
         self._free -= count
 
-    def give_back(self, count: int) -> None:
+    def release(self, count: int) -> None:
         self._free += count
 
 

@@ -17,7 +17,7 @@ Cancel = Callable[[Sequence[str]], Awaitable[None]]
 class TokenStream:
     """The token events of all requests of one `submit`.
 
-    Use it as `async with stream: await stream.take(timeout_s)`, or event by event with `async for event in stream`.
+    Use it as `async with stream: await stream.receive(timeout_s)`, or event by event with `async for event in stream`.
     Each request gets its tokens in order, without gaps or repeats, and exactly one last event. Leaving the `async with`
     block early cancels the unfinished requests.
 
@@ -32,7 +32,7 @@ class TokenStream:
         self._received: dict[str, list[int]] = {r.id: [] for r in requests}
         self._unfinished = set(self._received)
         self._failed: list[str] = []  # ids of requests that this stream has failed and must still cancel
-        self._events: list[TokenEvent] = []  # events that were not taken yet
+        self._events: list[TokenEvent] = []  # events that were not received yet
         self._changed = asyncio.Event()
 
     async def __aenter__(self) -> Self:
@@ -44,7 +44,7 @@ class TokenStream:
         unfinished = sorted({*self._unfinished, *self._failed})
         self._unfinished.clear()
         self._events.clear()
-        self.forget_taken()
+        self.forget_received()
         if unfinished:
             await asyncio.shield(self._cancel(unfinished))
 
@@ -57,11 +57,11 @@ class TokenStream:
         await self._cancel_failed()
         return self._events.pop(0)
 
-    async def take(self, timeout_s: float | None = None) -> list[TokenEvent]:
+    async def receive(self, timeout_s: float | None = None) -> list[TokenEvent]:
         """Wait for at least one event, and return all events that have arrived.
 
         Return an empty list after `timeout_s` without an event (None: no limit). Raises `EOFError` if every request has
-        ended and all events were taken.
+        ended and all events were received.
         """
         try:
             async with asyncio.timeout(None if self._events else timeout_s):
@@ -73,10 +73,10 @@ class TokenStream:
         events, self._events = self._events, []
         return events
 
-    def forget_taken(self) -> None:
-        """Note that the log probabilities of all events that were taken are no longer in memory."""
+    def forget_received(self) -> None:
+        """Note that the log probabilities of all events that were received are no longer in memory."""
         left = sum(map(num_logprobs, self._events))
-        self._held.give_back(self._num_logprobs - left)
+        self._held.release(self._num_logprobs - left)
         self._num_logprobs = left
 
     async def cancel(self, request_id: str) -> None:
@@ -104,7 +104,7 @@ class TokenStream:
         self._changed.set()
 
     async def _wait(self) -> bool:
-        """Wait until an event can be taken. Return False if no event will come any more."""
+        """Wait until there is an event. Return False if no event will come any more."""
         while not self._events and self._unfinished:
             self._changed.clear()
             await self._changed.wait()
@@ -121,14 +121,14 @@ class TokenStream:
         if not count:
             return event
         if self._held.has_room(self._num_logprobs, count):
-            self._held.take(count)
+            self._held.hold(count)
             self._num_logprobs += count
             return event
         is_large = 3 * (self._num_logprobs + count) > self._held.limit
         self._failed += sorted({*self._unfinished, event.request_id})  # the answer is for nothing without this request
         self._unfinished.clear()
         self._events.clear()
-        self.forget_taken()
+        self.forget_received()
         if not is_large:
             text = "The log probabilities of other answers take the memory that this one needs."
             return TokenEvent(event.request_id, EventKind.UNAVAILABLE, event.index, error=text)

@@ -20,7 +20,7 @@ class TierBudget:
     # A request of a higher tier awaits its first token: prefills wait, and decodes may add only `limit.extra_share`.
     decodes_only: bool = False
     overloaded: bool = False  # first tokens come much too late: prefills run in order, whether they are late or not
-    guaranteed: bool = False  # the tier's min share is due, so that the tier is served first in this step
+    min_share_due: bool = False  # the tier's min share is due, so that the tier is served first in this step
     reserve_blocks: int = 0  # KV blocks that must stay free when a sequence of this tier starts
 
 

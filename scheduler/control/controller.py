@@ -23,7 +23,7 @@ from scheduler.control.explanation import TierOutputs, explain_tier, tier_output
 from scheduler.control.feedback import UPDATE_S, InteractiveLoad, Load, move_bulk, move_interactive
 from scheduler.control.knobs import Decision, TierKnobs
 from scheduler.control.kv_reserve import KVReserve
-from scheduler.control.min_share import DeficitCounter
+from scheduler.control.min_share import MinShares
 from scheduler.control.step_limit import (
     NO_EVICTION_RESIDUAL,
     InteractiveTraffic,
@@ -57,7 +57,7 @@ class SLAController:
         self._set_tiers(tiers)
         self._knobs = {t.name: TierKnobs(t, tiers.controller.dry_run) for t in self._tiers}
         self._stats = {t.name: TierStats(t) for t in self._tiers}
-        self._deficits = DeficitCounter(self._tiers)
+        self._min_shares = MinShares(self._tiers)
         self._reserve = KVReserve()
         self._overhead_s = Ewma(OVERHEAD_WEIGHT)
         self._step_errors = LatencyWindow()  # measured ÷ predicted times of the newest steps
@@ -74,16 +74,16 @@ class SLAController:
 
     def reconfigure(self, tiers: TierSet) -> None:
         """Use new bounds, SLOs, pins and switches. Learned values are kept if they still apply."""
-        knobs, stats, deficits = self._knobs, self._stats, self._deficits
+        knobs, stats, min_shares = self._knobs, self._stats, self._min_shares
         slos = {tier.name: tier.slo for tier in self._tiers}
         self._set_tiers(tiers)
         self._knobs = {t.name: TierKnobs(t, tiers.controller.dry_run) for t in self._tiers}
         self._stats = {t.name: stats.get(t.name) or TierStats(t) for t in self._tiers}
-        self._deficits = DeficitCounter(self._tiers)
-        self._deficits.take_over(deficits)
+        self._min_shares = MinShares(self._tiers)
+        self._min_shares.inherit(min_shares)
         for tier in self._tiers:
             if tier.name in knobs and tiers.controller.feedback:
-                self._knobs[tier.name].take_over(knobs[tier.name])
+                self._knobs[tier.name].inherit(knobs[tier.name])
             if slos.get(tier.name) != tier.slo:
                 self._stats[tier.name].retarget(tier)
 
@@ -98,19 +98,19 @@ class SLAController:
         limits = step_limits(self._traffic(), work, cost, now)
         overloaded = (t for t in self._interactive if is_overloaded(t, limits.interactive, work, cost, now))
         self._overloaded = frozenset(tier.name for tier in overloaded)
-        self._deficits.is_overload = bool(self._overloaded)
+        self._min_shares.is_overload = bool(self._overloaded)
         return Budgets({t.name: self._budget(t, limits, work, now) for t in self._tiers}, cost)
 
     def _budget(self, tier: Tier, limits: StepLimits, work: InteractiveWork, now: float) -> TierBudget:
         fixed = self._fixed_budget(tier)
         if tier.is_interactive:
             return self._interactive_budget(tier, replace(fixed, limit=limits.interactive), work, now)
-        if self._deficits.has_deficit(tier.name, limits.guaranteed.base_s):
-            return replace(fixed, limit=limits.guaranteed, guaranteed=True)
+        if self._min_shares.is_due(tier.name, limits.min_share.base_s):
+            return replace(fixed, limit=limits.min_share, min_share_due=True)
         awaited = work.awaited_priority
         return replace(
             fixed,
-            limit=limits.bulk.towards(limits.urgent, self._deficits.urgency(tier.name)),
+            limit=limits.bulk.towards(limits.urgent, self._min_shares.urgency(tier.name)),
             decodes_only=awaited is not None and awaited > tier.priority,
             reserve_blocks=self._reserve.num_blocks if self._interactive else 0,
         )
@@ -195,7 +195,7 @@ class SLAController:
         `predicted_s` is 0 if the step did not run as planned. `used_s` is the part of `elapsed_s` that each tier used.
         `wanting` are the tiers that have work. `overhead_s` is the time that the host needed in addition.
         """
-        self._deficits.add_step(elapsed_s, used_s, [name for name in wanting if name in self._stats])
+        self._min_shares.add_step(elapsed_s, used_s, [name for name in wanting if name in self._stats])
         interactive = {tier.name for tier in self._interactive}
         if any(s > 0 for tier, s in used_s.items() if tier not in interactive):
             self._bulk_ran_s = now
@@ -209,7 +209,7 @@ class SLAController:
 
     def set_urgency(self, tier: str, urgency: float) -> None:
         """Set the urgency of the tier's most urgent request, in [0, 1]."""
-        self._deficits.set_urgency(tier, urgency)
+        self._min_shares.set_urgency(tier, urgency)
 
     # -- the outer loop ----------------------------------------------------------------------------------------
 
@@ -271,7 +271,7 @@ class SLAController:
             "overloaded": sorted(self._overloaded),
             "bulk_step_s": bulk_alone_s(traffic, self._cost) if traffic else None,
             "tiers": {
-                name: explain_tier(name, knobs, self._stats[name], self._deficits, now)
+                name: explain_tier(name, knobs, self._stats[name], self._min_shares, now)
                 for name, knobs in self._knobs.items()
             },
             "decisions": [{"ago_s": now - at_s, **asdict(decision)} for at_s, decision in self._decisions],

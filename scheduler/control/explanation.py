@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scheduler.control.knobs import TierKnobs
-from scheduler.control.min_share import DeficitCounter
+from scheduler.control.min_share import MinShares
 from scheduler.control.tier_stats import TierStats
 
 
@@ -42,7 +42,7 @@ def tier_outputs(knobs: TierKnobs, stats: TierStats, margin: float, is_overloade
 
 
 def explain_tier(
-    tier: str, knobs: TierKnobs, stats: TierStats, deficits: DeficitCounter, now: float
+    tier: str, knobs: TierKnobs, stats: TierStats, min_shares: MinShares, now: float
 ) -> dict[str, dict[str, Any]]:
     """Return the knobs of a tier and the signals that move them, as plain data.
 
@@ -57,7 +57,7 @@ def explain_tier(
             "attainment": stats.attainment(now),
             "arrivals_per_s": round(stats.rate_per_s, 6),
             "first_token_service_s": stats.service_s,
-            "floor_share": deficits.share(tier),
-            "floor_debt_s": deficits.deficit_s(tier),
+            "floor_share": min_shares.share(tier),
+            "floor_debt_s": min_shares.due_s(tier),
         },
     }

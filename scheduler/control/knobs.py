@@ -64,7 +64,7 @@ class Knob:
             return None
         return Decision(self.tier, self.name, old, to, signal, reason, acted=not self._dry_run)
 
-    def take_over(self, before: "Knob") -> None:
+    def inherit(self, before: "Knob") -> None:
         """Continue from the chosen value of `before`, if that knob was not pinned and its bounds are the same.
 
         With other bounds, the value is not taken over, since it was learned for the old bounds.
@@ -95,6 +95,6 @@ class TierKnobs:
     def __iter__(self) -> Iterator[Knob]:
         return iter((self.batch_size, self.batch_tokens, self.max_wait_ms))
 
-    def take_over(self, before: "TierKnobs") -> None:
+    def inherit(self, before: "TierKnobs") -> None:
         for knob, old in zip(self, before, strict=True):
-            knob.take_over(old)
+            knob.inherit(old)

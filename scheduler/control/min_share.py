@@ -1,24 +1,24 @@
 """Min shares: the share of engine time that a tier gets even if higher tiers have enough work to fill every step.
 
-A tier that has work and gets less than its min share builds up a deficit. Once the deficit is worth a step, the tier is
+A tier that has work and gets less than its min share has engine time due. Once that is worth a step, the tier is
 served first. While an interactive tier is overloaded, a request that is near its deadline or has waited too long raises
-the share of its tier: the SLO is lost then, and the deadline is not. The controller owns the counter.
+the share of its tier: the SLO is lost then, and the deadline is not. The controller owns it.
 """
 
 from collections.abc import Iterable, Mapping
 
 from scheduler.config import Tier
 
-MAX_DEFICIT_S = 1.0  # s of engine time; the limit prevents a long burst of bulk after a long interactive load
+MAX_DUE_S = 1.0  # s of engine time; the limit prevents a long burst of bulk after a long interactive load
 URGENT_SHARE = 0.5  # the largest share of engine time that a tier gets because of an urgent request, in an overload
 
 
-class DeficitCounter:
-    """The min share, the urgency and the deficit of each tier."""
+class MinShares:
+    """The min share of each tier, the engine time that is due to it, and its urgency."""
 
     def __init__(self, tiers: Iterable[Tier]) -> None:
-        self._min_share = {tier.name: tier.floor for tier in tiers}
-        self._deficit_s = dict.fromkeys(self._min_share, 0.0)
+        self._min_share = {tier.name: tier.min_share for tier in tiers}
+        self._due_s = dict.fromkeys(self._min_share, 0.0)
         self._urgency = dict.fromkeys(self._min_share, 0.0)
         self.is_overload = False  # whether an interactive tier is overloaded
 
@@ -38,24 +38,25 @@ class DeficitCounter:
         min_share, urgency = self._min_share[tier], self._urgency[tier] if self.is_overload else 0.0
         return min_share + max(0.0, URGENT_SHARE - min_share) * urgency
 
-    def deficit_s(self, tier: str) -> float:
-        return self._deficit_s[tier]
+    def due_s(self, tier: str) -> float:
+        """Return the engine time in seconds that is due to `tier` because it got less than its share."""
+        return self._due_s[tier]
 
-    def has_deficit(self, tier: str, step_s: float) -> bool:
-        """Return whether the deficit of `tier` is large enough for a step of `step_s` seconds."""
-        deficit_s = self._deficit_s[tier]
-        return self.share(tier) > 0 and deficit_s > 0 and deficit_s >= min(step_s, MAX_DEFICIT_S)
+    def is_due(self, tier: str, step_s: float) -> bool:
+        """Return whether so much time is due to `tier` that it fills a step of `step_s` seconds."""
+        due_s = self._due_s[tier]
+        return self.share(tier) > 0 and due_s > 0 and due_s >= min(step_s, MAX_DUE_S)
 
     def add_step(self, elapsed_s: float, used_s: Mapping[str, float], wanting: Iterable[str]) -> None:
-        """Update the deficits after a step. `used_s` is the engine time that each tier used of `elapsed_s` seconds.
+        """Update what is due after a step. `used_s` is the engine time that each tier used of `elapsed_s` seconds.
 
-        Only the `wanting` tiers have work; the deficits of the other tiers stay the same.
+        Only the `wanting` tiers have work; what is due to the other tiers stays the same.
         """
         for tier in wanting:
-            deficit_s = self._deficit_s[tier] + self.share(tier) * elapsed_s - used_s.get(tier, 0.0)
-            self._deficit_s[tier] = min(max(deficit_s, 0.0), MAX_DEFICIT_S)
+            due_s = self._due_s[tier] + self.share(tier) * elapsed_s - used_s.get(tier, 0.0)
+            self._due_s[tier] = min(max(due_s, 0.0), MAX_DUE_S)
 
-    def take_over(self, before: "DeficitCounter") -> None:
-        """Copy the deficits of `before` for the tiers that both counters have."""
-        for tier in self._deficit_s:
-            self._deficit_s[tier] = before._deficit_s.get(tier, 0.0)
+    def inherit(self, before: "MinShares") -> None:
+        """Copy what was due to the tiers that both have."""
+        for tier in self._due_s:
+            self._due_s[tier] = before._due_s.get(tier, 0.0)

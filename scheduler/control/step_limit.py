@@ -71,15 +71,15 @@ class StepLimit:
         extra_share = (1 - share) * self.extra_share + share * other.extra_share
         return StepLimit(base_s, extra_share, self.hard_limit_s)
 
-    def prefills_s(self, planned_s: float, guaranteed_s: float) -> float:
+    def prefills_s(self, planned_s: float, min_share_s: float) -> float:
         """Return the limit for prefills of the tier.
 
-        `guaranteed_s` is the predicted time of the work in this step that serves min shares; 0 if there is none. If
-        there is such work, prefills may lengthen the step by at most `guaranteed_s`. Without this rule, the step could
+        `min_share_s` is the predicted time of the work in this step that serves min shares; 0 if there is none. If
+        there is such work, prefills may lengthen the step by at most `min_share_s`. Without this rule, the step could
         become so long that this work would be only a small share of it.
         """
         limit_s = self.total_s(planned_s)
-        return min(limit_s, planned_s + guaranteed_s) if guaranteed_s else limit_s
+        return min(limit_s, planned_s + min_share_s) if min_share_s else limit_s
 
 
 def first_limit_s(limit_s: float, planned_s: float) -> float:
@@ -134,7 +134,7 @@ class StepLimits:
     interactive: StepLimit
     bulk: StepLimit
     urgent: StepLimit  # for a bulk tier with the highest urgency: deadlines of interactive tokens are its only limit
-    guaranteed: StepLimit  # for a bulk tier whose min share is due
+    min_share: StepLimit  # for a bulk tier whose min share is due
 
 
 def step_limits(traffic: InteractiveTraffic | None, work: InteractiveWork, cost: StepCost, now: float) -> StepLimits:

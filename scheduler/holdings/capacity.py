@@ -107,7 +107,7 @@ class CapacityEstimator:
         cost, backlog, capacities = status.step_cost, _Backlog(), {}
         for tier in tiers:
             name, output = tier.name, status.outputs[tier.name]
-            share_left = max(1 - backlog.used_share, tier.floor, MIN_SHARE_LEFT)
+            share_left = max(1 - backlog.used_share, tier.min_share, MIN_SHARE_LEFT)
             self._add_to(backlog, states[name], tier, cost, output.margin)
             capacity = self._capacity(tier, output.batch_size, states[name], cost, backlog, share_left)
             capacity = self._with_whole_engine(capacity, tier, cost, status.decode_cost or cost, status.safety)

@@ -51,7 +51,8 @@ def form_batch(
     nothing). The computation takes time in proportion to the planned work, and not to the number of waiting requests.
     """
     draft = _Draft(view, budgets, table, now, barred, prefixes)
-    due_first = sorted(tiers, key=lambda t: not budgets.tiers[t.name].guaranteed)  # stable: else in order of priority
+    # The sort is stable, so that all others stay in order of priority.
+    due_first = sorted(tiers, key=lambda t: not budgets.tiers[t.name].min_share_due)
     for tier in due_first:
         budget = budgets.tiers[tier.name]
         # If the step holds no work yet, the tier runs as usual, so that the engine does not stand idle.
@@ -64,8 +65,8 @@ def form_batch(
         else:
             draft.add_decodes(tier.name, budget, budget.limit.total_s(draft.planned_s))
         draft.add_prefills(tier, budget)
-        if budget.guaranteed:
-            draft.note_guaranteed()
+        if budget.min_share_due:
+            draft.note_min_share()
     return draft.plan(step_id)
 
 
@@ -90,7 +91,7 @@ class _Draft:
         self._prefill_blocks: set[int] = set()  # digests of the prompts' blocks that bulk prefills of this step compute
         self._blocks = BlockBudget(view, budgets.cost, table.reserved(), table.any_resident)
         self._work_s = 0.0  # predicted time of all runs, without the step's fixed cost
-        self._guaranteed_s = 0.0  # the part of `_work_s` that serves min shares
+        self._min_share_s = 0.0  # the part of `_work_s` that serves min shares
         self._preempt: dict[str, PreemptionMode] = {}
         self._resume: list[str] = []
         self._start: list[NewSequence] = []
@@ -125,9 +126,9 @@ class _Draft:
             run=tuple(Run(seq_id, n) for seq_id, n in self._run.items()),
         )
 
-    def note_guaranteed(self) -> None:
+    def note_min_share(self) -> None:
         """Record that all work added so far serves min shares."""
-        self._guaranteed_s = self._work_s
+        self._min_share_s = self._work_s
 
     def pause(self, tier: str) -> None:
         """Pause the tier's sequences that ran in the last step. Its other sequences keep their status."""
@@ -161,7 +162,7 @@ class _Draft:
             if self._run and self._step_s(seconds) > limit_s:
                 break
             if self._get_blocks(state, 1, 0):
-                self._take(state, 1, seconds)
+                self._add_run(state, 1, seconds)
                 slots -= 1
             else:
                 self._lacks_blocks = True
@@ -175,7 +176,7 @@ class _Draft:
         but prompts that are too long for the SLO in any case count as late. So one huge prompt neither makes all other
         requests late nor waits for ever.
         """
-        limit_s = budget.limit.prefills_s(self.planned_s, 0.0 if budget.guaranteed else self._guaranteed_s)
+        limit_s = budget.limit.prefills_s(self.planned_s, 0.0 if budget.min_share_due else self._min_share_s)
         pending = self._pending(tier, budget)
         if not tier.is_interactive:
             self._fill(tier.name, pending, budget, limit_s, in_order=True)
@@ -268,7 +269,7 @@ class _Draft:
             self._start.append(NewSequence(*new, state.tier.priority, state.compiled_grammar, output))
         if self._prefixes is not None and not state.tier.is_interactive:
             self._prefill_blocks.update(self._prefixes.after(state, num_tokens))
-        self._take(state, num_tokens, self._cost.run(num_tokens, context))
+        self._add_run(state, num_tokens, self._cost.run(num_tokens, context))
         return True
 
     def _chunk(self, wanted: int, context: int, limit_s: float) -> int:
@@ -279,7 +280,7 @@ class _Draft:
         left_s = limit_s - self._blocks.swap_s - self._cost.step_s - self._work_s
         return largest_chunk(wanted, context, left_s, self._cost) or (0 if self._run else min(wanted, MIN_CHUNK))
 
-    def _take(self, state: RequestState, num_tokens: int, seconds: float) -> None:
+    def _add_run(self, state: RequestState, num_tokens: int, seconds: float) -> None:
         tier = state.tier.name
         if state.status in (Status.PAUSED, Status.SWAPPED, Status.PREEMPTED):
             self._resume.append(state.id)
@@ -295,7 +296,7 @@ class _Draft:
 
         Return False and change nothing if there are not enough blocks.
         """
-        preempted = self._blocks.take(state, num_tokens, self._preemptible, reserve_blocks)
+        preempted = self._blocks.allocate(state, num_tokens, self._preemptible, reserve_blocks)
         if preempted is None:
             return False
         for victim, mode in preempted:

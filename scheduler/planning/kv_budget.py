@@ -49,7 +49,7 @@ class BlockBudget:
         self._any_resident = any_resident
         self.swap_s = 0.0  # time in seconds that the plan's copies of blocks take
 
-    def take(
+    def allocate(
         self,
         state: RequestState,
         num_tokens: int,

@@ -61,10 +61,10 @@ class TokenBucket:
         """Raise the level by `MAX_WASTED_SHARE` of `bulk_s`, the seconds that bulk ran."""
         self._level_s = min(BUCKET_S, self._level_s + MAX_WASTED_SHARE * bulk_s)
 
-    def can_take(self, wasted_s: float) -> bool:
+    def can_spend(self, wasted_s: float) -> bool:
         return self._level_s >= wasted_s
 
-    def take(self, wasted_s: float) -> None:
+    def spend(self, wasted_s: float) -> None:
         """Record a step from which sequences were evicted, and lower the level by `wasted_s` seconds of lost work."""
         self._level_s -= wasted_s
         self.num_evictions += 1

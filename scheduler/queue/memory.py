@@ -234,7 +234,7 @@ class MemoryQueue:
         return await self._wakeups.wait(timeout_s)
 
     def cancelled(self) -> list[str]:
-        return self._wakeups.take_cancelled()
+        return self._wakeups.pop_cancelled()
 
     async def close(self) -> None:
         if self._wakeups in self._shared.listeners:

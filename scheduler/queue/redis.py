@@ -139,7 +139,7 @@ class RedisQueue:
         return await self._wakeups.wait(timeout_s)
 
     def cancelled(self) -> list[str]:
-        return self._wakeups.take_cancelled()
+        return self._wakeups.pop_cancelled()
 
     async def close(self) -> None:
         """End the listener. The client stays open, because the caller owns it."""

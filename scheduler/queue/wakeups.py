@@ -24,7 +24,7 @@ class Wakeups:
         self._cancelled.append(request_id)
         self._happened.set()
 
-    def take_cancelled(self) -> list[str]:
+    def pop_cancelled(self) -> list[str]:
         taken, self._cancelled = self._cancelled, []
         return taken
 

@@ -2,7 +2,7 @@
 
 A change has two steps. First a document is proposed, and every live part (a gateway or worker process) votes on it. If
 no part objects, the document is put in force, and every part applies it. Knows documents, votes and timeouts; does not
-know where a change comes from, or how its outcome is shown.
+know where a change comes from, or how its result is shown.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ class Late:
     in_force: bool
 
 
-Outcome = Applied | Refused | Late
+ChangeResult = Applied | Refused | Late
 Depths = Callable[[Sequence[str]], Awaitable[Mapping[str, int]]]
 
 
@@ -71,12 +71,12 @@ class TierChanges:
         """Return the reports of all live gateways and workers, sorted by name."""
         return await self._store.followers()
 
-    async def reload(self) -> Outcome:
+    async def reload(self) -> ChangeResult:
         """Read the tiers file again and put its tiers in force, as `change` does."""
         return await _logged(self._reload())
 
-    async def change(self, content: object, source: str) -> Outcome:
-        """Put `content` in force on every part, and log the outcome.
+    async def change(self, content: object, source: str) -> ChangeResult:
+        """Put `content` in force on every part, and log the result.
 
         Raises `TierConfigError` if `content` is not the content of a valid tiers file. Errors of the store's client are
         raised too.
@@ -84,7 +84,7 @@ class TierChanges:
         return await _logged(self._parse(content, source))
 
     async def reload_on_signal(self) -> None:
-        """Reload the tiers file as `reload` does, but only log the outcome and the errors."""
+        """Reload the tiers file as `reload` does, but only log the result and the errors."""
         try:
             await self.reload()
         except TierConfigError:
@@ -92,14 +92,14 @@ class TierChanges:
         except RedisError as error:
             log.error("the store does not answer; the old tiers stay in force", error=str(error))
 
-    async def _reload(self) -> Outcome:
+    async def _reload(self) -> ChangeResult:
         tiers = await asyncio.to_thread(load_tiers, self._path)
         return await self._change(tiers, str(self._path))
 
-    async def _parse(self, content: object, source: str) -> Outcome:
+    async def _parse(self, content: object, source: str) -> ChangeResult:
         return await self._change(parse_tiers(content, source), source)
 
-    async def _change(self, tiers: TierSet, source: str) -> Outcome:
+    async def _change(self, tiers: TierSet, source: str) -> ChangeResult:
         until_s = self._clock.now() + TIMEOUT_S
         document = await self._propose_alone(tiers, source, until_s)
         if not isinstance(document, TierDocument):
@@ -110,16 +110,16 @@ class TierChanges:
             return stopped
         # A request may have been put into the queue of a removed tier just before the change. It would never be served.
         # In this case, all parts go back to the old tiers.
-        outcome = await self._applied(document.generation, self._clock.now() + TIMEOUT_S, changed=True)
-        if isinstance(outcome, Applied) and (reason := await self._reason_to_keep(before.tiers, tiers)):
+        result = await self._applied(document.generation, self._clock.now() + TIMEOUT_S, changed=True)
+        if isinstance(result, Applied) and (reason := await self._reason_to_keep(before.tiers, tiers)):
             await self._change(before.tiers, before.source)
             return Refused(reason)
-        return outcome
+        return result
 
-    async def _propose_alone(self, tiers: TierSet, source: str, until_s: float) -> TierDocument | Outcome:
+    async def _propose_alone(self, tiers: TierSet, source: str, until_s: float) -> TierDocument | ChangeResult:
         """Propose `tiers` as soon as no other change is in progress, and return the proposed document.
 
-        Return an outcome instead if `tiers` are in force already, or if the other change is still in progress at
+        Return an result instead if `tiers` are in force already, or if the other change is still in progress at
         `until_s`.
         """
         while True:
@@ -132,10 +132,10 @@ class TierChanges:
                 return document
             await self._clock.sleep(POLL_S)
 
-    async def _vote(self, tiers: TierSet, document: TierDocument, until_s: float) -> Outcome | None:
+    async def _vote(self, tiers: TierSet, document: TierDocument, until_s: float) -> ChangeResult | None:
         """Let all parts vote on `document`, and put it in force or withdraw it.
 
-        Return None if `document` is in force, else the outcome.
+        Return None if `document` is in force, else the result.
         """
         is_in_force = False
         try:
@@ -183,7 +183,7 @@ class TierChanges:
         tier = next((tier for tier, depth in depths.items() if depth), None)
         return f"The tier {tier!r} cannot be removed: {_requests(depths[tier])} in its queue." if tier else ""
 
-    async def _applied(self, generation: int, until_s: float, *, changed: bool) -> Outcome:
+    async def _applied(self, generation: int, until_s: float, *, changed: bool) -> ChangeResult:
         missing = await self._until_all(lambda f: f.generation >= generation, until_s)
         if missing:
             return Late(missing, in_force=True)
@@ -207,18 +207,18 @@ def _requests(count: int) -> str:
     return "1 request waits" if count == 1 else f"{count} requests wait"
 
 
-async def _logged(change: Coroutine[Any, Any, Outcome]) -> Outcome:
+async def _logged(change: Coroutine[Any, Any, ChangeResult]) -> ChangeResult:
     try:
-        outcome = await change
+        result = await change
     except TierConfigError as error:
         log.error("the tiers are refused; the old ones stay in force", reason=str(error))
         raise
-    _log_outcome(outcome)
-    return outcome
+    _log_result(result)
+    return result
 
 
-def _log_outcome(outcome: Outcome) -> None:
-    match outcome:
+def _log_result(result: ChangeResult) -> None:
+    match result:
         case Applied(in_force, parts, changed):
             event = "the tiers are in force everywhere" if changed else "the tiers are in force already"
             log.info(event, generation=in_force.generation, source=in_force.source, parts=list(parts))

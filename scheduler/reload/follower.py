@@ -2,7 +2,7 @@
 
 A part (a gateway or worker process) that starts while other parts run takes the tiers that are in force. The first part
 puts its own file in force. So a change made at run time lasts as long as any part runs. When all parts have ended, the
-next start uses the file again. Knows documents and votes; the `Subject` uses the tiers, and `coordinator` makes
+next start uses the file again. Knows documents and votes; the `TierConsumer` uses the tiers, and `coordinator` makes
 changes.
 """
 
@@ -27,7 +27,7 @@ JOIN_S = 5.0  # seconds to wait for the end of a change in progress before this 
 POLL_S = 0.01  # seconds between two attempts to join
 
 
-class Subject(Protocol):
+class TierConsumer(Protocol):
     """The component that uses the tiers in this process."""
 
     def objection(self, tiers: TierSet) -> str:
@@ -55,10 +55,12 @@ class TierFollower:
     Use it as `async with`: it follows the store inside the block.
     """
 
-    def __init__(self, store: TierStore, subject: Subject, part: str, tiers: TierSet, path: Path, clock: Clock) -> None:
-        """`part` names this process in the store. `tiers` were read from `path`, and `subject` already uses them."""
+    def __init__(
+        self, store: TierStore, consumer: TierConsumer, part: str, tiers: TierSet, path: Path, clock: Clock
+    ) -> None:
+        """`part` names this process in the store. `tiers` were read from `path`, and `consumer` already uses them."""
         self._store = store
-        self._subject = subject
+        self._consumer = consumer
         self._clock = clock
         self.part = part
         self.in_force = InForce(tiers, 0, str(path), clock.wall_ms())
@@ -105,7 +107,7 @@ class TierFollower:
                 self._has_joined = True
             reading = await self._store.read()
             if reading.in_force is not None and reading.in_force.generation != self.in_force.generation:
-                self._take(reading.in_force)
+                self._adopt(reading.in_force)
             if reading.proposed is not None and reading.proposed.generation != self._vote[0]:
                 self._vote = (reading.proposed.generation, self._objection(reading.proposed))
             await self._store.report(Follower(self.part, self.in_force.generation, *self._vote))
@@ -135,7 +137,7 @@ class TierFollower:
                 await self._store.commit(document)
                 return
 
-    def _take(self, document: TierDocument) -> None:
+    def _adopt(self, document: TierDocument) -> None:
         """Use `document`. If this is not possible, log why.
 
         The other parts may have agreed to the document while this process could not reach the store.
@@ -146,12 +148,12 @@ class TierFollower:
             return
         tiers = parse_tiers(document.content, document.source)
         if tiers != self.in_force.tiers:
-            self._subject.reconfigure(tiers)
+            self._consumer.reconfigure(tiers)
             log.info("the tiers have changed", generation=document.generation, source=document.source)
         self.in_force = InForce(tiers, document.generation, document.source, document.set_ms)
 
     def _objection(self, document: TierDocument) -> str:
         try:
-            return self._subject.objection(parse_tiers(document.content, document.source))
+            return self._consumer.objection(parse_tiers(document.content, document.source))
         except TierConfigError as error:  # a part that runs another version of this program accepted it
             return str(error)

@@ -47,8 +47,8 @@ from gateway.keys.usage import UsageMeter
 from gateway.responses.service import ResponseService
 from gateway.responses.store import ResponseStore
 from gateway.state import Gateway, GatewayTiers, TracingMiddleware
-from gateway.tasks.endings import Endings
 from gateway.tasks.service import TaskService
+from gateway.tasks.task_ends import TaskEnds
 from gateway.webhooks.service import WebhookService
 from scheduler.client.client import SchedulerClient
 from scheduler.client.held_logprobs import MAX_LOGPROBS
@@ -327,7 +327,9 @@ async def running_stand(
         batches=files and redis and BatchService(redis, files, offline, tiers, names, clock, tracer=batch_tracer),
         dead_letters=dead_letters,
         tasks=tasks
-        and TaskService(TaskQueue(tasks, clock, max_bytes=task_bytes), Endings(tasks), client, clock, 3600.0, 86_400.0),
+        and TaskService(
+            TaskQueue(tasks, clock, max_bytes=task_bytes), TaskEnds(tasks), client, clock, 3600.0, 86_400.0
+        ),
         idempotency=IdempotencyStore(redis or tasks, clock) if redis or tasks else None,
         max_body_bytes=max_body_bytes,
         allowed_origins=AllowedOrigins(allowed_origins),

@@ -125,7 +125,7 @@ def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
 
 def keys_of(model: type[BaseModel]) -> set[str]:
     """All keys that a file may have, at any depth; not the names of tiers."""
-    keys = set(model.model_fields) - {"name"}
+    keys = {field.alias or name for name, field in model.model_fields.items()} - {"name"}
     kinds = {kind for field in model.model_fields.values() for kind in _models_in(field.annotation)}
     return keys.union(*(keys_of(kind) for kind in kinds))
 

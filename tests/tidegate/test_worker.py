@@ -34,7 +34,7 @@ from tests.scheduler.world import run_bounded
 from tidegate import worker
 from tidegate.settings import WorkerSettings
 from tidegate.supervisor import EX_CONFIG
-from tidegate.worker import GIVE_UP_S, LONGEST_PAUSE_S, SETTLED_S, Ending, keep_serving, run_worker
+from tidegate.worker import GIVE_UP_S, LONGEST_PAUSE_S, SETTLED_S, LoopRunner, keep_serving, run_worker
 
 DRAIN_S = 5.0
 
@@ -90,7 +90,7 @@ class Rig:
         self.events, self.registry = MemoryEventChannel(), MemoryWorkerRegistry(self.clock)
         self.metrics = SchedulerMetrics(CollectorRegistry(), tiers)
         self.client = SchedulerClient(self.queue, self.events, self.registry, tiers, self.clock, "gateway")
-        self.ending = Ending(DRAIN_S)
+        self.runner = LoopRunner(DRAIN_S)
         self.loops = 0
 
     def build(self) -> SchedulerLoop:
@@ -108,7 +108,7 @@ class Rig:
         )
 
     async def serve(self) -> None:
-        await keep_serving(self.build, self.ending, self.clock)
+        await keep_serving(self.build, self.runner, self.clock)
 
     async def submit(self, request: Request) -> TokenStream:
         outcome = await self.client.submit([request])
@@ -152,7 +152,7 @@ def test_the_engine_outlives_an_outage_of_the_store_and_every_answer_is_complete
         rig.store.is_away = False
         assert await asyncio.gather(*answers) == [expected_tokens(r) for r in requests]
         assert rig.loops > 1
-        rig.ending()
+        rig.runner.end()
         await serving
         assert rig.engine.num_used_blocks == 0, "dropped sequences are gone from the engine"
         assert rig.core.counts == {"accepted": 12, "finished": 6, "released": 6}
@@ -223,7 +223,7 @@ def test_a_signal_during_an_outage_ends_the_worker_at_once() -> None:
     async def story(rig: Rig, serving: "asyncio.Task[None]") -> None:
         rig.store.is_away = True
         await rig.clock.sleep(20.0)
-        rig.ending()
+        rig.runner.end()
         async with asyncio.timeout(0.1):
             await serving
 
@@ -234,10 +234,10 @@ def test_a_signal_drains_and_a_second_one_stops() -> None:
     async def story(rig: Rig, serving: "asyncio.Task[None]") -> None:
         generation = await rig.submit(make_request("r", "bulk", max_tokens=400, arrival_ms=rig.clock.wall_ms()))
         await rig.clock.sleep(0.2)
-        rig.ending()
+        rig.runner.end()
         await rig.clock.sleep(0.2)
         assert not serving.done(), "running requests may end"
-        rig.ending()
+        rig.runner.end()
         async with asyncio.timeout(0.2):
             await serving
         assert await rig.queue.depths(["bulk"]) == {"bulk": 1}
@@ -253,7 +253,7 @@ def test_requests_that_outlive_the_drain_go_back_to_the_queue() -> None:
         for request in requests:
             await rig.submit(request)
         await rig.clock.sleep(0.1)
-        rig.ending()
+        rig.runner.end()
         async with asyncio.timeout(DRAIN_S + 0.5):
             await serving
         assert await rig.queue.depths(["bulk"]) == {"bulk": 10}

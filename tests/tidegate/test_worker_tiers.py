@@ -22,11 +22,11 @@ class Administered:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.subject = WorkerTiers(world.core, world.metrics)
+        self.consumer = WorkerTiers(world.core, world.metrics)
 
     def change(self, tiers: TierSet) -> None:
-        assert self.subject.objection(tiers) == ""
-        self.subject.reconfigure(tiers)
+        assert self.consumer.objection(tiers) == ""
+        self.consumer.reconfigure(tiers)
         self._world.client.reconfigure(tiers)
         self._world.tiers = tiers
 
@@ -56,10 +56,10 @@ def test_a_tier_can_be_removed_only_after_its_last_request_has_ended() -> None:
         admin = Administered(world)
         answer = asyncio.create_task(world.ask("b", "bulk", max_tokens=40))
         await world.clock.sleep(0.1)
-        assert "'bulk' cannot be removed: requests of it are under way here (1)" in admin.subject.objection(
+        assert "'bulk' cannot be removed: requests of it are under way here (1)" in admin.consumer.objection(
             without("bulk")
         )
-        assert admin.subject.objection(without("batch")) == ""
+        assert admin.consumer.objection(without("batch")) == ""
         await answer
         admin.change(without("bulk", eco={"priority": 5}))
         eco = await world.ask("e", "eco", max_tokens=4)

@@ -1,7 +1,7 @@
 """The loop of a worker with a static endpoint: look at the queue, claim a batch, call, write its results.
 
 It has no steps and no tokens as `scheduler.worker` has, only calls. Makes no decisions: `policy` says when to call and
-for whom, `outcome` what a result means. Tasks are claimed at the start of a call and not before, so an interactive task
+for whom, `settled` what a result means. Tasks are claimed at the start of a call and not before, so an interactive task
 that comes while a batch is waiting is in it, and bulk gets what is left.
 """
 
@@ -16,11 +16,12 @@ from redis.backoff import ExponentialBackoff
 
 from engine.static.interface import CallFailed, Endpoint, Unreachable
 from scheduler.clock import Clock
-from scheduler.drivers.calls import outcome
+from scheduler.drivers.calls import settled
 from scheduler.drivers.calls.busy_spells import BusySpells, Verdict
 from scheduler.drivers.calls.heartbeat import TaskHeartbeat
 from scheduler.drivers.calls.metrics import TaskMetrics
 from scheduler.drivers.calls.policy import BatchPolicy, CallPlan, LaneWait, Wait, without
+from scheduler.drivers.calls.settled import SettledTask
 from scheduler.drivers.calls.tracing import CallTrace, TaskTracer
 from scheduler.request import Lease
 from scheduler.store.errors import STORE_AWAY
@@ -153,10 +154,10 @@ class BatchLoop:
         The latter may have been the cause. Return their number.
         """
         wall_ms = self._clock.wall_ms()
-        outcomes = [outcome.before_call(c, wall_ms) for c in self._held]
-        if aside := [o for o in outcomes if o is not None]:
+        before = [settled.before_call(c, wall_ms) for c in self._held]
+        if aside := [o for o in before if o is not None]:
             await self._apply(aside)
-            self._held = [c for c, o in zip(self._held, outcomes, strict=True) if o is None]
+            self._held = [c for c, o in zip(self._held, before, strict=True) if o is None]
         return len(aside)
 
     def _is_worth_it(self, num_planned: int) -> bool:
@@ -196,11 +197,11 @@ class BatchLoop:
                 self._metrics.record_call(claimed, self._policy.batch, self._clock.now() - begun_s, said)
             else:
                 self._record(plan, counts, left, begun_s, said)
-            outcomes = self._outcomes(plan, error)
-            if outcomes is None:
+            ended_or_retried = self._settle(plan, error)
+            if ended_or_retried is None:
                 await self._give_back(plan)
             else:
-                await self._apply(outcomes, trace)
+                await self._apply(ended_or_retried, trace)
                 self._held = []
             await self._pause(str(error), max(FIRST_PAUSE_S, error.retry_after_s) if error.is_busy else 0.0)
         else:
@@ -208,18 +209,18 @@ class BatchLoop:
             self._record(plan, counts, left, begun_s, "ok")
             self._num_failed = 0
             self._spells.note_served(plan.is_isolated)
-            await self._apply(outcome.of_results(claimed, results), trace)
+            await self._apply(settled.of_results(claimed, results), trace)
             self._held = []
 
-    def _outcomes(self, plan: CallPlan, error: CallFailed) -> list[outcome.Outcome] | None:
+    def _settle(self, plan: CallPlan, error: CallFailed) -> list[SettledTask] | None:
         """Return what becomes of the held tasks after a failed call. None: they go back to their places, uncounted."""
         if not error.is_busy:
-            return outcome.of_failure(self._held, error, self._policy.may_isolate)
+            return settled.of_failure(self._held, error, self._policy.may_isolate)
         match self._spells.judge(plan.is_isolated, len(self._held), error.excused_s, self._clock.now()):
             case Verdict.BLAME:
-                return outcome.of_blamed(self._held, error)
+                return settled.of_blamed(self._held, error)
             case Verdict.SET_APART if self._policy.may_isolate:
-                return outcome.set_apart(self._held, plan.is_isolated)
+                return settled.set_apart(self._held, plan.is_isolated)
         return None
 
     def _record(
@@ -230,13 +231,13 @@ class BatchLoop:
         self._policy.end_call(plan, slots, left, took_s, now)
         self._metrics.record_call(self._held, self._policy.batch, took_s, said)
 
-    async def _apply(self, outcomes: Sequence[outcome.Outcome], trace: CallTrace | None = None) -> None:
+    async def _apply(self, tasks: Sequence[SettledTask], trace: CallTrace | None = None) -> None:
         """Write the ends of tasks, and give the others back for another try. `trace` is that of their call.
 
         While the store is away, it is tried again: without these writes, the endpoint would compute the tasks again.
         """
-        ended = [o for o in outcomes if isinstance(o, EndedTask)]
-        retried = [o for o in outcomes if isinstance(o, RetriedTask)]
+        ended = [t for t in tasks if isinstance(t, EndedTask)]
+        retried = [t for t in tasks if isinstance(t, RetriedTask)]
         are_written = await _until_written(lambda: self._queue.end(ended))
         await _until_written(lambda: self._queue.retry(retried))
         wall_ms = self._clock.wall_ms()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from engine.step_time.ewma import Ewma
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier, TierSet
-from scheduler.control.min_share import DeficitCounter
+from scheduler.control.min_share import MinShares
 from scheduler.control.windows import ArrivalRate
 from scheduler.drivers.calls.lanes import group_size, isolated_lanes, tier_of
 
@@ -65,13 +65,13 @@ class BatchPolicy:
         self._calls_since_isolated = 0
         self._num_isolated = 0
         self.waiting_tiers: frozenset[str] = frozenset()  # tiers with waiting tasks at the last look
-        self._deficits = DeficitCounter(tiers.by_priority)
+        self._min_shares = MinShares(tiers.by_priority)
         self._tiers = tiers.by_priority
 
     def reconfigure(self, tiers: TierSet) -> None:
-        deficits = DeficitCounter(tiers.by_priority)
-        deficits.take_over(self._deficits)
-        self._deficits, self._tiers = deficits, tiers.by_priority
+        min_shares = MinShares(tiers.by_priority)
+        min_shares.inherit(self._min_shares)
+        self._min_shares, self._tiers = min_shares, tiers.by_priority
 
     @property
     def lanes(self) -> list[str]:
@@ -130,7 +130,7 @@ class BatchPolicy:
         self._free_since_s = now
         self.note_turn(plan)
         used_s = {tier: took_s * count / self.batch for tier, count in slots.items()}
-        self._deficits.add_step(took_s, used_s, [t.name for t in self._tiers if t.name in wanting])
+        self._min_shares.add_step(took_s, used_s, [t.name for t in self._tiers if t.name in wanting])
 
     def note_turn(self, plan: CallPlan) -> None:
         """Take note of whose turn a call was. Enough for one that found the endpoint busy: its time tells nothing."""
@@ -163,7 +163,7 @@ class BatchPolicy:
         """Return the slots of each tier: first what min shares guarantee, the rest by priority."""
         limits, left = dict[str, int](), self.batch
         for tier, count in counts.items():  # after a very long call, the guarantees together exceed a batch
-            limits[tier.name] = min(count, self._guaranteed_slots(tier), left)
+            limits[tier.name] = min(count, self._min_share_slots(tier), left)
             left -= limits[tier.name]
         for tier, count in counts.items():
             more = min(left, count - limits[tier.name])
@@ -171,8 +171,8 @@ class BatchPolicy:
             left -= more
         return limits
 
-    def _guaranteed_slots(self, tier: Tier) -> int:
-        return math.floor(self._deficits.deficit_s(tier.name) / self.call_s * self.batch) if self.call_s else 0
+    def _min_share_slots(self, tier: Tier) -> int:
+        return math.floor(self._min_shares.due_s(tier.name) / self.call_s * self.batch) if self.call_s else 0
 
 
 def without(waiting: Mapping[str, LaneWait], counts: Mapping[str, int]) -> dict[str, LaneWait]:

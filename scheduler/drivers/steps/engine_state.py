@@ -89,7 +89,7 @@ class EngineState:
         """The ids of the sequences that the next plan must abort."""
         return self._abandoned.keys()
 
-    def take_aborts(self) -> tuple[str, ...]:
+    def pop_aborts(self) -> tuple[str, ...]:
         """Return the ids of the sequences to abort, and clear the list. The caller puts them into a plan."""
         aborts = tuple(sorted(self._abandoned))
         self._abandoned.clear()

@@ -52,7 +52,7 @@ class Planner:
         self._isolation = isolation
         self._prefixes = PromptPrefixes(engine)
         self._next_step_id = 0
-        self._guaranteed: frozenset[str] = frozenset()  # tiers whose min share the newest plan serves
+        self._min_shares_served: frozenset[str] = frozenset()  # tiers whose min share the newest plan serves
         self.idle_until_s = NEVER_S  # if the newest plan was empty: the time at which the first batching delay ends
         self.preemptions: Counter[tuple[str, str]] = Counter()  # number of preemptions, by (tier, mode)
         self.recomputed_tokens: Counter[str] = Counter()  # number of tokens whose KV was lost, by tier
@@ -67,10 +67,10 @@ class Planner:
         """Return the plan of the next step. The plan is empty if no sequence can run now."""
         budgets = self._budgets(now)
         plan = self._form(tiers, budgets, now)
-        plan = replace(plan, abort=self._engine_state.take_aborts())
+        plan = replace(plan, abort=self._engine_state.pop_aborts())
         self.idle_until_s = idle_until_s(tiers, self._table, budgets, now) if plan.is_empty else NEVER_S
         if not plan.is_empty:
-            self._guaranteed = frozenset(name for name, budget in budgets.tiers.items() if budget.guaranteed)
+            self._min_shares_served = frozenset(name for name, budget in budgets.tiers.items() if budget.min_share_due)
             self._isolation.note_plan(plan)
             self._enter(plan, now)
         return plan
@@ -153,7 +153,7 @@ class Planner:
         states = self._table.states
         self._next_step_id += 1
         self._engine_state.enter(plan, states)
-        self._running.begin(plan, states, self._cost(), now, self._guaranteed)
+        self._running.begin(plan, states, self._cost(), now, self._min_shares_served)
         for preempt in plan.preempt:
             states[preempt.seq_id].stop(now, preempt.mode.value)
             self._preempt(states[preempt.seq_id], preempt.mode)

@@ -159,7 +159,7 @@ class RunningStep:
         if step.timing.kept_s and step_eviction is not StepEviction.ROWS:
             return ()
         tradeoff = weigh_eviction(step.timing, now, self._num_layers)
-        if not tradeoff.pays or not self.waste_budget.can_take(tradeoff.wasted_s):
+        if not tradeoff.pays or not self.waste_budget.can_spend(tradeoff.wasted_s):
             return ()
         step.is_eviction_requested, step.wasted_s = True, tradeoff.wasted_s
         return [evictable.seq_id for evictable in step.evictable]
@@ -175,7 +175,7 @@ class RunningStep:
         used_s = step.used_s(result.elapsed_s, bool(result.evicted))
         step.charge(used_s)
         if result.evicted:
-            self.waste_budget.take(min(step.wasted_s, result.elapsed_s))
+            self.waste_budget.spend(min(step.wasted_s, result.elapsed_s))
         else:
             self.waste_budget.refill(sum(used_s[tier] for tier in {e.tier for e in step.evictable}))
         self.bulk_total_s += result.elapsed_s - sum(used_s.get(tier, 0.0) for tier in step.interactive)

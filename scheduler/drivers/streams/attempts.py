@@ -43,7 +43,7 @@ class Attempts:
             if is_counted and state.id in self._counts:
                 self.count(state, reason)
 
-    def take_given_up(self) -> list[tuple[RequestState, str]]:
+    def pop_given_up(self) -> list[tuple[RequestState, str]]:
         """Return the requests that are given up, each with its reason, and forget them."""
         given_up, self._given_up = self._given_up, []
         return given_up

@@ -211,7 +211,7 @@ class StreamCore:
         refused, self._refused = self._refused, []
         for state, reason, code in refused:
             self._outputs.fail(state, reason, now, report, code=code)
-        for state, reason in self._retries.take_given_up():
+        for state, reason in self._retries.pop_given_up():
             if self._table.states.get(state.id) is state:
                 if state.id in self._streams:
                     self._streams.note_hang_up(state.id)
@@ -266,7 +266,7 @@ class StreamCore:
         for state in decisions.hang_up:
             self._hang_up(state, now)
         opened = [self._streams.open(s, now) for s in decisions.start if not self._streams.is_hung_up(s.id)]
-        return opened, self._streams.take_hung_up()
+        return opened, self._streams.pop_hung_up()
 
     def _is_held_back(self, now: float) -> bool:
         return self.server.is_in_doubt or self.limit.is_paused(now)
@@ -292,7 +292,7 @@ class StreamCore:
         return state.can_continue and self._streams.can_continue(state)
 
     def _hang_up(self, state: RequestState, now: float) -> None:
-        self.recompute.take(state.num_tokens)
+        self.recompute.spend(state.num_tokens)
         self._recomputed[state.tier.name] += state.num_tokens
         self._preemptions[state.tier.name, "recompute"] += 1
         self._streams.interrupt(state, now)

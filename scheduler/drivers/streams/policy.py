@@ -63,7 +63,7 @@ def decide(view: View, now: float) -> Decisions:
             draft.start_interactive(tier)
     hang_up = draft.victims()
     if not hang_up:  # what is hung up now must not come back in the same moment
-        for tier in sorted(view.tiers, key=lambda t: not view.budgets.tiers[t.name].guaranteed):
+        for tier in sorted(view.tiers, key=lambda t: not view.budgets.tiers[t.name].min_share_due):
             if not tier.is_interactive:
                 draft.start_bulk(tier)
     return Decisions(tuple(draft.started), tuple(hang_up))
@@ -207,7 +207,7 @@ class _Draft:
             return False
         if not self._has_traffic:
             return True
-        if budget.decodes_only and not budget.guaranteed:
+        if budget.decodes_only and not budget.min_share_due:
             return False
         has_bulk = any(self._num_of[t.name] for t in self._view.tiers if not t.is_interactive)
         return not has_bulk or self._cost.step(self._streams_s + self._cost.decode(state.num_tokens)) <= self._window_s

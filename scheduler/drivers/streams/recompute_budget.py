@@ -17,6 +17,6 @@ class RecomputeBudget:
         self.num_computed += num_computed
         self.num_tokens = min(MAX_TOKENS, self.num_tokens + RECOMPUTE_SHARE * num_computed)
 
-    def take(self, num_tokens: int) -> None:
+    def spend(self, num_tokens: int) -> None:
         self.num_tokens -= num_tokens
         self.num_recomputed += num_tokens

@@ -44,9 +44,9 @@ class Retries:
         """Return the number of the requests that are not sent now, by tier."""
         return self._busy.num_waiting(now)
 
-    def take_given_up(self) -> list[tuple[RequestState, str]]:
+    def pop_given_up(self) -> list[tuple[RequestState, str]]:
         """Return the requests that are not sent again, each with the reason for the user, and forget them."""
-        return self._attempts.take_given_up()
+        return self._attempts.pop_given_up()
 
     # -- what streams bring ------------------------------------------------------------------------------------
 

@@ -110,7 +110,7 @@ class StreamTable:
     def is_hung_up(self, request_id: str) -> bool:
         return request_id in self._hung_up
 
-    def take_hung_up(self) -> list[str]:
+    def pop_hung_up(self) -> list[str]:
         """Return the ids whose streams the driver must hang up, each once."""
         hung_up, self._hung_up = self._hung_up, []
         return hung_up

@@ -116,7 +116,7 @@ async def test_a_client_that_hangs_up_ends_its_wait(stand: Stand) -> None:
         await get(stand, created["id"], wait_s=60, timeout=httpx.Timeout(30, read=0.1))
     tasks = stand.gateway.tasks
     assert tasks is not None
-    await until(lambda: not tasks._endings._watched)
+    await until(lambda: not tasks._ends._watched)
 
 
 async def test_a_dead_letter_says_why_and_can_be_retried(stand: Stand, worker: BatchLoop) -> None:

@@ -119,12 +119,12 @@ def test_take_returns_all_waiting_events_at_once() -> None:
         async with await stage.submit(make_request("r")) as stream:
             await stage.tell(tokens(0, 5), tokens(1, 6))
             await stage.clock.sleep(0.1)
-            assert await stream.take(0.0) == [tokens(0, 5), tokens(1, 6)]
-            assert await stream.take(0.0) == []
+            assert await stream.receive(0.0) == [tokens(0, 5), tokens(1, 6)]
+            assert await stream.receive(0.0) == []
             await stage.tell(finished(2, 7))
-            assert await stream.take() == [finished(2, 7)]
+            assert await stream.receive() == [finished(2, 7)]
             with pytest.raises(EOFError):
-                await stream.take()
+                await stream.receive()
 
     play(story)
 
@@ -133,7 +133,7 @@ def test_take_waits_no_longer_than_its_timeout() -> None:
     async def story(stage: Stage) -> None:
         async with await stage.submit(make_request("r")) as stream:
             before_s = stage.clock.now()
-            assert await stream.take(2.0) == []
+            assert await stream.receive(2.0) == []
             assert stage.clock.now() - before_s == pytest.approx(2.0)
         assert await stage.depth() == 0, "leaving the block early cancels the request"
 
@@ -187,7 +187,7 @@ def test_an_answer_with_more_log_probabilities_than_fit_fails_and_its_work_is_ca
         async with await stage.submit(make_request("r"), make_request("s")) as stream:
             await stage.queue.for_worker("w").claim({"realtime": 2}, 10.0)
             await stage.tell(scored(0, 12), scored(0, 8, "s"))
-            assert await stream.take() == [scored(0, 12), scored(0, 8, "s")]
+            assert await stream.receive() == [scored(0, 12), scored(0, 8, "s")]
             await stage.tell(scored(12, 1), scored(13, 1), scored(8, 1, "s"))
             [event] = [event async for event in stream]
         assert (event.request_id, event.index) == ("r", 12)
@@ -201,13 +201,13 @@ def test_an_answer_for_which_others_leave_no_room_is_told_to_come_again() -> Non
     async def story(stage: Stage) -> None:
         async with await stage.submit(make_request("large")), await stage.submit(make_request("small")) as small:
             await stage.tell(scored(0, 20, "large"), scored(0, 6, "small"))
-            assert await small.take() == [scored(0, 6, "small")]
+            assert await small.receive() == [scored(0, 6, "small")]
             await stage.tell(scored(6, 1, "small"))
-            [refused] = await small.take()
+            [refused] = await small.receive()
             assert (refused.kind, refused.code) == (EventKind.UNAVAILABLE, "")
             async with await stage.submit(make_request("next")) as after:  # what was refused has made room at once
                 await stage.tell(scored(0, 6, "next"))
-                assert await after.take() == [scored(0, 6, "next")]
+                assert await after.receive() == [scored(0, 6, "next")]
 
     play(story)
 
@@ -217,16 +217,16 @@ def test_what_was_sent_to_the_client_or_ended_takes_no_room() -> None:
         async with await stage.submit(make_request("r")) as stream:
             for index in range(0, 105, 15):
                 await stage.tell(scored(index, 10))
-                assert await stream.take() == [scored(index, 10)]
+                assert await stream.receive() == [scored(index, 10)]
                 await stage.tell(scored(index + 10, 5))  # these are still here when the others are forgotten
                 await stage.clock.sleep(0.1)
-                stream.forget_taken()
-                assert await stream.take() == [scored(index + 10, 5)]
+                stream.forget_received()
+                assert await stream.receive() == [scored(index + 10, 5)]
             await stage.tell(finished(105))
         for name in ("a", "b", "c"):
             async with await stage.submit(make_request(name)) as stream:
                 await stage.tell(scored(0, 20, name))
-                assert await stream.take() == [scored(0, 20, name)]
+                assert await stream.receive() == [scored(0, 20, name)]
 
     play(story)
 

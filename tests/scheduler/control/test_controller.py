@@ -23,18 +23,18 @@ def test_a_starved_tier_is_guaranteed_its_min_share_and_is_then_not_paused() -> 
     states = [make_state("rt"), make_decode("b")]
     for _ in range(30):
         controller.observe_step(0.1, 0.1, {"realtime": 0.1}, ["realtime", *BULK], 0.0, 0.0)
-    assert budgets_of(controller, states)["bulk"].guaranteed
+    assert budgets_of(controller, states)["bulk"].min_share_due
     assert not budgets_of(controller, states)["bulk"].decodes_only
     assert budgets_of(controller, states)["batch"].decodes_only, "without a min share there is no deficit"
     controller.observe_step(0.1, 0.1, {"bulk": 0.1}, ["realtime", "bulk"], 0.0, 0.0)
-    assert not budgets_of(controller, states)["bulk"].guaranteed, "the deficit is gone"
+    assert not budgets_of(controller, states)["bulk"].min_share_due, "the deficit is gone"
 
 
 def test_a_tier_without_work_is_guaranteed_nothing() -> None:
     controller = SLAController(make_tiers(bulk={"floor": 0.1}))
     for _ in range(1000):
         controller.observe_step(0.1, 0.1, {"realtime": 0.1}, ["realtime"], 0.0, 0.0)
-    assert not budgets_of(controller, [make_state("rt")])["bulk"].guaranteed
+    assert not budgets_of(controller, [make_state("rt")])["bulk"].min_share_due
 
 
 @pytest.mark.parametrize("slo", [{"ttft_p99_ms": 500}, {"ttft_p99_ms": 30_000}, {"itl_p99_ms": 100}])
@@ -44,7 +44,7 @@ def test_the_deficit_reaches_its_threshold_whatever_the_slo_and_no_long_burst_fo
     for _ in range(10_000):
         controller.observe_step(0.1, 0.1, {"realtime": 0.1}, ["realtime", "bulk"], 0.0, 0.0)
     burst_s = 0.0
-    while budgets_of(controller, states)["bulk"].guaranteed:
+    while budgets_of(controller, states)["bulk"].min_share_due:
         controller.observe_step(0.1, 0.1, {"bulk": 0.1}, ["realtime", "bulk"], 0.0, 0.0)
         burst_s += 0.1
     assert 0 < burst_s < 2, "after a quarter of an hour of flood"

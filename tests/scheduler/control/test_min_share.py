@@ -1,27 +1,27 @@
-"""The deficit counter: a tier gets its min share, and no long burst after a flood."""
+"""Min shares: a tier gets its min share, and no long burst after a flood."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.control.min_share import DeficitCounter
+from scheduler.control.min_share import MinShares
 from tests.scheduler.builders import make_tiers
 
 STEP_S = 0.03
 
 
-def make_counter(min_share: float = 0.05) -> DeficitCounter:
-    return DeficitCounter(make_tiers(bulk={"floor": min_share}).by_priority)
+def make_counter(min_share: float = 0.05) -> MinShares:
+    return MinShares(make_tiers(bulk={"floor": min_share}).by_priority)
 
 
 @given(st.lists(st.floats(0.001, 0.2), min_size=100, max_size=400), st.floats(0.01, 0.4))
 def test_a_tier_that_is_served_whenever_it_has_a_deficit_gets_its_share(steps: list[float], min_share: float) -> None:
     counter, used_s = make_counter(min_share), 0.0
     for elapsed_s in steps:
-        bulk_s = elapsed_s if counter.has_deficit("bulk", STEP_S) else 0.0
+        bulk_s = elapsed_s if counter.is_due("bulk", STEP_S) else 0.0
         counter.add_step(elapsed_s, {"bulk": bulk_s}, ["bulk"])
         used_s += bulk_s
-        assert counter.deficit_s("bulk") >= 0
+        assert counter.due_s("bulk") >= 0
     assert used_s >= min_share * sum(steps) - STEP_S - min_share * max(steps)
 
 
@@ -30,7 +30,7 @@ def test_a_long_flood_leaves_no_larger_deficit_than_a_short_one() -> None:
     for flood_s in (10.0, 100.0, 10_000.0):
         counter = make_counter()
         counter.add_step(flood_s, {}, ["bulk"])
-        deficits_s.append(counter.deficit_s("bulk"))
+        deficits_s.append(counter.due_s("bulk"))
     assert deficits_s[0] < deficits_s[1] == deficits_s[2] < 5
 
 
@@ -51,28 +51,28 @@ def test_urgency_gives_a_share_to_a_tier_without_a_min_share() -> None:
     counter = make_counter(0.0)
     counter.is_overload = True
     counter.add_step(10.0, {}, ["bulk"])
-    assert not counter.has_deficit("bulk", STEP_S)
+    assert not counter.is_due("bulk", STEP_S)
     counter.set_urgency("bulk", 1.0)
     counter.add_step(0.1, {}, ["bulk"])
-    assert counter.has_deficit("bulk", STEP_S)
+    assert counter.is_due("bulk", STEP_S)
 
 
 def test_no_deficit_is_worth_no_step_even_if_steps_cost_nothing() -> None:
     """Noise can make the predicted fixed cost of a step 0."""
     counter = make_counter()
-    assert not counter.has_deficit("bulk", 0.0)
+    assert not counter.is_due("bulk", 0.0)
     counter.add_step(0.1, {}, ["bulk"])
-    assert counter.has_deficit("bulk", 0.0)
+    assert counter.is_due("bulk", 0.0)
 
 
 def test_a_tier_without_work_has_no_deficit() -> None:
     counter = make_counter(0.1)
     counter.add_step(10.0, {}, ["realtime"])
-    assert counter.deficit_s("bulk") == 0
+    assert counter.due_s("bulk") == 0
 
 
 def test_deficits_survive_new_tiers() -> None:
     before, after = make_counter(0.1), make_counter(0.2)
     before.add_step(1.0, {}, ["bulk"])
-    after.take_over(before)
-    assert after.deficit_s("bulk") == pytest.approx(0.1)
+    after.inherit(before)
+    assert after.due_s("bulk") == pytest.approx(0.1)

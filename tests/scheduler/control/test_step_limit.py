@@ -46,9 +46,9 @@ def test_more_work_in_the_step_never_lowers_the_limit(first_s: float, more_s: fl
 
 def test_prefills_add_no_more_to_guaranteed_work_than_it_takes_itself() -> None:
     limit = StepLimit(0.1)
-    assert limit.prefills_s(0.03, guaranteed_s=0.02) == pytest.approx(0.05)
-    assert limit.prefills_s(0.03, guaranteed_s=0.0) == 0.1, "no guaranteed work"
-    assert limit.prefills_s(0.03, guaranteed_s=1.0) == 0.1
+    assert limit.prefills_s(0.03, min_share_s=0.02) == pytest.approx(0.05)
+    assert limit.prefills_s(0.03, min_share_s=0.0) == 0.1, "no guaranteed work"
+    assert limit.prefills_s(0.03, min_share_s=1.0) == 0.1
 
 
 def test_late_prefills_are_left_some_of_the_time() -> None:
@@ -62,7 +62,7 @@ def test_guaranteed_work_has_time_for_a_step_even_if_noise_hides_its_fixed_cost(
     controller = SLAController(make_tiers(bulk={"floor": 0.1}, batch={"floor": 0.1}))
     controller.observe_step(1.0, 0.0, {}, ["bulk", "batch"], 0.0, 0.0)
     budget = budgets_of(controller, [], 0.0, StepCost(step_s=0.0, decode_s=0.0, min_step_s=0.01))[tier]
-    assert budget.guaranteed and budget.limit.base_s >= 0.01
+    assert budget.min_share_due and budget.limit.base_s >= 0.01
 
 
 # -- beside interactive requests -----------------------------------------------------------------------------------
@@ -252,5 +252,5 @@ def test_tiers_without_an_slo_alone_have_no_limit() -> None:
 def test_without_feed_forward_tiers_are_strict_priorities_with_fixed_budgets() -> None:
     strict = make_tiers().model_copy(update={"controller": ControllerSwitches(feed_forward=False)})
     of = budgets_of(SLAController(strict), [make_state("rt"), make_decode("b")])
-    assert not any(b.decodes_only or b.guaranteed for b in of.values())
+    assert not any(b.decodes_only or b.min_share_due for b in of.values())
     assert {b.limit.base_s for b in of.values()} == {NEVER_S}

@@ -254,7 +254,7 @@ def test_an_overloaded_tier_is_served_in_order_except_for_prompts_that_are_too_l
 def test_a_tier_with_a_guaranteed_share_goes_first_with_its_own_limit() -> None:
     flood = [make_decode(f"rt{i}", "realtime") for i in range(50)]
     bulk = [make_decode(f"b{i}") for i in range(20)]
-    plan = form([*flood, *bulk], bulk=budget(guaranteed=True, limit_s=0.0151), realtime=budget(limit_s=0.0401))
+    plan = form([*flood, *bulk], bulk=budget(min_share_due=True, limit_s=0.0151), realtime=budget(limit_s=0.0401))
     assert [run.seq_id[0] for run in plan.run] == ["b"] * 5 + ["r"] * 50
     assert not ran(form([*flood, *bulk], bulk=budget(limit_s=0.0151))).keys() & {s.id for s in bulk}
 
@@ -262,7 +262,7 @@ def test_a_tier_with_a_guaranteed_share_goes_first_with_its_own_limit() -> None:
 def test_prefills_beside_guaranteed_work_are_no_longer_than_it() -> None:
     """Else the min share would be a small share of long steps."""
     bulk, prefill = [make_decode(f"b{i}") for i in range(40)], make_state("rt", prompt=500)
-    plan = form([prefill, *bulk], bulk=budget(guaranteed=True), realtime=budget(limit_s=0.5))
+    plan = form([prefill, *bulk], bulk=budget(min_share_due=True), realtime=budget(limit_s=0.5))
     assert (len(plan.run), ran(plan)["rt"]) == (41, 40)
     assert ran(form([prefill, *bulk], bulk=budget(), realtime=budget(limit_s=0.5)))["rt"] > 400
 
@@ -309,7 +309,7 @@ def test_a_higher_newcomer_preempts_just_enough() -> None:
 
 def test_a_sequence_that_runs_in_this_step_is_not_preempted() -> None:
     guaranteed = [make_decode("b", prompt=160)]
-    plan = form([make_state("rt", prompt=64), *guaranteed], view={"free_blocks": 1}, bulk=budget(guaranteed=True))
+    plan = form([make_state("rt", prompt=64), *guaranteed], view={"free_blocks": 1}, bulk=budget(min_share_due=True))
     assert list(ran(plan)) == ["b"]
     assert not plan.preempt
 

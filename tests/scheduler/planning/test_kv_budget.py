@@ -18,8 +18,8 @@ class Budget:
         self._resident = resident
         self.budget = BlockBudget(make_view(**view), COST, resident, bool(resident))
 
-    def take(self, state: RequestState, num_tokens: int) -> Preempted:
-        preempted = self.budget.take(state, num_tokens, lambda: self._resident)
+    def allocate(self, state: RequestState, num_tokens: int) -> Preempted:
+        preempted = self.budget.allocate(state, num_tokens, lambda: self._resident)
         return None if preempted is None else {victim.id: mode for victim, mode in preempted}
 
 
@@ -29,30 +29,30 @@ def half_done(name: str, prompt: int, computed: int, tier: str = "realtime") -> 
 
 def test_a_sequence_starts_only_with_room_for_its_whole_prompt() -> None:
     """Room for the first chunk alone is not enough: half-done prefills would wait for each other's blocks."""
-    assert Budget(free_blocks=10).take(make_state("r", prompt=160), 16) == {}
-    assert Budget(free_blocks=9).take(make_state("r", prompt=160), 16) is None
+    assert Budget(free_blocks=10).allocate(make_state("r", prompt=160), 16) == {}
+    assert Budget(free_blocks=9).allocate(make_state("r", prompt=160), 16) is None
 
 
 def test_blocks_that_a_half_done_prefill_still_needs_stay_reserved() -> None:
     half = half_done("half", prompt=160, computed=64)
     budget = Budget(half, free_blocks=8)
-    assert budget.take(make_state("new", prompt=33), 33) is None, "6 of the 8 are reserved"
-    assert budget.take(make_state("short", prompt=32), 32) == {}
-    assert budget.take(half, 96) == {}
-    assert budget.take(make_state("late", prompt=1), 1) is None
+    assert budget.allocate(make_state("new", prompt=33), 33) is None, "6 of the 8 are reserved"
+    assert budget.allocate(make_state("short", prompt=32), 32) == {}
+    assert budget.allocate(half, 96) == {}
+    assert budget.allocate(make_state("late", prompt=1), 1) is None
 
 
 def test_a_decode_that_grows_does_not_take_reserved_blocks() -> None:
     half = half_done("half", prompt=160, computed=64)
     decode = make_decode("younger", "realtime", prompt=32)
-    assert Budget(half, decode, free_blocks=6).take(decode, 1) is None
-    assert Budget(half, decode, free_blocks=7).take(decode, 1) == {}
+    assert Budget(half, decode, free_blocks=6).allocate(decode, 1) is None
+    assert Budget(half, decode, free_blocks=7).allocate(decode, 1) == {}
 
 
 def test_blocks_reserved_for_a_victim_become_free() -> None:
     bulk = half_done("b", prompt=160, computed=64, tier="bulk")
     budget = Budget(bulk, free_blocks=6)
-    assert budget.take(make_state("rt", prompt=160), 160) == {"b": RECOMPUTE}, "4 held and 6 reserved"
+    assert budget.allocate(make_state("rt", prompt=160), 160) == {"b": RECOMPUTE}, "4 held and 6 reserved"
 
 
 @pytest.mark.parametrize(("preempted", "fits"), [(MAX_PREEMPTIONS - 1, True), (MAX_PREEMPTIONS, False)])
@@ -61,36 +61,36 @@ def test_after_its_last_preemption_a_sequence_needs_room_for_its_longest_end(
     status: Status, preempted: int, fits: bool
 ) -> None:
     state = make_state("b", "bulk", status, prompt=32, output=1, max_tokens=64, preempted=preempted)
-    assert (Budget(free_blocks=5).take(state, 33) is not None) is fits
-    assert Budget(free_blocks=6).take(state, 33) == {}
+    assert (Budget(free_blocks=5).allocate(state, 33) is not None) is fits
+    assert Budget(free_blocks=6).allocate(state, 33) == {}
 
 
 def test_no_sequence_needs_more_room_than_the_model_allows() -> None:
     state = make_state("b", "bulk", Status.PREEMPTED, prompt=32, output=1, max_tokens=9999, preempted=MAX_PREEMPTIONS)
-    assert Budget(free_blocks=4, max_model_len=64).take(state, 33) == {}
+    assert Budget(free_blocks=4, max_model_len=64).allocate(state, 33) == {}
 
 
 def test_a_sequence_with_exhausted_preemptions_keeps_its_room_while_others_start_and_grow() -> None:
     exhausted = make_decode("exhausted", prompt=32, max_tokens=64, preempted=MAX_PREEMPTIONS)
     decode = make_decode("d", "realtime", prompt=32)
     budget = Budget(exhausted, decode, free_blocks=5)
-    assert budget.take(make_state("rt", prompt=32), 32) is None, "4 are reserved"
-    assert budget.take(decode, 1) == {}
-    assert budget.take(exhausted, 1) == {}
+    assert budget.allocate(make_state("rt", prompt=32), 32) is None, "4 are reserved"
+    assert budget.allocate(decode, 1) == {}
+    assert budget.allocate(exhausted, 1) == {}
 
 
 def test_only_blocks_that_a_victim_does_not_share_count_as_freed() -> None:
     shared = make_decode("b", prompt=160, shared=8)
-    assert Budget(shared, free_blocks=1).take(make_state("rt", prompt=49), 49) is None
-    assert Budget(shared, free_blocks=1).take(make_state("rt", prompt=48), 48) == {"b": RECOMPUTE}
+    assert Budget(shared, free_blocks=1).allocate(make_state("rt", prompt=49), 49) is None
+    assert Budget(shared, free_blocks=1).allocate(make_state("rt", prompt=48), 48) == {"b": RECOMPUTE}
 
 
 def test_each_block_of_host_memory_is_used_once_and_copies_take_time() -> None:
     victims = [make_decode(f"b{i}", prompt=160, claimed_s=i) for i in range(2)]
     budget = Budget(*victims, free_blocks=0, free_swap_blocks=15, swap_block_s=0.001)
-    assert budget.take(make_state("rt", prompt=320), 320) == {"b1": SWAP, "b0": RECOMPUTE}
+    assert budget.allocate(make_state("rt", prompt=320), 320) == {"b1": SWAP, "b0": RECOMPUTE}
     assert budget.budget.swap_s == pytest.approx(0.010)
     back = make_state("s", "bulk", Status.SWAPPED, prompt=64, output=1, computed=64)
     budget = Budget(free_blocks=5, swap_block_s=0.001)
-    assert budget.take(back, 1) == {}
+    assert budget.allocate(back, 1) == {}
     assert budget.budget.swap_s == pytest.approx(0.004)

@@ -55,7 +55,7 @@ def test_bulk_never_loses_more_than_its_share_and_the_initial_level(steps: list[
     for bulk_s, wasted_s in steps:
         bucket.refill(bulk_s)
         ran_s += bulk_s
-        if bucket.can_take(wasted_s):
-            bucket.take(wasted_s)
+        if bucket.can_spend(wasted_s):
+            bucket.spend(wasted_s)
             wasted_total_s += wasted_s
     assert wasted_total_s <= MAX_WASTED_SHARE * ran_s + BUCKET_S + 1e-9

@@ -28,7 +28,7 @@ def document(**limits: int) -> dict[str, Any]:
 
 
 class Recorder:
-    """A subject that records its tiers. `objects` is its objection to all other tiers."""
+    """A consumer that records its tiers. `objects` is its objection to all other tiers."""
 
     def __init__(self, tiers: TierSet) -> None:
         self.tiers = tiers
@@ -48,9 +48,9 @@ class Part:
 
     def __init__(self, redis: Redis, name: str, path: Path, depths: Mapping[str, int]) -> None:
         tiers = parse_tiers(yaml.safe_load(path.read_text()))
-        self.subject = Recorder(tiers)
+        self.consumer = Recorder(tiers)
         self.store = TierStore(redis)
-        self.follower = TierFollower(self.store, self.subject, name, tiers, path, SystemClock())
+        self.follower = TierFollower(self.store, self.consumer, name, tiers, path, SystemClock())
         self.changes = TierChanges(self.store, self.follower, self._depths, path, SystemClock())
         self.waiting = depths
 
@@ -59,7 +59,7 @@ class Part:
 
     @property
     def limits(self) -> dict[str, int]:
-        return {name: tier.queue_limit for name, tier in self.subject.tiers.tiers.items()}
+        return {name: tier.queue_limit for name, tier in self.consumer.tiers.tiers.items()}
 
     @property
     def generation(self) -> int:
@@ -128,7 +128,7 @@ async def test_tiers_in_force_already_change_nothing(start: Start) -> None:
     assert isinstance(outcome, Applied)
     assert not outcome.changed
     assert (first.generation, second.generation) == (generation, generation)
-    assert first.subject.times == second.subject.times == 0
+    assert first.consumer.times == second.consumer.times == 0
 
 
 async def test_two_changes_at_once_are_made_one_after_the_other(start: Start, path: Path) -> None:
@@ -162,7 +162,7 @@ async def test_a_change_made_just_before_by_another_part_is_not_made_again(
     monkeypatch.setattr(TierStore, "propose", overtaken)
     outcome = await second.changes.change(document(chat=5, bulk=6), "b")
     assert isinstance(outcome, Applied) and not outcome.changed
-    assert outcome.in_force.source == "a" and first.subject.times == second.subject.times == 1
+    assert outcome.in_force.source == "a" and first.consumer.times == second.consumer.times == 1
     assert isinstance(await second.changes.change(document(chat=7, bulk=7), "b"), Applied), "nothing is left proposed"
 
 
@@ -178,16 +178,16 @@ async def test_an_invalid_document_is_not_proposed(start: Start, redis_client: R
     with pytest.raises(TierConfigError, match="64 bits"):
         await part.changes.change(document(chat=2**70), "x")
     assert not await redis_client.exists(keys.TIERS_PROPOSED)
-    assert part.subject.times == 0
+    assert part.consumer.times == 0
 
 
 async def test_one_objection_keeps_the_old_tiers_in_force_everywhere(start: Start) -> None:
     first, second = await start("a"), await start("b")
     generation = first.generation
-    second.subject.objects = "It is needed."
+    second.consumer.objects = "It is needed."
     assert await first.changes.change(document(chat=9, bulk=9), "test") == Refused("b: It is needed.")
     assert (first.limits, second.limits) == ({"chat": 1, "bulk": 2}, {"chat": 1, "bulk": 2})
-    second.subject.objects = ""
+    second.consumer.objects = ""
     assert isinstance(await first.changes.change(document(chat=9, bulk=9), "test"), Applied)
     assert first.generation > generation
 
@@ -204,13 +204,13 @@ async def test_a_tier_with_requests_in_its_queue_stays(start: Start) -> None:
 
 async def test_a_tier_that_gets_a_request_while_it_is_removed_comes_back(start: Start) -> None:
     part = await start("a")
-    use, part.subject.reconfigure = part.subject.reconfigure, lambda tiers: None  # type: ignore[method-assign]
+    use, part.consumer.reconfigure = part.consumer.reconfigure, lambda tiers: None  # type: ignore[method-assign]
 
     def fill(tiers: TierSet) -> None:
         part.waiting = {"bulk": 1}
         use(tiers)
 
-    part.subject.reconfigure = fill  # type: ignore[method-assign]
+    part.consumer.reconfigure = fill  # type: ignore[method-assign]
     outcome = await part.changes.change(document(chat=1), "test")
     assert outcome == Refused("The tier 'bulk' cannot be removed: 1 request waits in its queue.")
     assert part.limits == {"chat": 1, "bulk": 2}
@@ -289,7 +289,7 @@ async def test_tiers_that_cannot_be_used_here_are_logged_and_ignored(
     first = await start("a")
     await first.changes.change(document(chat=7), "test")
     late = Part(redis_client, "b", path, {})
-    late.subject.objects = "A key names 'bulk'."
+    late.consumer.objects = "A key names 'bulk'."
     with capture_logs() as logs:
         async with late.follower:
             assert late.limits == {"chat": 1, "bulk": 2}

@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 from engine.static.interface import CallFailed, EndpointHangs, ItemResult, Unreachable
 from scheduler.drivers.calls.lanes import MAX_TRIES
-from scheduler.drivers.calls.outcome import WORKER_DIED
+from scheduler.drivers.calls.settled import WORKER_DIED
 from scheduler.tasks.task import TaskState
 from scheduler.worker.leases import RENEW_S
 from tests.refusals import refusing

@@ -69,7 +69,7 @@ def test_no_sequence_is_evicted_where_that_does_not_pay() -> None:
 
 def test_no_sequence_is_evicted_when_the_waste_budget_is_empty() -> None:
     running = begin(*BULK)
-    running.waste_budget.take(10.0)
+    running.waste_budget.spend(10.0)
     assert not running.evictees(NEWCOMER, StepEviction.ROWS, 0.01)
 
 
@@ -94,8 +94,8 @@ def test_an_eviction_that_comes_too_late_costs_nothing() -> None:
     assert late.evictees(NEWCOMER, StepEviction.ROWS, 0.01)
     late.end(result())  # it ended before the eviction
     assert late.waste_budget.num_evictions == 0 and late.waste_budget.wasted_s == 0
-    late.waste_budget.take(BUCKET_S)
-    assert late.waste_budget.can_take(0.0), "the initial level, and what the step has refilled"
+    late.waste_budget.spend(BUCKET_S)
+    assert late.waste_budget.can_spend(0.0), "the initial level, and what the step has refilled"
 
 
 def test_tiers_that_stay_in_a_step_are_charged_their_own_part_of_it() -> None:

@@ -56,7 +56,7 @@ def test_interactive_requests_go_at_once_and_bulk_waits_for_their_first_tokens()
 def test_an_idle_server_gets_bulk_and_a_due_min_share_does_not_wait() -> None:
     assert started(view(waiting("c", "bulk"))) == ["c"]
     of = view(at_server("a"), waiting("c", "bulk"), *decodes(1))
-    due = {**of.budgets.tiers, "bulk": replace(of.budgets.tiers["bulk"], guaranteed=True)}
+    due = {**of.budgets.tiers, "bulk": replace(of.budgets.tiers["bulk"], min_share_due=True)}
     assert started(replace(of, budgets=replace(of.budgets, tiers=due))) == ["c"]
 
 

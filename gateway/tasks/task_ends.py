@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from scheduler.store import connection, keys
 
 
-class Endings:
+class TaskEnds:
     def __init__(self, client: Redis) -> None:
         self._client = client
         self._watched: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
@@ -24,7 +24,7 @@ class Endings:
     def watch(self, task_id: str) -> Iterator[asyncio.Event]:
         """Yield an event that is set when the task ends. The first call opens the subscription."""
         if self._listener is None or self._listener.done():
-            self._listener = asyncio.create_task(self._listen(), name="task-endings")
+            self._listener = asyncio.create_task(self._listen(), name="task-ends")
         event = asyncio.Event()
         self._watched[task_id].add(event)
         try:

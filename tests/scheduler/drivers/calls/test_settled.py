@@ -3,7 +3,7 @@
 from msgspec.structs import replace
 
 from engine.static.interface import CallFailed, ItemResult
-from scheduler.drivers.calls.outcome import WORKER_DIED, before_call, is_suspect, of_failure, of_results, of_suspect
+from scheduler.drivers.calls.settled import WORKER_DIED, before_call, is_suspect, of_failure, of_results, of_suspect
 from scheduler.tasks.task import ClaimedTask, EndedTask, RetriedTask
 from tests.scheduler.tasks.builders import make_task
 
