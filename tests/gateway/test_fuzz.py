@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from redis.asyncio import Redis
 
-from gateway.responses import store as responses
+from gateway import store_keys
 from gateway.responses.store import ResponseStore
 from scheduler.store import keys
 from tests.gateway.fuzzing import HEADERS, PARTS, bodies
@@ -26,7 +26,7 @@ EXAMPLES = os.environ.get("TIDEGATE_FUZZ_EXAMPLES", "")
 BOUNDED = settings(max_examples=int(EXAMPLES or 50), derandomize=not EXAMPLES)
 BROKEN = (500, 502, 504)  # 503 is an honest answer: the tier's queue is full
 
-LASTING_KEYS = {keys.SEQUENCE, keys.DURABLE, responses.SIZES, responses.BYTES}
+LASTING_KEYS = {keys.SEQUENCE, keys.DURABLE, store_keys.RESPONSES_SIZES, store_keys.RESPONSES_BYTES}
 
 
 def check_answer(response: httpx.Response) -> None:
@@ -49,7 +49,7 @@ async def check_nothing_is_left(stand: Stand, redis: Redis) -> None:
     await until(lambda: stand.gateway.client.num_open == 0)
     assert not any((await stand.gateway.client.depths()).values())
     left = [key.decode() for key in await redis.keys("*") if await redis.ttl(key) == -1]
-    assert {key for key in left if not key.startswith(responses.OF)} <= LASTING_KEYS, left
+    assert {key for key in left if not key.startswith(store_keys.RESPONSES_OF)} <= LASTING_KEYS, left
 
 
 @pytest.mark.parametrize("path", PARTS)

@@ -11,7 +11,7 @@ import pytest
 from redis.asyncio import Redis
 
 from gateway.batches import token_quota
-from gateway.batches.token_quota import TOKENS
+from gateway.store_keys import batch_tokens
 from tests.gateway.offline import OfflineGateway, limited_keyring, line, running_gateway
 from tests.waiting import until
 
@@ -130,10 +130,10 @@ async def test_the_limit_counts_over_all_gateways_and_outlives_them(redis_client
 
 async def test_what_no_batch_holds_any_more_does_not_count(redis_client: Redis, gateway: OfflineGateway) -> None:
     """The record of a batch may be lost without its end, for example with the store's newest second."""
-    await redis_client.hset(f"{TOKENS}:small", "batch_lost", str(LIMIT))
+    await redis_client.hset(batch_tokens("small"), "batch_lost", str(LIMIT))
     small = gateway.as_key("small")
     assert await status_of(small, (await small.submit([words(LIMIT)])).id) == "in_progress"
-    assert b"batch_lost" not in await redis_client.hkeys(f"{TOKENS}:small")
+    assert b"batch_lost" not in await redis_client.hkeys(batch_tokens("small"))
 
 
 async def test_a_key_has_no_more_lines_in_flight_than_its_limit(redis_client: Redis, tmp_path: Path) -> None:

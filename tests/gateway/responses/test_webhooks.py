@@ -12,8 +12,8 @@ from redis.asyncio import Redis
 from engine.interface import FinishReason
 from gateway.identity import ApiKey, Keyring, KeyWebhook
 from gateway.responses import background, endings
-from gateway.responses.endings import UNTOLD
 from gateway.responses.store import ResponseStore
+from gateway.store_keys import RESPONSES_UNTOLD
 from gateway.webhooks import service
 from gateway.webhooks.sender import WebhookSender
 from gateway.webhooks.service import WebhookService
@@ -85,7 +85,7 @@ async def test_the_official_client_takes_the_event_of_each_end(redis_client: Red
         await until(lambda: len(receiver.got) == 4)
 
         async def nothing_is_left() -> bool:
-            return not await redis_client.exists(UNTOLD)
+            return not await redis_client.exists(RESPONSES_UNTOLD)
 
         await until(nothing_is_left)
     assert told(receiver) == [
@@ -106,7 +106,7 @@ async def test_only_ends_of_background_responses_with_a_url_are_told(redis_clien
         await until(lambda: bool(receiver.got))
 
         async def nothing_is_left() -> bool:
-            return not await redis_client.exists(UNTOLD)
+            return not await redis_client.exists(RESPONSES_UNTOLD)
 
         await until(nothing_is_left)
     assert told(receiver) == [("response.completed", last)]
@@ -138,7 +138,7 @@ async def test_another_gateway_tells_of_the_end_if_the_first_one_died_before(
     left = {"id": f"resp_{1:032x}", "status": status, "output": [], "previous_response_id": None, "background": True}
     left["metadata"] = {"webhook": receiver.url}
     await store.create(left, [], None, lease_ms=clock.wall_ms() + 1000)
-    await redis_client.hset(UNTOLD, left["id"], "")  # type: ignore[misc]
+    await redis_client.hset(RESPONSES_UNTOLD, left["id"], "")  # type: ignore[misc]
     async with telling(redis_client, clock) as stand:
         looked_after = await create(stand, "wait", receiver)
         clock.shift_s = 2
