@@ -28,10 +28,10 @@ class StallingProxy:
     async def serving(self) -> AsyncIterator["StallingProxy"]:
         async with await asyncio.start_unix_server(self._connect, self._path):
             yield self
-        self.stall()
-        await asyncio.gather(*self._pipes, return_exceptions=True)
-        for writer in self._writers:
-            writer.close()
+            self.stall()
+            await asyncio.gather(*self._pipes, return_exceptions=True)
+            for writer in self._writers:  # before the server's end, which waits for its connections from Python 3.12 on
+                writer.close()
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         far_reader, far_writer = await asyncio.open_unix_connection(self._server.removeprefix("unix://"))
