@@ -16,8 +16,8 @@ from pydantic import AliasChoices, BaseModel, Field
 from bench.isolation.arms import read_arm_file
 from loadtest.progress import progress
 from loadtest.reporting.formats import milliseconds, number, percent
-from loadtest.reporting.output import publish
 from loadtest.reporting.record import Record, Section, Table
+from loadtest.reporting.writers import publish
 from loadtest.running import one_sentence, print_progress
 from loadtest.simulation.command import log_errors_only
 from loadtest.simulation.cost_card import CostCardError, load_cost_card

@@ -24,8 +24,8 @@ from loadtest.client.answer import Outcome
 from loadtest.client.http import Target, TargetError, completion_body, send
 from loadtest.client.runner import MAX_IN_FLIGHT
 from loadtest.estimates import Distribution
-from loadtest.reporting.output import publish
 from loadtest.reporting.record import Provenance, Record, Section, Table
+from loadtest.reporting.writers import publish
 from loadtest.running import ends_on_sigterm, one_sentence, print_progress, run_to_end
 from loadtest.serving import serving
 

@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_settings import CliPositionalArg
 
 from loadtest.reporting.formats import milliseconds, number
-from loadtest.reporting.output import publish
 from loadtest.reporting.record import Record, Section, Table
+from loadtest.reporting.writers import publish
 from loadtest.running import one_sentence
 from loadtest.simulation.command import log_errors_only
 from loadtest.simulation.cost_card import CostCard, CostCardError, load_cost_card

@@ -19,8 +19,8 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from engine.interface import SamplingParams
-from loadtest.reporting.output import publish
 from loadtest.reporting.record import Record, Section, Table
+from loadtest.reporting.writers import publish
 from loadtest.running import one_sentence
 from scheduler.clock import SystemClock
 from scheduler.queue.redis import RedisQueue

@@ -15,10 +15,10 @@ from loadtest.checks.mixed import run_mixed
 from loadtest.checks.nonce import run_nonces
 from loadtest.checks.report import mixed_record, nonce_record
 from loadtest.client.runner import Timing
+from loadtest.commands import ServerCommand
 from loadtest.measure.command import Run
 from loadtest.model_shapes import write_dummy_model
 from loadtest.running import print_progress, run_cli, run_to_end
-from loadtest.server_command import ServerCommand
 from loadtest.simulation.command import Simulate
 from loadtest.traffic.scenario import load_scenario
 

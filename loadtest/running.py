@@ -1,4 +1,4 @@
-"""Helpers that run a command: they print errors in one sentence, handle SIGTERM, and find a running server.
+"""How a command runs to its end: errors in one sentence, SIGTERM, optional packages, and a server that already runs.
 
 Knows exit codes, signals and the environment variable of the API key; does not know commands.
 """
@@ -10,14 +10,28 @@ import sys
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, CliApp
 
 from loadtest.client.http import Target, TargetError, discover_model, parse_target
-from loadtest.extras import MissingExtra
 from loadtest.traffic.scenario import ScenarioError
+
+PLOTS = ("matplotlib",)
+PROCESSES = ("psutil",)  # locust, which the extra has, installs it
+
+
+class MissingExtra(Exception):
+    """A package that the command needs is not installed. The message says how to install it."""
+
+
+def require(packages: tuple[str, ...], purpose: str) -> None:
+    """Check that all `packages` are installed. Raises `MissingExtra` if any is missing."""
+    missing = [name for name in packages if find_spec(name) is None]
+    if missing:
+        raise MissingExtra(f"{purpose} needs {' and '.join(missing)}: pip install 'tidegate[loadtest]'")
 
 
 def run_cli(commands: type[BaseSettings], said_by: str, arguments: Sequence[str]) -> None:

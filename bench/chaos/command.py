@@ -20,9 +20,8 @@ from bench.chaos.load import BESIDE_JOB_S, PAUSE_S, Load
 from bench.chaos.report import RECOVERY_LIMIT_S, ChaosRun, chaos_record
 from bench.chaos.site import GATEWAYS, Site
 from loadtest.client.http import TargetError
-from loadtest.extras import PROCESSES, require
-from loadtest.reporting.output import publish
-from loadtest.running import one_sentence, print_progress, run_to_end
+from loadtest.reporting.writers import publish
+from loadtest.running import PROCESSES, one_sentence, print_progress, require, run_to_end
 
 # Seconds for any request to end. A gateway that hangs is killed after 15 s; background responses of a killed gateway
 # count as lost 15 s later.

@@ -18,8 +18,8 @@ from pydantic import BaseModel, Field
 from bench.conformance.clients import CLIENTS, Client, InstallError, install, versions
 from bench.isolation.servers import serving_tidegate
 from loadtest.client.http import Target, TargetError
-from loadtest.reporting.output import publish
 from loadtest.reporting.record import Provenance, Record, Section, Table
+from loadtest.reporting.writers import publish
 from loadtest.running import ends_on_sigterm, one_sentence, print_progress, run_to_end, running_server
 
 SCRIPT_TIMEOUT_S = 300.0

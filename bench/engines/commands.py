@@ -21,10 +21,9 @@ from bench.engines.systems.protocol import KV_ROUNDING, SystemSpec
 from bench.engines.work import WorkKind, longest_sequence
 from engine.config import EngineConfig
 from loadtest.child_environment import python_environment
-from loadtest.extras import PROCESSES, require
-from loadtest.model_command import ModelCommand
+from loadtest.commands import ModelCommand
 from loadtest.model_shapes import ShapeError, read_config
-from loadtest.running import one_sentence, print_progress
+from loadtest.running import PROCESSES, one_sentence, print_progress, require
 
 PEAKS_TIMEOUT_S = 180.0  # seconds for the probe, including the import of torch
 

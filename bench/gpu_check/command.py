@@ -21,9 +21,8 @@ from typing import Any
 
 from bench.gpu_check.checks import GOALS, is_met, measured_goals, parts
 from bench.gpu_check.parts import Outcome, Part, PartRunner
-from loadtest.reporting.output import publish
 from loadtest.reporting.record import Record, Section, Table
-from loadtest.reporting.text import render_table
+from loadtest.reporting.writers import publish, render_table
 
 ROOT = Path(__file__).parents[2]
 BUDGET_S = 570.0  # seconds for all parts together, so that the whole check ends within ten minutes

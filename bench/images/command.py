@@ -16,8 +16,8 @@ from pydantic import BaseModel, Field
 
 from bench.images.checks import Server
 from bench.images.containers import ContainerError, Containers
-from loadtest.reporting.output import publish
 from loadtest.reporting.record import Provenance, Record, Section, Table
+from loadtest.reporting.writers import publish
 from loadtest.running import ends_on_sigterm, one_sentence, print_progress
 
 ROOT = Path(__file__).parents[2]

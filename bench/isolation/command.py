@@ -29,12 +29,10 @@ from bench.isolation.servers import (
 )
 from loadtest.client.http import Target, TargetError
 from loadtest.client.runner import Timing
-from loadtest.extras import PLOTS, require
 from loadtest.model_shapes import ShapeError
-from loadtest.reporting.output import publish
-from loadtest.reporting.page import write_page
 from loadtest.reporting.record import Provenance
-from loadtest.running import ends_on_sigterm, print_progress, run_to_end, running_server
+from loadtest.reporting.writers import publish, write_page
+from loadtest.running import PLOTS, ends_on_sigterm, print_progress, require, run_to_end, running_server
 from loadtest.serving import serving
 from loadtest.shipped_tiers import read_shipped_tiers
 from loadtest.traffic.scenario import Scenario, Targets, load_scenario

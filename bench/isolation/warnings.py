@@ -3,7 +3,7 @@
 from bench.isolation.arms import BULK_ALONE
 from bench.isolation.result import Result
 from bench.isolation.summary import ArmSummary
-from loadtest.checks.validity import client_warnings, failure_warnings
+from loadtest.estimates import client_warnings, failure_warnings
 from loadtest.traffic.scenario import Targets
 
 BULK_NOISE = 1.05  # bulk throughput of a mixed arm ÷ that of bulk alone; a ratio up to this may be noise

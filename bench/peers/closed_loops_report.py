@@ -11,8 +11,7 @@ from bench.isolation.tables import goals_table, milliseconds
 from bench.peers.arms import DEFAULT, FLEX, VLLM, ours_of
 from bench.peers.closed_loops import LoopPart, Loops
 from bench.peers.idle_servers import idle_facts, idle_warnings
-from loadtest.checks.validity import client_warnings
-from loadtest.estimates import Distribution, Estimate, ratio
+from loadtest.estimates import Distribution, Estimate, client_warnings, ratio
 from loadtest.reporting.formats import interval
 from loadtest.reporting.record import Record, Row, Section, Table
 

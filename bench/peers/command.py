@@ -21,10 +21,17 @@ from bench.isolation.servers import (
 )
 from bench.peers.arms import VLLM, Servers, ours_of
 from loadtest.client.http import TargetError
-from loadtest.extras import PROCESSES, require
-from loadtest.model_command import ModelCommand
+from loadtest.commands import ModelCommand
 from loadtest.model_shapes import ShapeError, read_config
-from loadtest.running import ends_on_sigterm, one_sentence, print_progress, run_to_end, running_server
+from loadtest.running import (
+    PROCESSES,
+    ends_on_sigterm,
+    one_sentence,
+    print_progress,
+    require,
+    run_to_end,
+    running_server,
+)
 from loadtest.serving import Server, serving
 
 MAX_MODEL_LEN = 2048  # context of vLLM's server in tokens; its KV memory must hold one request of this length

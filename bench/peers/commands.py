@@ -17,10 +17,9 @@ from bench.peers.frontier import frontier_arms, points_of, run_frontier
 from bench.peers.frontier_report import frontier_record
 from loadtest.client.http import TargetError
 from loadtest.client.runner import MAX_IN_FLIGHT, Timing
-from loadtest.extras import PLOTS, require
-from loadtest.reporting.page import write_page
 from loadtest.reporting.record import Drawing
-from loadtest.running import print_progress
+from loadtest.reporting.writers import write_page
+from loadtest.running import PLOTS, print_progress, require
 from loadtest.shipped_tiers import read_shipped_tiers
 from loadtest.traffic.scenario import Targets, load_scenario
 from scheduler.config import parse_tiers

@@ -17,12 +17,11 @@ from engine.interface import EngineInfo
 from loadtest.calibration.fit import Calibration, calibrate
 from loadtest.calibration.report import calibration_record, cost_card
 from loadtest.calibration.sweep import Sweep, SweepLimits, repeated_mape
-from loadtest.extras import PLOTS, require
+from loadtest.commands import ModelCommand
 from loadtest.machine import hardware
-from loadtest.model_command import ModelCommand
 from loadtest.model_shapes import ShapeError
 from loadtest.progress import ShownStart, progress
-from loadtest.running import one_sentence
+from loadtest.running import PLOTS, one_sentence, require
 from scheduler.drivers.steps.step_log import StepEntry, read_step_log
 
 QUICK_S = 3.0  # longest sweep with --quick

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from loadtest.checks.validity import client_warnings, failure_warnings
 from loadtest.client.http import Target
 from loadtest.client.runner import ArmRun, Timing, run_arm
 from loadtest.client.server_metrics import engine_busy_s
@@ -17,6 +16,8 @@ from loadtest.estimates import (
     ClassSummary,
     LatencyRatios,
     busy_share,
+    client_warnings,
+    failure_warnings,
     harvest,
     lag_p99_s,
     latency_ratios,

@@ -11,18 +11,15 @@ from rich.console import Console
 
 from loadtest.client.http import Target
 from loadtest.client.runner import MAX_IN_FLIGHT, Timing
-from loadtest.extras import PLOTS, require
-from loadtest.measure.arms import Comparison, arms_of
+from loadtest.commands import ServerCommand
 from loadtest.measure.figures import Figures, figures_of
 from loadtest.measure.live import LiveView
 from loadtest.measure.preflight import checked
 from loadtest.measure.report import load_record, tokens_ratio
-from loadtest.measure.rounds import Measurement, measure
-from loadtest.reporting.output import publish
-from loadtest.reporting.page import write_page_file
+from loadtest.measure.rounds import Comparison, Measurement, arms_of, measure
 from loadtest.reporting.record import Drawing
-from loadtest.running import ends_on_sigterm, one_sentence, print_progress, run_to_end
-from loadtest.server_command import ServerCommand
+from loadtest.reporting.writers import publish, write_page_file
+from loadtest.running import PLOTS, ends_on_sigterm, one_sentence, print_progress, require, run_to_end
 from loadtest.serving import serving, tidegate_command, tidegate_environment
 from loadtest.traffic.scenario import Lengths, TrafficClass, load_scenario
 from loadtest.traffic.scenario_arrivals import ClosedLoop, OpenLoop

@@ -9,8 +9,7 @@ import numpy as np
 from loadtest.client.answer import Outcome
 from loadtest.client.runner import UNFINISHED, ArmRun
 from loadtest.estimates import ClassSummary, summarize
-from loadtest.measure.arms import Arm
-from loadtest.measure.rounds import Measurement
+from loadtest.measure.rounds import Arm, Measurement
 
 BIN_S = 1.0  # seconds; width of the bins in which tokens are counted
 

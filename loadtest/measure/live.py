@@ -18,7 +18,7 @@ from rich.text import Text
 
 from loadtest.client.answer import Outcome
 from loadtest.client.runner import UNFINISHED, ArmRun
-from loadtest.measure.arms import Arm
+from loadtest.measure.rounds import Arm
 from loadtest.reporting.formats import ABSENT, milliseconds
 
 REFRESH_S, LINE_S = 0.5, 5.0  # seconds between two updates of the table, and between two plain lines

@@ -9,12 +9,10 @@ from textwrap import shorten
 from typing import Any
 
 from loadtest.checks.report import summary_as_dict
-from loadtest.checks.validity import client_warnings
 from loadtest.client.runner import ArmRun
-from loadtest.estimates import Distribution, lag_p99_s, ratio
-from loadtest.measure.arms import BATCHED, WITH_TIERS
+from loadtest.estimates import Distribution, client_warnings, lag_p99_s, ratio
 from loadtest.measure.figures import ClassFigures, Figures, ends_late, figures_of, token_rate
-from loadtest.measure.rounds import Measurement
+from loadtest.measure.rounds import BATCHED, WITH_TIERS, Measurement
 from loadtest.reporting.formats import ABSENT, interval, milliseconds, number
 from loadtest.reporting.record import Card, Drawing, Provenance, Record, Section, Table
 from loadtest.traffic.scenario_arrivals import ClosedLoop

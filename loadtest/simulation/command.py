@@ -13,8 +13,8 @@ import structlog
 from pydantic import AliasChoices, BaseModel, Field
 
 from loadtest.progress import progress
-from loadtest.reporting.output import publish
 from loadtest.reporting.record import Record, Section, Table
+from loadtest.reporting.writers import publish
 from loadtest.running import one_sentence, print_progress
 from loadtest.simulation.capacity import Capacity, Probe, fewest_workers, highest_rate
 from loadtest.simulation.cost_card import CostCardError, load_cost_card
@@ -22,8 +22,7 @@ from loadtest.simulation.experiment import NEIGHBOUR_S, Experiment, find_tiers, 
 from loadtest.simulation.report import simulation_record
 from loadtest.simulation.run import DRAIN_S
 from loadtest.simulation.summary import Summary
-from loadtest.simulation.trace import TraceError
-from loadtest.simulation.traffic import TrafficError
+from loadtest.simulation.traffic import TraceError, TrafficError
 from loadtest.traffic.scenario import ScenarioError
 from scheduler.config import TierConfigError
 

@@ -15,8 +15,7 @@ from engine.modeled.engine import ModeledEngine
 from engine.modeled.timer import LoopTimer
 from loadtest.simulation.cost_card import CostCard
 from loadtest.simulation.observation import EngineRecord, Observation
-from loadtest.simulation.watched_engine import WatchedEngine
-from loadtest.simulation.watched_metrics import WatchedMetrics
+from loadtest.simulation.watched import WatchedEngine, WatchedMetrics
 from scheduler.client.client import SchedulerClient
 from scheduler.clock import Clock
 from scheduler.config import TierSet

@@ -16,8 +16,7 @@ from loadtest.simulation.deployment import Setting
 from loadtest.simulation.observation import Observation
 from loadtest.simulation.run import DRAIN_S, simulate
 from loadtest.simulation.summary import Summary, summarize
-from loadtest.simulation.trace import TraceRow, read_trace
-from loadtest.simulation.traffic import Traffic, scenario_traffic, trace_traffic
+from loadtest.simulation.traffic import TraceRow, Traffic, read_trace, scenario_traffic, trace_traffic
 from loadtest.traffic.scenario import load_scenario
 from scheduler.config import TierSet, load_tiers
 

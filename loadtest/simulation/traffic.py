@@ -5,14 +5,87 @@ higher load has more clients, and a lower load has fewer clients or sends only a
 compressed. Knows tiers by name; does not know clocks, queues or engines.
 """
 
+import csv
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Self
 
-from loadtest.simulation.trace import TraceRow
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
 from loadtest.traffic.scenario import Scenario
 from loadtest.traffic.scenario_arrivals import ClosedLoop
 from loadtest.traffic.workload import PlannedRequest, generator, plan_closed_loop, plan_open_loop
 from scheduler.config import Tier, TierSet
+
+
+class TraceError(Exception):
+    """The trace cannot be used. The message names the file, the line and the key."""
+
+
+def _none_where_empty(value: Any) -> Any:
+    """Return None for an empty cell of a CSV file, and any other value unchanged."""
+    return None if value == "" else value
+
+
+class TraceRow(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    arrival_s: float = Field(ge=0, allow_inf_nan=False)
+    tier: str
+    prompt_tokens: int = Field(ge=1)
+    output_tokens: int = Field(ge=1)
+    traffic_class: str = Field(default="", alias="class")
+    prefix_id: str = ""
+    prefix_tokens: Annotated[int | None, BeforeValidator(_none_where_empty)] = Field(default=None, ge=1)
+    deadline_s: Annotated[float | None, BeforeValidator(_none_where_empty)] = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _prefix_is_whole(self) -> Self:
+        if bool(self.prefix_id) != (self.prefix_tokens is not None):
+            raise ValueError("prefix_id and prefix_tokens go together")
+        if self.prefix_tokens is not None and self.prefix_tokens > self.prompt_tokens:
+            raise ValueError("prefix_tokens: a prefix is a part of the prompt")
+        return self
+
+
+def read_trace(path: Path) -> list[TraceRow]:
+    """Return all rows in order of arrival. Raises `TraceError`."""
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            lines = _csv_lines(file) if path.suffix.lower() == ".csv" else _jsonl_lines(file)
+            rows = [_row(path, number, data) for number, data in lines]
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{path}: not UTF-8") from error
+    if not rows:
+        raise TraceError(f"{path}: holds no request")
+    return sorted(rows, key=lambda row: row.arrival_s)
+
+
+def _csv_lines(file: Iterator[str]) -> Iterator[tuple[int, Any]]:
+    reader = csv.DictReader(file)
+    for data in reader:
+        yield reader.line_num, data
+
+
+def _jsonl_lines(file: Iterator[str]) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(file, 1):
+        if line.strip():
+            yield number, line
+
+
+def _row(path: Path, number: int, data: Any) -> TraceRow:
+    try:
+        return TraceRow.model_validate(json.loads(data) if isinstance(data, str) else data)
+    except json.JSONDecodeError as error:
+        raise TraceError(f"{path}:{number}: not JSON: {error.msg}") from error
+    except ValidationError as error:
+        wrong = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
+        raise TraceError(f"{path}:{number}: " + "; ".join(wrong)) from error
+
 
 FIRST_PREFIX_TOKEN = 16  # above the ids of special tokens
 FIRST_OWN_TOKEN = 1 << 24  # smaller ids are those of the shared prefixes of traces

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from bench.__main__ import main
-from loadtest import extras
-from loadtest.extras import PLOTS, PROCESSES
+from loadtest import running
+from loadtest.running import PLOTS, PROCESSES
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     def find(name: str) -> ModuleSpec | None:
         return None if name in (*PLOTS, *PROCESSES) else importlib.util.find_spec(name)
 
-    monkeypatch.setattr(extras, "find_spec", find)
+    monkeypatch.setattr(running, "find_spec", find)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:

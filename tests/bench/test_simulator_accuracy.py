@@ -13,7 +13,7 @@ from bench.simulator_accuracy import ComparisonError, accuracy_record, compare_a
 from loadtest.client.answer import Outcome
 from loadtest.client.runner import ArmRun
 from loadtest.client.server_metrics import Timeline
-from loadtest.reporting.text import render_text
+from loadtest.reporting.writers import render_text
 from loadtest.simulation.cost_card import CostCard
 from loadtest.simulation.deployment import Setting
 from loadtest.simulation.observation import RequestRecord

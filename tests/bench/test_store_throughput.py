@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from bench.store_throughput import StorePhase, StoreRate, measure_store, store_record
-from loadtest.reporting.text import render_text
+from loadtest.reporting.writers import render_text
 from tidegate.valkey import running_valkey
 
 ROOT = Path(__file__).parents[2]

@@ -14,9 +14,8 @@ from loadtest.checks.report import mixed_record
 from loadtest.client.http import parse_target
 from loadtest.client.runner import Timing
 from loadtest.model_shapes import write_dummy_model
-from loadtest.reporting.json_file import write_json
 from loadtest.reporting.record import Provenance, Record, Table
-from loadtest.reporting.text import render_table, render_text
+from loadtest.reporting.writers import render_table, render_text, write_json
 from loadtest.traffic.scenario import Scenario
 from tests.loadtest.fake_server import Body, FakeServer, repeat_or_count
 

@@ -7,10 +7,9 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 
-from loadtest import extras
+from loadtest import running
 from loadtest.__main__ import MOVED, main
-from loadtest.extras import PLOTS, PROCESSES, MissingExtra, require
-from loadtest.running import one_sentence
+from loadtest.running import PLOTS, PROCESSES, MissingExtra, one_sentence, require
 
 
 @pytest.fixture
@@ -20,7 +19,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     def find(name: str) -> ModuleSpec | None:
         return None if name in (*PLOTS, *PROCESSES) else importlib.util.find_spec(name)
 
-    monkeypatch.setattr(extras, "find_spec", find)
+    monkeypatch.setattr(running, "find_spec", find)
 
 
 @pytest.mark.usefixtures("bare")

@@ -12,7 +12,7 @@ from bench.engines.systems.client import SystemClient, SystemUnavailable, enviro
 from bench.engines.systems.protocol import Done, Failed, Order, Ready, SystemSpec, decode, encode
 from bench.engines.work import STEP_TOKENS, Job, WorkKind
 from loadtest.child_environment import ROOT
-from loadtest.reporting.text import render_text
+from loadtest.reporting.writers import render_text
 
 SPEC = SystemSpec("model", "bfloat16", "cpu", 1, 128, 4, 512, 16)
 PLAN = Plan((WorkKind.DECODE, WorkKind.PREFILL), (1, 4), rounds=3, seed=1, vocab_size=100, is_quick=True)

@@ -5,7 +5,7 @@ from itertools import count
 import pytest
 
 from bench.engines.soak import Soak, SoakResult
-from loadtest.reporting.text import render_text
+from loadtest.reporting.writers import render_text
 from tests.loadtest.modeled_stepper import ModeledStepper
 
 MIB = 1 << 20

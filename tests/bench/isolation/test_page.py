@@ -19,9 +19,8 @@ from bench.isolation.summary import summarize_arms
 from bench.isolation.tuning import Sweep, SweepPoint
 from bench.isolation.warnings import warnings_of
 from loadtest.client.runner import Timing
-from loadtest.reporting.page import render_page
 from loadtest.reporting.record import Card, Drawing, Fold, Frame, Provenance, Record, Row, Section, Table
-from loadtest.reporting.text import render_text
+from loadtest.reporting.writers import render_page, render_text
 from loadtest.shipped_tiers import read_shipped_tiers
 from loadtest.traffic.scenario import Targets
 from tests.bench.isolation.builders import DURATION_S, SCENARIO, answered, make_part

@@ -15,7 +15,7 @@ from bench.peers.commands import ClosedLoops, parse_range
 from bench.peers.processes import CpuMeter, tree_cpu_s
 from loadtest.client.answer import Outcome
 from loadtest.client.http import Target, TargetError
-from loadtest.reporting.text import render_text
+from loadtest.reporting.writers import render_text
 from loadtest.serving import Server
 from tests.loadtest.fake_server import Body, FakeServer
 

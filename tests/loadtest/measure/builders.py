@@ -2,8 +2,7 @@
 
 from loadtest.client.answer import Outcome
 from loadtest.client.runner import UNFINISHED, ArmRun
-from loadtest.measure.arms import Comparison, arms_of
-from loadtest.measure.rounds import Measurement
+from loadtest.measure.rounds import Comparison, Measurement, arms_of
 from loadtest.traffic.scenario import Lengths, TrafficClass
 from loadtest.traffic.scenario_arrivals import ClosedLoop
 

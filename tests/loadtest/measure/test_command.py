@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from loadtest.__main__ import main
-from loadtest.extras import MissingExtra
 from loadtest.measure import command as run_command
+from loadtest.running import MissingExtra
 from tests.loadtest.fake_server import Body, FakeServer
 from tests.loadtest.test_commands import loadtest
 

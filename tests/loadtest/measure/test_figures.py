@@ -2,11 +2,11 @@
 
 import pytest
 
-from loadtest.measure.arms import arms_of
 from loadtest.measure.figures import figures_of, kind_of, token_rate
 from loadtest.measure.report import load_record, tokens_ratio
+from loadtest.measure.rounds import arms_of
 from loadtest.reporting.record import Provenance
-from loadtest.reporting.text import render_text
+from loadtest.reporting.writers import render_text
 from tests.loadtest.measure.builders import BULK, CHAT, answered, cut_off, failed, measured
 
 NOW = Provenance("tidegate loadtest run", "2026-01-01T00:00:00+00:00", "a machine", "m", 1)

@@ -8,8 +8,8 @@ import pytest_asyncio
 
 from loadtest.measure.command import draw
 from loadtest.measure.report import load_record
-from loadtest.reporting.page import write_page_file
 from loadtest.reporting.record import Provenance
+from loadtest.reporting.writers import write_page_file
 from tests.gateway.console.chromium import CHROMIUM, Browser, running_browser
 from tests.loadtest.measure.builders import BULK, CHAT, answered, cut_off, failed, measured
 

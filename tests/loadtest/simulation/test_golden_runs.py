@@ -13,7 +13,7 @@ import pytest
 
 from engine.interface import EngineInfo
 from loadtest.reporting.record import Record
-from loadtest.reporting.text import render_text
+from loadtest.reporting.writers import render_text
 from loadtest.simulation.deployment import Setting
 from loadtest.simulation.observation import Observation
 from loadtest.simulation.report import simulation_sections

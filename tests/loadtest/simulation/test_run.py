@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 
 from engine.interface import PlanError, StepResult
-from loadtest.reporting.json_file import write_json
-from loadtest.reporting.text import render_text
+from loadtest.reporting.writers import render_text, write_json
 from loadtest.simulation.clients import TIMED_OUT
 from loadtest.simulation.experiment import Experiment, find_tiers
 from loadtest.simulation.observation import Observation
 from loadtest.simulation.report import simulation_record
-from loadtest.simulation.trace import TraceRow
-from loadtest.simulation.watched_engine import WatchedEngine
+from loadtest.simulation.traffic import TraceRow
+from loadtest.simulation.watched import WatchedEngine
 from tests.loadtest.simulation.builders import COEFFICIENTS, chats, make_card, make_scenario, make_tiers, run_scenario
 
 

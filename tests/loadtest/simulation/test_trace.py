@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.simulation.trace import TraceError, TraceRow, read_trace
+from loadtest.simulation.traffic import TraceError, TraceRow, read_trace
 
 JSONL = """\
 {"arrival_s": 2.5, "tier": "flex", "prompt_tokens": 40, "output_tokens": 8, "deadline_s": 60}

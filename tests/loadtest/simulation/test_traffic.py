@@ -4,8 +4,7 @@ from itertools import islice
 
 import pytest
 
-from loadtest.simulation.trace import TraceRow
-from loadtest.simulation.traffic import OfferedRequest, Traffic, TrafficError, scenario_traffic, trace_traffic
+from loadtest.simulation.traffic import OfferedRequest, TraceRow, Traffic, TrafficError, scenario_traffic, trace_traffic
 from loadtest.traffic.scenario import load_scenario
 from tests.loadtest.simulation.builders import make_scenario, make_tiers
 

@@ -1,14 +1,19 @@
-"""The base of commands that measure an engine in this process: flags that name a model, and the report of results."""
+"""The flags that commands share: of those that measure an engine in this process, and of those that ask a server.
+
+Both know how a command ends: with its record printed and, if the user asked for it, written as JSON.
+"""
 
 from dataclasses import replace
 from pathlib import Path
 
 from pydantic import AliasChoices, BaseModel, Field
 
+from loadtest.client.http import Target
 from loadtest.machine import usable_cores
 from loadtest.model_shapes import shape_with_weights
-from loadtest.reporting.output import publish
 from loadtest.reporting.record import Provenance, Record
+from loadtest.reporting.writers import publish
+from loadtest.running import running_server
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo_model" / "weights"
 
@@ -50,3 +55,24 @@ class ModelCommand(BaseModel):
         published = replace(record, data={**options, **record.data}, provenance=provenance)
         publish(published, self.json_file)
         return published
+
+
+class ServerCommand(BaseModel):
+    url: str = Field("http://127.0.0.1:8000", description="Base URL of an OpenAI-compatible server.")
+    model: str = Field("", description="Model to ask for; empty: the first that the server lists.")
+    allow_remote: bool = Field(False, description="Accept a URL that is not this machine.")
+    seed: int = Field(1, ge=0, description="The same seed sends the same requests.")
+    json_file: Path | None = Field(
+        None, validation_alias=AliasChoices("json"), description="Also write the result to this file."
+    )
+
+    async def target(self) -> Target:
+        return await running_server(self.url, self.allow_remote, self.model)
+
+    def provenance(self, target: Target) -> Provenance:
+        return Provenance.of_this_run(target.model, self.seed)
+
+    def conclude(self, record: Record, *, passed: bool) -> None:
+        publish(record, self.json_file)
+        if not passed:
+            raise SystemExit(1)
