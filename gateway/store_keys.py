@@ -11,6 +11,12 @@ from scheduler.store.keys import NAMESPACE
 
 DAY_S = 86_400
 
+# Storage ----------------------------------------------------------------------------------------------
+
+# The marker that ties the storage of files to this store (JSON `Marker`), and the lock of the gateway that compares it.
+STORAGE = NAMESPACE + "storage"
+STORAGE_LOCK = NAMESPACE + "storage:lock"
+
 # Files ------------------------------------------------------------------------------------------------
 
 # Sorted set of ids by their positions; one for each owner, and one for each owner and purpose (`file_purpose`).

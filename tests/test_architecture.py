@@ -35,7 +35,7 @@ MAY_IMPORT = {
 # The levels of each house from the bottom up; the rooms of one level do not import each other.
 HOUSES = {
     "tidegate": "background batch drain gpu listening logs notify process settings start_progress top tracing"
-    " → gateway_parts supervisor valkey → demo gateway keys serve worker → static_worker doctor → cli",
+    " → gateway_parts supervisor valkey → adopt demo gateway keys serve worker → static_worker doctor → cli",
     "gateway": "console fairness store_keys → files → protocol → dead_letters http idempotency identity output uploads"
     " → webhooks → keys → completion batches tasks → responses → state → routes → app",
     "scheduler": "clock config request virtual_time → store → queue events registry reload"

@@ -44,6 +44,7 @@ commands:
   simulate   simulate a load on virtual workers: latency percentiles, and the number of workers needed
   top        watch a running server: queues, SLOs, workers, batches; see `tidegate top --help`
   batch      run batches from files and tables; see `tidegate batch --help`
+  adopt      tie the storage of files to the store, where a gateway refuses to start because they do not match
   keys       add, list and revoke the API keys of a file; see `tidegate keys --help`
   loadtest   load generators; see `tidegate loadtest --help`
 
@@ -111,6 +112,13 @@ def _doctor(args: list[str]) -> int:
     return run_doctor(settings)
 
 
+def _adopt(args: list[str]) -> int:
+    settings = _load(GatewaySettings, "adopt", args)
+    from tidegate.adopt import run_adopt
+
+    return run_adopt(settings)
+
+
 def _keys(args: list[str]) -> int:
     from tidegate.keys import run_keys
 
@@ -143,6 +151,7 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "worker": _worker,
     "doctor": _doctor,
     "demo": _demo,
+    "adopt": _adopt,
     "keys": _keys,
     "batch": _batch,
     "top": _top,

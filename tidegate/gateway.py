@@ -1,7 +1,7 @@
 """The gateway process: runs the app under uvicorn until a signal drains it.
 
-Exit codes: 0 after a drain; 78 if it cannot start (an invalid tiers or keys file, a port in use); 1 after another
-error.
+Exit codes: 0 after a drain; 78 if it cannot start (an invalid tiers or keys file, a port in use, the storage of another
+store); 1 after another error.
 """
 
 import asyncio
@@ -16,9 +16,10 @@ import structlog
 import uvicorn
 import uvloop
 from prometheus_client import disable_created_metrics
-from redis.exceptions import RedisError
+from redis.exceptions import LockError, RedisError
 
 from gateway.app import create_app
+from gateway.files.marker import ForeignStorage, StorageTie
 from gateway.files.object_storage import BadStorageUrl
 from gateway.http.connection import server_config
 from gateway.http.connections import ConnectionLimits, ConnectionTable, default_max_connections
@@ -28,6 +29,7 @@ from gateway.keys.file import KeyringError
 from scheduler.clock import SystemClock
 from scheduler.config import TierConfigError, load_tiers
 from scheduler.store import connection
+from scheduler.store.errors import STORE_AWAY
 from tidegate.background import Background
 from tidegate.drain import Drain
 from tidegate.gateway_parts import BadSamplingDefaults, NoTokenizer, build_gateway, open_outside
@@ -73,6 +75,7 @@ def run_gateway(settings: GatewaySettings) -> int:
         CannotListen,
         CertificateError,
         BadStorageUrl,
+        ForeignStorage,
         TracingError,
     ) as error:
         log.error("the gateway cannot start", reason=str(error))
@@ -131,6 +134,8 @@ async def _serve(
         if certificate is not None:
             reload_certificate(certificate)
 
+    if gateway.files is not None:
+        await check_storage(gateway.files.tie)
     freeze_heap()
     log.info("the gateway serves", host=settings.host, port=port, tls=certificate is not None)
     try:
@@ -142,6 +147,14 @@ async def _serve(
         await redis.aclose()
     log.info("the gateway has drained")
     return 0 if server.started else 1
+
+
+async def check_storage(tie: StorageTie) -> None:
+    """Raise `ForeignStorage` if the storage does not belong to the store. If either does not answer, a sweep asks."""
+    try:
+        await tie.check()
+    except (*STORE_AWAY, LockError, OSError) as error:
+        log.warning("the storage is compared with the store later", reason=str(error))
 
 
 def reload_certificate(certificate: Certificate) -> None:

@@ -25,8 +25,9 @@ from gateway.batches.store import BatchStore
 from gateway.batches.turns import UnfinishedBatch, next_turns
 from gateway.files.disk import is_disk_full
 from gateway.files.local_storage import PRIVATE_DIR
+from gateway.files.marker import ForeignStorage
 from gateway.files.storage import BATCHES, ContentLost
-from gateway.files.store import ORPHAN_S, FileStore
+from gateway.files.store import MAX_ORPHANS, ORPHAN_S, FileStore
 from scheduler.clock import Clock
 from scheduler.store.errors import STORE_AWAY
 
@@ -83,7 +84,7 @@ class BatchMaintenance:
         sweeping = (
             _Duty(self._files.sweep, SWEEP_S),
             _Duty(self._end_lost, SWEEP_S),
-            _Duty(self._sweep_orphans, ORPHAN_SWEEP_S),
+            _Duty(self.sweep_orphans, ORPHAN_SWEEP_S),
             _Duty(self._warn_of_no_log, math.inf),
         )
         counting = (_Duty(self._count_late, LATE_S),)
@@ -225,21 +226,33 @@ class BatchMaintenance:
             if self._clock.wall_ms() // 1000 >= batch.expires_at + LOST_S:
                 self._launch(batch.id)
 
-    async def _sweep_orphans(self) -> None:
-        """Remove the leftovers of a crash from the storage.
+    async def sweep_orphans(self) -> None:
+        """Remove the leftovers of a crash from the storage, unless it may belong to another store.
 
         These are file contents without a record, and folders of batches that are over or have no record.
         """
-        await self._files.sweep_orphans()
+        try:
+            marker = await self._files.tie.check()
+        except ForeignStorage as fault:
+            log.error("nothing is swept: %s", fault)
+            return
         before_s = self._clock.wall_ms() / 1000 - ORPHAN_S
+        if marker.tied_s > before_s:
+            before_s = 0.0
+        await self._files.sweep_orphans(before_s)
+        await self._sweep_folders(before_s)
+
+    async def _sweep_folders(self, before_s: float) -> None:
         folders = await self._storage.entries(BATCHES)
         unfinished = set(await self._store.unfinished())
         left = [folder for folder in folders if folder.name not in unfinished]
         statuses = await self._store.statuses([folder.name for folder in left])
         over = {batch_id for batch_id, status in statuses.items() if status.is_terminal}
-        for folder in left:  # a new folder without a record may belong to a batch that is being created
-            if folder.modified_s < before_s or folder.name in over:
-                await self._storage.remove_folder(work_folder(folder.name))
+        orphans = [f.name for f in left if f.name not in statuses and f.modified_s < before_s][:MAX_ORPHANS]
+        if orphans:
+            log.info("removing folders of batches without a record: %s", " ".join(orphans))
+        for name in (*over, *orphans):
+            await self._storage.remove_folder(work_folder(name))
 
 
 @dataclass(slots=True)

@@ -27,6 +27,19 @@ class LocalStorage:
     async def put(self, source: Path, name: str) -> None:
         await asyncio.to_thread(move_durably, source, self.directory / name)
 
+    @property
+    def place(self) -> str:
+        return str(self.directory)
+
+    async def get(self, name: str) -> bytes | None:
+        try:
+            return await asyncio.to_thread((self.directory / name).read_bytes)
+        except FileNotFoundError:
+            return None
+
+    async def set(self, name: str, data: bytes) -> None:
+        await asyncio.to_thread(_replace, self.directory / name, data)
+
     async def copy(self, source: str, name: str) -> None:
         await asyncio.to_thread(_link, self.directory / source, self.directory / name)
 
@@ -86,6 +99,12 @@ def move_durably(source: Path, target: Path) -> None:
     _sync(source)
     os.replace(source, target)
     _sync(target.parent)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    new = path.with_name(f"{path.name}.new")
+    new.write_bytes(data)
+    move_durably(new, path)
 
 
 def _link(source: Path, target: Path) -> None:

@@ -65,6 +65,7 @@ class ObjectStorage:
 
     def __init__(self, url: str, directory: Path) -> None:
         self.directory = directory
+        self.place = urlsplit(url)._replace(netloc=urlsplit(url).netloc.rpartition("@")[2]).geturl()
         self._files, self._root = _file_system(url)
         self._threads = ThreadPoolExecutor(THREADS, "storage")
 
@@ -72,6 +73,16 @@ class ObjectStorage:
         size = source.stat().st_size
         await self._call(_upload, self._files, source, self._at(name), size=size)
         await asyncio.to_thread(source.unlink, missing_ok=True)
+
+    async def get(self, name: str) -> bytes | None:
+        try:
+            data: bytes = await self._call(self._files.cat_file, self._at(name), lost=name)
+        except ContentLost:
+            return None
+        return data
+
+    async def set(self, name: str, data: bytes) -> None:
+        await self._call(self._files.pipe_file, self._at(name), data, size=len(data))
 
     async def copy(self, source: str, name: str) -> None:
         await self._call(self._files.cp_file, self._at(source), self._at(name), lost=source)

@@ -62,6 +62,19 @@ class Storage(Protocol):
         """Move the local file `source` into the storage. The content is durable when this returns."""
         ...
 
+    @property
+    def place(self) -> str:
+        """Where the contents lie, for messages to the operator."""
+        ...
+
+    async def get(self, name: str) -> bytes | None:
+        """Return a small content; None if there is none."""
+        ...
+
+    async def set(self, name: str, data: bytes) -> None:
+        """Write or replace a small content. It is durable when this returns."""
+        ...
+
     async def copy(self, source: str, name: str) -> None:
         """Make `name` a content that is equal to `source` and stays if `source` is removed. Raises `ContentLost`."""
         ...

@@ -22,6 +22,7 @@ from redis.asyncio import Redis
 from gateway import store_keys as keys
 from gateway.files.disk import DiskReserve, noticing_full_disk
 from gateway.files.local_storage import PRIVATE_DIR, LocalStorage, sha256_of
+from gateway.files.marker import StorageTie
 from gateway.files.pagination import Page, page_of_ids, position_of, text
 from gateway.files.storage import FILES, INCOMING, Storage, StorageUnreachable
 from scheduler.clock import Clock
@@ -33,7 +34,11 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-ORPHAN_S = 3600.0  # seconds; content without a record that is older than this was left by a crash
+ARRIVAL_S = 3600.0  # seconds; an upload that has got nothing for longer was left by a crash
+# Seconds for which content without a record is kept, after it was written and after the storage was tied to the store:
+# somebody may notice meanwhile that the store is the wrong one, or has lost records.
+ORPHAN_S = 7 * 86_400.0
+MAX_ORPHANS = 1000  # contents without a record that one sweep removes at most; a crash leaves few
 SWEEP_GROUP = 500  # files that a sweep handles per round trip to Redis
 
 
@@ -85,6 +90,7 @@ class FileStore:
         self._register = load_script(redis, "gateway.files", "register")
         self._forget = load_script(redis, "gateway.files", "forget")
         self.storage = storage or LocalStorage(data_dir)
+        self.tie = StorageTie(redis, self.storage, clock)
         self.data_dir = self.storage.directory
         self.arriving: Counter[str | None] = Counter()  # bytes of forms that are being received, by owner
         self.incoming = self.data_dir / INCOMING  # uploads in progress; a local storage takes them over by a rename
@@ -177,25 +183,35 @@ class FileStore:
             removed += await self._remove([record for record in records if self._is_expired(record)])
         return removed
 
-    async def sweep_orphans(self) -> None:
-        """Remove the contents that a crash has left without a record."""
-        before_s = self._clock.wall_ms() / 1000 - ORPHAN_S
-        for folder in (FILES, INCOMING):
-            old = [entry.name for entry in await self.storage.entries(folder) if entry.modified_s < before_s]
-            for group in _groups(old):
-                pipeline = self._redis.pipeline(transaction=False)
-                for name in group:
-                    pipeline.exists(keys.file(name))
-                known = await pipeline.execute()
-                orphans = [name for name, exists in zip(group, known, strict=True) if not exists]
-                await self.storage.remove([f"{folder}/{name}" for name in orphans])
+    async def sweep_orphans(self, before_s: float) -> None:
+        """Remove what a crash has left: content without a record that is older than `before_s`, and uploads.
+
+        `before_s` is in Unix seconds. The caller has made sure that the storage belongs to the store.
+        """
+        arrivals = await self.storage.entries(INCOMING)
+        stale_s = self._clock.wall_ms() / 1000 - ARRIVAL_S
+        await self._remove_orphans(INCOMING, [e.name for e in arrivals if e.modified_s < stale_s])
+        old = [entry.name for entry in await self.storage.entries(FILES) if entry.modified_s < before_s]
+        orphans: list[str] = []
+        for group in _groups(old):
+            pipeline = self._redis.pipeline(transaction=False)
+            for name in group:
+                pipeline.exists(keys.file(name))
+            known = await pipeline.execute()
+            orphans += [name for name, exists in zip(group, known, strict=True) if not exists]
+        await self._remove_orphans(FILES, orphans)
+
+    async def _remove_orphans(self, folder: str, names: Sequence[str]) -> None:
+        for group in _groups(names[:MAX_ORPHANS]):
+            log.info("removing contents without a record from %s: %s", folder, " ".join(group))
+            await self.storage.remove([f"{folder}/{name}" for name in group])
 
     async def _remove_contents(self, ids: Sequence[str]) -> None:
         """Remove the contents of files without a record. If the storage does not answer, they go with the orphans."""
         try:
             await self.storage.remove([content_name(file_id) for file_id in ids])
         except StorageUnreachable as error:
-            log.warning("contents of deleted files stay for a day: %s", error)
+            log.warning("contents of deleted files stay for a week: %s", error)
 
     async def _write_record(self, record: StoredFile, quota_bytes: int | None) -> None:
         quota = "" if quota_bytes is None else quota_bytes

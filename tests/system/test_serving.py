@@ -15,7 +15,7 @@ from openai import APIError, AsyncOpenAI, BadRequestError, NotFoundError
 from redis.asyncio import Redis
 
 from tests.system.nonces import MODEL, ask, ask_streamed, make_nonce
-from tests.system.server import Server, make_client, running, wait_for
+from tests.system.server import Server, make_client, run_to_end, running, wait_for
 from tests.system.streams import ended_by_the_server, long_streams
 
 TIERS = ("realtime", "bulk", "batch")
@@ -227,12 +227,20 @@ def test_two_servers_cannot_share_a_data_directory(server: Server) -> None:
     server.wait_until_ready()
 
 
+def test_a_gateway_with_files_of_its_own_is_refused(server: Server, tmp_path: Path) -> None:
+    """Its sweep would take the other gateways' files for leftovers, and theirs its own."""
+    ended = run_to_end("gateway", "--redis-url", server.socket_url, "--port", "0", "--data-dir", str(tmp_path))
+    assert ended.returncode == 78
+    assert "tidegate adopt" in ended.stderr and str(tmp_path) in ended.stderr
+
+
 @pytest.mark.timeout(180)
 async def test_parts_run_alone_on_an_existing_store(server: Server, tmp_path: Path) -> None:
     """`tidegate gateway` and `tidegate worker` on the Valkey of a running server, which they do not disturb."""
     store = ("--redis-url", server.socket_url)
+    files = ("--files-url", f"file://{server.data_dir}")
     with (
-        running(tmp_path / "second", *store, "--drain-s", "90", command="gateway") as gateway,
+        running(tmp_path / "second", *store, *files, "--drain-s", "90", command="gateway") as gateway,
         running(tmp_path / "w", *store, command="worker") as worker,
     ):
         gateway.wait_until_ready()

@@ -109,7 +109,7 @@ async def test_sweeps_ask_about_many_files_at_once(
     gateway.clock.shift_s = 31 * DAY_S
     monkeypatch.setattr(pool, "get_connection", counted)
     assert await gateway.files.sweep() == 30
-    await gateway.files.sweep_orphans()
+    await gateway.files.sweep_orphans(gateway.clock.wall_ms() / 1000)
     assert on_disk(gateway) == set() and asked < 10
 
 
@@ -158,8 +158,8 @@ async def test_leftovers_of_a_crash_are_swept(gateway: OfflineGateway) -> None:
     kept = await gateway.upload(b"x")
     for name in ("files/file-lost", "incoming/tmp1"):
         (gateway.files.data_dir / name).write_bytes(b"lost")
-    await gateway.files.sweep_orphans()
+    await gateway.files.sweep_orphans(before_s=0.0)
     assert on_disk(gateway) == {kept, "file-lost", "tmp1"}, "they may be uploads under way"
     gateway.clock.shift_s = 3601
-    await gateway.files.sweep_orphans()
+    await gateway.files.sweep_orphans(gateway.clock.wall_ms() / 1000)
     assert on_disk(gateway) == {kept}
