@@ -15,8 +15,8 @@ from pydantic import AliasChoices, BaseModel, Field
 from bench.isolation.admin import Systems, tiers_in_force, tiers_restored
 from bench.isolation.arms import OWN_ARMS, Document
 from bench.isolation.experiments import EXPERIMENTS, ExperimentName
-from bench.isolation.report import Drawings, isolation_record
-from bench.isolation.result import Result
+from bench.isolation.results.record import Drawings, isolation_record
+from bench.isolation.results.result import Result
 from bench.isolation.run import ExperimentConfig, run_experiment
 from bench.isolation.servers import (
     context_of,
@@ -227,6 +227,6 @@ class Isolation(BaseModel):
     def _drawings(self, result: Result) -> Drawings:
         if self.report_dir is None:
             return {}
-        from bench.isolation.drawings import draw_experiment  # imports matplotlib
+        from bench.isolation.results.plots import draw_experiment  # imports matplotlib
 
         return draw_experiment(result)

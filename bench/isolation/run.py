@@ -8,17 +8,15 @@ from dataclasses import dataclass, replace
 
 from bench.isolation.admin import Systems, explanations
 from bench.isolation.arms import OURS, OURS_ALONE, PEER, PEER_ALONE, PEER_BULK, STATIC, ArmBuilder, Document
-from bench.isolation.attainment import settling_s
 from bench.isolation.controls import Evidence
 from bench.isolation.experiments import Experiment, with_load_profile
 from bench.isolation.goals import judge
-from bench.isolation.goodput import Goodput
-from bench.isolation.result import Result
+from bench.isolation.results.record import warnings_of
+from bench.isolation.results.result import Result
 from bench.isolation.rounds import Part, Progress, run_part, run_rounds
-from bench.isolation.slos import is_premium, premium_ttft_ms, slos_by_class
+from bench.isolation.slos import is_premium, premium_ttft_ms, settling_s, slos_by_class
 from bench.isolation.summary import met_by_arrival, summarize_arms
-from bench.isolation.tuning import BUDGETS, Sweep, Trials
-from bench.isolation.warnings import warnings_of
+from bench.isolation.tuning import BUDGETS, Goodput, Sweep, Trials
 from loadtest.client.http import TargetError
 from loadtest.client.runner import UNFINISHED, Timing
 from loadtest.machine import hardware

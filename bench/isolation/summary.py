@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from bench.isolation.arms import BULK_ALONE, PEER_BULK, Arm, has_slo
-from bench.isolation.attainment import Attainment, attainment_of, has_met
 from bench.isolation.experiments import has_deadline
 from bench.isolation.rounds import Part, Rounds
+from bench.isolation.slos import Attainment, attainment_of, has_met
 from loadtest.client.runner import ArmRun
 from loadtest.client.server_metrics import bucket_quantile
 from loadtest.estimates import (

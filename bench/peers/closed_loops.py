@@ -15,6 +15,7 @@ from bench.peers.arms import Servers, service_tier
 from bench.peers.processes import CpuMeter
 from loadtest.client.answer import Outcome
 from loadtest.client.http import Target, TargetError, completion_body, send
+from loadtest.client.runner import ArmRun
 from loadtest.progress import progress as shown
 from loadtest.traffic.prompts import token_prompt
 from loadtest.traffic.workload import PlannedRequest, generator
@@ -54,6 +55,12 @@ class LoopPart:
     @property
     def tokens_per_s(self) -> float:
         return sum(o.completion_tokens for o in self.outcomes) / self.elapsed_s
+
+    @property
+    def run(self) -> ArmRun:
+        """The part as a run of which every request is measured."""
+        start_s = min((o.due_s for o in self.outcomes), default=0.0)
+        return ArmRun(start_s, self.elapsed_s, {NAME: self.outcomes}, self.client_cores)
 
 
 async def run_closed_loops(servers: Servers, arms: Sequence[str], loops: Loops, progress: Progress) -> list[LoopPart]:

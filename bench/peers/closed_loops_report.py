@@ -1,18 +1,18 @@
 """The report of the closed loops: tokens per second, first tokens and gaps of each arm, and ratios to vLLM. Pure."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from bench.isolation.goals import Goal
-from bench.isolation.tables import goals_table, milliseconds
+from bench.isolation.results.tables import goals_table
 from bench.peers.arms import DEFAULT, FLEX, VLLM, ours_of
-from bench.peers.closed_loops import LoopPart, Loops
+from bench.peers.closed_loops import NAME, LoopPart, Loops
 from bench.peers.idle_servers import idle_facts, idle_warnings
-from loadtest.estimates import Distribution, Estimate, client_warnings, ratio
+from loadtest.checks.report import summary_as_dict
+from loadtest.estimates import ClassSummary, Estimate, client_warnings, failure_warnings, summarize
 from loadtest.reporting.formats import interval
+from loadtest.reporting.latencies import ITL_P50, ITL_P99, TTFT_P50, TTFT_P99, cells_of, header_of
 from loadtest.reporting.record import Record, Row, Section, Table
 
 HOW = (
@@ -20,6 +20,7 @@ HOW = (
     "tokens. Tokens per second are the tokens of all answers ÷ the time until the last one has ended; behind them, in "
     "brackets, the lowest and the highest round. Ratios of first tokens have 95 % intervals."
 )
+LATENCIES = (TTFT_P50, TTFT_P99, ITL_P50, ITL_P99)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +30,7 @@ class LoopSummary:
     arm: str
     streams: int
     tokens_per_s: Estimate  # over all rounds; the bounds are the lowest and the highest round
-    ttft: Distribution
-    itl: Distribution
-    requests: int
-    errors: int
-    error_examples: tuple[str, ...]
+    results: ClassSummary
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,43 +54,26 @@ def summarize_loops(parts: Sequence[LoopPart]) -> list[LoopSummary]:
 
 
 def _summarize(parts: Sequence[LoopPart]) -> LoopSummary:
-    outcomes = [o for part in parts for o in part.outcomes]
     rates = [part.tokens_per_s for part in parts]
-    errors = [o.error for o in outcomes if o.error is not None]
-    tokens = sum(o.completion_tokens for o in outcomes)
-    return LoopSummary(
-        parts[0].arm,
-        parts[0].streams,
-        Estimate(tokens / sum(part.elapsed_s for part in parts), min(rates), max(rates)),
-        Distribution(np.array([o.ttft_s for o in outcomes if o.ttft_s is not None])),
-        Distribution(np.array([gap for o in outcomes for gap in o.inter_token_s()])),
-        len(outcomes),
-        len(errors),
-        tuple(sorted(set(errors)))[:3],
-    )
+    tokens = sum(o.completion_tokens for part in parts for o in part.outcomes)
+    mean = Estimate(tokens / sum(part.elapsed_s for part in parts), min(rates), max(rates))
+    return LoopSummary(parts[0].arm, parts[0].streams, mean, summarize([part.run for part in parts], NAME))
 
 
 def ratios_to(divisor: str, parts: Sequence[LoopPart], arms: Sequence[str]) -> list[LoopRatios]:
     """Return the ratios of each of `arms` to the arm `divisor`, for each number of streams that both have."""
     summaries = {(s.streams, s.arm): s for s in summarize_loops(parts)}
-    found = []
-    for streams in dict.fromkeys(streams for streams, _ in summaries):
-        for arm in arms:
-            above, below = summaries.get((streams, arm)), summaries.get((streams, divisor))
-            if above is not None and below is not None:
-                found.append(_ratios(above, below, _rate_ratio(parts, above, below)))
-    return found
+    return [
+        _ratios(summaries[streams, arm], summaries[streams, divisor], parts)
+        for streams in dict.fromkeys(streams for streams, _ in summaries)
+        for arm in arms
+        if {(streams, arm), (streams, divisor)} <= summaries.keys()
+    ]
 
 
-def _ratios(above: LoopSummary, below: LoopSummary, tokens_per_s: Estimate | None) -> LoopRatios:
-    return LoopRatios(
-        above.arm,
-        above.streams,
-        tokens_per_s,
-        ttft_p50=ratio(above.ttft, below.ttft, 0.5),
-        ttft_p99=ratio(above.ttft, below.ttft, 0.99),
-        itl_p99=ratio(above.itl, below.itl, 0.99),
-    )
+def _ratios(above: LoopSummary, below: LoopSummary, parts: Sequence[LoopPart]) -> LoopRatios:
+    latencies = [latency.ratio(above.results, below.results) for latency in (TTFT_P50, TTFT_P99, ITL_P99)]
+    return LoopRatios(above.arm, above.streams, _rate_ratio(parts, above, below), *latencies)
 
 
 def _rate_ratio(parts: Sequence[LoopPart], above: LoopSummary, below: LoopSummary) -> Estimate | None:
@@ -133,62 +113,47 @@ def loop_goals(parts: Sequence[LoopPart], arms: Sequence[str]) -> list[Goal]:
 
     A goal does not count if one of the requests behind it failed.
     """
-    failed = {(s.streams, s.arm) for s in summarize_loops(parts) if s.errors}
+    failed = {(s.streams, s.arm) for s in summarize_loops(parts) if s.results.errors}
     goals = []
-    if VLLM in arms:
-        for arm in ours_of(arms):
-            found = [r for r in ratios_to(VLLM, parts, [arm])]
-            counts = not any((r.streams, name) in failed for r in found for name in (arm, VLLM))
-            for goal, value in (
-                (Goal(f"{arm}: tokens/s ÷ vLLM", 1.0, 1.1, higher_is_better=True, counts=counts), _tokens_per_s),
-                (Goal(f"{arm}: first token p99 ÷ vLLM", 1.2, 1.0, counts=counts), _ttft_p99),
-                (Goal(f"{arm}: first token p50 ÷ vLLM", 1.0, 1.0, counts=counts), _ttft_p50),
-            ):
-                goals.append(_worst(goal, found, value))
+    for arm in ours_of(arms) if VLLM in arms else ():
+        found = ratios_to(VLLM, parts, [arm])
+        counts = not any((r.streams, name) in failed for r in found for name in (arm, VLLM))
+        tokens = Goal(f"{arm}: tokens/s ÷ vLLM", 1.0, 1.1, higher_is_better=True, counts=counts)
+        p99 = Goal(f"{arm}: first token p99 ÷ vLLM", 1.2, 1.0, counts=counts)
+        p50 = Goal(f"{arm}: first token p50 ÷ vLLM", 1.0, 1.0, counts=counts)
+        goals.append(_worst(tokens, [(r.tokens_per_s, r.streams) for r in found]))
+        goals.append(_worst(p99, [(r.ttft_p99, r.streams) for r in found]))
+        goals.append(_worst(p50, [(r.ttft_p50, r.streams) for r in found]))
     if DEFAULT in arms and FLEX in arms:
         found = ratios_to(FLEX, parts, [DEFAULT])
         counts = not any((r.streams, name) in failed for r in found for name in (DEFAULT, FLEX))
         goal = Goal("default ÷ flex: tokens/s", 0.95, 0.95, higher_is_better=True, counts=counts)
-        goals.append(_worst(goal, found, _tokens_per_s))
+        goals.append(_worst(goal, [(r.tokens_per_s, r.streams) for r in found]))
     return goals
 
 
-def _tokens_per_s(ratios: LoopRatios) -> Estimate | None:
-    return ratios.tokens_per_s
-
-
-def _ttft_p50(ratios: LoopRatios) -> Estimate | None:
-    return ratios.ttft_p50
-
-
-def _ttft_p99(ratios: LoopRatios) -> Estimate | None:
-    return ratios.ttft_p99
-
-
-def _worst(goal: Goal, found: Sequence[LoopRatios], value: Callable[[LoopRatios], Estimate | None]) -> Goal:
-    measured = [(estimate, r.streams) for r in found if (estimate := value(r)) is not None]
+def _worst(goal: Goal, ratios: Sequence[tuple[Estimate | None, int]]) -> Goal:
+    """Return the goal with the worst ratio; each ratio comes with its number of streams."""
+    measured = [(estimate, streams) for estimate, streams in ratios if estimate is not None]
     if not measured:
         return goal
     choose = min if goal.higher_is_better else max
     estimate, streams = choose(measured, key=lambda pair: pair[0].value)
     note = f"with {streams} streams, the worst of {len(measured)}"
-    if not goal.counts:
-        note += "; requests failed"
-    return Goal(goal.name, goal.target, goal.goal, estimate, goal.higher_is_better, note=note, counts=goal.counts)
+    return replace(goal, measured=estimate, note=note if goal.counts else f"{note}; requests failed")
 
 
 def _summaries_table(summaries: Sequence[LoopSummary]) -> Table:
-    header = ("streams", "arm", "tokens/s", "TTFT p50", "p99", "ITL p50", "p99", "requests", "errors")
+    header = ("streams", "arm", "tokens/s", *header_of(LATENCIES), "requests", "errors")
     rows = (
         Row(
             (
                 str(s.streams),
                 s.arm,
                 f"{s.tokens_per_s.value:.0f} ({s.tokens_per_s.low:.0f}–{s.tokens_per_s.high:.0f})",
-                *(_ms(s.ttft, q) for q in (0.5, 0.99)),
-                *(_ms(s.itl, q) for q in (0.5, 0.99)),
-                str(s.requests),
-                str(s.errors),
+                *cells_of(LATENCIES, s.results),
+                str(s.results.offered),
+                str(s.results.errors),
             ),
             "" if s.arm == VLLM else "ours",
         )
@@ -216,11 +181,7 @@ def _facts(parts: Sequence[LoopPart], loops: Loops) -> tuple[tuple[str, str], ..
 
 
 def _warnings(parts: Sequence[LoopPart], summaries: Sequence[LoopSummary]) -> list[str]:
-    found = [
-        f"{s.arm}, {s.streams} streams: {s.errors} of {s.requests} requests failed ({'; '.join(s.error_examples)})"
-        for s in summaries
-        if s.errors
-    ]
+    found = [w for s in summaries for w in failure_warnings(s.arm, {f"{s.streams} streams": s.results})]
     found += client_warnings(0.0, max(part.client_cores for part in parts))
     if not all(part.was_quiet for part in parts):
         found.append("a server still worked for the part before when a part began")
@@ -244,20 +205,8 @@ def _as_dict(
 
 
 def _summary_as_dict(summary: LoopSummary) -> dict[str, Any]:
-    quantiles = {
-        f"{name}_{label}_s": estimate.value if (estimate := times.quantile(q)) else None
-        for name, times in (("ttft", summary.ttft), ("itl", summary.itl))
-        for label, q in (("p50", 0.5), ("p99", 0.99))
-    }
-    return {
-        "arm": summary.arm,
-        "streams": summary.streams,
-        "tokens_per_s": asdict(summary.tokens_per_s),
-        **quantiles,
-        "requests": summary.requests,
-        "errors": summary.errors,
-        "error_examples": summary.error_examples,
-    }
+    rates = {"tokens_per_s": asdict(summary.tokens_per_s)}
+    return summary_as_dict(summary.results) | {"arm": summary.arm, "streams": summary.streams} | rates
 
 
 def _part_as_dict(part: LoopPart) -> dict[str, Any]:
@@ -272,8 +221,3 @@ def _part_as_dict(part: LoopPart) -> dict[str, Any]:
         "was_quiet": part.was_quiet,
         "ttft_s": [None if o.ttft_s is None else round(o.ttft_s, 5) for o in part.outcomes],
     }
-
-
-def _ms(distribution: Distribution, q: float) -> str:
-    estimate = distribution.quantile(q)
-    return milliseconds(estimate.value if estimate else None)

@@ -14,7 +14,7 @@ from bench.peers.closed_loops import Loops, run_closed_loops
 from bench.peers.closed_loops_report import loops_record
 from bench.peers.command import PeerCommand
 from bench.peers.frontier import frontier_arms, points_of, run_frontier
-from bench.peers.frontier_report import frontier_record
+from bench.peers.frontier_report import draw_frontier, frontier_record
 from loadtest.client.http import TargetError
 from loadtest.client.runner import MAX_IN_FLIGHT, Timing
 from loadtest.reporting.record import Drawing
@@ -101,9 +101,7 @@ class Frontier(PeerCommand):
         measured = summarize_arms(run.rounds, scenario, slos)
         drawings: tuple[Drawing, ...] = ()
         if self.report_dir is not None:
-            from bench.peers.frontier_plot import draw_frontier  # imports matplotlib
-
-            drawings = (Drawing(draw_frontier(points_of(measured))),)
+            drawings = draw_frontier(points_of(measured))
         record = frontier_record(run, measured, scenario, timing, slos, drawings)
         record = self.conclude(record, servers.target(DEFAULT).model)
         if self.report_dir is not None:

@@ -1,15 +1,15 @@
-"""The report of the frontier: its points, all arms, and the goals. Pure; the drawing is in `frontier_plot`."""
+"""The report of the frontier: its points, all arms, and the goals."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 from bench.isolation.goals import Goal
-from bench.isolation.result import requests_of
+from bench.isolation.results.record import BULK_NOISE, arm_warnings
+from bench.isolation.results.result import requests_of
+from bench.isolation.results.tables import arms_table, goals_table
 from bench.isolation.summary import ArmSummary
-from bench.isolation.tables import arms_table, goals_table
-from bench.isolation.warnings import BULK_NOISE, arm_warnings
-from bench.peers.frontier import FrontierRun, Point, frontier_goals, points_of
+from bench.peers.frontier import HARVEST_GOALS, FrontierRun, Point, frontier_goals, points_of
 from bench.peers.idle_servers import idle_facts, idle_warnings
 from loadtest.checks.report import summary_as_dict
 from loadtest.client.runner import Timing
@@ -22,6 +22,7 @@ HOW = (
     "on the same system with nobody else there. The goals read the harvest off the line through our points."
 )
 POINTS = "Harvest against slowdown"
+Latency = Literal["e2e_p50", "ttft_p99"]  # fields of `LatencyRatios`
 
 
 def frontier_record(
@@ -111,3 +112,22 @@ def _arm_as_dict(summary: ArmSummary) -> dict[str, Any]:
         "bulk_tokens_per_s": summary.bulk_tokens_per_s,
         "engine": asdict(summary.engine),
     }
+
+
+def draw_frontier(points: Sequence[Point]) -> tuple[Drawing, ...]:
+    """Return two plots: harvest against the slowdown of whole answers, with its goals, and of first tokens."""
+    from loadtest.measure.plots import TradeOff, trade_off_drawing  # imports matplotlib
+
+    def drawing(title: str, label: str, latency: Latency, goals: Sequence[tuple[float, float]] = ()) -> Drawing:
+        shown = [
+            TradeOff(p.name.removeprefix("max_slowdown "), e.value, p.harvest, p.is_ours)
+            for p in points
+            if (e := getattr(p.latency, latency)) is not None and p.harvest is not None
+        ]
+        return trade_off_drawing(title, (label, "bulk tokens/s ÷ unlimited"), shown, goals=goals, is_log=True)
+
+    goals = [(slowdown, goal) for slowdown, (_, goal) in HARVEST_GOALS.items()]
+    return (
+        drawing("Whole answers", "E2E p50 ÷ alone", "e2e_p50", goals),
+        drawing("First tokens", "TTFT p99 ÷ alone", "ttft_p99"),
+    )

@@ -8,8 +8,9 @@ from typing import Any
 
 from loadtest.checks.mixed import MixedResult
 from loadtest.checks.nonce import NonceResult
-from loadtest.estimates import QUANTILES, ClassSummary, Distribution, Estimate
-from loadtest.reporting.formats import ABSENT, interval, milliseconds, number
+from loadtest.estimates import QUANTILES, ClassSummary, Distribution
+from loadtest.reporting.formats import ABSENT, interval, number
+from loadtest.reporting.latencies import ARM_LATENCIES, cells_of, header_of
 from loadtest.reporting.record import Provenance, Record, Section, Table
 
 MAX_WRONG_SHOWN = 10  # wrong answers printed as text; the JSON has all of them
@@ -30,13 +31,12 @@ def mixed_record(result: MixedResult, scenario: dict[str, Any], provenance: Prov
 
 def _arms_table(result: MixedResult) -> Table:
     counts = ("offered", "done", "unfinished", "errors")
-    times = ("TTFT p50", "p95", "p99", "ITL p50", "p99", "max", "E2E p50")
     rows = [
         (arm, name, *_class_cells(summary))
         for arm, classes in result.summaries.items()
         for name, summary in classes.items()
     ]
-    return Table.of(("arm", "class", "answered as", *counts, *times, "tok/s"), rows)
+    return Table.of(("arm", "class", "answered as", *counts, *header_of(ARM_LATENCIES), "tok/s"), rows)
 
 
 def _isolation_table(result: MixedResult) -> Table:
@@ -63,10 +63,7 @@ def _class_cells(summary: ClassSummary) -> tuple[str, ...]:
         str(summary.completed),
         str(summary.unfinished),
         str(summary.errors),
-        *(_ms(summary.ttft.quantile(q)) for q in QUANTILES),
-        *(_ms(summary.itl.quantile(q)) for q in (0.5, 0.99)),
-        milliseconds(summary.itl.max, 0),
-        _ms(summary.e2e.quantile(0.5)),
+        *cells_of(ARM_LATENCIES, summary),
         f"{summary.tokens_per_s:.1f}",
     )
 
@@ -127,7 +124,3 @@ def _verdict(result: NonceResult) -> str:
     wrong = f"{len(result.wrong)} WRONG answers, {result.leaks} with another request's nonce"
     verdict = "every answer is its own nonce" if result.passed else wrong
     return f"{sum(result.right.values())} of {result.requests} right: {verdict}"
-
-
-def _ms(estimate: Estimate | None) -> str:
-    return milliseconds(None if estimate is None else estimate.value, 0)

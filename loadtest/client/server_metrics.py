@@ -90,18 +90,6 @@ class Timeline:
         values = [(r.at_s, r.total(name, **labels)) for r in self.readings]
         return [(at_s, value) for at_s, value in values if value is not None]
 
-    def rate(self, name: str, **labels: str) -> Series:
-        """Return (time, growth per second) of a counter for each pair of consecutive readings.
-
-        The time is that of the later reading.
-        """
-        counted = self.gauge(name, **labels)
-        return [
-            (now_s, (now - before) / (now_s - before_s))
-            for (before_s, before), (now_s, now) in zip(counted, counted[1:], strict=False)
-            if now_s > before_s
-        ]
-
     def labels(self, name: str, label: str) -> list[str]:
         """Return all values of the label `label`, in order of their first appearance."""
         return list(dict.fromkeys(s.labels.get(label, "") for r in self.readings for s in r.samples(name)))

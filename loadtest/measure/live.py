@@ -165,4 +165,4 @@ def _pair(samples: Sequence[float]) -> str:
 
 
 def _quantile(samples: Sequence[float], q: float) -> str:
-    return milliseconds(float(np.quantile(samples, q)), 0) if samples else ABSENT
+    return milliseconds(float(np.quantile(samples, q))) if samples else ABSENT

@@ -1,9 +1,11 @@
-"""Plots of a measurement: distributions of latencies, and what happened over time. Knows matplotlib.
+"""The plots of reports: distributions of latencies, what happened over time, and one figure against another.
 
-Each plot is small, so that it can be read on a phone; the page places them beside each other on a wide screen.
+Knows matplotlib. Each plot is small, so that it can be read on a phone; the page places them beside each other on a
+wide screen.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -16,7 +18,7 @@ from loadtest.estimates import Distribution
 from loadtest.measure.figures import ClassFigures, Figures, token_rate
 from loadtest.measure.rounds import Measurement
 from loadtest.reporting.record import Drawing
-from loadtest.reporting.svg import CYCLE, INK, draw_svg, log_ms
+from loadtest.reporting.svg import ACCENT, CYCLE, INK, MUTED, WARM, draw_svg, log_ms
 
 WIDTH_IN, HEIGHT_IN = 4.0, 2.9
 SHORTEST_MS = 0.1  # tokens that arrive together have gaps of 0, which a logarithmic axis cannot show
@@ -28,6 +30,47 @@ LATENCIES: tuple[tuple[str, str, Callable[[ClassFigures], Distribution]], ...] =
     ("ITL", "Gap between tokens", lambda f: f.summary.itl),
     ("E2E", "Time of a whole answer", lambda f: f.summary.e2e),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class TradeOff:
+    """One arm as a point: what one side gets (`x`), and what the other side gets (`y`)."""
+
+    name: str
+    x: float
+    y: float
+    is_ours: bool
+
+
+def trade_off_drawing(
+    title: str,
+    axes_labels: tuple[str, str],
+    points: Sequence[TradeOff],
+    *,
+    goal: float | None = None,
+    goals: Sequence[tuple[float, float]] = (),
+    is_log: bool = False,
+) -> Drawing:
+    """Return a plot of the points with their names. A dashed line is a goal of `y`; crosses are goals of both."""
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        for p in points:
+            axes.scatter(p.x, p.y, s=45, color=ACCENT if p.is_ours else MUTED, zorder=3)
+            axes.annotate(p.name, (p.x, p.y), (6, -4), textcoords="offset points", fontsize=8)
+        axes.plot([x for x, _ in goals], [y for _, y in goals], "x", color=WARM)
+        if goal is not None:
+            axes.axhline(goal, color=WARM, linewidth=1.1, linestyle="--")
+        if is_log:
+            log_ms(axes.xaxis, axes.set_xscale)
+        else:
+            axes.set_xlim(left=0)
+        axes.set_xlim(right=1.4 * max((p.x for p in points), default=1.0) or 1.0)  # with room for the last name
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel(axes_labels[0])
+        axes.set_ylabel(axes_labels[1])
+
+    return Drawing(draw_svg(f"trade-off-{axes_labels[0]}", HEIGHT_IN, draw, WIDTH_IN), title, is_small=True)
 
 
 def distribution_drawings(figures: Figures) -> tuple[Drawing, ...]:

@@ -10,25 +10,27 @@ from typing import Any
 
 from loadtest.checks.report import summary_as_dict
 from loadtest.client.runner import ArmRun
-from loadtest.estimates import Distribution, client_warnings, lag_p99_s, ratio
+from loadtest.estimates import client_warnings, lag_p99_s
 from loadtest.measure.figures import ClassFigures, Figures, ends_late, figures_of, token_rate
 from loadtest.measure.rounds import BATCHED, WITH_TIERS, Measurement
-from loadtest.reporting.formats import ABSENT, interval, milliseconds, number
+from loadtest.reporting.formats import ABSENT, number
+from loadtest.reporting.latencies import (
+    E2E_P50,
+    E2E_P99,
+    ITL_P50,
+    ITL_P99,
+    TTFT_P50,
+    TTFT_P95,
+    TTFT_P99,
+    Latency,
+)
 from loadtest.reporting.record import Card, Drawing, Provenance, Record, Section, Table
 from loadtest.traffic.scenario_arrivals import ClosedLoop
 
 MAX_EXAMPLE = 80  # characters of an error that the table shows; the JSON has it whole
 TITLES = {BATCHED: "Batched against one at a time", WITH_TIERS: "With tiers against without"}
-# Rows of the tables: the name, the latency and the quantile. E2E is also known of answers that are not streamed.
-LATENCIES: tuple[tuple[str, Callable[[ClassFigures], Distribution], float], ...] = (
-    ("TTFT p50", lambda f: f.summary.ttft, 0.5),
-    ("TTFT p95", lambda f: f.summary.ttft, 0.95),
-    ("TTFT p99", lambda f: f.summary.ttft, 0.99),
-    ("ITL p50", lambda f: f.summary.itl, 0.5),
-    ("ITL p99", lambda f: f.summary.itl, 0.99),
-    ("E2E p50", lambda f: f.summary.e2e, 0.5),
-    ("E2E p99", lambda f: f.summary.e2e, 0.99),
-)
+# Rows of the tables. E2E is also known of answers that are not streamed.
+LATENCIES = (TTFT_P50, TTFT_P95, TTFT_P99, ITL_P50, ITL_P99, E2E_P50, E2E_P99)
 
 
 def load_record(
@@ -100,7 +102,7 @@ def _table(columns: Mapping[str, ClassFigures], is_compared: bool = False) -> Ta
         ["without an end", *(str(f.summary.unfinished) for f in every)],
         ["requests/s", *(number(f.requests_per_s) for f in every)],
         ["output tokens/s", *(number(f.summary.tokens_per_s, 1) for f in every)],
-        *([name, *(_latency(f, name, choose, q) for f in every)] for name, choose, q in LATENCIES),
+        *([latency.name, *(_latency_cell(latency, f) for f in every)] for latency in LATENCIES),
     ]
     if is_compared:
         for row, cell in zip(rows, _ratios(every[0], every[1]), strict=True):
@@ -108,9 +110,8 @@ def _table(columns: Mapping[str, ClassFigures], is_compared: bool = False) -> Ta
     return Table.of(("", *columns, *(["ratio"] if is_compared else [])), rows)
 
 
-def _latency(f: ClassFigures, name: str, choose: Callable[[ClassFigures], Distribution], q: float) -> str:
-    estimate = choose(f).quantile(q) if f.is_streamed or name.startswith("E2E") else None
-    return milliseconds(None if estimate is None else estimate.value)
+def _latency_cell(latency: Latency, f: ClassFigures) -> str:
+    return latency.cell(f.summary) if f.is_streamed or latency.of == "e2e" else ABSENT
 
 
 def _ratios(above: ClassFigures, below: ClassFigures) -> list[str]:
@@ -121,8 +122,8 @@ def _ratios(above: ClassFigures, below: ClassFigures) -> list[str]:
         *[""] * 3,
         *(number(a / b if b else None) for a, b in rates),
         *(
-            interval(ratio(choose(above), choose(below), q)) if is_streamed or name.startswith("E2E") else ABSENT
-            for name, choose, q in LATENCIES
+            latency.ratio_cell(above.summary, below.summary) if is_streamed or latency.of == "e2e" else ABSENT
+            for latency in LATENCIES
         ),
     ]
 
@@ -175,30 +176,23 @@ def _cards(figures: Figures) -> list[Card]:
     arms = list(figures)
     name = next(iter(figures[arms[0]]))
     firsts = [classes[name] for classes in figures.values()]
-    short, choose = _first_answer(firsts[0])
+    noticed = TTFT_P99 if firsts[0].is_streamed else E2E_P99  # what a user notices first
     cards = []
     if len(arms) == 2:
         quotient = f"{arms[0]} ÷ {arms[1]}"
-        times = ratio(choose(firsts[0]), choose(firsts[1]), 0.99)
+        times = noticed.ratio(firsts[0].summary, firsts[1].summary)
         cards.append(Card(f"{number(tokens_ratio(figures))} ×", f"output tokens a second, {quotient}"))
-        cards.append(Card(f"{number(times.value if times else None)} ×", f"{name} {short} p99, {quotient}"))
+        cards.append(Card(f"{number(times.value if times else None)} ×", f"{name} {noticed.name}, {quotient}"))
     for arm, f in zip(arms, firsts, strict=True):
-        estimate = choose(f).quantile(0.99)
+        estimate = noticed.distribution(f.summary).quantile(0.99)
         of_arm = f", {arm}" if len(arms) == 2 else ""
-        cards.append(Card(_with_unit(estimate.value if estimate else None), f"{name} {short} p99{of_arm}"))
+        cards.append(Card(_with_unit(estimate.value if estimate else None), f"{name} {noticed.name}{of_arm}"))
     if len(arms) == 1:
         every = list(figures[arms[0]].values())
         cards.append(Card(f"{sum(f.requests_per_s for f in every):,.1f}", "requests a second"))
         cards.append(Card(f"{sum(f.summary.tokens_per_s for f in every):,.0f}", "output tokens a second"))
         cards.append(Card(str(sum(f.summary.errors for f in every)), "errors"))
     return cards
-
-
-def _first_answer(f: ClassFigures) -> tuple[str, Callable[[ClassFigures], Distribution]]:
-    """Return the latency that a user notices first: TTFT, or E2E of answers that are not streamed."""
-    if f.is_streamed:
-        return "TTFT", lambda of_class: of_class.summary.ttft
-    return "E2E", lambda of_class: of_class.summary.e2e
 
 
 def _with_unit(seconds: float | None) -> str:

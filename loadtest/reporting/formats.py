@@ -18,5 +18,9 @@ def percent(share: float | None, digits: int = 1) -> str:
     return ABSENT if share is None else f"{100 * share:.{digits}f} %"
 
 
-def milliseconds(seconds: float | None, digits: int = 1) -> str:
-    return ABSENT if seconds is None else f"{1000 * seconds:.{digits}f}"
+def milliseconds(seconds: float | None) -> str:
+    """Return the time in ms: whole milliseconds, or tenths below 10 ms."""
+    if seconds is None:
+        return ABSENT
+    ms = 1000 * seconds
+    return f"{ms:,.0f}" if ms >= 10 else f"{ms:.1f}"

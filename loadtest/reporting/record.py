@@ -62,14 +62,6 @@ class Fold:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
-    """A whole HTML page made by another program. The report shows it in a separate frame."""
-
-    title: str
-    html: str
-
-
-@dataclass(frozen=True, slots=True)
 class Card:
     """A single figure that the HTML page shows in large type at the top."""
 
@@ -79,7 +71,7 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One part of a report. Explanation, drawings, folds and frames are shown only on the HTML page."""
+    """One part of a report. Explanation, drawings and folds are shown only on the HTML page."""
 
     title: str = ""
     table: Table | None = None
@@ -88,7 +80,6 @@ class Section:
     explanation: str = ""
     drawings: tuple[Drawing, ...] = ()
     folds: tuple[Fold, ...] = ()
-    frames: tuple[Frame, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

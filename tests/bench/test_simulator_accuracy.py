@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bench.isolation.arms import Arm
-from bench.isolation.result import requests_of
+from bench.isolation.results.result import requests_of
 from bench.isolation.rounds import Part, Rounds
 from bench.simulator_accuracy import ComparisonError, accuracy_record, compare_arm, read_result
 from loadtest.client.answer import Outcome

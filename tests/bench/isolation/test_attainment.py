@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.isolation.attainment import MissCount, attainment_of, has_met, settling_s
+from bench.isolation.slos import MissCount, attainment_of, has_met, settling_s
 from loadtest.client.answer import Outcome
 from loadtest.client.runner import ArmRun
 from loadtest.traffic.scenario import Targets

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from bench.isolation.goodput import Goodput, Probe, find_goodput
+from bench.isolation.tuning import Goodput, Probe, find_goodput
 
 
 def served_up_to(capacity: float) -> Callable[[float], Awaitable[Probe]]:

@@ -6,7 +6,7 @@ from bench.isolation.arms import AIMD, BULK_ALONE, FIRST_COME, OURS, OURS_ALONE,
 from bench.isolation.controls import Evidence, controls_of
 from bench.isolation.experiments import EXPERIMENTS, ExperimentName
 from bench.isolation.goals import Goal, judge
-from bench.isolation.result import requests_of
+from bench.isolation.results.result import requests_of
 from bench.isolation.rounds import Part, Rounds
 from bench.isolation.summary import ArmSummary, compare_all, met_by_arrival, summarize_arms
 from loadtest.estimates import Estimate

@@ -35,7 +35,7 @@ async def test_all_arms_send_the_same_lengths_and_other_tokens(
     async with FakeServer() as ours, FakeServer() as vllm:
         await quick(url=ours.url, peer_url=vllm.url, rounds=2, json=result_file).measure()
     result = json.loads(result_file.read_text())
-    measured = [(s["streams"], s["arm"], s["requests"], s["errors"]) for s in result["summaries"]]
+    measured = [(s["streams"], s["arm"], s["offered"], s["errors"]) for s in result["summaries"]]
     expected = [(n, arm, 2 * 3 * n, 0) for n in (2, 4) for arm in ("default", "flex", "vllm")]
     assert sorted(measured) == expected
     sent = {

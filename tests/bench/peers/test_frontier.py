@@ -60,7 +60,7 @@ async def test_every_setting_gets_a_point_and_the_server_its_own_tiers_back(
     assert {1.25, 4.0, before["tiers"]["realtime"].get("max_slowdown")} == set(told)
     assert "bulk harvest at an E2E slowdown of 1.25" in capsys.readouterr().out
     page = (tmp_path / "index.html").read_text()
-    assert page.count("<svg") == 1 and "max_slowdown 1.25" in page
+    assert page.count("<svg") == 2 and "max_slowdown 1.25" in page
 
 
 async def test_a_setting_that_the_server_refuses_ends_the_run_before_anything_is_measured(scenario_file: Path) -> None:

@@ -35,7 +35,6 @@ def test_a_counter_grows_over_the_window_and_a_series_that_came_late_began_at_no
     )
     assert timeline.delta("a_total") == 12 and timeline.delta("b_total") == 3
     assert timeline.delta("c_total") is None and Timeline().delta("a_total") is None
-    assert timeline.rate("a_total") == [(2.0, 2.0), (4.0, 5.0)]
     assert timeline.gauge("b_total") == [(2.0, 2.0), (4.0, 3.0)]
 
 

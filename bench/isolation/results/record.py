@@ -1,18 +1,24 @@
 """The report of an experiment, as a record: the sections of its text and of its page, in the order of reading.
 
-The tables are made in `tables`, and the drawings in `drawings`. Needs no plotting library.
+Also the warnings: the reasons not to trust its numbers. The tables are made in `tables`, and the drawings in `plots`.
+Needs no plotting library.
 """
 
 import json
 from collections.abc import Mapping
-
-from bench.isolation import tables
+from bench.isolation.results import tables
 from bench.isolation.arms import OURS
-from bench.isolation.goodput import Probe
-from bench.isolation.result import Result, as_dict, tiers_used
+from bench.isolation.tuning import Probe
+from bench.isolation.results.result import Result, as_dict, tiers_used
 from bench.isolation.summary import compare_all
 from loadtest.reporting.formats import percent
 from loadtest.reporting.record import Card, Drawing, Fold, Provenance, Record, Section
+from bench.isolation.arms import BULK_ALONE
+from bench.isolation.results.result import Result
+from bench.isolation.summary import ArmSummary
+from loadtest.estimates import client_warnings, failure_warnings
+from loadtest.traffic.scenario import Targets
+
 
 HOW = (
     "Arms are interleaved on one machine, with the same requests from the same seed; arrivals do not wait for answers. "
@@ -46,7 +52,7 @@ def _sections(result: Result, drawings: Drawings) -> list[Section]:
         Section(ARMS, tables.arms_table(result.arms), explanation=HOW, drawings=drawings.get(ARMS, ())),
         Section("Mixed ÷ alone (95 % interval)", versus) if versus.rows else None,
         Section("Jobs with deadlines", tables.jobs_table(result)) if result.has_jobs else None,
-        Section(OVER_TIME, explanation="One part of each mixed arm, the first.", drawings=over_time)
+        Section(OVER_TIME, explanation="The first part of each mixed arm, one after another.", drawings=over_time)
         if over_time
         else None,
         Section("By class", tables.classes_table(result)),
@@ -117,3 +123,63 @@ def _setup(result: Result) -> Section:
 def _probe(probe: Probe) -> str:
     least = " or more" if probe.was_cut else ""
     return f"{probe.clients:.3g}×: {probe.missed}{least} of {probe.offered} late"
+
+
+BULK_NOISE = 1.05  # bulk throughput of a mixed arm ÷ that of bulk alone; a ratio up to this may be noise
+
+
+def warnings_of(result: Result) -> list[str]:
+    found = [w for arm in result.arms.values() for w in arm_warnings(arm)]
+    return [*found, *_bulk_warnings(result), *_load_warnings(result), *_slo_warnings(result)]
+
+
+def arm_warnings(arm: ArmSummary) -> list[str]:
+    name = arm.arm.name
+    found = [f"{name}: {warning}" for warning in client_warnings(arm.lag_p99_s, arm.client_cpu_share)]
+    if not arm.was_quiet:
+        found.append(f"{name}: the server still worked for the arm before when a part of this one began")
+    return found + failure_warnings(name, arm.classes)
+
+
+def _bulk_warnings(result: Result) -> list[str]:
+    alone = result.arms.get(BULK_ALONE)
+    if alone is None:
+        return []
+    better = [a.arm.name for a in result.arms.values() if a.arm.tiers and _has_more_bulk(a, alone)]
+    if not better:
+        return []
+    return [
+        f"Bulk got more in {', '.join(better)}, beside interactive traffic, than alone in {BULK_ALONE}: a run too "
+        "short, a machine that others use, or a batch not the best for bulk. Harvest says too much."
+    ]
+
+
+def _has_more_bulk(arm: ArmSummary, alone: ArmSummary) -> bool:
+    return arm.arm.is_mixed and arm.bulk_tokens_per_s > BULK_NOISE * alone.bulk_tokens_per_s
+
+
+def _load_warnings(result: Result) -> list[str]:
+    if result.goodput is None:
+        return [
+            f"The load was given (--clients {result.clients:g}): what interactive traffic sustains alone was not "
+            "measured, and no share of it is known."
+        ]
+    if not result.goodput.clients:
+        return [
+            f"No load that was tried alone kept the SLO: the lowest, {result.clients:.3g} × the scenario's, was "
+            "taken as the solo goodput. SLOs of so few milliseconds need a faster machine, shorter lengths "
+            "(--scale), or a longer SLO (--ttft-ms, --itl-ms)."
+        ]
+    if result.goodput.breaks_at is None:
+        return [
+            f"The search for the solo goodput ended at {result.clients:.3g} × the scenario's load, which held, and "
+            "tried none that did not: it may be more (--search-budget)."
+        ]
+    return []
+
+
+def _slo_warnings(result: Result) -> list[str]:
+    names = [name for name, targets in result.slos.items() if targets == Targets()]
+    if not names:
+        return []
+    return [f"There is no SLO for {', '.join(names)}: only requests without an answer count as late (--ttft-ms)."]

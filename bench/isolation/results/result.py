@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from bench.isolation.arms import Document
-from bench.isolation.attainment import has_met
+from bench.isolation.slos import has_met
 from bench.isolation.controls import Control
 from bench.isolation.experiments import Experiment
 from bench.isolation.goals import Goal
-from bench.isolation.goodput import Goodput
+from bench.isolation.tuning import Goodput
 from bench.isolation.rounds import Part, Rounds
 from bench.isolation.summary import ArmSummary, Comparison, compare_all
 from bench.isolation.tuning import Sweep

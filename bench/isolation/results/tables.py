@@ -6,12 +6,13 @@ from bench.isolation.arms import OURS
 from bench.isolation.controls import Control
 from bench.isolation.experiments import has_deadline
 from bench.isolation.goals import Goal
-from bench.isolation.goodput import Goodput
-from bench.isolation.result import Result
+from bench.isolation.tuning import Goodput
+from bench.isolation.results.result import Result
 from bench.isolation.summary import ArmSummary, compare_all
 from bench.isolation.tuning import Sweep
-from loadtest.estimates import Distribution, Estimate
-from loadtest.reporting.formats import ABSENT, interval, number, percent
+from loadtest.estimates import Estimate
+from loadtest.reporting.formats import ABSENT, interval, milliseconds, number, percent
+from loadtest.reporting.latencies import ARM_LATENCIES, TTFT_P50, TTFT_P99, cells_of, header_of
 from loadtest.reporting.record import Row, Table
 from loadtest.traffic.scenario_arrivals import OpenLoop
 
@@ -43,22 +44,17 @@ def goodput_line(goodput: Goodput) -> str:
 
 def arms_table(arms: Mapping[str, ArmSummary]) -> Table:
     """Return a table with a row for each arm. Times are in ms."""
-    times = ("TTFT p50", "p95", "p99", "ITL p50", "p99", "max", "E2E p50")
-    header = ("arm", "", "offered", "in time", *times, "bulk tok/s", "engine busy")
+    header = ("arm", "", "offered", "in time", *header_of(ARM_LATENCIES), "bulk tok/s", "engine busy")
     return Table(header, tuple(Row(_arm_cells(arm), _mark(arm)) for arm in arms.values()))
 
 
 def _arm_cells(arm: ArmSummary) -> tuple[str, ...]:
-    longest = arm.itl.max
     return (
         arm.arm.name,
         arm.arm.title,
         str(arm.total.offered) if arm.attainment else ABSENT,
         percent(arm.total.share),
-        *(_ms(arm.ttft, q) for q in (0.5, 0.95, 0.99)),
-        *(_ms(arm.itl, q) for q in (0.5, 0.99)),
-        milliseconds(longest),
-        _ms(arm.e2e, 0.5),
+        *cells_of(ARM_LATENCIES, arm),
         f"{arm.bulk_tokens_per_s:.0f}" if "bulk" in arm.arm.roles else ABSENT,
         percent(arm.engine.busy_share),
     )
@@ -94,8 +90,7 @@ def classes_table(result: Result) -> Table:
                 str(s.offered),
                 percent(met.share if met else None),
                 str(s.errors),
-                _ms(s.ttft, 0.5),
-                _ms(s.ttft, 0.99),
+                *cells_of((TTFT_P50, TTFT_P99), s),
                 f"{s.tokens_per_s:.0f}",
             )
             rows.append(Row(cells, _mark(arm)))
@@ -190,14 +185,3 @@ def _measured(goal: Goal) -> str:
         return ABSENT
     return percent(goal.value) if goal.is_share else f"{goal.value:.2f}{goal.unit and ' ' + goal.unit}"
 
-
-def _ms(distribution: Distribution, q: float) -> str:
-    estimate = distribution.quantile(q)
-    return milliseconds(estimate.value if estimate else None)
-
-
-def milliseconds(seconds: float | None) -> str:
-    if seconds is None:
-        return ABSENT
-    ms = 1e3 * seconds
-    return f"{ms:,.0f}" if ms >= 10 else f"{ms:.1f}"
