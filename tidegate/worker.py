@@ -28,13 +28,14 @@ from engine.upstream.connect import connect as connect_upstream
 from scheduler.clock import Clock, SystemClock
 from scheduler.config import TierConfigError, TierSet, load_tiers
 from scheduler.control.controller import SLAController
-from scheduler.drivers.steps.assembly import build_loop
 from scheduler.drivers.steps.core import SchedulerCore
+from scheduler.drivers.steps.driver import StepDriver
 from scheduler.drivers.steps.step_log import StepLogError, open_step_log
 from scheduler.drivers.steps.warmup import warm_up
-from scheduler.drivers.streams.assembly import build_stream_loop
 from scheduler.drivers.streams.core import StreamCore
+from scheduler.drivers.streams.driver import StreamDriver
 from scheduler.events.redis import RedisEventChannel
+from scheduler.holdings.holdings import Holdings
 from scheduler.queue.redis import RedisQueue
 from scheduler.registry.redis import RedisWorkerRegistry
 from scheduler.reload.coordinator import TierChanges
@@ -42,10 +43,11 @@ from scheduler.reload.follower import TierFollower
 from scheduler.reload.store import TierStore
 from scheduler.store import connection
 from scheduler.store.errors import StoreRefused
-from scheduler.worker.heartbeat import WorkerIdentity
-from scheduler.worker.loop import SchedulerLoop
+from scheduler.worker.driver import Driver
+from scheduler.worker.heartbeat import ReadGpus, WorkerIdentity
+from scheduler.worker.loop import SchedulerLoop, build_loop
 from scheduler.worker.metrics import SchedulerMetrics
-from scheduler.worker.tracing import RequestTracer
+from scheduler.worker.request_intake import RequestTracer
 from tidegate.background import Background
 from tidegate.gpu import gpu_reader
 from tidegate.logs import is_for_people
@@ -145,14 +147,11 @@ async def _serve(
         read_gpus = gpu_reader(engine.info.device, _gpu_index(settings))
 
         def build(redis: Redis) -> SchedulerLoop:
-            queue = RedisQueue(redis, clock, identity.worker_id)
-            events, registry = RedisEventChannel(redis), RedisWorkerRegistry(redis)
-            return build_loop(
-                core, engine, queue, events, registry, metrics, clock, identity, step_log, read_gpus, tracer
-            )
+            driver = StepDriver(core, engine, step_log)
+            return _build_loop(driver, redis, metrics, clock, identity, read_gpus, tracer)
 
         log.info("the worker serves", step_cost=str(core.status(clock.now()).step_cost))
-        consumer = WorkerTiers(core, metrics)
+        consumer = WorkerTiers(core.held, metrics)
         await _serve_loops(settings, tiers, consumer, build, runner, lambda: runner.is_stuck, clock, identity)
 
 
@@ -178,13 +177,25 @@ async def _serve_upstream(settings: WorkerSettings, tiers: TierSet, tracer: Requ
     runner = LoopRunner(settings.drain_s)
 
     def build(redis: Redis) -> SchedulerLoop:
-        queue = RedisQueue(redis, clock, identity.worker_id)
-        events, registry = RedisEventChannel(redis), RedisWorkerRegistry(redis)
-        return build_stream_loop(core, upstream, queue, events, registry, metrics, clock, identity, tracer)
+        return _build_loop(StreamDriver(core, upstream), redis, metrics, clock, identity, None, tracer)
 
     with signals_call(runner.end):
-        consumer = WorkerTiers(core, metrics)
+        consumer = WorkerTiers(core.held, metrics)
         await _serve_loops(settings, tiers, consumer, build, runner, lambda: False, clock, identity)
+
+
+def _build_loop(
+    driver: Driver,
+    redis: Redis,
+    metrics: SchedulerMetrics,
+    clock: Clock,
+    identity: WorkerIdentity,
+    read_gpus: ReadGpus | None,
+    tracer: RequestTracer | None,
+) -> SchedulerLoop:
+    queue = RedisQueue(redis, clock, identity.worker_id)
+    events, registry = RedisEventChannel(redis), RedisWorkerRegistry(redis)
+    return build_loop(driver, queue, events, registry, metrics, clock, identity, read_gpus, tracer)
 
 
 def _worker_id(settings: WorkerSettings) -> str:
@@ -225,24 +236,22 @@ async def _serve_loops(
 class WorkerTiers:
     """Applies changed tiers to a worker. Implements `scheduler.reload.follower.TierConsumer`."""
 
-    def __init__(self, core: SchedulerCore | StreamCore, metrics: SchedulerMetrics) -> None:
-        self._core = core
+    def __init__(self, held: Holdings, metrics: SchedulerMetrics) -> None:
+        self._held = held
         self._metrics = metrics
-        self._names = {tier.name for tier in core.tiers}
 
     def objection(self, tiers: TierSet) -> str:
         """Return why the worker cannot use `tiers`; an empty string if it can.
 
         The worker cannot remove a tier whose requests it holds.
         """
-        for name in sorted(self._names - set(tiers.tiers)):
-            if held := self._core.count(name):
+        for name in sorted({tier.name for tier in self._held.tiers} - set(tiers.tiers)):
+            if held := self._held.table.count(name):
                 return f"The tier {name!r} cannot be removed: requests of it are under way here ({held})."
         return ""
 
     def reconfigure(self, tiers: TierSet) -> None:
-        self._names = set(tiers.tiers)
-        self._core.reconfigure(tiers)
+        self._held.reconfigure(tiers)
         self._metrics.reconfigure(tiers)
 
 

@@ -20,15 +20,15 @@ from scheduler.client.client import SchedulerClient
 from scheduler.clock import Clock
 from scheduler.config import TierSet
 from scheduler.control.controller import SLAController
-from scheduler.drivers.steps.assembly import build_loop
 from scheduler.drivers.steps.core import SchedulerCore
+from scheduler.drivers.steps.driver import StepDriver
 from scheduler.drivers.steps.warmup import warm_up
 from scheduler.events.memory import MemoryEventChannel
 from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.memory import MemoryWorkerRegistry
 from scheduler.virtual_time import VirtualClock
 from scheduler.worker.heartbeat import WorkerIdentity
-from scheduler.worker.loop import SchedulerLoop
+from scheduler.worker.loop import SchedulerLoop, build_loop
 
 WARM_UP_S = 1.0  # seconds for the warm-up steps of a worker
 MODEL_NAMES = ("model",)
@@ -102,7 +102,7 @@ async def start_deployment(setting: Setting, observation: Observation) -> Deploy
         metrics = WatchedMetrics(setting.tiers, observation, number, clock, begins_s)
         identity = WorkerIdentity(f"worker-{number}", MODEL_NAMES, clock.wall_ms())
         loop = build_loop(
-            core, engine, queue.for_worker(identity.worker_id), events, registry, metrics, clock, identity
+            StepDriver(core, engine), queue.for_worker(identity.worker_id), events, registry, metrics, clock, identity
         )
         running = asyncio.create_task(_serve(loop, core, engine, clock))
         workers.append(Worker(core, loop, record, running))

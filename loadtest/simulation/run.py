@@ -102,7 +102,7 @@ async def _snapshot(deployment: Deployment, busy_share: float) -> Moment:
     tiers = {
         name: TierMoment(
             queued=depths[name],
-            held=sum(core.count(name) for core in cores),
+            held=sum(core.held.table.count(name) for core in cores),
             batch_size=outputs[name].batch_size,
             max_wait_s=outputs[name].max_wait_s,
             margin=outputs[name].margin,

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.step_time.cost import StepCost
 from scheduler.control.explanation import TierOutputs
@@ -23,22 +23,22 @@ class TierCounts:
 class CoreStatus:
     """A snapshot of the scheduler. Fields marked as sums count from the start of the process."""
 
-    kv_usage: float  # share of KV blocks in use
-    kv_reserve_blocks: int  # KV blocks that bulk leaves free for interactive sequences
     step_cost: StepCost  # predicted costs in a step with prefills
     knows_step_times: bool  # whether enough steps were observed to predict step times
     step_time_error: float  # mean |predicted ÷ measured − 1| of recent steps
     held: Mapping[str, TierCounts]  # requests that the worker holds, by tier
     outputs: Mapping[str, TierOutputs]  # the controller's report, by tier
     used_s: Mapping[str, float]  # sum: engine time by tier, without work thrown away
-    preemptions: Mapping[tuple[str, str], int]  # sum: number of preemptions by (tier, mode)
-    recomputed_tokens: Mapping[str, int]  # sum: tokens whose KV was lost and must be recomputed, by tier
     restored_tokens: Mapping[str, int]  # sum: output tokens that claimed requests had from earlier workers, by tier
-    num_step_evictions: int  # sum: number of steps from which bulk was evicted
-    wasted_s: float  # sum: engine time whose work these evictions threw away
     missing_deadlines: Mapping[str, int]  # bulk requests that cannot end by their deadlines any more, by tier
     safety: float = 1.0  # the factor by which predicted costs are above the mean
     decode_cost: StepCost | None = None  # predicted costs in a step without prefills; None: as `step_cost`
+    kv_usage: float = 0.0  # share of KV blocks in use
+    kv_reserve_blocks: int = 0  # KV blocks that bulk leaves free for interactive sequences
+    preemptions: Mapping[tuple[str, str], int] = field(default_factory=dict)  # sum: number by (tier, mode)
+    recomputed_tokens: Mapping[str, int] = field(default_factory=dict)  # sum: tokens whose KV was lost, by tier
+    num_step_evictions: int = 0  # sum: number of steps from which bulk was evicted
+    wasted_s: float = 0.0  # sum: engine time whose work these evictions threw away
     # Sum: engine time that interactive tiers take from urgent bulk; None: not known, as the steps are a server's own.
     interactive_s: float | None = None
 

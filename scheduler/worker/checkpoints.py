@@ -14,11 +14,11 @@ A write is one call for all requests together. It takes place every `CHECKPOINT_
 from collections.abc import Iterable, Iterator
 
 from scheduler.clock import Clock
+from scheduler.holdings.holdings import Holdings
 from scheduler.queue.base import Queue
 from scheduler.request import Checkpoint, Delivery, Lease
 from scheduler.request_state import RequestState
-from scheduler.worker.core import WorkerCore
-from scheduler.worker.store_outage import StoreOutage
+from scheduler.store.outage import StoreOutage
 
 CHECKPOINT_S = 2.0  # seconds between two writes; about what a worker's death costs in work
 MIN_TOKENS = 32  # a request with fewer new tokens is left out: computing them again costs less than a second
@@ -26,8 +26,8 @@ MAX_TOKENS = 65_536  # of one write: 256 KiB, or 128 KiB a second; a single requ
 
 
 class Checkpointer:
-    def __init__(self, core: WorkerCore, queue: Queue, outage: StoreOutage, clock: Clock) -> None:
-        self._core = core
+    def __init__(self, held: Holdings, queue: Queue, outage: StoreOutage, clock: Clock) -> None:
+        self._held = held
         self._queue = queue
         self._outage = outage
         self._clock = clock
@@ -41,12 +41,12 @@ class Checkpointer:
 
     async def save_all(self) -> None:
         """Store the whole output of all requests, because the worker is about to give them back."""
-        states = [s for s in self._core.states if s.output_token_ids and self._core.can_continue(s)]
+        states = [s for s in self._held.states if s.output_token_ids and self._held.can_continue(s)]
         await self._outage.attempt(self._write([self._checkpoint(state) for state in states]))
 
     async def save_parts(self, dropped: Iterable[RequestState]) -> None:
         """Store the output of dropped parts of jobs, whose leases are still held: another gateway may ask for them."""
-        parts = [state for state in dropped if state.request.job_part and self._core.can_continue(state)]
+        parts = [state for state in dropped if state.request.job_part and self._held.can_continue(state)]
         # As a whole, because `run` may be writing other tokens of them just now.
         await self._write([Checkpoint(state.lease, 0, tuple(state.output_token_ids)) for state in parts])
 
@@ -62,10 +62,10 @@ class Checkpointer:
         return due
 
     def _candidates(self) -> Iterator[RequestState]:
-        for state in self._core.states:
+        for state in self._held.states:
             is_whole = state.request.delivery is Delivery.AT_END or bool(state.request.job_part)
             is_stored = is_whole and not state.tier.is_interactive
-            if is_stored and self._num_stored_behind(state) >= MIN_TOKENS and self._core.can_continue(state):
+            if is_stored and self._num_stored_behind(state) >= MIN_TOKENS and self._held.can_continue(state):
                 yield state
 
     def _num_stored_behind(self, state: RequestState) -> int:
@@ -80,7 +80,7 @@ class Checkpointer:
         return Checkpoint(state.lease, index, tuple(state.output_token_ids[index:]))
 
     async def _write(self, checkpoints: list[Checkpoint]) -> None:
-        held = {state.lease for state in self._core.states}
+        held = {state.lease for state in self._held.states}
         self._stored = {lease: count for lease, count in self._stored.items() if lease in held}
         written = [c for c in checkpoints if c.token_ids]
         for checkpoint, count in zip(written, await self._queue.checkpoint(written), strict=True):

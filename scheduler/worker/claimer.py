@@ -1,7 +1,7 @@
 """Claims requests from the queue: as soon as a request is put, and whenever there may be room for more requests.
 
-Requests are also claimed while a step runs, so that a new request is in the very next step. Knows the core's limits and
-the queue; `RequestIntake` takes the requests that were claimed or cancelled.
+Requests are also claimed while the engine computes, so that a new request is in the very next step. Knows the core's
+limits and the queue; `RequestIntake` takes the requests that were claimed or cancelled.
 """
 
 import asyncio
@@ -9,13 +9,13 @@ from collections import Counter
 
 from scheduler.clock import Clock
 from scheduler.queue.base import Queue
+from scheduler.store.outage import StoreOutage
 from scheduler.worker.core import WorkerCore
 from scheduler.worker.leases import LEASE_S
 from scheduler.worker.peers import Peers
 from scheduler.worker.request_intake import RequestIntake
-from scheduler.worker.store_outage import StoreOutage
 
-# Before a worker with a step in flight claims new work, it waits, so that an idle worker gets that work first. It waits
+# Before a worker with work under way claims new work, it waits, so that an idle worker gets that work first. It waits
 # `YIELD_S` seconds, and `YIELD_S` more for each interactive request that it holds, but at most `MAX_YIELD_S`.
 YIELD_S = 0.0005
 MAX_YIELD_S = 0.01  # seconds
@@ -75,12 +75,12 @@ class Claimer:
             room.cancel()
 
     async def _yield_to_idle_workers(self) -> None:
-        """Wait a moment before a claim if a step runs here and other workers are alive.
+        """Wait a moment before a claim if this worker is busy and others are alive.
 
-        New work would wait for the end of this step here, while another worker may be idle.
+        New work would wait here, while another worker may be idle.
         """
-        if not self._peers.is_alone and self._core.is_step_in_flight:
-            await self._clock.sleep(min(YIELD_S * (1 + self._core.num_interactive), MAX_YIELD_S))
+        if not self._peers.is_alone and self._core.is_busy:
+            await self._clock.sleep(min(YIELD_S * (1 + self._core.held.num_interactive), MAX_YIELD_S))
 
     async def _claim(self) -> None:
         limits = self._core.claim_limits(self._clock.now())
@@ -88,7 +88,7 @@ class Claimer:
             return
         claimed = await self._queue.claim(limits, LEASE_S)
         got = Counter(c.request.tier for c in claimed)
-        asked_of_all = len(limits) == len(self._core.tiers)
+        asked_of_all = len(limits) == len(self._core.held.tiers)
         self._known_empty = asked_of_all and all(got[tier] < n for tier, n in limits.items())
         if claimed:
             self._intake.accept(claimed)

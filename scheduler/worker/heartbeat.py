@@ -77,7 +77,7 @@ class Heartbeat:
         interval_s = max(now - self._last_s, 1e-3) if self._last_s is not None else 1.0
         self._last_s = now
         status = self._core.status(now)
-        capacities = self._capacity.measure(self._core.tiers, self._core.states, status, interval_s)
+        capacities = self._capacity.measure(self._core.held.tiers, self._core.held.states, status, interval_s)
         if status.interactive_s is not None:
             self._left_shares.add(status.interactive_s, interval_s)
         tiers = {tier: self._tier(tier, status, capacities[tier], interval_s) for tier in capacities}

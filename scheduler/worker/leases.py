@@ -8,11 +8,11 @@ counts as ended only if, besides, nobody has renewed it for some rounds.
 from collections.abc import Iterable, Mapping
 
 from scheduler.clock import Clock
+from scheduler.holdings.holdings import Holdings
 from scheduler.queue.base import Queue
 from scheduler.request import Lease
-from scheduler.worker.core import WorkerCore
+from scheduler.store.outage import StoreOutage
 from scheduler.worker.request_intake import RequestIntake
-from scheduler.worker.store_outage import StoreOutage
 
 LEASE_S = 10.0
 RENEW_S = 3.0  # seconds between two renewals; two renewals may fail before a lease ends
@@ -36,14 +36,14 @@ class UnrenewedLeases:
 class LeaseKeeper:
     def __init__(
         self,
-        core: WorkerCore,
+        held: Holdings,
         queue: Queue,
         intake: RequestIntake,
         outage: StoreOutage,
         clock: Clock,
         worker_id: str,
     ) -> None:
-        self._core = core
+        self._held = held
         self._queue = queue
         self._intake = intake
         self._outage = outage
@@ -71,7 +71,7 @@ class LeaseKeeper:
         There are three groups: the requests of `leases`; the requests that the core still holds; and the requests that
         were taken by an interrupted claim or by a dead process with the same worker id.
         """
-        await self._queue.release([*leases, *self._core.release_all()])
+        await self._queue.release([*leases, *self._held.release_all()])
         await self._queue.requeue_worker(self._worker_id)
 
     async def _requeue_ended(self) -> None:
@@ -87,4 +87,4 @@ class LeaseKeeper:
         self._intake.release([lease.request_id for lease in lost if lease in held])
 
     def _leases(self) -> list[Lease]:
-        return [state.lease for state in self._core.states]
+        return [state.lease for state in self._held.states]

@@ -1,53 +1,85 @@
 """The main loop of a worker, with any driver, clock and queue. The simulator runs the same loop.
 
 Small tasks share the core on one thread: the driver, claims, publishing, checkpoints, leases, peers and maintenance.
+`build_loop` builds them.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from scheduler.clock import Clock
+from scheduler.events.base import EventChannel
 from scheduler.queue.base import Queue
+from scheduler.registry.base import WorkerRegistry
+from scheduler.store.outage import StoreOutage
 from scheduler.worker.checkpoints import Checkpointer
 from scheduler.worker.claimer import Claimer
-from scheduler.worker.core import Driver
-from scheduler.worker.heartbeat import Heartbeat
+from scheduler.worker.driver import Driver, WorkerContext
+from scheduler.worker.heartbeat import Heartbeat, ReadGpus, WorkerIdentity
 from scheduler.worker.leases import LeaseKeeper
 from scheduler.worker.maintenance import Maintenance
+from scheduler.worker.metrics import SchedulerMetrics
 from scheduler.worker.peers import Peers
-from scheduler.worker.publisher import Publisher
+from scheduler.worker.publisher import Publisher, Reporter
+from scheduler.worker.request_intake import RequestIntake, RequestTracer
+
+
+def build_loop(
+    driver: Driver,
+    queue: Queue,
+    events: EventChannel,
+    registry: WorkerRegistry,
+    metrics: SchedulerMetrics,
+    clock: Clock,
+    identity: WorkerIdentity,
+    read_gpus: ReadGpus | None = None,
+    tracer: RequestTracer | None = None,
+) -> "SchedulerLoop":
+    """Return a loop that is ready to run.
+
+    The loop closes `queue` at its end. The driver's core and engine, and all other parts, outlive the loop, so that a
+    later loop can continue with them.
+    """
+    core, held, outage = driver.core, driver.core.held, StoreOutage()
+    intake = RequestIntake(held, metrics, clock, driver.note_arrived, tracer)
+    heartbeat = Heartbeat(registry, metrics, core, driver.info, identity, clock, driver.unsupported, read_gpus)
+    checkpointer = Checkpointer(held, queue, outage, clock)
+    publisher = Publisher(queue, events, intake, checkpointer, outage, clock)
+    peers = Peers(held, queue, events, registry, intake, checkpointer, outage, clock, identity.worker_id)
+    claimer = Claimer(core, queue, intake, peers, outage, clock)
+    reporter = Reporter(publisher, metrics, heartbeat, clock, tracer)
+    worker = WorkerContext(held, queue, intake, claimer, reporter, metrics, outage, clock)
+    driver.attach(worker)
+    leases = LeaseKeeper(held, queue, intake, outage, clock, identity.worker_id)
+    maintenance = Maintenance(core, queue, metrics, heartbeat, intake, driver, outage, clock)
+    return SchedulerLoop(driver, worker, publisher, checkpointer, leases, peers, maintenance, heartbeat)
 
 
 class SchedulerLoop:
     def __init__(
         self,
         driver: Driver,
-        claimer: Claimer,
+        worker: WorkerContext,
         publisher: Publisher,
         checkpointer: Checkpointer,
         leases: LeaseKeeper,
         peers: Peers,
         maintenance: Maintenance,
         heartbeat: Heartbeat,
-        queue: Queue,
-        beside: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
     ) -> None:
-        """`beside` is what else the driver runs until it ends."""
         self._driver = driver
-        self._claimer = claimer
-        self._beside = beside
+        self._worker = worker
         self._publisher = publisher
         self._checkpointer = checkpointer
         self._leases = leases
         self._peers = peers
         self._maintenance = maintenance
         self._heartbeat = heartbeat
-        self._queue = queue
         self.is_announced = False  # whether the first heartbeat was sent
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the driver makes no progress, for example because the step in flight may never end."""
+        """Whether the driver makes no progress."""
         return self._driver.is_stuck
 
     async def run(self) -> None:
@@ -65,18 +97,18 @@ class SchedulerLoop:
             await self._leases.give_back()
             await self._heartbeat.withdraw()
         finally:
-            await self._queue.close()
+            await self._worker.queue.close()
 
     async def _run_tasks(self) -> None:
         publishing = asyncio.create_task(self._publisher.run())
         background = [
             publishing,
-            asyncio.create_task(self._claimer.run()),
+            asyncio.create_task(self._worker.claimer.run()),
             asyncio.create_task(self._maintenance.run()),
             asyncio.create_task(self._checkpointer.run()),
             asyncio.create_task(self._leases.run()),
             asyncio.create_task(self._peers.run()),
-            *(asyncio.create_task(run()) for run in self._beside),
+            *map(asyncio.create_task, self._driver.beside()),
         ]
         driving = asyncio.create_task(self._driver.run())
         try:
@@ -90,13 +122,15 @@ class SchedulerLoop:
 
     def drain(self) -> None:
         """Claim no more requests. `run` returns when all held requests have ended."""
-        self._claimer.close()
-        self._driver.drain()
+        self._worker.claimer.close()
+        self._worker.is_draining = True
+        self._worker.intake.changed.set()
 
     def stop(self) -> None:
         """Make `run` return soon. Unfinished requests go back to the queue."""
-        self._claimer.close()
-        self._driver.stop()
+        self._worker.claimer.close()
+        self._worker.is_stopped = True
+        self._worker.intake.changed.set()
 
 
 async def _first_error_or(main: "asyncio.Task[None]", others: "Sequence[asyncio.Task[None]]") -> None:

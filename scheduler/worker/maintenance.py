@@ -11,11 +11,12 @@ import structlog
 from scheduler.clock import Clock
 from scheduler.control.feedback import UPDATE_S
 from scheduler.queue.base import Queue
-from scheduler.worker.core import Driver, WorkerCore
+from scheduler.store.outage import StoreOutage
+from scheduler.worker.core import WorkerCore
+from scheduler.worker.driver import Driver
 from scheduler.worker.heartbeat import Heartbeat
 from scheduler.worker.metrics import SchedulerMetrics
 from scheduler.worker.request_intake import RequestIntake
-from scheduler.worker.store_outage import StoreOutage
 
 log = structlog.get_logger()
 
@@ -50,7 +51,7 @@ class Maintenance:
         while True:
             await self._clock.sleep(UPDATE_S)
             rounds += 1
-            self._review(await self._queue.depths([t.name for t in self._core.tiers]))
+            self._review(await self._queue.depths([t.name for t in self._core.held.tiers]))
             self._intake.changed.set()  # wakes an idle driver, because budgets also change with time
             if rounds % HEARTBEAT_EVERY == 0 and not self._driver.is_stuck:
                 await self._beat()

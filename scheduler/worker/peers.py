@@ -12,13 +12,13 @@ import structlog
 
 from scheduler.clock import Clock
 from scheduler.events.base import EventChannel
+from scheduler.holdings.holdings import Holdings
 from scheduler.queue.base import Queue
 from scheduler.registry.base import WorkerRegistry
 from scheduler.registry.heartbeat_monitor import CHECK_S, GATEWAY_SILENT_S, WORKER_SILENT_S, HeartbeatMonitor
+from scheduler.store.outage import StoreOutage
 from scheduler.worker.checkpoints import Checkpointer
-from scheduler.worker.core import WorkerCore
 from scheduler.worker.request_intake import RequestIntake
-from scheduler.worker.store_outage import StoreOutage
 
 log = structlog.get_logger()
 
@@ -26,7 +26,7 @@ log = structlog.get_logger()
 class Peers:
     def __init__(
         self,
-        core: WorkerCore,
+        held: Holdings,
         queue: Queue,
         events: EventChannel,
         registry: WorkerRegistry,
@@ -36,7 +36,7 @@ class Peers:
         clock: Clock,
         worker_id: str,
     ) -> None:
-        self._core = core
+        self._held = held
         self._queue = queue
         self._events = events
         self._registry = registry
@@ -78,16 +78,16 @@ class Peers:
         self.is_alone = all(self._workers.is_silent(worker_id) for worker_id in beats)
 
     async def _check_gateways(self) -> None:
-        held: defaultdict[str, list[str]] = defaultdict(list)
-        for state in self._core.states:
-            held[state.request.reply_to].append(state.id)
-        gateway_ids = sorted({*held, *self._gateways.watched})
+        asked: defaultdict[str, list[str]] = defaultdict(list)
+        for state in self._held.states:
+            asked[state.request.reply_to].append(state.id)
+        gateway_ids = sorted({*asked, *self._gateways.watched})
         beats = dict(zip(gateway_ids, await self._events.beats(gateway_ids), strict=True))
         # A gateway that the store has forgotten, and that has no requests here, need not be remembered here either.
-        known = {gateway_id: beat for gateway_id, beat in beats.items() if beat is not None or gateway_id in held}
+        known = {gateway_id: beat for gateway_id, beat in beats.items() if beat is not None or gateway_id in asked}
         for gateway_id in self._gateways.observe(known):
             log.warning("a gateway is silent; its requests are dropped", gateway=gateway_id)
-        for gateway_id, request_ids in held.items():
+        for gateway_id, request_ids in asked.items():
             if self._gateways.is_silent(gateway_id):
                 await self._checkpointer.save_parts(self._intake.drop(request_ids))
                 await self._queue.cancel(request_ids)

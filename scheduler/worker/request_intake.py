@@ -5,49 +5,52 @@ The driver is woken after each change. The claimer, the publisher and the lease 
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from scheduler.clock import Clock
+from scheduler.holdings.holdings import Holdings
 from scheduler.request import Claimed
 from scheduler.request_state import RequestState
-from scheduler.worker.core import WorkerCore
 from scheduler.worker.metrics import SchedulerMetrics
-from scheduler.worker.tracing import RequestTracer
+
+
+class RequestTracer(Protocol):
+    """Records the trace of a request that has ended on this worker."""
+
+    def record(self, state: RequestState, now: float) -> None:
+        """Record where the time of an ended request went. `now` is the present on the worker's clock."""
+        ...
 
 
 class RequestIntake:
     def __init__(
         self,
-        core: WorkerCore,
+        held: Holdings,
         metrics: SchedulerMetrics,
         clock: Clock,
-        make_room: Callable[[Sequence[str], float], None] | None = None,
+        note_arrived: Callable[[Sequence[str], float], None],
         tracer: RequestTracer | None = None,
     ) -> None:
-        """`make_room` is called with the ids of requests that may start now, and the time."""
-        self._core = core
-        self._make_room = make_room
+        """`note_arrived` is called with the ids of requests that may start now, and the time."""
+        self._held = held
+        self._note_arrived = note_arrived
         self._tracer = tracer
         self._metrics = metrics
         self._clock = clock
         self.changed = asyncio.Event()  # set when the driver should look at the requests again
-        self.grammar_arrived = asyncio.Event()  # set when a request with a grammar was accepted
 
     def accept(self, claimed: Sequence[Claimed]) -> None:
-        """Hand claimed requests to the core."""
-        self._core.accept(claimed, self._clock.now(), self._clock.wall_ms())
-        if any(c.request.sampling.grammar is not None for c in claimed):
-            self.grammar_arrived.set()
+        self._held.accept(claimed, self._clock.now(), self._clock.wall_ms())
         self.announce([c.request.id for c in claimed])
 
     def announce(self, request_ids: Sequence[str]) -> None:
-        """Make room in the step in flight for requests that may start now, and wake the driver."""
-        if self._make_room is not None:
-            self._make_room(request_ids, self._clock.now())
+        """Tell the driver of requests that may start now, and wake it."""
+        self._note_arrived(request_ids, self._clock.now())
         self.changed.set()
 
     def drop(self, request_ids: Iterable[str]) -> list[RequestState]:
         """Cancel requests that no client waits for any more. Return those that were held."""
-        cancelled = self._core.cancel(request_ids)
+        cancelled = self._held.cancel(request_ids)
         for state in cancelled:
             self._metrics.record_cancelled(state.tier.name)
             if state.marks is not None and self._tracer is not None:
@@ -58,5 +61,5 @@ class RequestIntake:
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Remove requests whose leases this worker has lost."""
-        if self._core.release(request_ids):
+        if self._held.release(request_ids):
             self.changed.set()

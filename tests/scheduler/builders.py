@@ -13,7 +13,7 @@ from scheduler.drivers.steps.core import SchedulerCore
 from scheduler.holdings.report import Report
 from scheduler.holdings.request_table import RequestTable
 from scheduler.planning.kv_budget import EngineView
-from scheduler.request import Claimed, Delivery, Request
+from scheduler.request import Delivery, Request
 from scheduler.request_state import RequestState, Status
 from scheduler.virtual_time import EPOCH_MS
 
@@ -206,16 +206,13 @@ class CheckedCore(SchedulerCore):
         self.plans: list[tuple[float, StepPlan]] = []
         self.results: list[StepResult] = []
 
-    def accept(self, claimed: Sequence[Claimed], now: float, wall_ms: int) -> None:
-        before = set(self._states)
-        super().accept(claimed, now, wall_ms)
-        self.lives += [s for i, s in self._states.items() if i not in before]
-        self.check()
+    def _begin(self, state: RequestState) -> None:
+        super()._begin(state)
+        self.lives.append(state)
 
-    def cancel(self, request_ids: Iterable[str]) -> list[RequestState]:
-        dropped = super().cancel(request_ids)
-        self.check()
-        return dropped
+    def _drop(self, state: RequestState) -> None:
+        super()._drop(state)
+        assert state.id not in self._states
 
     def plan(self, now: float) -> StepPlan:
         runnable = [
@@ -223,6 +220,7 @@ class CheckedCore(SchedulerCore):
         ]
         # Blocks that several aborted sequences share count as free only one step later.
         abort_together = sum(a.num_shared > 0 for a in self._engine_state._abandoned.values()) > 1
+        self.check()
         plan = super().plan(now)
         assert plan.run or abort_together or not runnable or self._is_batching_delay(runnable, now), (
             f"work conserving: {runnable} could run"
@@ -237,16 +235,18 @@ class CheckedCore(SchedulerCore):
         self.results.append(result)
         self.check()
         self._check_blocks(result)
-        assert all(s.num_preemptions <= s.tier.retry.max_preemptions for s in self.table), "preemptions are bounded"
+        assert all(s.num_preemptions <= s.tier.retry.max_preemptions for s in self.held.table), (
+            "preemptions are bounded"
+        )
         return report
 
     def check(self) -> None:
         """Assert the laws that hold at every instant."""
-        ends = sum(self.counts[k] for k in ("finished", "failed", "cancelled", "released"))
-        assert self.counts["accepted"] == ends + self.num_held + len(self._refused), "conservation"
-        own = [s.own_blocks(self._engine.block_size) for s in self.table]
+        ends = sum(self.held.counts[k] for k in ("finished", "failed", "cancelled", "released"))
+        assert self.held.counts["accepted"] == ends + len(self.held) + self.held.num_refused, "conservation"
+        own = [s.own_blocks(self._engine.block_size) for s in self.held.table]
         assert min(own, default=0) >= 0 and sum(own) <= self._engine.num_blocks, "blocks"
-        need = [blocks_for(s.num_computed_tokens, self._engine.block_size) for s in self.table]
+        need = [blocks_for(s.num_computed_tokens, self._engine.block_size) for s in self.held.table]
         assert all(n <= self._engine.num_blocks for n in need)
 
     def _is_batching_delay(self, runnable: Sequence[str], now: float) -> bool:
@@ -260,7 +260,7 @@ class CheckedCore(SchedulerCore):
         """Assert free + used = total. A shared block counts once, but states count it once each or not at all: `used`
         lies between the sums."""
         size, used = self._engine.block_size, self._engine.num_blocks - result.free_blocks
-        states = [s for s in self.table if not self._engine_state.is_abandoned(s.id)]
+        states = [s for s in self.held.table if not self._engine_state.is_abandoned(s.id)]
         assert sum(s.own_blocks(size) for s in states) <= used
         if not self._engine_state.num_abandoned:
             held = sum(s.blocks_held(size) for s in states)

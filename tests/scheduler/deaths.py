@@ -9,9 +9,10 @@ from engine.interface import StepPlan
 from engine.modeled.engine import ModeledEngine
 from engine.modeled.timer import LoopTimer
 from engine.sequences.sequence import Sequence
-from scheduler.drivers.steps.assembly import build_loop
+from scheduler.drivers.steps.driver import StepDriver
 from scheduler.request_state import RequestState
 from scheduler.worker.heartbeat import WorkerIdentity
+from scheduler.worker.loop import build_loop
 from scheduler.worker.metrics import SchedulerMetrics
 from tests.scheduler.builders import FAST, CheckedCore, make_core
 from tests.scheduler.world import World
@@ -89,5 +90,5 @@ class Succession:
         metrics = SchedulerMetrics(CollectorRegistry(), world.tiers)
         identity = WorkerIdentity("worker", ("model",), world.clock.wall_ms())
         stores = (world.worker_queue, world.events, world.registry)
-        world.loop = build_loop(world.core, world.engine, *stores, metrics, world.clock, identity)
+        world.loop = build_loop(StepDriver(world.core, world.engine), *stores, metrics, world.clock, identity)
         world.running = asyncio.create_task(world.loop.run())

@@ -51,8 +51,8 @@ class SteppedCore:
     def accept(self, *requests: Request) -> None:
         claimed = [Claimed(r, self._fence + i) for i, r in enumerate(requests, 1)]
         self._fence += len(requests)
-        self.core.accept(claimed, self.now, self.wall_ms)
-        self._take(self.core.refuse(self.now))
+        self.core.held.accept(claimed, self.now, self.wall_ms)
+        self._take(self.core.held.refuse(self.now))
 
     def submit(self) -> StepPlan:
         """Plan and submit a step."""

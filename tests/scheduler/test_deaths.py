@@ -84,7 +84,7 @@ def test_a_death_costs_seconds_of_work_however_long_a_request_has_run() -> None:
         asked = asyncio.create_task(ask_all(world, [f"r{i}" for i in range(4)], prompt=40, max_tokens=900))
         await world.clock.sleep(7.3)
         await workers.kill()
-        restored = sum(state.num_restored for state in world.core.states)
+        restored = sum(state.num_restored for state in world.core.held.states)
         await asked
         generated = sum(len(life.output_token_ids) - life.num_restored for life in workers.lives)
         return restored, generated - 4 * 900
@@ -101,14 +101,14 @@ def test_a_worker_that_is_stopped_loses_nothing(tier: str) -> None:
     async def story(world: World, workers: Succession) -> None:
         asked = asyncio.gather(*(world.ask(d.value, tier, prompt=40, max_tokens=300, delivery=d) for d in Delivery))
         await world.clock.sleep(1.01)
-        before = {state.id: len(state.output_token_ids) for state in world.core.states}
+        before = {state.id: len(state.output_token_ids) for state in world.core.held.states}
         assert min(before.values()) > MIN_TOKENS
         world.loop.stop()
         await world.running
         after = {state.id: len(state.output_token_ids) for state in world.core.lives}
         await workers.succeed()
-        assert {state.id: state.num_restored for state in world.core.states} == after
-        assert {state.attempt for state in world.core.states} == {1}, "a release is no failed attempt"
+        assert {state.id: state.num_restored for state in world.core.held.states} == after
+        assert {state.attempt for state in world.core.held.states} == {1}, "a release is no failed attempt"
         for answer in await asked:
             assert answer.token_ids == expected_tokens(answer.request)
 
@@ -176,7 +176,7 @@ def test_a_gateways_death_costs_no_token_of_a_job_that_the_next_one_asks_for_lat
         gateway_id = await gateways.ask(4, 900, delivery)
         await world.clock.sleep(3.3)
         gateways.end(gateway_id)
-        while world.core.num_held:
+        while len(world.core.held):
             await world.clock.sleep(0.1)
         generated = sum(life.num_new_tokens for life in workers.lives)
         await gateways.ask_to_the_end(4, 900, delivery)
@@ -193,7 +193,7 @@ def test_a_part_that_ended_when_its_gateway_was_dead_is_not_generated_again() ->
         gateway_id = await gateways.ask(1, 200, Delivery.AT_END)
         await world.clock.sleep(0.3)
         gateways.end(gateway_id)
-        while world.core.num_held:
+        while len(world.core.held):
             await world.clock.sleep(0.1)
         [life] = workers.lives
         assert life.num_new_tokens == 200
@@ -209,7 +209,7 @@ def test_a_request_with_log_probabilities_begins_again() -> None:
         asked = asyncio.create_task(world.ask("r", "batch", 40, 600, delivery=Delivery.AT_END, logprobs=0))
         await world.clock.sleep(CHECKPOINT_S + 1.0)
         await workers.kill()
-        assert [state.num_restored for state in world.core.states] == [0]
+        assert [state.num_restored for state in world.core.held.states] == [0]
         answer = await asked
         assert answer.token_ids == expected_tokens(answer.request)
 
@@ -222,7 +222,7 @@ def test_a_checkpoint_of_another_engine_is_used_only_where_it_fits() -> None:
         await world.clock.sleep(CHECKPOINT_S + 1.0)
         world.queue._shared.outputs["r"].token_ids = (5,) * 600
         await workers.kill()
-        assert [state.num_restored for state in world.core.states] == [0], "it leaves no token to generate"
+        assert [state.num_restored for state in world.core.held.states] == [0], "it leaves no token to generate"
         answer = await asked
         assert answer.token_ids == expected_tokens(answer.request)
 
@@ -343,7 +343,7 @@ def test_a_store_that_is_away_before_a_suspects_step_ends_the_loop_and_not_the_w
         world.queue._shared.records["suspect"].attempt = 3
         await asyncio.wait([world.running])
         assert isinstance(world.running.exception(), ConnectionError) and unreachable.await_count == 1
-        assert world.core.is_step_in_flight
+        assert world.core.is_busy
         workers.begin_loop()
         async with stream:
             tokens = [token async for event in stream for token in event.token_ids]

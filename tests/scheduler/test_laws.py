@@ -137,7 +137,7 @@ def test_the_laws_hold_in_full_memory_with_sharing_swaps_and_cancels() -> None:
         modes.update({mode: count for (_, mode), count in world.core.preemptions.items()})
         num_hits += sum(bool(life.num_cached_tokens) for life in world.core.lives)
         num_exhausted += sum(life.num_preemptions == MAX_PREEMPTIONS for life in world.core.lives)
-        num_cancelled += world.core.counts["cancelled"]
+        num_cancelled += world.core.held.counts["cancelled"]
     assert min(modes[mode] for mode in ("pause", "swap", "recompute")) > 5
     assert min(num_hits, num_exhausted, num_cancelled, num_paused) > 0
     assert num_paused <= num_told <= num_preemptions, "receipts count preemptions; cancelled requests give none"
@@ -169,9 +169,9 @@ def _flood(rng: random.Random) -> Traffic:
 
 def assert_everything_ended(world: World) -> None:
     """Laws 1 and 2."""
-    counts = world.core.counts
+    counts = world.core.held.counts
     assert counts["accepted"] == counts["finished"] + counts["cancelled"]
-    assert world.core.num_held == 0
+    assert len(world.core.held) == 0
     assert (world.engine.num_used_blocks, world.engine.num_used_swap_blocks) == (0, 0)
     assert not world.queue._shared.records
 
@@ -284,7 +284,7 @@ async def _endless(world: World, client: int) -> None:
 
 def _time_share(world: World, tier: str) -> float:
     """Return the tier's share of engine time."""
-    return world.core.used_s[tier] / sum(world.core.used_s.values())
+    return world.core.held.used_s[tier] / sum(world.core.held.used_s.values())
 
 
 def _longest_gap(world: World, tier: str) -> float:

@@ -15,7 +15,7 @@ from scheduler.client.client import SchedulerClient
 from scheduler.client.rejection import Rejected
 from scheduler.client.token_stream import TokenStream
 from scheduler.config import TierSet
-from scheduler.drivers.steps.assembly import build_loop
+from scheduler.drivers.steps.driver import StepDriver
 from scheduler.drivers.steps.step_log import StepLog
 from scheduler.events.memory import MemoryEventChannel
 from scheduler.queue.base import Queue
@@ -24,9 +24,9 @@ from scheduler.registry.memory import MemoryWorkerRegistry
 from scheduler.request import Request, TokenEvent
 from scheduler.virtual_time import VirtualClock, run_virtual
 from scheduler.worker.heartbeat import WorkerIdentity
-from scheduler.worker.loop import SchedulerLoop
+from scheduler.worker.loop import SchedulerLoop, build_loop
 from scheduler.worker.metrics import SchedulerMetrics
-from scheduler.worker.tracing import RequestTracer
+from scheduler.worker.request_intake import RequestTracer
 from tests.scheduler.builders import FAST, CheckedCore, make_core, make_info, make_request, make_tiers
 
 T = TypeVar("T")
@@ -172,7 +172,9 @@ async def start_world(
     metrics = SchedulerMetrics(prometheus, tiers)
     identity = WorkerIdentity("worker", ("model",), clock.wall_ms())
     of_worker = queue.for_worker("worker")
-    loop = build_loop(core, engine, of_worker, events, registry, metrics, clock, identity, step_log, tracer=tracer)
+    loop = build_loop(
+        StepDriver(core, engine, step_log), of_worker, events, registry, metrics, clock, identity, tracer=tracer
+    )
     running = asyncio.create_task(loop.run())
     await asyncio.sleep(0)  # the worker announces itself
     client = SchedulerClient(queue, events, registry, tiers, clock, "gateway")

@@ -16,7 +16,7 @@ import pytest
 import structlog
 
 from gateway.http.trace import CURRENT_TRACE
-from scheduler.worker.tracing import RequestTracer
+from scheduler.worker.request_intake import RequestTracer
 from tests.gateway.stand import MODEL, Stand, running_stand
 from tests.scheduler.world import World, run_world
 from tidegate.tracing.start import TracingError, traced

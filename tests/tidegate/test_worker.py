@@ -19,7 +19,7 @@ from engine.modeled.engine import ModeledEngine
 from engine.native.cpu.build import torch_openmp
 from scheduler.client.client import SchedulerClient
 from scheduler.client.token_stream import TokenStream
-from scheduler.drivers.steps.assembly import build_loop
+from scheduler.drivers.steps.driver import StepDriver
 from scheduler.events.memory import MemoryEventChannel
 from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.memory import MemoryWorkerRegistry
@@ -27,7 +27,7 @@ from scheduler.request import Request
 from scheduler.virtual_time import VirtualClock
 from scheduler.worker.heartbeat import WorkerIdentity
 from scheduler.worker.leases import LEASE_S
-from scheduler.worker.loop import SchedulerLoop
+from scheduler.worker.loop import SchedulerLoop, build_loop
 from scheduler.worker.metrics import SchedulerMetrics
 from tests.scheduler.builders import FAST, expected_tokens, make_core, make_info, make_request, make_tiers
 from tests.scheduler.world import run_bounded
@@ -97,8 +97,7 @@ class Rig:
         self.loops += 1
         identity = WorkerIdentity("w", ("model",), self.clock.wall_ms())
         return build_loop(
-            self.core,
-            self.engine,
+            StepDriver(self.core, self.engine),
             self.store,  # a queue, by __getattr__
             self.events,
             self.registry,
@@ -145,7 +144,7 @@ def test_the_engine_outlives_an_outage_of_the_store_and_every_answer_is_complete
         requests = [make_request(f"r{i}", "bulk", max_tokens=200, arrival_ms=rig.clock.wall_ms()) for i in range(6)]
         answers = [asyncio.create_task(rig.answer(r)) for r in requests]
         await rig.clock.sleep(0.505)  # in the middle of a step
-        assert rig.core.is_step_in_flight
+        assert rig.core.is_busy
         rig.store.is_away = True
         await rig.clock.sleep(away_s)
         assert not serving.done()
@@ -155,7 +154,7 @@ def test_the_engine_outlives_an_outage_of_the_store_and_every_answer_is_complete
         rig.runner.end()
         await serving
         assert rig.engine.num_used_blocks == 0, "dropped sequences are gone from the engine"
-        assert rig.core.counts == {"accepted": 12, "finished": 6, "released": 6}
+        assert rig.core.held.counts == {"accepted": 12, "finished": 6, "released": 6}
         assert await rig.registry.workers() == [], "withdrawn"
 
     play(story)

@@ -22,7 +22,7 @@ class Administered:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.consumer = WorkerTiers(world.core, world.metrics)
+        self.consumer = WorkerTiers(world.core.held, world.metrics)
 
     def change(self, tiers: TierSet) -> None:
         assert self.consumer.objection(tiers) == ""
@@ -41,8 +41,8 @@ def test_requests_that_run_and_wait_outlive_a_change_of_everything() -> None:
         changed = make_tiers(bulk={"batch_size": one, "priority": 500, "slo": {"itl_p99_ms": 5000}, "floor": 0.0})
         admin.change(changed)
         world.core.check()
-        assert world.core.num_held > 0
-        assert all(state.tier is changed["bulk"] for state in world.core.table)
+        assert len(world.core.held) > 0
+        assert all(state.tier is changed["bulk"] for state in world.core.held.table)
         await world.clock.sleep(0.3)
         admin.change(make_tiers(bulk={"batch_size": {"min": 1, "start": 64, "max": 64}}))
         for answer in answers:
@@ -80,8 +80,8 @@ def test_a_request_claimed_while_its_tier_was_removed_gets_the_lowest_tier() -> 
         admin = Administered(world)
         stray = world.request("stray", "bulk", max_tokens=4)
         admin.change(without("bulk"))
-        world.core.accept([Claimed(stray, fence=1)], world.clock.now(), world.clock.wall_ms())
-        assert world.core.table.states["stray"].tier.name == "batch"
-        world.core.release_all()
+        world.core.held.accept([Claimed(stray, fence=1)], world.clock.now(), world.clock.wall_ms())
+        assert world.core.held.table.states["stray"].tier.name == "batch"
+        world.core.held.release_all()
 
     run_world(story)

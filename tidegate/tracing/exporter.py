@@ -64,7 +64,7 @@ class Tracing:
 
 
 class WorkerTracer:
-    """Records the spans of a worker's requests. Implements `scheduler.worker.tracing.RequestTracer`."""
+    """Records the spans of a worker's requests. Implements `scheduler.worker.request_intake.RequestTracer`."""
 
     def __init__(self, tracer: Tracer, worker_id: str) -> None:
         self._tracer = tracer

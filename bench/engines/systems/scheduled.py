@@ -18,15 +18,15 @@ from loadtest.calibration.stepper import greedy
 from scheduler.clock import SystemClock
 from scheduler.config import TierSet, parse_tiers
 from scheduler.control.controller import SLAController
-from scheduler.drivers.steps.assembly import build_loop
 from scheduler.drivers.steps.core import SchedulerCore
+from scheduler.drivers.steps.driver import StepDriver
 from scheduler.drivers.steps.warmup import warm_up
 from scheduler.events.memory import MemoryEventChannel
 from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.memory import MemoryWorkerRegistry
 from scheduler.request import Request
 from scheduler.worker.heartbeat import WorkerIdentity
-from scheduler.worker.loop import SchedulerLoop
+from scheduler.worker.loop import SchedulerLoop, build_loop
 from scheduler.worker.metrics import SchedulerMetrics
 
 TIER = "bulk"
@@ -79,7 +79,9 @@ class ScheduledEngine:
         identity = WorkerIdentity(GATEWAY, (self._engine.info.model_path,), self._clock.wall_ms())
         metrics = SchedulerMetrics(CollectorRegistry(), self._tiers)
         queue, registry = self._queue.for_worker(GATEWAY), MemoryWorkerRegistry(self._clock)
-        return build_loop(self._core, self._engine, queue, self._events, registry, metrics, self._clock, identity)
+        return build_loop(
+            StepDriver(self._core, self._engine), queue, self._events, registry, metrics, self._clock, identity
+        )
 
     def _request(self, prompt: Sequence[int], new_tokens: int) -> Request:
         now_ms = self._clock.wall_ms()

@@ -4,6 +4,8 @@ One grammar is compiled at a time, and the one of the highest tier first: a batc
 up an interactive request. Knows the core and the engine; does not know what a grammar is.
 """
 
+import asyncio
+
 from engine.interface import Engine, GrammarError
 from scheduler.drivers.steps.core import SchedulerCore
 from scheduler.drivers.steps.step_marks import StepMarks
@@ -17,12 +19,17 @@ class GrammarCompiler:
         self._engine = engine
         self._intake = intake
         self._marks = marks
+        self._woken = asyncio.Event()
+
+    def wake(self) -> None:
+        """Look for grammars to compile."""
+        self._woken.set()
 
     async def run(self) -> None:
         """Have grammars compiled as they arrive, until this task is cancelled."""
         while True:
-            await self._intake.grammar_arrived.wait()
-            self._intake.grammar_arrived.clear()
+            await self._woken.wait()
+            self._woken.clear()
             while (request := self._core.next_to_compile()) is not None:
                 await self._compile(request)
 

@@ -10,7 +10,7 @@ import asyncio
 from scheduler.drivers.steps.core import SchedulerCore
 from scheduler.queue.base import Queue
 from scheduler.request import Lease
-from scheduler.worker.store_outage import StoreOutage
+from scheduler.store.outage import StoreOutage
 
 
 class StepMarks:

@@ -5,7 +5,9 @@ the loop that carries out decisions. Knows asyncio and the protocol `Upstream`; 
 """
 
 import asyncio
+from collections.abc import Coroutine, Sequence
 from contextlib import aclosing, suppress
+from typing import Any
 
 import structlog
 
@@ -18,15 +20,10 @@ from engine.streaming import (
     UpstreamRefused,
     UpstreamUnreachable,
 )
-from scheduler.clock import Clock
 from scheduler.control.feedback import UPDATE_S
 from scheduler.drivers.streams.core import StreamCore
-from scheduler.queue.base import Queue
 from scheduler.request import Lease
-from scheduler.worker.claimer import Claimer
-from scheduler.worker.reporter import Reporter
-from scheduler.worker.request_intake import RequestIntake
-from scheduler.worker.store_outage import StoreOutage
+from scheduler.worker.driver import WorkerContext
 
 log = structlog.get_logger()
 
@@ -35,66 +32,51 @@ LOAD_S = 1.0  # seconds between two looks at the server's own metrics
 
 
 class StreamDriver:
-    """Implements `scheduler.worker.core.Driver`."""
+    """Implements `scheduler.worker.driver.Driver`."""
 
-    def __init__(
-        self,
-        core: StreamCore,
-        upstream: Upstream,
-        queue: Queue,
-        intake: RequestIntake,
-        claimer: Claimer,
-        reporter: Reporter,
-        outage: StoreOutage,
-        clock: Clock,
-    ) -> None:
-        self._core = core
+    def __init__(self, core: StreamCore, upstream: Upstream) -> None:
+        self.core = core
+        self.info = upstream.info
+        self.unsupported = upstream.unsupported
         self._upstream = upstream
-        self._queue = queue
-        self._intake = intake
-        self._claimer = claimer
-        self._reporter = reporter
-        self._outage = outage
-        self._clock = clock
         self._streams: dict[str, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()  # tasks of streams that were hung up
         self._failed: BaseException | None = None
         self._stream_lost = asyncio.Event()  # set when a stream broke off: what the server said before may be over
         self._was_down = False
-        self._draining = False
-        self._stopped = False
 
     @property
     def is_stuck(self) -> bool:
         """Whether the server is away, so that other workers and the gateways must not count on this one."""
-        return self._core.is_down(self._clock.now())
+        return self.core.is_down(self._clock.now())
 
-    def drain(self) -> None:
-        self._draining = True
-        self._intake.changed.set()
+    def attach(self, worker: WorkerContext) -> None:
+        self._worker = worker
+        self._clock = worker.clock
 
-    def stop(self) -> None:
-        self._stopped = True
-        self._intake.changed.set()
+    def beside(self) -> Sequence[Coroutine[Any, Any, None]]:
+        return [self._watch()]
+
+    def note_arrived(self, request_ids: Sequence[str], now: float) -> None:
+        """Do nothing: `run` is woken, and a running stream makes no room."""
 
     async def clear(self) -> list[Lease]:
-        leases = self._core.release_all()
-        self._core.decide(self._clock.now())  # forgets what is to be hung up: the tasks ended with the earlier loop
+        leases = self.core.held.release_all()
+        self.core.decide(self._clock.now())  # forgets what is to be hung up: the tasks ended with the earlier loop
         return leases
 
     async def run(self) -> None:
-        watching = asyncio.create_task(self._watch())
         try:
-            while not (self._stopped or (self._draining and self._core.num_held == 0)):
-                self._intake.changed.clear()
+            while not self._worker.is_over:
+                self._worker.intake.changed.clear()
                 if self._failed is not None:
                     raise self._failed
                 await self._carry_out()
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(RISK_CHECK_S if self._core.awaits_first_token else UPDATE_S):
-                        await self._intake.changed.wait()
+                    async with asyncio.timeout(RISK_CHECK_S if self.core.awaits_first_token else UPDATE_S):
+                        await self._worker.intake.changed.wait()
         finally:
-            tasks = [watching, *self._streams.values(), *self._ending]
+            tasks = [*self._streams.values(), *self._ending]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -102,16 +84,16 @@ class StreamDriver:
     async def _carry_out(self) -> None:
         now = self._clock.now()
         self._say_if_down(now)
-        leases = self._core.give_back(now)
-        self._reporter.send(self._core.refuse(now))
+        leases = self.core.give_back(now)
+        self._worker.reporter.send(self.core.refuse(now))
         await self._release(leases)
-        opened, hung_up = self._core.decide(now)
+        opened, hung_up = self.core.decide(now)
         for request_id in hung_up:
             self._hang_up(request_id)
         for request in opened:
             self._streams[request.seq_id] = asyncio.create_task(self._stream(request))
         if opened or not self._streams:
-            self._claimer.note_room()
+            self._worker.claimer.note_room()
 
     def _hang_up(self, request_id: str) -> None:
         task = self._streams.pop(request_id, None)
@@ -125,9 +107,9 @@ class StreamDriver:
         try:
             async with aclosing(self._upstream.stream(request)) as outputs:
                 async for output in outputs:
-                    self._reporter.send(self._core.add_output(output, self._clock.now()))
+                    self._worker.reporter.send(self.core.add_output(output, self._clock.now()))
                     if is_first:  # its prefill is done, so that another one may begin
-                        self._intake.changed.set()
+                        self._worker.intake.changed.set()
                     is_first = False
         except UpstreamError as error:
             await self._end(request_id, error)
@@ -136,30 +118,30 @@ class StreamDriver:
         finally:
             if self._streams.get(request_id) is task:
                 del self._streams[request_id]
-            self._claimer.note_room()
-            self._intake.changed.set()
+            self._worker.claimer.note_room()
+            self._worker.intake.changed.set()
 
     async def _end(self, request_id: str, error: UpstreamError) -> None:
         now = self._clock.now()
-        if self._core.server.is_reachable or not isinstance(error, UpstreamUnreachable):  # else it was said before
+        if self.core.server.is_reachable or not isinstance(error, UpstreamUnreachable):  # else it was said before
             log.warning("a stream of the upstream ended early", request=request_id, reason=str(error))
         if isinstance(error, UpstreamLost):
             self._stream_lost.set()
-        report, leases = self._core.end_stream(request_id, error, now)
-        self._reporter.send(report)
+        report, leases = self.core.end_stream(request_id, error, now)
+        self._worker.reporter.send(report)
         await self._release(leases)
 
     async def _release(self, leases: list[Lease]) -> None:
         """Put requests back into the queue. If the store refuses that now, they return when their leases end."""
         if leases:
-            await self._outage.attempt(self._queue.release(leases))
+            await self._worker.outage.attempt(self._worker.queue.release(leases))
 
     async def _watch(self) -> None:
         """Ask the server for its load once in a while and after lost streams, and notice that it is away or back."""
         while True:
             self._stream_lost.clear()
             await self._look()
-            self._intake.changed.set()
+            self._worker.intake.changed.set()
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOAD_S):
                     await self._stream_lost.wait()
@@ -167,28 +149,26 @@ class StreamDriver:
     async def _look(self) -> None:
         try:
             load = await self._upstream.load()
-            if self._core.server.awaits_trial:
+            if self.core.server.awaits_trial:
                 await self._try_out()
         except UpstreamBusy:  # this tells neither that the server is away nor that it serves us again
-            self._core.server.note_busy()
+            self.core.server.note_busy()
         except UpstreamError as error:
-            self._core.note_unreachable(error, self._clock.now())
-        except Exception as error:  # a bug must end the worker, and not only the looks
-            self._failed = error
+            self.core.note_unreachable(error, self._clock.now())
         else:
             if not self._stream_lost.is_set():
-                self._core.note_load(load, self._clock.now())
+                self.core.note_load(load, self._clock.now())
 
     async def _try_out(self) -> None:
         with suppress(UpstreamRefused):  # a server that judges a request serves us
             await self._upstream.try_out()
 
     def _say_if_down(self, now: float) -> None:
-        is_down = self._core.is_down(now)
+        is_down = self.core.is_down(now)
         if is_down and not self._was_down:
             hint = "requests go to other workers, or wait until it is back"
-            log.error("the upstream does not serve", reason=self._core.server.reason, hint=hint)
+            log.error("the upstream does not serve", reason=self.core.server.reason, hint=hint)
         elif self._was_down and not is_down:
             log.info("the upstream is back")
-            self._claimer.note_room()
+            self._worker.claimer.note_room()
         self._was_down = is_down

@@ -13,7 +13,7 @@ from scheduler.client.client import CHECK_EVERY, REFRESH_S, WORKER_GRACE_S, Sche
 from scheduler.client.rejection import Rejected, RejectReason
 from scheduler.client.token_stream import TokenStream
 from scheduler.client.ttft_forecast import STALE_S
-from scheduler.drivers.steps.loop import STUCK_S
+from scheduler.drivers.steps.driver import STUCK_S
 from scheduler.events.memory import MemoryEventChannel
 from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.heartbeat_monitor import CHECK_S

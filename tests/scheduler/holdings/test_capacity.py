@@ -21,7 +21,7 @@ def measure(
     estimator: CapacityEstimator, core: CheckedCore, now: float = 1.0, times: int = 1
 ) -> dict[str, TierCapacity]:
     for _ in range(times):
-        capacities = estimator.measure(core.tiers, core.states, core.status(now), interval_s=1.0)
+        capacities = estimator.measure(core.held.tiers, core.held.states, core.status(now), interval_s=1.0)
     return capacities
 
 
@@ -32,7 +32,7 @@ def make_estimator(cost: StepCost = COST) -> tuple[CapacityEstimator, CheckedCor
 
 def hold(core: CheckedCore, count: int, tier: str = "realtime", prompt: int = 100, max_tokens: int = 50) -> None:
     requests = [make_request(f"{tier}-{n}", tier, prompt, max_tokens) for n in range(count)]
-    core.accept([Claimed(request, fence=1) for request in requests], 0.0, EPOCH_MS)
+    core.held.accept([Claimed(request, fence=1) for request in requests], 0.0, EPOCH_MS)
 
 
 def end(estimator: CapacityEstimator, count: int, tier: str = "realtime", **more: int) -> None:
@@ -93,15 +93,15 @@ def test_tiers_without_an_slo_have_the_time_that_is_left() -> None:
     assert alone.prefill_tokens_per_s == pytest.approx(1000, rel=0.02)
     assert alone.output_tokens_per_s == pytest.approx(1 / (0.002 + 0.01 / 64))
     for _ in range(100):
-        core.used_s["realtime"] += 0.63
+        core.held.used_s["realtime"] += 0.63
         measure(estimator, core)
-    core.used_s["realtime"] += 0.63
+    core.held.used_s["realtime"] += 0.63
     third = measure(estimator, core)["bulk"]
     assert third.prefill_tokens_per_s == pytest.approx(1000 * 0.37, rel=0.05)
     for _ in range(100):
-        core.used_s["realtime"] += 1.0
+        core.held.used_s["realtime"] += 1.0
         measure(estimator, core)
-    core.used_s["realtime"] += 1.0
+    core.held.used_s["realtime"] += 1.0
     assert measure(estimator, core)["bulk"].prefill_tokens_per_s == pytest.approx(1000 * 0.02, rel=0.02), (
         "its min share"
     )
@@ -158,9 +158,9 @@ def test_the_whole_engine_gives_more_than_what_higher_tiers_leave() -> None:
     estimator, core = make_estimator()
     idle = measure(estimator, core)["bulk"]
     assert idle.whole_prefill_tokens_per_s == pytest.approx(idle.prefill_tokens_per_s)
-    core.used_s["realtime"] = 0.0
+    core.held.used_s["realtime"] = 0.0
     for _ in range(100):
-        core.used_s["realtime"] += 0.75
+        core.held.used_s["realtime"] += 0.75
         busy = measure(estimator, core)["bulk"]
     assert busy.prefill_tokens_per_s == pytest.approx(0.25 * idle.prefill_tokens_per_s, rel=0.01)
     assert busy.whole_prefill_tokens_per_s == idle.whole_prefill_tokens_per_s

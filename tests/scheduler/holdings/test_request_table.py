@@ -115,7 +115,7 @@ def _calls_of_a_plan(num_idle: int) -> int:
     core = SchedulerCore(TIERS, info, SLAController(TIERS, info.step_eviction, info.num_layers))
     idle = [make_request(f"b{i}", "bulk", prompt=32) for i in range(num_idle)]
     chat = [make_request(f"c{i}", "realtime", prompt=32) for i in range(4)]
-    core.accept([Claimed(request, 1) for request in (*idle, *chat)], 0.0, 0)
+    core.held.accept([Claimed(request, 1) for request in (*idle, *chat)], 0.0, 0)
     calls = 0
 
     def count(frame: FrameType, event: str, argument: object) -> None:

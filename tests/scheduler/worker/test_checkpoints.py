@@ -10,10 +10,10 @@ from scheduler.queue.memory import MemoryQueue
 from scheduler.request import Checkpoint, Delivery
 from scheduler.request_state import RequestState
 from scheduler.store.errors import StoreRefused
+from scheduler.store.outage import StoreOutage
 from scheduler.virtual_time import VirtualClock
 from scheduler.worker import checkpoints
 from scheduler.worker.checkpoints import CHECKPOINT_S, MIN_TOKENS, Checkpointer
-from scheduler.worker.store_outage import StoreOutage
 from tests.scheduler.builders import make_request, make_tiers
 from tests.scheduler.world import run_bounded
 

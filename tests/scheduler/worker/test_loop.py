@@ -11,12 +11,13 @@ from engine.interface import EngineDead, StepPlan
 from engine.modeled.engine import ModeledEngine
 from scheduler.config import Retry
 from scheduler.control.feedback import UPDATE_S
-from scheduler.drivers.steps.assembly import build_loop
+from scheduler.drivers.steps.driver import StepDriver
 from scheduler.registry.heartbeat_monitor import CHECK_S, GATEWAY_SILENT_S
 from scheduler.request import Claimed, Delivery, EventKind, Lease, TokenEvent
 from scheduler.worker.claimer import LISTEN_S
 from scheduler.worker.heartbeat import WorkerIdentity
 from scheduler.worker.leases import LEASE_S
+from scheduler.worker.loop import build_loop
 from scheduler.worker.metrics import SchedulerMetrics
 from tests.scheduler.builders import FAST, expected_tokens, fixed, make_core, make_info, make_tiers, preempted, ran
 from tests.scheduler.world import Answer, World, run_bounded, run_world, start_world
@@ -74,9 +75,9 @@ def test_requests_beyond_the_slots_wait_in_the_store() -> None:
         bulk = [asyncio.create_task(world.ask(f"b{i}", "bulk", max_tokens=20)) for i in range(30)]
         for _ in range(20):
             await world.clock.sleep(0.01)
-            assert world.core.num_held <= 4
+            assert len(world.core.held) <= 4
             depth = (await world.queue.depths(["bulk"]))["bulk"]
-            assert depth + world.core.num_held + sum(t.done() for t in bulk) >= 30 - 4
+            assert depth + len(world.core.held) + sum(t.done() for t in bulk) >= 30 - 4
         await asyncio.gather(*bulk)
 
     run_world(story, tiers=make_tiers(bulk={"batch_size": fixed(4)}))
@@ -123,10 +124,10 @@ def test_requests_of_a_gateway_that_is_gone_are_dropped() -> None:
     async def story(world: World) -> None:
         await world.queue.put([world.request("orphan", max_tokens=400, reply_to="gone")])
         await world.clock.sleep(5 * STEP_S)
-        assert world.core.num_held == 0
+        assert len(world.core.held) == 0
         assert world.engine.num_used_blocks == 0
         assert not world.queue._shared.records
-        assert world.core.counts["cancelled"] == 1
+        assert world.core.held.counts["cancelled"] == 1
 
     run_world(story)
 
@@ -136,8 +137,8 @@ def test_requests_that_report_only_at_their_end_are_dropped_with_their_gateway_t
         orphan = world.request("orphan", max_tokens=400, reply_to="gone", delivery=Delivery.AT_END)
         await world.queue.put([orphan])
         await world.clock.sleep(GATEWAY_SILENT_S + 2 * CHECK_S)
-        assert world.core.num_held == 0
-        assert world.core.counts["cancelled"] == 1
+        assert len(world.core.held) == 0
+        assert world.core.held.counts["cancelled"] == 1
         assert not world.queue._shared.records
 
     run_world(story)
@@ -147,7 +148,7 @@ def test_a_finished_answer_for_a_gateway_that_is_gone_is_acknowledged() -> None:
     async def story(world: World) -> None:
         await world.queue.put([world.request("orphan", reply_to="gone", delivery=Delivery.AT_END)])
         await world.clock.sleep(1.0)
-        assert world.core.counts["finished"] == 1
+        assert world.core.held.counts["finished"] == 1
         assert not world.queue._shared.records
 
     run_world(story)
@@ -188,10 +189,10 @@ def test_work_stops_when_its_lease_is_lost() -> None:
         world.queue._shared.records["r"].fence = 10**15  # another worker has it now
         for _ in range(int(LEASE_S / UPDATE_S)):
             await world.clock.sleep(UPDATE_S)
-            if not world.core.num_held:
+            if not len(world.core.held):
                 break
-        assert world.core.num_held == 0
-        assert world.core.counts["released"] == 1
+        assert len(world.core.held) == 0
+        assert world.core.held.counts["released"] == 1
         cancelled = {"tier": "realtime", "reason": "cancelled"}
         shown = world.prometheus.get_sample_value("tidegate_requests_finished_total", cancelled)
         assert shown == 0, "no client has cancelled it"
@@ -205,7 +206,7 @@ def test_long_work_keeps_its_lease() -> None:
         answer = await world.ask("r", "bulk", prompt=16, max_tokens=3000)
         assert world.clock.now() > 2 * LEASE_S
         assert answer.token_ids == expected_tokens(answer.request)
-        assert world.core.counts == {"accepted": 1, "finished": 1}
+        assert world.core.held.counts == {"accepted": 1, "finished": 1}
 
     run_world(story, info=make_info(max_model_len=4096, num_blocks=400))
 
@@ -224,7 +225,7 @@ def test_a_renewal_that_was_overtaken_does_not_drop_the_newer_lease() -> None:
             if newer.fence != record_.fence:
                 record_.fence = newer.fence
                 kept: list[bool] = await renew(leases, lease_s)
-                world.core.accept([newer], world.clock.now(), world.clock.wall_ms())
+                world.core.held.accept([newer], world.clock.now(), world.clock.wall_ms())
                 return kept
             return list(await renew(leases, lease_s))
 
@@ -254,8 +255,7 @@ def test_a_dead_workers_requests_go_on_elsewhere_with_the_same_output() -> None:
 
         other = await start_world(tiers, make_info(), known=FAST)
         heir = build_loop(
-            core=other.core,
-            engine=other.engine,
+            StepDriver(other.core, other.engine),
             queue=world.queue.for_worker("worker"),  # restarted under its name: takes back what it held
             events=world.events,
             registry=world.registry,
@@ -305,7 +305,7 @@ def test_stop_gives_unfinished_requests_back_to_their_place_in_the_queue() -> No
         world.loop.stop()
         await world.running
         assert await world.queue.depths(["bulk"]) == {"bulk": 3}
-        assert world.core.counts["released"] == 3
+        assert world.core.held.counts["released"] == 3
         again = await world.queue.for_worker("other").claim({"bulk": 9}, LEASE_S)
         assert [(c.request.id, c.attempt) for c in again] == [("b0", 1), ("b1", 1), ("b2", 1)]
 
@@ -366,7 +366,9 @@ def test_a_request_that_kills_every_worker_is_given_up() -> None:
             queue, metrics = world.queue.for_worker("worker"), SchedulerMetrics(CollectorRegistry(), world.tiers)
             core, identity = make_core(), WorkerIdentity("worker", ("model",), 0)
             engine = ModeledEngine(make_info(), world.clock.sleep, FAST)
-            heir = build_loop(core, engine, queue, world.events, world.registry, metrics, world.clock, identity)
+            heir = build_loop(
+                StepDriver(core, engine), queue, world.events, world.registry, metrics, world.clock, identity
+            )
             world.running = asyncio.create_task(heir.run())
             await world.settle()
         assert (await poison).events[-1].kind is EventKind.FAILED
@@ -488,9 +490,9 @@ async def _bulk_share_under_a_flood(world: World, bulk: list[asyncio.Task[Answer
     """Return bulk's share of engine time over 7 s in which interactive prompts wait all the time."""
     flood = [asyncio.create_task(world.ask(f"rt{i}", prompt=500, max_tokens=1)) for i in range(99)]
     await world.clock.sleep(0.3)
-    before_s = dict(world.core.used_s)
+    before_s = dict(world.core.held.used_s)
     await world.clock.sleep(7.0)
-    used_s = {tier: seconds - before_s[tier] for tier, seconds in world.core.used_s.items()}
+    used_s = {tier: seconds - before_s[tier] for tier, seconds in world.core.held.used_s.items()}
     assert not all(request.done() for request in flood) and not all(request.done() for request in bulk)
     await asyncio.gather(*flood, *bulk)
     return used_s["bulk"] / sum(used_s.values())
@@ -504,7 +506,7 @@ def test_paused_bulk_gets_its_min_share_also_when_its_queue_is_empty(min_share: 
     async def story(world: World) -> float:
         bulk = [asyncio.create_task(world.ask(f"b{i}", "bulk", prompt=500, max_tokens=1)) for i in range(4)]
         await world.clock.sleep(0.06)
-        assert (await world.queue.depths(["bulk"]))["bulk"] == 0 and world.core.num_held == 4
+        assert (await world.queue.depths(["bulk"]))["bulk"] == 0 and len(world.core.held) == 4
         return await _bulk_share_under_a_flood(world, bulk)
 
     tiers = make_tiers(bulk={"floor": min_share})

@@ -3,12 +3,11 @@
 import asyncio
 
 from engine.modeled.engine import ModeledEngine
-from scheduler.drivers.steps.assembly import build_loop
-from scheduler.drivers.steps.loop import STUCK_S
+from scheduler.drivers.steps.driver import STUCK_S, StepDriver
 from scheduler.registry.heartbeat_monitor import CHECK_S, GATEWAY_SILENT_S, WORKER_SILENT_S
 from scheduler.request import Delivery, EventKind
 from scheduler.worker.heartbeat import WorkerIdentity
-from scheduler.worker.loop import SchedulerLoop
+from scheduler.worker.loop import SchedulerLoop, build_loop
 from tests.scheduler.builders import FAST, expected_tokens, make_core, make_info
 from tests.scheduler.world import World, run_world
 
@@ -34,9 +33,15 @@ class SecondWorker:
     def __init__(self, world: World) -> None:
         self.engine, self.core = Stoppable(world), make_core()
         identity = WorkerIdentity("second", ("model",), world.clock.wall_ms())
-        queue = world.queue.for_worker("second")
+        self.queue = world.queue.for_worker("second")
         self.loop: SchedulerLoop = build_loop(
-            self.core, self.engine, queue, world.events, world.registry, world.metrics, world.clock, identity
+            StepDriver(self.core, self.engine),
+            self.queue,
+            world.events,
+            world.registry,
+            world.metrics,
+            world.clock,
+            identity,
         )
         self.running = asyncio.create_task(self.loop.run())
 
@@ -47,7 +52,7 @@ async def two_workers(world: World) -> tuple[SecondWorker, "asyncio.Task[object]
     world.core.claim_limits = lambda now: {}  # type: ignore[method-assign]
     second = SecondWorker(world)
     chat = asyncio.create_task(world.ask("chat", max_tokens=60))
-    while not second.core.num_held:
+    while not len(second.core.held):
         await world.clock.sleep(0.01)
     world.core.claim_limits = limits  # type: ignore[method-assign]
     await world.clock.sleep(0.2)
@@ -82,7 +87,7 @@ def test_a_worker_whose_step_does_not_end_looks_dead_and_drops_the_lost_requests
         second.engine.goes_on.set()
         await world.clock.sleep(5.0)
         assert not second.loop.is_stuck
-        assert second.core.num_held == 0
+        assert len(second.core.held) == 0
         assert {w.worker_id for w in world.client.workers} == {"worker", "second"}
         second.loop.drain()
         await second.running
@@ -121,12 +126,12 @@ def test_the_work_of_a_silent_gateway_is_dropped_within_five_seconds() -> None:
             await world.queue.put([world.request(f"of {gateway}", "bulk", reply_to=gateway, **more)])
         await world.queue.put([world.request("at end", "bulk", reply_to="dead", delivery=Delivery.AT_END, **more)])
         await world.clock.sleep(GATEWAY_SILENT_S - 2 * CHECK_S)
-        assert world.core.num_held == 3
+        assert len(world.core.held) == 3
         await world.clock.sleep(5.0 - GATEWAY_SILENT_S + 2 * CHECK_S)
-        assert [state.id for state in world.core.states] == ["of live"]
+        assert [state.id for state in world.core.held.states] == ["of live"]
         await world.queue.put([world.request("late", "bulk", reply_to="dead", **more)])
         await world.clock.sleep(2 * CHECK_S)
-        assert [state.id for state in world.core.states] == ["of live"], "it is known to be dead"
+        assert [state.id for state in world.core.held.states] == ["of live"], "it is known to be dead"
         await world.queue.cancel(["of live"])
 
     run_world(story, info=make_info(max_model_len=8192, num_blocks=2000))

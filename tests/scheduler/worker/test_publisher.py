@@ -9,10 +9,10 @@ from scheduler.holdings.report import Report
 from scheduler.queue.memory import MemoryQueue
 from scheduler.request import EventKind, Lease, TokenEvent
 from scheduler.request_state import RequestState
+from scheduler.store.outage import StoreOutage
 from scheduler.virtual_time import VirtualClock
 from scheduler.worker.checkpoints import Checkpointer
 from scheduler.worker.publisher import Publisher
-from scheduler.worker.store_outage import StoreOutage
 from tests.scheduler.builders import make_request
 from tests.scheduler.world import run_bounded
 

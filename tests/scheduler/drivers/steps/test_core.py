@@ -109,12 +109,12 @@ def test_a_victim_stays_held_and_loses_its_kv_a_bounded_number_of_times() -> Non
         stepped.accept(make_request(f"rt{i}", prompt=180, max_tokens=2))
         for _ in range(6):
             stepped.step()
-        assert "b" in stepped.core.table.states
-        assert stepped.core.table.states["b"].lease == Lease("b", 1)
+        assert "b" in stepped.core.held.table.states
+        assert stepped.core.held.table.states["b"].lease == Lease("b", 1)
     stepped.run()
     assert stepped.core.life("b").num_preemptions == MAX_PREEMPTIONS
     assert stepped.tokens("b") == expected_tokens(bulk)
-    assert stepped.core.counts["finished"] == 7
+    assert stepped.core.held.counts["finished"] == 7
 
 
 def test_a_sequence_with_exhausted_preemptions_and_a_newcomer_do_not_wait_for_each_other() -> None:
@@ -124,7 +124,7 @@ def test_a_sequence_with_exhausted_preemptions_and_a_newcomer_do_not_wait_for_ea
     stepped.core.life("b").num_preemptions = 3
     stepped.accept(make_request("rt", prompt=100, max_tokens=2))
     stepped.run()
-    assert stepped.core.counts["finished"] == 2
+    assert stepped.core.held.counts["finished"] == 2
 
 
 @pytest.mark.trap(3)
@@ -136,14 +136,14 @@ def test_growth_too_preempts_a_bounded_number_of_times() -> None:
     stepped.step()
     for i in range(5):
         stepped.accept(make_request(f"rt{i}", prompt=60, max_tokens=150))
-        while f"rt{i}" in stepped.core.table.states:
+        while f"rt{i}" in stepped.core.held.table.states:
             stepped.step()
         for _ in range(3):
             stepped.step()
     stepped.run()
     assert stepped.core.life("b").num_preemptions == MAX_PREEMPTIONS
     assert stepped.tokens("b") == expected_tokens(bulk)
-    assert stepped.core.counts["finished"] == 6, "no request waits for ever"
+    assert stepped.core.held.counts["finished"] == 6, "no request waits for ever"
 
 
 def test_after_its_last_preemption_a_sequence_returns_only_with_room_for_its_longest_end() -> None:
@@ -156,7 +156,7 @@ def test_after_its_last_preemption_a_sequence_returns_only_with_room_for_its_lon
     exhausted.num_preemptions = MAX_PREEMPTIONS - 1
     stepped.accept(make_request("big", prompt=100, max_tokens=5))
     assert preempted(stepped.step()) == {"exhausted": "recompute"}
-    while "rt" in stepped.core.table.states:
+    while "rt" in stepped.core.held.table.states:
         assert exhausted.status is Status.PREEMPTED, "6 to 10 blocks are free, since `big` has ended"
         stepped.step()
     stepped.step()
@@ -165,7 +165,7 @@ def test_after_its_last_preemption_a_sequence_returns_only_with_room_for_its_lon
     assert "next" not in ran(stepped.step()), "blocks that the other sequence may still need stay reserved"
     stepped.run()
     assert exhausted.num_preemptions == MAX_PREEMPTIONS
-    assert stepped.core.counts["finished"] == 4
+    assert stepped.core.held.counts["finished"] == 4
 
 
 # -- swap --------------------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def test_a_sequence_cancelled_while_swapped_is_freed_from_host_memory() -> None:
     stepped.step()
     stepped.accept(make_request("rt", prompt=180, max_tokens=50))
     stepped.step()
-    stepped.core.cancel(["b"])
+    stepped.core.held.cancel(["b"])
     assert stepped.step().abort == ("b",)
     assert stepped.engine.num_used_swap_blocks == 0
 
@@ -301,20 +301,20 @@ def test_shared_blocks_of_victims_do_not_count_as_free(prompt: int, victims: str
     assert [seq_id for seq_id, mode in preempted(stepped.step()).items() if mode == "recompute"] == victims.split()
     assert all(stepped.core.life(b).num_shared_blocks in (0, 8) for b in ("b0", "b1"))
     stepped.run()
-    assert stepped.core.counts["finished"] == 3
+    assert stepped.core.held.counts["finished"] == 3
 
 
 def test_shared_blocks_of_cancelled_sequences_do_not_count_as_free() -> None:
     stepped = sharing()
     stepped.submit()
-    stepped.core.cancel(["b0"])  # during the step in which the other one begins to share
+    stepped.core.held.cancel(["b0"])  # during the step in which the other one begins to share
     stepped.collect()
     stepped.accept(make_request("rt", prompt=160, max_tokens=2, cache_salt="x"))
     plan = stepped.step()
     assert plan.abort == ("b0",)
     assert preempted(plan) == {"b1": "recompute"}
     stepped.run()
-    assert stepped.core.counts["finished"] == 2
+    assert stepped.core.held.counts["finished"] == 2
 
 
 # -- cancel ------------------------------------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ def test_a_cancelled_sequence_is_aborted_by_the_next_plan() -> None:
     stepped = SteppedCore()
     stepped.accept(make_request("gone"), make_request("stays"))
     stepped.step()
-    assert [state.id for state in stepped.core.cancel(["gone", "unknown"])] == ["gone"]
+    assert [state.id for state in stepped.core.held.cancel(["gone", "unknown"])] == ["gone"]
     plan = stepped.step()
     assert plan.abort == ("gone",)
     assert ran(plan) == {"stays": 1}
@@ -334,7 +334,7 @@ def test_a_cancelled_sequence_is_aborted_by_the_next_plan() -> None:
 def test_cancelling_a_waiting_request_needs_no_abort() -> None:
     stepped = SteppedCore()
     stepped.accept(make_request("gone"))
-    stepped.core.cancel(["gone"])
+    stepped.core.held.cancel(["gone"])
     assert stepped.step().is_empty
 
 
@@ -342,7 +342,7 @@ def test_a_sequence_that_ends_before_its_abort_is_not_aborted() -> None:
     stepped = SteppedCore()
     stepped.accept(make_request("last", max_tokens=1))
     stepped.submit()
-    stepped.core.cancel(["last"])
+    stepped.core.held.cancel(["last"])
     report = stepped.collect()
     assert not report.events and not report.leases
     assert stepped.step().is_empty
@@ -355,7 +355,7 @@ def test_blocks_of_cancelled_sequences_are_used_before_any_preemption() -> None:
     stepped.accept(make_request("gone", "bulk", prompt=120), make_request("stays", "bulk", prompt=90))
     for _ in range(2):
         stepped.step()
-    stepped.core.cancel(["gone"])
+    stepped.core.held.cancel(["gone"])
     stepped.accept(make_request("rt", prompt=100))
     plan = stepped.step()
     assert "rt" in ran(plan)
@@ -369,7 +369,7 @@ def test_a_request_dropped_and_claimed_again_during_one_step_starts_afresh() -> 
     stepped.accept(request)
     stepped.step()
     stepped.submit()
-    stepped.core.cancel(["r"])
+    stepped.core.held.cancel(["r"])
     stepped.accept(request)
     stepped.collect()
     assert stepped.core.life("r").output_token_ids == []
@@ -383,11 +383,13 @@ def test_a_held_request_that_is_claimed_again_goes_on_under_the_newer_lease() ->
     stepped = SteppedCore()
     stepped.accept(make_request("r", max_tokens=4))
     stepped.step()
-    stepped.core.accept([Claimed(stepped.core.life("r").request, fence=9, attempt=2)], stepped.now, stepped.wall_ms)
-    assert [state.lease for state in stepped.core.states] == [Lease("r", 9)]
+    stepped.core.held.accept(
+        [Claimed(stepped.core.life("r").request, fence=9, attempt=2)], stepped.now, stepped.wall_ms
+    )
+    assert [state.lease for state in stepped.core.held.states] == [Lease("r", 9)]
     stepped.run()
     assert stepped.reports[-1].leases == [Lease("r", 9)]
-    assert stepped.core.counts["accepted"] == 1
+    assert stepped.core.held.counts["accepted"] == 1
 
 
 # -- requests that can never run ---------------------------------------------------------------------------------------
@@ -410,7 +412,7 @@ def test_a_request_that_can_never_run_fails_with_the_reason_and_others_run(bad: 
     assert (event.request_id, event.kind, event.error) == ("bad", EventKind.FAILED, reason)
     assert stepped.reports[0].leases == [Lease("bad", 1)]
     stepped.run()
-    assert stepped.core.counts == {"accepted": 2, "failed": 1, "finished": 1}
+    assert stepped.core.held.counts == {"accepted": 2, "failed": 1, "finished": 1}
 
 
 def test_a_request_for_an_adapter_that_the_engine_does_not_have_fails() -> None:
@@ -426,12 +428,12 @@ def test_a_request_for_an_adapter_that_the_engine_does_not_have_fails() -> None:
 def test_a_request_whose_attempts_all_end_its_worker_is_given_up() -> None:
     core = make_core(make_tiers(realtime={"retry": {"max_attempts": 2}}))
     request = make_request("poison")
-    core.accept([Claimed(request, fence=1, attempt=2)], 0.0, EPOCH_MS)
-    assert "poison" in core.table.states
-    core.release_all()
-    core.accept([Claimed(request, fence=2, attempt=3)], 0.0, EPOCH_MS)
-    assert "poison" not in core.table.states
-    report = core.refuse(0.0)
+    core.held.accept([Claimed(request, fence=1, attempt=2)], 0.0, EPOCH_MS)
+    assert "poison" in core.held.table.states
+    core.held.release_all()
+    core.held.accept([Claimed(request, fence=2, attempt=3)], 0.0, EPOCH_MS)
+    assert "poison" not in core.held.table.states
+    report = core.held.refuse(0.0)
     [event] = report.events["gateway"]
     assert (event.kind, event.request_id) == (EventKind.FAILED, "poison")
     assert "given up" in event.error
@@ -443,7 +445,7 @@ def test_a_request_that_may_outgrow_the_kv_cache_is_refused() -> None:
     stepped.accept(make_request("big", prompt=200, max_tokens=100), make_request("fits", prompt=200, max_tokens=56))
     assert stepped.events[0].error == "Prompt and output together may outgrow the 256 tokens that the engine holds."
     stepped.run()
-    assert stepped.core.counts == {"accepted": 2, "failed": 1, "finished": 1}
+    assert stepped.core.held.counts == {"accepted": 2, "failed": 1, "finished": 1}
 
 
 def test_the_model_length_ends_a_sequence() -> None:
@@ -526,7 +528,7 @@ def test_latencies_count_from_the_arrival_at_the_gateway() -> None:
 
 def test_a_broken_sequence_fails_alone_and_counts_as_a_miss() -> None:
     core = make_core()
-    core.accept([Claimed(make_request("bad"), 1), Claimed(make_request("good"), 2)], 0.0, EPOCH_MS)
+    core.held.accept([Claimed(make_request("bad"), 1), Claimed(make_request("good"), 2)], 0.0, EPOCH_MS)
     plan = core.plan(0.0)
     core.life("bad").first_token_s = 0.0
     failure = SequenceFailure("bad", "NaN in the logits")
@@ -535,7 +537,7 @@ def test_a_broken_sequence_fails_alone_and_counts_as_a_miss() -> None:
     assert (event.request_id, event.kind, event.error) == ("bad", EventKind.FAILED, "NaN in the logits")
     assert report.leases == [Lease("bad", 1)]
     assert [(e.reason, e.met_slo) for e in report.ended] == [("failed", False)]
-    assert "good" in core.table.states and "bad" not in core.table.states
+    assert "good" in core.held.table.states and "bad" not in core.held.table.states
 
 
 # -- claims ------------------------------------------------------------------------------------------------------------
@@ -579,16 +581,16 @@ def test_release_gives_every_lease_back() -> None:
     stepped = SteppedCore()
     stepped.accept(make_request("started"), make_request("waiting"))
     stepped.step()
-    assert set(stepped.core.release_all()) == {Lease("started", 1), Lease("waiting", 2)}
-    assert stepped.core.num_held == 0
-    assert stepped.core.counts["released"] == 2
+    assert set(stepped.core.held.release_all()) == {Lease("started", 1), Lease("waiting", 2)}
+    assert len(stepped.core.held) == 0
+    assert stepped.core.held.counts["released"] == 2
 
 
 def test_release_gives_back_requests_that_were_refused_but_not_reported() -> None:
     core = make_core()
-    core.accept([Claimed(make_request("bad", prompt=0), fence=1)], 0.0, EPOCH_MS)
-    assert core.release_all() == [Lease("bad", 1)]
-    assert not core.refuse(0.0).leases
+    core.held.accept([Claimed(make_request("bad", prompt=0), fence=1)], 0.0, EPOCH_MS)
+    assert core.held.release_all() == [Lease("bad", 1)]
+    assert not core.held.refuse(0.0).leases
 
 
 # -- log probabilities -------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ def rig(max_attempts: int = 4) -> SteppedCore:
 def accept(stepped: SteppedCore, attempts: dict[str, int], **more: object) -> None:
     for fence, (name, attempt) in enumerate(attempts.items(), 1):
         request = make_request(name, "batch", **{"prompt": 1, "max_tokens": 400, **more})  # type: ignore[arg-type]
-        stepped.core.accept([Claimed(request, fence, attempt)], stepped.now, stepped.wall_ms)
+        stepped.core.held.accept([Claimed(request, fence, attempt)], stepped.now, stepped.wall_ms)
 
 
 def names(kind: str, count: int) -> list[str]:
@@ -65,7 +65,7 @@ def test_an_isolated_request_is_in_no_step_with_others_and_keeps_its_turn_to_its
 def test_the_last_of_several_attempts_is_isolated(max_attempts: int, attempt: int, is_isolated: bool) -> None:
     stepped = rig(max_attempts)
     accept(stepped, {"r": attempt})
-    assert [state.is_isolated for state in stepped.core.states] == [is_isolated]
+    assert [state.is_isolated for state in stepped.core.held.states] == [is_isolated]
 
 
 def test_requests_are_claimed_for_the_slots_of_those_that_may_not_run() -> None:

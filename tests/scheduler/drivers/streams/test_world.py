@@ -16,8 +16,8 @@ from scheduler.client.client import SchedulerClient
 from scheduler.client.rejection import Rejected
 from scheduler.config import TierSet
 from scheduler.control.controller import SLAController
-from scheduler.drivers.streams.assembly import build_stream_loop
 from scheduler.drivers.streams.core import StreamCore
+from scheduler.drivers.streams.driver import StreamDriver
 from scheduler.events.memory import MemoryEventChannel
 from scheduler.queue.memory import MemoryQueue, _Output
 from scheduler.registry.memory import MemoryWorkerRegistry
@@ -25,7 +25,7 @@ from scheduler.request import Delivery, EventKind, Request, TokenEvent
 from scheduler.virtual_time import VirtualClock
 from scheduler.worker.checkpoints import CHECKPOINT_S
 from scheduler.worker.heartbeat import WorkerIdentity
-from scheduler.worker.loop import SchedulerLoop
+from scheduler.worker.loop import SchedulerLoop, build_loop
 from scheduler.worker.metrics import SchedulerMetrics
 from tests.scheduler.builders import make_request, make_tiers
 from tests.scheduler.drivers.streams.modeled_upstream import ModeledUpstream, token_at
@@ -107,7 +107,7 @@ def play(story: Callable[[World], Awaitable[T]], *, tiers: TierSet | None = None
         metrics = SchedulerMetrics(CollectorRegistry(), of_tiers)
         identity = WorkerIdentity("worker", ("model",), clock.wall_ms())
         of_worker = queue.for_worker("worker")
-        loop = build_stream_loop(core, upstream, of_worker, events, registry, metrics, clock, identity)
+        loop = build_loop(StreamDriver(core, upstream), of_worker, events, registry, metrics, clock, identity)
         running = asyncio.create_task(loop.run())
         client = SchedulerClient(queue, events, registry, of_tiers, clock, "gateway")
         await asyncio.sleep(0)
@@ -120,8 +120,8 @@ def play(story: Callable[[World], Awaitable[T]], *, tiers: TierSet | None = None
             loop.drain()
         await running
         serving.cancel()
-        assert core.num_held == core.num_in_flight == 0 and not upstream.running and not upstream.waiting
-        counts = core.counts
+        assert len(core.held) == core.num_in_flight == 0 and not upstream.running and not upstream.waiting
+        counts = core.held.counts
         assert counts["accepted"] == sum(counts[k] for k in ("finished", "failed", "cancelled", "released"))
         return result
 
@@ -294,7 +294,7 @@ def test_a_server_that_is_away_for_long_makes_the_worker_look_dead() -> None:
         assert await world.registry.workers() == []
         assert (await chat).events[-1].kind is EventKind.UNAVAILABLE
         assert (await world.queue.depths(["bulk"]))["bulk"] == 1
-        assert [state.id for state in world.core.states] == ["begun"]
+        assert [state.id for state in world.core.held.states] == ["begun"]
         world.upstream.is_up = True
         assert (await begun).is_right and (await later).is_right
         assert [r.seq_id for r in world.upstream.opened].count("begun") == 2

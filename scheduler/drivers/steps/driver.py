@@ -4,21 +4,20 @@ Makes no decisions: `SchedulerCore` plans, and the engine computes.
 """
 
 import asyncio
+from collections.abc import Collection, Coroutine, Sequence
 from contextlib import suppress
+from typing import Any
 
 from engine.interface import Engine, StepPlan, StepResult
 from engine.step_time.cost import StepWork
-from scheduler.clock import Clock
 from scheduler.control.feedback import UPDATE_S
 from scheduler.drivers.steps.core import SchedulerCore
-from scheduler.drivers.steps.step_log import StepEntry, StepLog
+from scheduler.drivers.steps.grammar_compiler import GrammarCompiler
+from scheduler.drivers.steps.step_log import NoStepLog, StepEntry, StepLog
 from scheduler.drivers.steps.step_marks import StepMarks
 from scheduler.holdings.report import Report
 from scheduler.request import Lease
-from scheduler.worker.claimer import Claimer
-from scheduler.worker.metrics import SchedulerMetrics
-from scheduler.worker.reporter import Reporter
-from scheduler.worker.request_intake import RequestIntake
+from scheduler.worker.driver import WorkerContext
 
 # A step counts as stuck when it takes longer than `STUCK_S` seconds and longer than `STUCK_FACTOR` times its
 # prediction. The worker then sends no heartbeats. They go on when the step ends after all.
@@ -27,30 +26,20 @@ STUCK_FACTOR = 10.0  # far beyond the errors of predictions (`tidegate_step_time
 PLANNING_S = 0.003  # seconds; async scheduling plans the next step this long before the step in flight should end
 
 
-class StepLoop:
+class StepDriver:
+    """Implements `scheduler.worker.driver.Driver`."""
+
     def __init__(
         self,
         core: SchedulerCore,
         engine: Engine,
-        intake: RequestIntake,
-        claimer: Claimer,
-        reporter: Reporter,
-        metrics: SchedulerMetrics,
-        step_log: StepLog,
-        marks: StepMarks,
-        clock: Clock,
+        step_log: StepLog | None = None,
     ) -> None:
-        self._core = core
+        self.core = core
+        self.info = engine.info
+        self.unsupported: Collection[str] = ()
         self._engine = engine
-        self._intake = intake
-        self._claimer = claimer
-        self._reporter = reporter
-        self._metrics = metrics
-        self._step_log = step_log
-        self._marks = marks
-        self._clock = clock
-        self._draining = False
-        self._stopped = False
+        self._step_log = step_log or NoStepLog()
         self._begun_s: float | None = None  # begin of the step in flight; None: none is in flight
 
     @property
@@ -58,17 +47,22 @@ class StepLoop:
         """Whether the step in flight takes so much longer than predicted that it may never end."""
         if self._begun_s is None:
             return False
-        return self._clock.now() - self._begun_s > max(STUCK_S, STUCK_FACTOR * self._core.running_step_s)
+        return self._clock.now() - self._begun_s > max(STUCK_S, STUCK_FACTOR * self.core.running_step_s)
 
-    def drain(self) -> None:
-        """Make `run` return when the worker holds no more requests."""
-        self._draining = True
-        self._intake.changed.set()
+    def attach(self, worker: WorkerContext) -> None:
+        self._worker = worker
+        self._clock = worker.clock
+        self._marks = StepMarks(self.core, worker.queue, worker.outage)
+        self._grammars = GrammarCompiler(self.core, self._engine, worker.intake, self._marks)
 
-    def stop(self) -> None:
-        """Make `run` return after the step in flight."""
-        self._stopped = True
-        self._intake.changed.set()
+    def beside(self) -> Sequence[Coroutine[Any, Any, None]]:
+        return [self._grammars.run()]
+
+    def note_arrived(self, request_ids: Sequence[str], now: float) -> None:
+        """Evict bulk from the step in flight, if a request then starts sooner and this is worth the lost work."""
+        self._grammars.wake()
+        if evictees := self.core.evictees_for(request_ids, now):
+            self._engine.evict(evictees)
 
     async def clear(self) -> list[Lease]:
         """Release all requests that an earlier loop has left in the core, and return their leases.
@@ -76,19 +70,19 @@ class StepLoop:
         If that loop ended with an error while a step was in flight, apply the result of this step: it says which blocks
         of the engine are free.
         """
-        leases = self._core.release_all()
-        while self._core.is_step_in_flight:
+        leases = self.core.held.release_all()
+        while self.core.is_busy:
             self._begun_s = self._clock.now()
-            self._core.apply(await self._engine.collect(), self._clock.now())
+            self.core.apply(await self._engine.collect(), self._clock.now())
         self._begun_s = None
         return leases
 
     async def run(self) -> None:
-        while not (self._stopped or (self._draining and self._core.num_held == 0)):
-            self._intake.changed.clear()
+        while not self._worker.is_over:
+            self._worker.intake.changed.clear()
             now = self._clock.now()
-            self._reporter.send(self._core.refuse(now))
-            plan = self._core.plan(now)
+            self._worker.reporter.send(self.core.held.refuse(now))
+            plan = self.core.plan(now)
             if plan.is_empty:
                 self._engine.check_alive()
                 await self._idle()
@@ -122,10 +116,10 @@ class StepLoop:
         Planning late lets the plan include more arrivals. Return False if no step was submitted, because something must
         be decided first.
         """
-        wait_s = self._core.running_step_s - PLANNING_S
+        wait_s = self.core.running_step_s - PLANNING_S
         if wait_s > 0:
             await asyncio.wait({collecting}, timeout=wait_s)
-        plan = None if self._stopped else self._core.plan_async(self._clock.now())
+        plan = None if self._worker.is_stopped else self.core.plan_async(self._clock.now())
         if plan is not None:
             self._engine.submit(plan)
         return plan is not None
@@ -133,14 +127,14 @@ class StepLoop:
     def _apply(self, result: StepResult, begun_s: float) -> None:
         now = self._clock.now()
         overhead_s = max(0.0, now - begun_s - result.elapsed_s)
-        report = self._core.apply(result, now, overhead_s)
+        report = self.core.apply(result, now, overhead_s)
         if report.sequences:
-            self._metrics.record_step(result.elapsed_s, report.sequences)
+            self._worker.metrics.record_step(result.elapsed_s, report.sequences)
             self._log(result, report, now)
-        self._reporter.send(report)
-        self._claimer.note_room()
-        if self._core.has_suspects:
-            self._intake.grammar_arrived.set()  # a grammar that had to wait may be compiled now
+        self._worker.reporter.send(report)
+        self._worker.claimer.note_room()
+        if self.core.has_suspects:
+            self._grammars.wake()  # a grammar that had to wait may be compiled now
 
     def _log(self, result: StepResult, report: Report, now: float) -> None:
         """Write a log entry if the step's time says something about its work, or if sequences were evicted from it."""
@@ -151,8 +145,8 @@ class StepLoop:
 
     async def _idle(self) -> None:
         """Sleep until something changes or a batching delay ends. Maintenance also wakes the loop every `UPDATE_S`."""
-        self._claimer.note_room()
-        left_s = self._core.idle_until_s - self._clock.now()
+        self._worker.claimer.note_room()
+        left_s = self.core.idle_until_s - self._clock.now()
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, left_s) if left_s < UPDATE_S else None):
-                await self._intake.changed.wait()
+                await self._worker.intake.changed.wait()

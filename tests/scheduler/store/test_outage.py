@@ -48,7 +48,7 @@ def test_a_short_refusal_delays_tokens_and_costs_nothing() -> None:
     async def story(world: World) -> None:
         store = Store(world)
         asking = asyncio.create_task(world.ask("chat", max_tokens=60))
-        while not world.core.num_held:
+        while not len(world.core.held):
             await world.clock.sleep(0.01)
         await world.clock.sleep(0.1)
         store.full = True
@@ -70,7 +70,7 @@ def test_a_long_refusal_ends_chats_with_its_cause_and_bulk_waits_for_its_end() -
         store = Store(world)
         bulk = asyncio.create_task(world.ask("bulk", tier="bulk", max_tokens=40))
         chat = asyncio.create_task(world.ask("chat", max_tokens=400))
-        while world.core.num_held < 2:
+        while len(world.core.held) < 2:
             await world.clock.sleep(0.01)
         store.full = True
         async with asyncio.timeout(10.0):
@@ -99,9 +99,9 @@ def test_workers_do_not_take_each_other_for_dead_while_the_store_refuses_their_h
     async def story(world: World) -> None:
         store = Store(world)
         second = SecondWorker(world)
-        store._guard(second.loop._queue, *QUEUE_WRITES)
+        store._guard(second.queue, *QUEUE_WRITES)
         asking = [asyncio.create_task(world.ask(f"b{i}", tier="bulk", max_tokens=400)) for i in range(6)]
-        while world.core.num_held + second.core.num_held < 6:
+        while len(world.core.held) + len(second.core.held) < 6:
             await world.clock.sleep(0.01)
         store.full = True
         await world.clock.sleep(WORKER_SILENT_S + 10 * CHECK_S + LEASE_S)

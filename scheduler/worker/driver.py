@@ -1,0 +1,82 @@
+"""What a worker and its driver need of each other.
+
+A driver does the work for the requests that the worker holds: steps of an engine (`scheduler.drivers.steps`), or
+streams of a server that plans its own steps (`scheduler.drivers.streams`). Everything else is the same for all drivers.
+"""
+
+from collections.abc import Collection, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from engine.interface import EngineInfo
+from scheduler.clock import Clock
+from scheduler.holdings.holdings import Holdings
+from scheduler.queue.base import Queue
+from scheduler.request import Lease
+from scheduler.store.outage import StoreOutage
+from scheduler.worker.claimer import Claimer
+from scheduler.worker.core import WorkerCore
+from scheduler.worker.metrics import SchedulerMetrics
+from scheduler.worker.publisher import Reporter
+from scheduler.worker.request_intake import RequestIntake
+
+
+@dataclass
+class WorkerContext:
+    """The parts of a worker that its driver uses."""
+
+    held: Holdings
+    queue: Queue
+    intake: RequestIntake
+    claimer: Claimer
+    reporter: Reporter
+    metrics: SchedulerMetrics
+    outage: StoreOutage
+    clock: Clock
+    is_draining: bool = False  # the driver ends when the worker holds no more requests
+    is_stopped: bool = False  # the driver ends soon; unfinished requests stay with the worker
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the driver has nothing left to do."""
+        return self.is_stopped or (self.is_draining and not self.held)
+
+
+class Driver(Protocol):
+    """The part of a worker that works on the requests that it holds."""
+
+    @property
+    def core(self) -> WorkerCore: ...
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def unsupported(self) -> Collection[str]:
+        """The sampling parameters that the engine cannot honour."""
+        ...
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the driver makes no progress, so that the worker must not look alive."""
+        ...
+
+    def attach(self, worker: WorkerContext) -> None:
+        """Use the parts of `worker`. To be called once, before anything runs."""
+        ...
+
+    def note_arrived(self, request_ids: Sequence[str], now: float) -> None:
+        """Prepare for requests that may start from now on."""
+        ...
+
+    async def clear(self) -> list[Lease]:
+        """Release all requests that an earlier loop has left in the core, and return their leases."""
+        ...
+
+    async def run(self) -> None:
+        """Work until the worker's `is_over`, of which `intake.changed` tells."""
+        ...
+
+    def beside(self) -> Sequence[Coroutine[Any, Any, None]]:
+        """Return what else runs until `run` ends."""
+        ...
