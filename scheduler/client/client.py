@@ -32,7 +32,7 @@ CHECK_EVERY = 3  # number of refreshes between two checks; a lost request is fai
 # Bulk requests are still accepted for this many seconds after the last worker was seen, because it may be restarting.
 WORKER_GRACE_S = 20.0
 # Seconds without any worker after which open interactive requests fail. Together with the time in which a hung worker
-# is noticed (its step counts as stuck after `scheduler.drivers.steps.loop.STUCK_S`), nobody waits for more than 10 s.
+# is noticed (its step counts as stuck after `scheduler.drivers.steps.driver.STUCK_S`), nobody waits for more than 10 s.
 MAX_AWAY_S = 4.0
 
 
