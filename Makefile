@@ -2,8 +2,14 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# The versions with which the tests last passed. `make clean test-all CONSTRAINTS=` tries the newest versions.
+CONSTRAINTS ?= constraints.txt
+PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
-.PHONY: serve demo test test-all test-bench test-vllm test-vllm-contract conformance chaos fuzz images-check docs release gpu-check lint format clean
+# Compiled modules are kept, whatever the environment says: the tests take half a minute longer without.
+export PYTHONDONTWRITEBYTECODE :=
+
+.PHONY: serve demo test test-all test-bench test-vllm test-vllm-contract conformance chaos fuzz images-check docs release gpu-check lint format constraints clean
 
 serve: $(VENV)/.installed
 	$(BIN)/tidegate serve
@@ -87,27 +93,34 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 
 # pip, not uv: it resolves the right torch build for the machine.
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tidegate needs Python 3.11 or newer: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -e .
+	$(PIP_INSTALL) -e .
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(PIP_INSTALL) -e '.[dev]'
 	touch $@
 
 $(VENV)/.installed-fuzz: $(VENV)/.installed-dev
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[fuzz]'
+	$(PIP_INSTALL) -e '.[fuzz]'
 	touch $@
 
 $(VENV)/.installed-release: $(VENV)/.installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[release]'
+	$(PIP_INSTALL) -e '.[release]'
 	touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[docs]'
+	$(PIP_INSTALL) -e '.[docs]'
 	touch $@
+
+# After `make test-all` has passed with other versions. torch and triton are left to pip, which picks the build for the
+# machine; coverage is no dependency.
+constraints: $(VENV)/.installed-dev
+	echo "# Written by 'make constraints': the versions with which the tests last passed." >constraints.txt
+	$(BIN)/pip freeze --exclude-editable \
+		| grep -viE '^(torch|triton|nvidia-[a-z0-9-]*|cuda-[a-z-]*|coverage|pytest-cov)=' >>constraints.txt
 
 clean:
 	rm -rf site $(VENV) .venv-vllm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

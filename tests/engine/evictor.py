@@ -1,5 +1,6 @@
 """Steps an engine and evicts sequences at the layers that a test names, without a clock and without threads."""
 
+import random
 from collections.abc import Callable, Mapping
 
 from torch import Tensor
@@ -68,3 +69,27 @@ class Evictor:
             if layer in self._evictions:
                 self.engine.evict(self._step_id, self._evictions[layer])
         return self._enter()
+
+
+def never(plan: StepPlan) -> Evictions:
+    """Evict nothing."""
+    return {}
+
+
+def at(layer: int, *seq_ids: str) -> Choose:
+    """Evict these sequences at one layer of every step."""
+    return lambda plan: {layer: set(seq_ids)}
+
+
+def at_random(rng: random.Random, num_layers: int, probability: float = 0.6) -> Choose:
+    """Evict some or all sequences of a step, at one layer or at two."""
+
+    def choose(plan: StepPlan) -> Evictions:
+        ids = [run.seq_id for run in plan.run]
+        evictions: dict[int, set[str]] = {}
+        while ids and rng.random() < probability and len(evictions) < num_layers:
+            evictees = ids if rng.random() < 0.5 else rng.sample(ids, rng.randint(1, len(ids)))
+            evictions[rng.randrange(num_layers)] = {*evictees, "unknown"}
+        return evictions
+
+    return choose

@@ -4,7 +4,8 @@
 model for each other architecture that could go wrong in its own way, with a comment that says what is special about it.
 """
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from transformers import (
     PhimoeConfig,
     Qwen3Config,
 )
+
+Prompts = dict[str, tuple[int, ...]]
 
 VOCAB_SIZE = 97
 POISON = 90  # the token whose embedding is NaN, where a test wants one
@@ -251,3 +254,20 @@ def generate(model: Any, prompt: tuple[int, ...], max_tokens: int) -> tuple[int,
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
     )
     return tuple(output[0, len(prompt) :].tolist())
+
+
+def make_prompts(rng: random.Random, count: int = 5, lengths: Iterable[int] | None = None) -> Prompts:
+    """Return prompts of these lengths, or `count` prompts of 1 to 30 tokens."""
+    lengths = (rng.randint(1, 30) for _ in range(count)) if lengths is None else lengths
+    return {f"s{i}": tuple(rng.randrange(1, VOCAB_SIZE) for _ in range(length)) for i, length in enumerate(lengths)}
+
+
+def family(seed: int, count: int = 7) -> Prompts:
+    """Return prompts that begin with 0 to 24 tokens of a common one, and the common one twice."""
+    rng = random.Random(seed)
+    trunk = tuple(rng.randrange(1, VOCAB_SIZE) for _ in range(24))
+    prompts = {"trunk": trunk, "again": trunk}
+    for i in range(count - 2):
+        tail = tuple(rng.randrange(1, VOCAB_SIZE) for _ in range(rng.randint(1, 9)))
+        prompts[f"s{i}"] = trunk[: rng.randint(0, 24)] + tail
+    return prompts

@@ -1,7 +1,7 @@
 """Each kernel compared with the same arithmetic in torch's operators, in both dtypes."""
 
 import random
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.native.attention.kernels import HeadShape, PagedChunks, PagedRows, Scoring
 from engine.native.cpu.kernels import CpuKernels, Norm
 from tests.engine.native.cpu.compiled import compiled_library
+from tests.marks import mostly_full
 
 DTYPES = (torch.float32, torch.bfloat16)
 BLOCK_SIZE = 4
@@ -101,13 +102,22 @@ def rotate(heads: Tensor, norm: Norm | None, cosines: Tensor, sines: Tensor) -> 
     return torch.cat((turned.to(heads.dtype), rest), dim=-1)
 
 
-SHAPES = [HeadShape(4, 4, 8), HeadShape(9, 3, 64), HeadShape(8, 1, 128), HeadShape(6, 2, 20)]
+SHAPES = [HeadShape(4, 4, 16), HeadShape(9, 3, 64), HeadShape(8, 1, 128)]
+SCORINGS = ((None, 2.0), (None, 5), (False, True))  # soft cap; window; sinks
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.num_query_heads}-{s.num_kv_heads}-{s.head_dim}")
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("with_sinks", [False, True])
+def every_pair(*shapes: HeadShape) -> list[tuple[Any, ...]]:
+    """Return cases in which each shape and each two choices of `SCORINGS` meet."""
+    plain, full = [choices[0] for choices in SCORINGS], [choices[1] for choices in SCORINGS]
+    mixed = [(None, 5, True), (2.0, None, True), (2.0, 5, False)]
+    cases = [(shape, *mixed[i % 3]) for i, shape in enumerate(shapes)]
+    return [*cases, *((shape, *plain) for shape in shapes), *((shape, *full) for shape in shapes)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "softcap", "window", "with_sinks"),
+    mostly_full(product((*SHAPES, HeadShape(6, 2, 20)), *SCORINGS), *every_pair(*SHAPES, HeadShape(6, 2, 20))),
+)
 def test_paged_decode(
     kernels: CpuKernels,
     dtype: torch.dtype,
@@ -157,10 +167,9 @@ def attend(
     return torch.einsum("hl,hld->hd", weights, values)
 
 
-@pytest.mark.parametrize("shape", [HeadShape(4, 4, 16), HeadShape(9, 3, 64), HeadShape(8, 1, 128)], ids=str)
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "softcap", "window", "with_sinks"), mostly_full(product(SHAPES, *SCORINGS), *every_pair(*SHAPES))
+)
 def test_paged_prefill(
     kernels: CpuKernels,
     dtype: torch.dtype,

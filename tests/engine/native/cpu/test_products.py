@@ -23,9 +23,9 @@ def make_layer(in_features: int, out_features: int, bias: bool = False) -> nn.Li
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 33, 48, 51])
 @pytest.mark.parametrize(
-    ("in_features", "out_features"), [(2, 16), (34, 48), (64, 64), (96, 112), (128, 176), (70, 400)]
+    ("in_features", "out_features", "bias"),
+    [(2, 16, False), (34, 48, True), (64, 64, False), (96, 112, True), (128, 176, True), (70, 400, False)],
 )
-@pytest.mark.parametrize("bias", [False, True])
 def test_products(library: ctypes.CDLL, rows: int, in_features: int, out_features: int, bias: bool) -> None:
     layer = make_layer(in_features, out_features, bias)
     x = torch.randn(1, rows, in_features, generator=torch.Generator().manual_seed(rows)).bfloat16()

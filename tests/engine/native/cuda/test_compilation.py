@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.marks import mostly_full
+
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled in the interpreter"),
@@ -37,7 +39,7 @@ def compile_for_sm90(kernel: Any, element: str, num_warps: int, constants: dict[
     return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
 
 
-@pytest.mark.parametrize("element", ["bf16", "fp32"])
+@pytest.mark.parametrize("element", mostly_full(["bf16", "fp32"], "bf16"))
 def test_decode(element: str) -> None:
     from engine.native.cuda import triton_kernels as kernels
 

@@ -20,6 +20,7 @@ from tests.engine.conftest import MakeEngine, ModelDirectory
 from tests.engine.drive import drive, make_new, random_chunks
 from tests.engine.models import VOCAB_SIZE, generate
 from tests.engine.native.cuda.rebuilt import with_graphs, with_kernels
+from tests.marks import mostly_full
 
 HAS_GPU = torch.cuda.is_available()
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -43,6 +44,7 @@ CASES = [
     (HeadShape(4, 1, 128), 3.0, None, False, 32, torch.float16),
     (HeadShape(2, 1, 256), None, 33, False, 16, torch.bfloat16),
 ]
+FEW = [pytest.param(case, marks=() if case == CASES[1] else pytest.mark.full) for case in CASES]
 
 
 def name_of(case: Any) -> str:
@@ -103,7 +105,7 @@ def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(actual.float(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+@pytest.mark.parametrize("case", FEW, ids=name_of)
 def test_decode(kernels: AttentionKernels, case: Any) -> None:
     shape, softcap, window, has_sinks, block_size, dtype = case
     assert kernels.can_attend(shape)
@@ -118,7 +120,7 @@ def test_decode(kernels: AttentionKernels, case: Any) -> None:
             assert_close(attended[row], attend(query[:, row], cache.context(row), scoring), dtype)
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+@pytest.mark.parametrize("case", FEW, ids=name_of)
 def test_prefill(kernels: AttentionKernels, case: Any) -> None:
     """The chunks are a whole prompt, the end of a longer prompt and the middle of another."""
     shape, softcap, window, has_sinks, block_size, dtype = case
@@ -162,11 +164,12 @@ def test_queries_that_do_not_fit_the_cache_are_refused(kernels: AttentionKernels
     assert not kernels.can_attend(HeadShape(2, 2, 512))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("dtype", mostly_full(TOLERANCES, torch.bfloat16), ids=str)
 def test_the_trial_accepts_the_kernels(kernels: AttentionKernels, dtype: torch.dtype) -> None:
     assert find_fault(kernels, [LayerSpec(LayerShape(2, 24), window) for window in (None, 9)], 4, dtype, DEVICE) is None
 
 
+@pytest.mark.full
 @pytest.mark.skipif(HAS_GPU, reason="test_cuda.py has them on the GPU")
 @pytest.mark.parametrize(("name", "has_graphs"), [("llama", False), ("gemma2", True)])
 def test_an_engine_with_the_kernels_gives_the_tokens_of_generate(

@@ -1,5 +1,7 @@
 """The layers' Triton kernels compared with transformers' arithmetic; `test_triton.py` says where they run."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from tests.engine.drive import drive, make_new
 from tests.engine.models import generate
 from tests.engine.native.cuda.rebuilt import with_kernels
 from tests.engine.native.cuda.test_triton import DEVICE, HAS_GPU, IS_INTERPRETED
+from tests.marks import mostly_full
 
 pytestmark = [
     pytest.mark.skipif(not (HAS_GPU or IS_INTERPRETED), reason="no GPU, and not in Triton's interpreter"),
@@ -43,8 +46,7 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)).to(x.dtype) * norm.weight
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("n", [7, 64, 1500])
+@pytest.mark.parametrize(("dtype", "n"), mostly_full(product(DTYPES, (7, 64, 1500)), (torch.bfloat16, 7)))
 def test_norms(kernels: LayerKernels, dtype: torch.dtype, n: int) -> None:
     norm = Norm(randn(n, dtype=dtype), 1e-5)
     x, residual = randn(3, n, dtype=dtype) * 5, randn(3, n, dtype=dtype)
@@ -54,17 +56,17 @@ def test_norms(kernels: LayerKernels, dtype: torch.dtype, n: int) -> None:
     assert_close(residual, total)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("n", [37, 1100])
+@pytest.mark.parametrize(("dtype", "n"), mostly_full(product(DTYPES, (37, 1100)), (torch.bfloat16, 37)))
 def test_silu_and_mul(kernels: LayerKernels, dtype: torch.dtype, n: int) -> None:
     gate_up = randn(3, 2 * n, dtype=dtype) * 5
     gate, up = gate_up.chunk(2, dim=-1)
     assert_close(kernels.silu_and_mul(gate_up), torch.nn.functional.silu(gate) * up)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rotary", [20, 8])
-@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "rotary", "with_norms"),
+    mostly_full(product(DTYPES, (20, 8), (False, True)), (torch.float32, 8, True), (torch.bfloat16, 20, False)),
+)
 def test_rotate_and_write(kernels: LayerKernels, dtype: torch.dtype, rotary: int, with_norms: bool) -> None:
     shape, rows = HeadShape(4, 2, 20), 3
     qkv = randn(rows, shape.query_width + 2 * shape.kv_width, dtype=dtype)
@@ -95,6 +97,7 @@ def rotate(heads: Tensor, norm: Norm | None, cosines: Tensor, sines: Tensor) -> 
     return torch.cat((turned.to(heads.dtype), rest), dim=-1)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(HAS_GPU, reason="test_cuda.py has them on the GPU")
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_fused_layers_give_the_tokens_of_generate(

@@ -58,8 +58,9 @@ def outputs(driven: dict[str, Driven]) -> dict[str, list[int]]:
     return {seq_id: d.output for seq_id, d in driven.items()}
 
 
-@pytest.mark.parametrize("most_rows", [1, 3, 16])
-@pytest.mark.parametrize("error", [CPU_ERROR, CUDA_ERROR, MemoryError()], ids=["cpu", "cuda", "host"])
+@pytest.mark.parametrize(
+    ("most_rows", "error"), [(1, CUDA_ERROR), (3, CPU_ERROR), (16, MemoryError())], ids=["cuda", "cpu", "host"]
+)
 def test_tokens_are_the_same_with_little_memory(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, most_rows: int, error: Exception
 ) -> None:
@@ -126,7 +127,7 @@ def test_pieces_read_nothing_of_a_blocks_former_holder(tmp_path: Path, monkeypat
     news = make_news(3)
     expected = outputs(drive(build_torch_engine(config), news))
     scarce = ScarceMemory(monkeypatch)
-    for most_rows in (1, 2, 3, 5, 8):
+    for most_rows in (1, 3, 8):
         scarce.most_rows = 10_000
         engine = build_torch_engine(config)
         drive(engine, [make_new(f"p{i}", [POISON] * 100) for i in range(4)])
