@@ -163,7 +163,7 @@ def build_gateway(
     batches = BatchService(
         redis,
         files,
-        outside.lines or responses,
+        outside.lines or completions,
         tiers,
         names,
         clock,

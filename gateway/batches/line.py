@@ -23,6 +23,7 @@ from gateway.batches.line_statistics import LineStatistics
 from gateway.batches.model import Batch, LineResult
 from gateway.batches.output import answered_line
 from gateway.batches.tracing import BatchTracer
+from gateway.completion.placement import Placement
 from gateway.dead_letters import DeadLetters
 from gateway.http.trace import RequestTrace
 from gateway.identity import service_tier_of
@@ -45,18 +46,7 @@ TIMES_S = 1.0  # seconds between two computations of how long the lines of a bat
 class Completions(Protocol):
     """The part of CompletionService (gateway/completion/service.py) that a batch needs."""
 
-    async def complete(
-        self,
-        endpoint: str,
-        body: dict[str, Any],
-        *,
-        tier: Tier,
-        service_tier: str,
-        request_id: str,
-        owner: str | None,
-        wants_receipt: bool,
-        part: JobPart | None,
-    ) -> tuple[int, dict[str, Any]]: ...
+    async def complete(self, path: str, body: dict[str, Any], placement: Placement) -> tuple[int, dict[str, Any]]: ...
 
 
 class LineRunner:
@@ -165,17 +155,18 @@ class BatchLines:
         return result
 
     async def _attempt(self, line: BatchLine, request_id: str, part: JobPart) -> tuple[int, dict[str, Any]]:
+        runner, batch = self._runner, self._batch
+        placement = Placement(
+            runner.tier,
+            runner.service_tier,
+            request_id,
+            batch.owner,
+            receipt_for=runner.service_tier,  # a receipt says how much engine time the line took
+            part=part,
+            is_limited=False,
+        )
         try:
-            return await self._runner.completions.complete(
-                self._batch.endpoint,
-                line.body,
-                tier=self._runner.tier,
-                service_tier=self._runner.service_tier,
-                request_id=request_id,
-                owner=self._batch.owner,
-                wants_receipt=True,  # it says how much engine time the line took
-                part=part,
-            )
+            return await runner.completions.complete(batch.endpoint, line.body, placement)
         except STORE_AWAY:
             return 503, internal_error("The store is not reachable at the moment.").body()
         except Exception:  # a bug that one line triggers must not end the other lines

@@ -5,22 +5,20 @@ owns its token stream: when the `Generation` ends, the scheduler requests that h
 """
 
 import asyncio
-import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-import msgspec
 import structlog
 
 from engine.interface import GRAMMAR_FAILED
 from gateway.completion.answer import Answer, StreamEncoder
-from gateway.completion.answer_options import AnswerOptions
 from gateway.completion.choice import Choice
 from gateway.completion.metering import UNMETERED, Account
 from gateway.completion.openai_objects import Usage
+from gateway.completion.prepared import PreparedRequest
 from gateway.completion.receipt import receipt_object, with_receipt
 from gateway.completion.tokenizer import Tokenizer
 from gateway.completion.trace_attributes import describe_answer
@@ -29,7 +27,6 @@ from gateway.fairness import FairLock
 from gateway.http.sse import PING, Write
 from gateway.http.trace import RequestTrace
 from gateway.output.piece import Piece
-from gateway.output.plan import PLAIN, OutputPlan
 from gateway.protocol.errors import ApiError, given_up, internal_error, invalid_request, timed_out, unavailable
 from scheduler.client.token_stream import TokenStream
 from scheduler.clock import Clock
@@ -40,7 +37,6 @@ from scheduler.request import (
     WORKER_DIED,
     Delivery,
     EventKind,
-    JobPart,
     Receipt,
     Request,
     TokenEvent,
@@ -51,72 +47,6 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 INLINE_LOGPROBS = 2**12  # log probabilities, about 8 ms to write; more are written in a thread, off the event loop
-
-
-@dataclass(frozen=True, slots=True)
-class Demotion:
-    """The lower tier that serves a request if its own tier cannot serve it in time.
-
-    `answer` and `deadline_ms` replace the values for the request's own tier.
-    """
-
-    tier: Tier
-    answer: Answer
-    deadline_ms: int
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedRequest:
-    """A validated and tokenised request, which is ready to be submitted.
-
-    `requests` holds `n` scheduler requests for each prompt, in the order of the choices' indexes. If `num_kept` is set,
-    the answer has only so many choices for each prompt, those with the highest mean log probability.
-    """
-
-    answer: Answer
-    tier: Tier
-    requests: tuple[Request, ...]
-    n: int
-    options: AnswerOptions = AnswerOptions()
-    num_kept: int | None = None
-    prompt_texts: tuple[str | None, ...] = (None,)  # the prompts as the client sent them; None: token ids or a chat
-    include_usage: bool = False
-    continuous_usage: bool = False
-    demotion: Demotion | None = None
-    owner: str | None = None  # name of the caller's API key; None: access is open
-    is_seeded: bool = False  # whether the client has set the seed
-    is_output_limited: bool = False  # whether the client has set a maximum of output tokens
-    output: OutputPlan = PLAIN
-    receipt_for: str | None = None  # the `service_tier` that was requested, if the answer shall have a receipt
-
-    def with_receipt(self, requested: str) -> "PreparedRequest":
-        """Return the same request, whose answer has a receipt. `requested` is the `service_tier` that it asked for."""
-        requests = tuple(msgspec.structs.replace(r, wants_receipt=True) for r in self.requests)
-        return replace(self, requests=requests, receipt_for=requested)
-
-    def as_part_of_job(self, part: JobPart, model: str) -> "PreparedRequest":
-        """Return the same request as a part of a job, with the job's deadline. An own, earlier deadline stays.
-
-        `model` tells one version of the model from another: an output is continued only by the model that began it.
-        """
-        names = [_name_of_part(part, index, request, model) for index, request in enumerate(self.requests)]
-        parts = tuple(msgspec.structs.replace(r, job_part=n) for r, n in zip(self.requests, names, strict=True))
-        has_own = min(r.deadline_ms - r.arrival_ms for r in self.requests) < self.tier.deadline_ms
-        if part.deadline is not None and not has_own:
-            changes = {"deadline_ms": part.deadline.at_ms, "urgent_ms": part.deadline.urgent_ms}
-            parts = tuple(msgspec.structs.replace(request, **changes) for request in parts)
-        return replace(self, requests=parts)
-
-    @property
-    def text_options(self) -> object:
-        """What decides how tokens become text, and so where a stop string ends the output. Plain data."""
-        return self.options, sorted(self.output.shown.items())
-
-    def demoted(self, to: Demotion) -> "PreparedRequest":
-        """Return the same request in the tier of `to`, without a further demotion."""
-        own = {"tier": to.tier.name, "deadline_ms": to.deadline_ms}
-        requests = (msgspec.structs.replace(request, **own) for request in self.requests)
-        return replace(self, answer=to.answer, tier=to.tier, requests=tuple(requests), demotion=None)
 
 
 class Generation:
@@ -172,7 +102,7 @@ class Generation:
     @property
     def receipt(self) -> dict[str, Any] | None:
         """The receipt of the answer so far; None if the client asked for none."""
-        return None if self._prepared.receipt_for is None else self._receipt()
+        return None if self._prepared.placement.receipt_for is None else self._receipt()
 
     async def respond(self) -> dict[str, Any]:
         """Return the whole answer.
@@ -188,7 +118,8 @@ class Generation:
         choices = [(choice, outputs[choice.index]) for choice in self._choices.values()]
         write = partial(self._prepared.answer.response, self._best_of(choices), self._usage())
         answer = await self._written(write, choices)
-        return answer if self._prepared.receipt_for is None else {**answer, "tidegate": self._receipt()}
+        receipt = self.receipt
+        return answer if receipt is None else {**answer, "tidegate": receipt}
 
     def _best_of(self, choices: list[tuple[Choice, Piece]]) -> list[tuple[Choice, Piece]]:
         """Return the choices that the answer has, with their final indexes."""
@@ -219,7 +150,7 @@ class Generation:
                 # New tokens may give no text yet: they may be a part of a character or of a possible stop string.
                 if not frames and self._clock.now() - wrote_s >= self._ping_s:
                     frames = PING
-                if not self._num_open and self._prepared.receipt_for is not None:
+                if not self._num_open and self._prepared.placement.receipt_for is not None:
                     held, frames = frames, b""
                 if frames:
                     await write(frames)
@@ -344,7 +275,9 @@ class Generation:
         return b"".join(frames)
 
     def _with_receipt(self, last_frames: bytes) -> bytes:
-        return last_frames if self._prepared.receipt_for is None else with_receipt(last_frames, self._receipt())
+        return (
+            last_frames if self._prepared.placement.receipt_for is None else with_receipt(last_frames, self._receipt())
+        )
 
     def _receipt(self) -> dict[str, Any]:
         total_ms = self._clock.wall_ms() - self._prepared.requests[0].arrival_ms
@@ -353,7 +286,7 @@ class Generation:
             for request_id, choice in self._choices.items()
             if request_id in self._receipts
         ]
-        return receipt_object(self._prepared.receipt_for or "auto", self._prepared.tier.name, total_ms, found)
+        return receipt_object(self._prepared.placement.receipt_for or "auto", self._prepared.tier.name, total_ms, found)
 
     def _usage_of(self, choice: Choice) -> Usage:
         """Return the token counts of one choice so far. Its chunks report these, as those of vLLM do."""
@@ -379,16 +312,6 @@ class Generation:
         structlog.contextvars.bind_contextvars(
             prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens
         )
-
-
-def _name_of_part(part: JobPart, index: int, request: Request, model: str) -> str:
-    """Return a name that is the same each time the part is asked for, unless something changed that decides its output.
-
-    A seed that the caller has not chosen is another one each time: the output may go on with any.
-    """
-    sampling = request.sampling if request.is_seeded else msgspec.structs.replace(request.sampling, seed=0)
-    whole = (part.name, index, model, request.prompt_token_ids, sampling)
-    return hashlib.sha256(msgspec.msgpack.encode(whole, order="deterministic")).hexdigest()[:32]
 
 
 def _choice(index: int, request: Request, prepared: PreparedRequest, tokenizer: Tokenizer) -> Choice:

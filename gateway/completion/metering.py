@@ -6,9 +6,10 @@ Knows prepared requests and numbers of tokens; does not know HTTP, the format of
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from gateway.completion.answer_cache import HEADER, AnswerCache, Lookup
+from gateway.completion.openai_objects import Usage
+from gateway.completion.prepared import PreparedRequest
 from gateway.http.metrics import GatewayMetrics
 from gateway.identity import ApiKey, Keyring
 from gateway.keys.limits import KeyLimits, Reservation
@@ -21,34 +22,6 @@ from scheduler.request import Request, TokenEvent
 USUAL_OUTPUT_TOKENS = 256
 
 
-class Metered(Protocol):
-    """What metering needs to know of a prepared request."""
-
-    @property
-    def requests(self) -> tuple[Request, ...]: ...
-    @property
-    def n(self) -> int: ...
-    @property
-    def text_options(self) -> object: ...
-    @property
-    def owner(self) -> str | None: ...
-    @property
-    def is_seeded(self) -> bool: ...
-    @property
-    def is_output_limited(self) -> bool: ...
-
-
-class Used(Protocol):
-    """The token counts of an answer."""
-
-    @property
-    def prompt_tokens(self) -> int: ...
-    @property
-    def completion_tokens(self) -> int: ...
-    @property
-    def cached_tokens(self) -> int: ...
-
-
 class Metering:
     def __init__(
         self, keyring: Keyring, limits: KeyLimits, usage: UsageMeter, cache: AnswerCache, metrics: GatewayMetrics
@@ -59,19 +32,18 @@ class Metering:
         self._cache = cache
         self._metrics = metrics
 
-    async def open(self, prepared: Metered, cache_ttl_s: int | None, *, is_limited: bool) -> "Account":
+    async def open(self, prepared: PreparedRequest) -> "Account":
         """Look for the answer in the cache if the request asks for it, and take from the limits of its key.
 
         Raises `ApiError` 429 if a limit is reached. A key without limits and a request without the cache cost nothing.
         """
-        lookup = None
+        lookup, cache_ttl_s = None, prepared.placement.cache_ttl_s
         if cache_ttl_s is not None:
-            lookup = await self._cache.look_up(
-                prepared.requests, prepared.text_options, prepared.is_seeded, cache_ttl_s
-            )
+            is_seeded = prepared.requests[0].is_seeded
+            lookup = await self._cache.look_up(prepared.requests, prepared.text_options, is_seeded, cache_ttl_s)
             self._metrics.count_cache_lookup(lookup.result)
         key, reservation = self._keyring.named(prepared.owner), None
-        if is_limited and key is not None and key.is_limited:
+        if prepared.placement.is_limited and key is not None and key.is_limited:
             tokens = 0 if lookup is not None and lookup.is_hit else _tokens_to_reserve(prepared, key)
             reservation = await self._limits.take(key, tokens, prepared.requests[0].id)
         return Account(prepared.owner, lookup, reservation, self._limits, self._usage, self._cache)
@@ -112,7 +84,7 @@ class Account:
     async def cancel(self) -> None:
         await asyncio.shield(self._settle(0))
 
-    async def close(self, tier: str, used: Used, events: Sequence[TokenEvent]) -> None:
+    async def close(self, tier: str, used: Usage, events: Sequence[TokenEvent]) -> None:
         """Count what the answer has used, correct the reservation, and keep the output for the cache.
 
         `events` are those of the whole output; empty if it is incomplete.
@@ -136,7 +108,7 @@ async def _cancel_nothing(request_ids: Sequence[str]) -> None:
     """A cached answer has no request at a worker."""
 
 
-def _tokens_to_reserve(prepared: Metered, key: ApiKey) -> int:
+def _tokens_to_reserve(prepared: PreparedRequest, key: ApiKey) -> int:
     """Return the tokens of all prompts, and the most that the choices may generate.
 
     For a request without a maximum, a usual answer is reserved, or what the key's limit leaves beside the prompts.
@@ -149,7 +121,7 @@ def _tokens_to_reserve(prepared: Metered, key: ApiKey) -> int:
     return prompt + min(output, USUAL_OUTPUT_TOKENS * len(prepared.requests), room)
 
 
-def _use(used: Used, is_hit: bool) -> Use:
+def _use(used: Usage, is_hit: bool) -> Use:
     if not is_hit:
         return Use(1, used.prompt_tokens, used.cached_tokens, used.completion_tokens)
     return Use(1, used.prompt_tokens, used.prompt_tokens, used.completion_tokens, 1, used.completion_tokens)

@@ -9,10 +9,11 @@ from functools import partial
 from typing import Any
 
 from gateway.completion.answer import Answer
-from gateway.completion.generation import Generation, PreparedRequest
+from gateway.completion.generation import Generation
+from gateway.completion.placement import Placement
+from gateway.completion.prepared import PreparedRequest
 from gateway.completion.service import CompletionService
 from gateway.completion.token_report import TokenReport
-from gateway.identity import ResolvedTier
 from gateway.protocol.errors import ApiError
 from gateway.protocol.schemas import ChatCompletionRequest
 from gateway.responses.answer import ResponseAnswer, ResponseHead
@@ -23,13 +24,12 @@ from gateway.responses.request import ResponseRequest
 from gateway.responses.run import ResponseRun
 from gateway.responses.store import ResponseStore
 from scheduler.clock import Clock
-from scheduler.config import Tier
 
 Prepare = Callable[[ChatCompletionRequest], Awaitable[PreparedRequest]]
 
 
 class NewResponse:
-    """A response that is being created. Call `prepare`, submit the result, and call `run` with its stream.
+    """A response that is being created. Call `prepare`, submit the result, and call `run` with its generation.
 
     `store` is None if the response is not to be stored.
     """
@@ -51,32 +51,17 @@ class NewResponse:
         self.owner: str | None = None
         self._prepared: PreparedRequest | None = None
 
-    async def prepare(
-        self,
-        *,
-        tier: Tier,
-        service_tier: str,
-        request_id: str,
-        owner: str | None = None,
-        demotion: ResolvedTier | None = None,
-    ) -> PreparedRequest:
-        """Return the response as a request that can be submitted, as `CompletionService.prepare` does.
+    async def prepare(self, placement: Placement) -> PreparedRequest:
+        """Return the response as a request that can be submitted, as `Preparation.prepare` does.
 
         Raises `ApiError` 400 or 404 if the request cannot be answered. Parameters are named as in the Responses API.
         """
-        response_id = RESPONSE_PREFIX + request_id.removeprefix("req_")
-        self.owner = owner
+        response_id = RESPONSE_PREFIX + placement.request_id.removeprefix("req_")
+        owner = self.owner = placement.owner
         self._items = await self._conversations.input_of(self._request, response_id, owner)
         conversation = [*await self._conversations.before(self._request, owner), *self._items]
-        prepare = partial(
-            self._completions.prepare,
-            tier=tier,
-            service_tier=service_tier,
-            request_id=request_id,
-            owner=owner,
-            demotion=demotion,
-            answer_as=partial(self._answer, response_id, self._clock.wall_ms() // 1000),
-        )
+        answer_as = partial(self._answer, response_id, self._clock.wall_ms() // 1000)
+        prepare = partial(self._completions.prepare, placement=placement, answer_as=answer_as)
         with in_terms_of_responses():
             if self._request.truncation == "auto":
                 self._prepared = await _longest_that_fits(self._request, conversation, prepare)
@@ -84,9 +69,9 @@ class NewResponse:
                 self._prepared = await prepare(await _chat(self._request, conversation))
         return self._prepared
 
-    def run(self, stream: Generation) -> ResponseRun:
-        """Return the generation of the response, which was submitted as `stream`."""
-        return ResponseRun(stream, self._items, self.owner, self._store)
+    def run(self, generation: Generation) -> ResponseRun:
+        """Return the run of the response, which was submitted."""
+        return ResponseRun(generation, self._items, self.owner, self._store)
 
     async def store_queued(self, lease_ms: int) -> dict[str, Any]:
         """Store the response as queued, and return it. It was prepared."""

@@ -4,19 +4,17 @@ A response is answered as a chat by the completion service, so tiers, admission 
 HTTP.
 """
 
-import asyncio
 from contextlib import aclosing
-from functools import partial
 from typing import Any
 
 from redis.asyncio import Redis
 
+from gateway.completion.endpoints import Endpoint
 from gateway.completion.generation import Generation
 from gateway.completion.service import CompletionService
 from gateway.fairness import UnderWay
 from gateway.http.sse import PING, Write
-from gateway.protocol.errors import ApiError, invalid_value, too_many_followers, too_many_responses
-from gateway.protocol.json_body import is_large
+from gateway.protocol.errors import invalid_value, too_many_followers, too_many_responses
 from gateway.responses import background
 from gateway.responses.answer import last_event
 from gateway.responses.background import BackgroundRuns
@@ -27,10 +25,9 @@ from gateway.responses.event_log import EventWriter, follow
 from gateway.responses.request import ResponseRequest, parse_response_request
 from gateway.responses.store import NoRoom, ResponseStore, StoredResponse
 from scheduler.clock import Clock
-from scheduler.config import Tier
-from scheduler.request import JobPart
 
 ENDPOINT = "/v1/responses"
+ONLINE, NOT_HERE = ("stream", "background"), "it is not possible here"
 # Followers of responses that are still generated, each of which has a connection to the store.
 MAX_FOLLOWERS, MAX_FOLLOWERS_OF_KEY = 512, 128
 LOST = "The server that generated the response has ended. Please create it again."
@@ -52,6 +49,7 @@ class ResponseService:
         announcer: Announcer | None = None,
     ) -> None:
         self._completions = completions
+        completions.endpoints[ENDPOINT] = Endpoint(parse_response_request, self.new, dict.fromkeys(ONLINE, NOT_HERE))
         self._clock = clock
         self._redis = redis
         self._store = store
@@ -88,52 +86,13 @@ class ResponseService:
         if self._endings is not None:
             await self._endings.expect(queued, new.owner)
 
-    def launch(self, new: NewResponse, stream: Generation) -> dict[str, Any]:
+    def launch(self, new: NewResponse, generation: Generation) -> dict[str, Any]:
         """Generate a response in the background. It was stored as queued. Return it as it is now."""
         assert self._store is not None and self._background is not None and self._redis is not None
-        run = new.run(stream)
+        run = new.run(generation)
         writer = EventWriter(self._redis, run.answer.id, self._store.ttl_s)
         self._background.launch(run.answer.id, run.run_in_background(writer, self._store, self._clock, self._tell))
         return run.answer.unfinished("queued")
-
-    async def complete(
-        self,
-        endpoint: str,
-        body: dict[str, Any],
-        *,
-        tier: Tier,
-        service_tier: str,
-        request_id: str,
-        owner: str | None = None,
-        wants_receipt: bool = False,
-        part: JobPart | None = None,
-    ) -> tuple[int, dict[str, Any]]:
-        """Answer one request without streaming, as `CompletionService.complete` does, also for /v1/responses."""
-        if endpoint != ENDPOINT:
-            return await self._completions.complete(
-                endpoint,
-                body,
-                tier=tier,
-                service_tier=service_tier,
-                request_id=request_id,
-                owner=owner,
-                wants_receipt=wants_receipt,
-                part=part,
-            )
-        parse = partial(parse_response_request, body)
-        try:
-            request = await asyncio.to_thread(parse) if is_large(body) else parse()
-            if request.stream or request.background:
-                param = "stream" if request.stream else "background"
-                raise invalid_value(param, f"Invalid value for '{param}': it is not possible here.")
-            new = self.new(request)
-            prepared = await new.prepare(tier=tier, service_tier=service_tier, request_id=request_id, owner=owner)
-            if wants_receipt:
-                prepared = prepared.with_receipt(service_tier)
-            stream = await self._completions.submit_part(prepared, part)
-            return 200, await new.run(stream).respond()
-        except ApiError as error:
-            return error.status, error.body()
 
     async def get(self, response_id: str, owner: str | None) -> StoredResponse | None:
         """Return a stored response; None if `owner` has no such response.

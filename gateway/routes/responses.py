@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
 
-from gateway.completion.generation import PreparedRequest
 from gateway.completion.openai_objects import encode_json
+from gateway.completion.placement import Placement
+from gateway.completion.prepared import PreparedRequest
 from gateway.http.sse import EventStreamResponse
 from gateway.identity import ApiKey, resolve_tier
 from gateway.protocol.errors import ApiError, invalid_request, invalid_value
@@ -70,9 +71,9 @@ async def _answer(request: Request, key: ApiKey | None, body_held: AsyncExitStac
 async def _create(
     request: Request, body: ResponseRequest, key: ApiKey | None, new: NewResponse, body_held: AsyncExitStack
 ) -> Response:
-    stream = await submit(request, body, key, new.prepare)
+    generation = await submit(request, body, key, new.prepare)
     await body_held.aclose()
-    return await send_answer(request, body, new.run(stream))
+    return await send_answer(request, body, new.run(generation))
 
 
 async def _create_in_background(
@@ -81,8 +82,8 @@ async def _create_in_background(
     if (webhooks := gateway_of(request).webhooks) is not None:
         webhooks.check(body.metadata, key)
 
-    async def prepare(**options: Any) -> PreparedRequest:
-        prepared = await new.prepare(**options)
+    async def prepare(placement: Placement) -> PreparedRequest:
+        prepared = await new.prepare(placement)
         await service.enqueue(new)
         return prepared
 
@@ -100,7 +101,7 @@ async def count_input_tokens(request: Request, key: Caller, owner: Owner) -> dic
     async with hold_object(request, parse_response_request) as body:
         tier = resolve_tier(body.service_tier, key, gateway_of(request).tiers).tier
         new = responses_of(request).new(body)
-        prepared = await new.prepare(tier=tier, service_tier="auto", request_id=request.state.request_id, owner=owner)
+        prepared = await new.prepare(Placement(tier, "auto", request.state.request_id, owner))
     return {"object": "response.input_tokens", "input_tokens": len(prepared.requests[0].prompt_token_ids)}
 
 

@@ -11,8 +11,8 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from gateway.completion.openai_objects import encode_json
+from gateway.completion.prepared import AnyRequest
 from gateway.completion.prompts import ModelLimits, model_limits
-from gateway.completion.service import AnyRequest
 from gateway.identity import resolve_tier
 from gateway.protocol.errors import invalid_value, model_not_found
 from gateway.protocol.json_body import Body, hold_object, parse

@@ -24,6 +24,7 @@ from redis.asyncio import Redis
 
 from gateway.batches.model import Batch
 from gateway.batches.service import BatchService
+from gateway.completion.placement import Placement
 from gateway.fairness import UnderWay
 from gateway.files.storage import Storage
 from gateway.files.store import FileStore
@@ -40,9 +41,9 @@ from gateway.webhooks.sender import WebhookSender
 from gateway.webhooks.service import WebhookService
 from gateway.webhooks.store import EventStore
 from gateway.webhooks.target import TargetPolicy
-from scheduler.config import Tier, load_tiers
+from scheduler.config import load_tiers
 from scheduler.registry.worker_status import WorkerStatus
-from scheduler.request import JobDeadline, JobPart
+from scheduler.request import JobDeadline
 from tests.waiting import until
 
 MODEL = "tide-1"
@@ -88,31 +89,26 @@ class ScriptedCompletions:
 
     async def complete(
         self,
-        endpoint: str,
+        path: str,
         body: dict[str, Any],
-        *,
-        tier: Tier,
-        service_tier: str,
-        request_id: str,
-        owner: str | None,
-        wants_receipt: bool = False,
-        part: JobPart | None = None,
+        placement: Placement,
     ) -> tuple[int, dict[str, Any]]:
-        question = body["messages"][-1]["content"]
+        question, part = body["messages"][-1]["content"], placement.part
         assert part is not None
         self.deadlines.append(part.deadline)
         self.parts.append(part.name)
-        self.owners.add(owner)
+        self.owners.add(placement.owner)
         self.calls[question] += 1
-        self.request_ids.append(request_id)
-        self.tiers.add(tier.name)
+        self.request_ids.append(placement.request_id)
+        self.tiers.add(placement.tier.name)
         self.log_contexts.append(structlog.contextvars.get_contextvars())
         self.running += 1
         self.peak = max(self.peak, self.running)
         try:
             await (asyncio.sleep(0) if self.permits is None else self.permits.acquire())
-            status, answer = self._answer(question, service_tier)
-            return status, answer | {"tidegate": {"engine_ms": 1.5}} if wants_receipt and status == 200 else answer
+            status, answer = self._answer(question, placement.service_tier)
+            has_receipt = placement.receipt_for is not None and status == 200
+            return status, answer | {"tidegate": {"engine_ms": 1.5}} if has_receipt else answer
         finally:
             self.running -= 1
 

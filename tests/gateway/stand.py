@@ -324,7 +324,7 @@ async def running_stand(
         responses=offline,
         webhooks=webhooks,
         files=files,
-        batches=files and redis and BatchService(redis, files, offline, tiers, names, clock, tracer=batch_tracer),
+        batches=files and redis and BatchService(redis, files, service, tiers, names, clock, tracer=batch_tracer),
         dead_letters=dead_letters,
         tasks=tasks
         and TaskService(

@@ -6,6 +6,7 @@ from typing import Any
 import openai
 import pytest
 
+from gateway.completion.placement import Placement
 from gateway.identity import ApiKey, Keyring, cache_salt
 from tests.gateway.stand import MODEL, Stand, make_tiers, running_stand
 
@@ -39,9 +40,8 @@ async def test_lines_of_a_batch_share_with_the_other_requests_of_their_key() -> 
     async with running_stand(keyring=KEYS) as stand:
         alice = await salt_of(stand, "alice")
         line = {"model": MODEL, "prompt": "hi"}
-        await stand.gateway.completions.complete(
-            "/v1/completions", line, tier=make_tiers()["batch"], service_tier="flex", request_id="req_1", owner="alice"
-        )
+        placement = Placement(make_tiers()["batch"], "flex", "req_1", "alice")
+        await stand.gateway.completions.complete("/v1/completions", line, placement)
         assert stand.worker.served[-1].cache_salt == alice
 
 

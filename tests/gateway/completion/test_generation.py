@@ -3,8 +3,10 @@
 import asyncio
 
 from gateway.completion.answer_options import AnswerOptions
-from gateway.completion.generation import Generation, PreparedRequest
+from gateway.completion.generation import Generation
 from gateway.completion.openai_objects import AnswerHead, TextAnswer
+from gateway.completion.placement import Placement
+from gateway.completion.prepared import PreparedRequest
 from gateway.fairness import FairLock
 from gateway.http.sse import DONE, PING
 from scheduler.client.client import SchedulerClient
@@ -24,7 +26,8 @@ async def test_tokens_without_text_do_not_suppress_pings() -> None:
     client = SchedulerClient(MemoryQueue(clock), MemoryEventChannel(), registry, tiers, clock, "gateway-1")
     tokens = TokenStream(client.cancel, [request])
     answer = TextAnswer(AnswerHead("cmpl-1", 0, "m", "default", "fp"))
-    prepared = PreparedRequest(answer, tiers["realtime"], (request,), n=1, options=AnswerOptions(stops=("xxxxxxxxxx",)))
+    placement, options = Placement(tiers["realtime"], "default", "req_1"), AnswerOptions(stops=("xxxxxxxxxx",))
+    prepared = PreparedRequest(placement, answer, (request,), n=1, options=options)
     stream = Generation(prepared, tokens, tiny_tokenizer(), clock, ping_s=15.0, lock=FairLock())
     written: list[bytes] = []
 

@@ -1,7 +1,9 @@
 """A part of a job has one name for each of its choices, for all gateways, and another if its output may be another."""
 
+from dataclasses import replace
 from typing import Any
 
+from gateway.completion.placement import Placement
 from gateway.completion.service import CompletionService
 from scheduler.request import JobDeadline, JobPart
 from tests.gateway.stand import MODEL, Stand, make_tiers, running_stand
@@ -19,9 +21,13 @@ async def names(stand: Stand, part: str, **changes: Any) -> list[str]:
 
 async def ask(completions: CompletionService, body: dict[str, Any], part: JobPart | None) -> tuple[int, dict[str, Any]]:
     batch = make_tiers()["batch"]
-    return await completions.complete(
-        "/v1/completions", body, tier=batch, service_tier="flex", request_id=f"req_{id(body)}", part=part
-    )
+    placement = Placement(batch, "flex", f"req_{id(body)}", part=part)
+    return await completions.complete("/v1/completions", body, placement)
+
+
+def be_version(stand: Stand, fingerprint: str) -> None:
+    preparation = stand.gateway.completions._preparation
+    preparation.model = replace(preparation.model, fingerprint=fingerprint)
 
 
 async def test_another_gateway_asks_for_the_same_names() -> None:
@@ -35,13 +41,13 @@ async def test_another_gateway_asks_for_the_same_names() -> None:
 async def test_whatever_may_change_the_output_changes_the_name() -> None:
     """A gateway may come back with another model, chat template, defaults or adapters."""
     async with running_stand() as stand:
-        stand.gateway.completions._fingerprint = "one"
+        be_version(stand, "one")
         first = await names(stand, "batch_1/7/0")
         others = [await names(stand, part) for part in ("batch_1/8/0", "batch_2/7/0", "batch_1/7/1")]
         others += [
             await names(stand, "batch_1/7/0", **c) for c in ({"prompt": "ho"}, {"seed": 4}, {"temperature": 0.5})
         ]
-        stand.gateway.completions._fingerprint = "two"
+        be_version(stand, "two")
         others.append(await names(stand, "batch_1/7/0"))
         choices = await names(stand, "batch_1/9/0", n=2)
     assert len({*first, *choices, *(name for found in others for name in found)}) == 1 + len(others) + 2

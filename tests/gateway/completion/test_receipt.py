@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from gateway.completion.placement import Placement
 from gateway.completion.receipt import receipt_object, with_receipt
 from scheduler.request import Receipt, Request, TokenEvent
 from tests.gateway.stand import MODEL, Stand, answer_with, running_stand
@@ -99,10 +100,11 @@ async def test_responses_have_receipts_too(stream: bool) -> None:
 
 async def test_lines_of_a_batch_have_receipts_if_the_batch_wants_them() -> None:
     async with running_stand(answer_with_receipts) as stand:
-        how: Any = {"tier": stand.gateway.tiers["bulk"], "service_tier": "flex"}
+        placement = Placement(stand.gateway.tiers["bulk"], "flex", "req_1")
         complete = stand.gateway.completions.complete
-        _, plain = await complete("/v1/chat/completions", CHAT, request_id="req_1", **how)
-        _, answer = await complete("/v1/chat/completions", CHAT, request_id="req_2", wants_receipt=True, **how)
+        _, plain = await complete("/v1/chat/completions", CHAT, placement)
+        wanted = replace(placement, request_id="req_2", receipt_for="flex")
+        _, answer = await complete("/v1/chat/completions", CHAT, wanted)
     assert "tidegate" not in plain and answer["tidegate"]["worker"] == "w1"
 
 

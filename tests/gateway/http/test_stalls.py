@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 import msgspec
 import pytest
 
+from gateway.completion.placement import Placement
 from scheduler.clock import SystemClock
 from tests.gateway.stand import MODEL, running_stand
 from tests.waiting import until
@@ -90,9 +91,7 @@ async def test_the_loop_does_what_is_due_between_two_lines_that_begin_or_end_tog
 
         async def run(i: int) -> int:
             body = {"model": MODEL, "prompt": "x"}
-            status, _ = await service.complete(
-                "/v1/completions", body, tier=tier, service_tier="flex", request_id=f"req_{i}"
-            )
+            status, _ = await service.complete("/v1/completions", body, Placement(tier, "flex", f"req_{i}"))
             ended.append(clock.iteration)
             return status
 

@@ -28,7 +28,7 @@ async def test_lines_of_a_batch_may_be_responses(redis_client: Redis, tmp_path: 
         assert stand.gateway.responses is not None
         files = FileStore(redis_client, tmp_path, clock)
         whole = stand.gateway
-        batches = BatchService(redis_client, files, stand.gateway.responses, whole.tiers, whole.model_names, clock)
+        batches = BatchService(redis_client, files, whole.completions, whole.tiers, whole.model_names, clock)
         await batches.start()
         app = create_app(dataclasses.replace(whole, files=files, batches=batches))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost/v1") as http:

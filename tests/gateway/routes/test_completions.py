@@ -6,12 +6,15 @@ from typing import Any
 import pytest
 
 from gateway.completion import service
+from gateway.completion.placement import Placement
 from gateway.protocol.json_body import INLINE_SIZE
 from gateway.protocol.schemas import parse_generation
 from scheduler.request import EventKind, Request, TokenEvent
 from tests.gateway.stand import CONTEXT, MODEL, make_tiers, running_stand, token_by_token, token_ids
 
 HI = [{"role": "user", "content": "hi"}]
+
+LINE = Placement(make_tiers()["batch"], "flex", "req_1", is_limited=False)  # of a batch
 
 
 def echo(request: Request) -> list[TokenEvent]:
@@ -57,13 +60,10 @@ async def test_token_ids() -> None:
 
 
 async def test_a_batch_line_gets_status_and_body() -> None:
-    tier = make_tiers()["batch"]
     async with running_stand() as stand:
 
         async def complete(endpoint: str, **body: object) -> tuple[int, dict[str, object]]:
-            return await stand.gateway.completions.complete(
-                endpoint, {"model": MODEL, **body}, tier=tier, service_tier="flex", request_id="req_1"
-            )
+            return await stand.gateway.completions.complete(endpoint, {"model": MODEL, **body}, LINE)
 
         status, body = await complete("/v1/chat/completions", messages=HI, service_tier="priority")
         assert (status, body["id"], body["service_tier"]) == (200, "chatcmpl-1", "flex")
@@ -88,9 +88,7 @@ async def test_an_invalid_batch_line_is_a_status_and_no_exception(
     endpoint: str, body: dict[str, object], status: int, param: str
 ) -> None:
     async with running_stand() as stand:
-        got, answer = await stand.gateway.completions.complete(
-            endpoint, {"model": MODEL, **body}, tier=make_tiers()["batch"], service_tier="flex", request_id="req_1"
-        )
+        got, answer = await stand.gateway.completions.complete(endpoint, {"model": MODEL, **body}, LINE)
     assert (got, answer["error"]["param"]) == (status, param)
     assert set(answer["error"]) == {"message", "type", "param", "code"}
 
@@ -106,9 +104,7 @@ async def test_a_large_batch_line_is_validated_off_the_loop(monkeypatch: pytest.
     async with running_stand() as stand:
         for prompt in ("a", "x" * INLINE_SIZE):
             body = {"model": MODEL, "prompt": prompt}
-            await stand.gateway.completions.complete(
-                "/v1/completions", body, tier=make_tiers()["batch"], service_tier="flex", request_id="req_1"
-            )
+            await stand.gateway.completions.complete("/v1/completions", body, LINE)
     assert threads[0] is threading.main_thread() is not threads[1]
 
 
@@ -119,7 +115,5 @@ async def test_a_large_batch_line_is_validated_off_the_loop(monkeypatch: pytest.
 async def test_a_batch_line_whose_generation_fails(kind: EventKind, status: int, code: str | None) -> None:
     async with running_stand(lambda r: [TokenEvent(r.id, kind, error="why")]) as stand:
         body = {"model": MODEL, "prompt": "a"}
-        got, answer = await stand.gateway.completions.complete(
-            "/v1/completions", body, tier=make_tiers()["batch"], service_tier="flex", request_id="req_1"
-        )
+        got, answer = await stand.gateway.completions.complete("/v1/completions", body, LINE)
     assert (got, answer["error"]["code"]) == (status, code)

@@ -12,6 +12,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as StoreUnreachable
 
+from gateway.completion.placement import Placement
 from gateway.identity import ApiKey, Keyring
 from gateway.keys.source import KeySource
 from scheduler.request import Request, TokenEvent
@@ -165,14 +166,8 @@ async def test_files_and_batches_count_as_requests(redis_client: Redis) -> None:
 async def test_lines_of_a_batch_are_not_held_up_but_counted(redis_client: Redis) -> None:
     async with metered(redis_client) as stand:
         for number in range(3):
-            status, _ = await stand.gateway.completions.complete(
-                "/v1/completions",
-                TEXT,
-                tier=make_tiers()["batch"],
-                service_tier="flex",
-                request_id=f"req_{number}",
-                owner="few",
-            )
+            placement = Placement(make_tiers()["batch"], "flex", f"req_{number}", "few", is_limited=False)
+            status, _ = await stand.gateway.completions.complete("/v1/completions", TEXT, placement)
             assert status == 200
         assert (await usage(stand, "few", "batch"))["requests"] == 3
 
@@ -183,13 +178,9 @@ async def test_responses_have_the_same_limits_and_cache(redis_client: Redis, mor
     headers = as_("few") | {"x-tidegate-cache": "60"}
     async with metered(redis_client) as stand:
         answers = [await stand.post("/v1/responses", body, headers=headers) for _ in range(3)]
-        responses = stand.gateway.responses
-        assert responses is not None
         line = {"model": MODEL, "input": "hi", "store": False}
-        tier = make_tiers()["batch"]
-        status, _ = await responses.complete(
-            "/v1/responses", line, tier=tier, service_tier="flex", request_id="req_1", owner="few"
-        )
+        placement = Placement(make_tiers()["batch"], "flex", "req_1", "few", is_limited=False)
+        status, _ = await stand.gateway.completions.complete("/v1/responses", line, placement)
     assert [left(answer.headers, "requests") for answer in answers] == [1, 0, 0]
     assert [answer.headers.get("x-tidegate-cache") for answer in answers] == ["miss", "hit", None]
     assert error_of(answers[2], 429)["code"] == "rate_limit_exceeded"
