@@ -16,7 +16,7 @@ from gateway.batches.line import LineRunner
 from gateway.batches.line_window import JobShare, LineWindow
 from gateway.batches.model import Batch
 from gateway.batches.offload import offload
-from gateway.batches.order import LargeLine, read_large_line, read_ordered_chunks, write_order
+from gateway.batches.order import LargeLine, ensure_order, read_large_line, read_ordered_chunks
 from gateway.batches.recorder import ResultRecorder
 from gateway.batches.store import BatchStore
 
@@ -107,7 +107,7 @@ class LineExecution:
     async def _feed(self) -> None:
         """Run the lines that have no result. The window limits how many lines run at the same time."""
         done = await self._store.finished_lines(self._batch.id)
-        await offload(self._path, write_order, self._batch.total)
+        await offload(self._path, ensure_order, self._batch.total)
         chunks = read_ordered_chunks(self._path, done)
         share = self._window.join(self._batch.owner, self._lines.urgent_due)
         try:

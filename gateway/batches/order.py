@@ -15,14 +15,12 @@ import struct
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import accumulate, count, groupby
+from itertools import accumulate, groupby
 from pathlib import Path
-from typing import BinaryIO
-
-import msgspec
+from typing import Any
 
 from gateway.batches.input import CHUNK_LINES, BatchLine, decoded_line, in_chunks
-from gateway.batches.jsonl import BLANKS, BOM
+from gateway.batches.jsonl import numbered_lines
 from gateway.batches.offload import offload_short
 from gateway.batches.prompt_text import output_limit, prompt_bytes
 from gateway.files.local_storage import move_durably
@@ -92,7 +90,15 @@ def _longest_last_lines_first(families: list[list[LinePrompt]]) -> list[LineProm
     return [line for family in (*families[:begin], *tail) for line in family]
 
 
-def write_order(path: Path, num_lines: int | None = None) -> None:
+def write_order(path: Path, prompts: Sequence[LinePrompt]) -> None:
+    """Write the order of the lines of the input at `path`."""
+    ordered_path = order_path(path)
+    unfinished = ordered_path.with_name(f"{ordered_path.name}.{os.getpid()}")
+    unfinished.write_bytes(b"".join(ENTRY.pack(line.number, line.offset) for line in run_order(prompts)))
+    move_durably(unfinished, ordered_path)
+
+
+def ensure_order(path: Path, num_lines: int | None = None) -> None:
     """Write the order of the checked input at `path`, unless it is there already.
 
     An order of other than `num_lines` lines is written again (None: it may have any number): it was cut off.
@@ -100,11 +106,7 @@ def write_order(path: Path, num_lines: int | None = None) -> None:
     ordered_path = order_path(path)
     if ordered_path.exists() and num_lines in (None, ordered_path.stat().st_size / ENTRY.size):
         return
-    unfinished = ordered_path.with_name(f"{ordered_path.name}.{os.getpid()}")
-    with path.open("rb") as file:
-        ordered = run_order([_line_prompt(*line) for line in _lines(file)])
-    unfinished.write_bytes(b"".join(ENTRY.pack(line.number, line.offset) for line in ordered))
-    move_durably(unfinished, ordered_path)
+    write_order(path, [line_prompt(n, offset, decoded_line(n, text).body) for n, offset, text in numbered_lines(path)])
 
 
 def read_ordered_chunks(path: Path, done: Container[int]) -> Iterator[list[BatchLine | LargeLine]]:
@@ -135,22 +137,7 @@ def _in_order(path: Path, done: Container[int]) -> Iterator[tuple[BatchLine | La
                     yield line, len(text)
 
 
-def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
-    """Yield number, offset and text of each line that is not blank."""
-    offset = 0
-    for number in count(1):
-        raw = file.readline()
-        if not raw:
-            return
-        begin = offset + (len(BOM) if number == 1 and raw.startswith(BOM) else 0)
-        text = raw[begin - offset :]
-        offset += len(raw)
-        if text.strip(BLANKS):
-            yield number, begin, text
-
-
-def _line_prompt(number: int, offset: int, text: bytes) -> LinePrompt:
-    body = msgspec.json.decode(text)["body"]
+def line_prompt(number: int, offset: int, body: dict[str, Any]) -> LinePrompt:
     limit = output_limit(body)
     return LinePrompt(number, offset, block_digests(prompt_bytes(body)), UNLIMITED if limit is None else limit)
 

@@ -127,7 +127,7 @@ class _Named(msgspec.Struct):
 
 def _without_bodies(path: Path) -> Iterator[tuple[BatchLine, int]]:
     """Yield the lines of an input, without their bodies, which may take long to parse, and the sizes of their texts."""
-    for number, text in numbered_lines(path):
+    for number, _, text in numbered_lines(path):
         yield BatchLine(number, msgspec.json.decode(text, type=_Named).custom_id, {}), len(text)
 
 

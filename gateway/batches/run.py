@@ -4,9 +4,8 @@ A run holds the batch's lock and does the work of each state. Every step can be 
 lost lock, closed gateway), the next run can therefore continue the batch, on this gateway or on another one.
 """
 
-import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ import structlog
 from redis.asyncio.lock import Lock
 from redis.exceptions import LockError
 
-from gateway.batches.input import input_name, inspect_input, work_folder
+from gateway.batches.checks import InputRules
+from gateway.batches.input import input_name, work_folder
 from gateway.batches.line import LineRunner
 from gateway.batches.line_execution import LineExecution
 from gateway.batches.line_window import LineWindow
@@ -23,9 +23,9 @@ from gateway.batches.model import Batch, BatchStatus, LineError
 from gateway.batches.offload import offload
 from gateway.batches.output import BATCH_CANCELLED, BATCH_EXPIRED, write_files
 from gateway.batches.recorder import ResultRecorder
+from gateway.batches.scan import InputScan, scan_input
 from gateway.batches.store import BatchStore, Moved, OwnershipLost
 from gateway.batches.token_quota import TokenQuota
-from gateway.files.local_storage import sha256_of
 from gateway.files.storage import ContentLost
 from gateway.files.store import FileStore
 from scheduler.clock import Clock
@@ -51,12 +51,12 @@ class BatchRun:
         lines: LineRunner,
         window: LineWindow,
         quota: TokenQuota,
-        model_names: Collection[str],
+        rules: Callable[[str], InputRules],
         clock: Clock,
-        max_lines: int,
-        max_line_bytes: int,
         on_end: OnEnd,
+        scan: InputScan | None = None,
     ) -> None:
+        """`rules` returns the rules for inputs of an endpoint. `scan` is that of this input, if just made."""
         self._id = batch_id
         self._lock = lock
         self._store = store
@@ -65,11 +65,10 @@ class BatchRun:
         self._lines = lines
         self._window = window  # limits the lines in flight of all batches of this gateway together
         self._quota = quota
-        self._model_names = model_names
+        self._rules = rules
         self._clock = clock
-        self._max_lines = max_lines
-        self._max_line_bytes = max_line_bytes
         self._on_end = on_end
+        self._scan = scan
         self._execution: LineExecution | None = None
         self._has_yielded = False
         self._expires_at = 0
@@ -151,15 +150,16 @@ class BatchRun:
         await self._move(BatchStatus.CANCELLED if is_cancelling else BatchStatus.EXPIRED, errors=(INPUT_LOST,), **ids)
 
     async def _validate(self, batch: Batch, path: Path) -> None:
-        if batch.input_sha256 is not None and await asyncio.to_thread(sha256_of, path) != batch.input_sha256:
+        scan, self._scan = self._scan, None
+        if scan is None:
+            scan = await offload(path, scan_input, self._rules(batch.endpoint))
+        if batch.input_sha256 not in (None, scan.sha256):
             return await self._move(BatchStatus.FAILED, errors=(INPUT_DAMAGED,))
-        limits = self._max_lines, self._max_line_bytes
-        report = await offload(path, inspect_input, batch.endpoint, tuple(self._model_names), *limits)
-        errors = report.errors or await self._quota.reserve(batch, path)
+        errors = scan.errors or await self._quota.reserve(batch, path)
         if errors:
             await self._move(BatchStatus.FAILED, errors=errors)
         else:
-            await self._move(BatchStatus.IN_PROGRESS, total=report.total, model=report.model)
+            await self._move(BatchStatus.IN_PROGRESS, total=scan.total, model=scan.model)
 
     async def _run_lines(self, batch: Batch, path: Path) -> None:
         if self._now_s() >= batch.expires_at or self._has_yielded:

@@ -12,8 +12,9 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from gateway.batches.checks import MAX_LINES, InputRules
 from gateway.batches.forecasts import BatchForecasts, Infeasible
-from gateway.batches.input import MAX_LINES, input_name
+from gateway.batches.input import input_name
 from gateway.batches.jsonl import MAX_LINE_BYTES
 from gateway.batches.line import Completions, LineRunner
 from gateway.batches.line_statistics import LineStatistics
@@ -22,7 +23,8 @@ from gateway.batches.maintenance import BatchMaintenance
 from gateway.batches.model import Batch, BatchStatus, NewBatch
 from gateway.batches.offload import offload
 from gateway.batches.run import BatchRun, OnEnd
-from gateway.batches.size import InputSize, input_size
+from gateway.batches.scan import InputScan, scan_input
+from gateway.batches.size import InputSize
 from gateway.batches.store import BatchStore, Moved
 from gateway.batches.token_quota import CountTokens, TokenQuota
 from gateway.batches.tracing import BatchTracer
@@ -116,6 +118,7 @@ class BatchService:
         self._forecasts = BatchForecasts(self._store, statistics, workers, tier, clock)
         self._lines = LineRunner(completions, tier, clock, statistics, self._forecasts, dead_letters, tracer)
         self._model_names = model_names
+        self._scans: dict[str, InputScan] = {}  # of batches that are launched at this moment
         self._clock = clock
         self._keyring = keyring or Keyring()
         self._window = LineWindow(max_lines_in_flight, self._share_of, MAX_BODIES * max_body_bytes)
@@ -172,8 +175,9 @@ class BatchService:
         try:
             with noticing_full_disk():
                 await self._files.storage.copy(content_name(file.id), input_name(batch_id))
-                size = await offload(await self._files.storage.fetch(input_name(batch_id)), input_size)
-            batch = new.to_batch(batch_id, self._now_s(), size)
+                path = await self._files.storage.fetch(input_name(batch_id))
+                scan = await offload(path, scan_input, self._rules(new.endpoint))
+            batch = new.to_batch(batch_id, self._now_s(), scan.size)
             trace = CURRENT_TRACE.get()
             batch = replace(batch, input_sha256=file.sha256, traceparent=trace.traceparent if trace else None)
             infeasible = await self._forecasts.infeasible(batch)
@@ -190,7 +194,9 @@ class BatchService:
             await self._maintenance.withdraw(batch_id, new.owner)
             raise
         self._forecasts.on_created()
-        self._maintenance.launch_if_room(batch.id)
+        self._scans[batch_id] = scan
+        self._maintenance.launch_if_room(batch_id)
+        self._scans.pop(batch_id, None)  # a run that begins later scans its input itself
         return batch
 
     async def describe(self, batches: Sequence[Batch]) -> list[dict[str, Any]]:
@@ -247,12 +253,14 @@ class BatchService:
             self._lines,
             self._window,
             self._quota,
-            self._model_names,
+            self._rules,
             self._clock,
-            self._max_lines,
-            self._max_body_bytes,
             self._on_end,
+            self._scans.pop(batch_id, None),
         )
+
+    def _rules(self, endpoint: str) -> InputRules:
+        return InputRules(endpoint, tuple(self._model_names), self._max_lines, self._max_body_bytes)
 
     def _share_of(self, owner: str | None) -> KeyShare:
         key = self._keyring.named(owner)

@@ -70,34 +70,57 @@ def line_size(body: Mapping[str, Any]) -> LineSize:
     return _line_size(body, sum(lengths) + max(0, len(lengths) - 1))
 
 
-def input_size(path: Path) -> InputSize:
-    """Return the size of a batch input."""
-    lines = choices = prompt = distinct = min_output = max_output = unlimited = 0
-    model: str | None = None
-    seen: set[int] = set()
-    for body in _bodies(path):
+class SizeSum:
+    """Sums over the requests of an input, which are added one after the other."""
+
+    def __init__(self) -> None:
+        self._lines = self._choices = self._prompt = self._distinct = 0
+        self._min_output = self._max_output = self._unlimited = 0
+        self._model: str | None = None
+        self._seen: set[int] = set()
+
+    def add(self, body: Mapping[str, Any]) -> None:
         text = _prompt_text(body)
         size = _line_size(body, len(text))
-        lines += 1
-        choices += size.choices
-        prompt += size.prompt_bytes
-        distinct += _distinct(text, seen)
-        min_output += size.choices * size.min_output
-        max_output += size.choices * (size.limit or 0)
-        unlimited += size.choices * (size.limit is None)
-        if model is None and isinstance(body.get("model"), str):
-            model = body["model"]
-    return InputSize(lines, choices, prompt, distinct, min_output, max_output, unlimited, model)
+        self._lines += 1
+        self._choices += size.choices
+        self._prompt += size.prompt_bytes
+        self._distinct += _distinct(text, self._seen)
+        self._min_output += size.choices * size.min_output
+        self._max_output += size.choices * (size.limit or 0)
+        self._unlimited += size.choices * (size.limit is None)
+        if self._model is None and isinstance(body.get("model"), str):
+            self._model = body["model"]
+
+    def total(self) -> InputSize:
+        return InputSize(
+            self._lines,
+            self._choices,
+            self._prompt,
+            self._distinct,
+            self._min_output,
+            self._max_output,
+            self._unlimited,
+            self._model,
+        )
+
+
+def input_size(path: Path) -> InputSize:
+    """Return the size of a batch input."""
+    size = SizeSum()
+    for body in _bodies(path):
+        size.add(body)
+    return size.total()
 
 
 def _bodies(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the bodies of the lines, within the limits in memory that validation has too."""
-    for _, text in numbered_lines(path, MAX_LINE_BYTES):
+    for line in numbered_lines(path, MAX_LINE_BYTES):
         try:
-            line = parse_json_object(text)
+            value = parse_json_object(line.text)
         except ApiError:
             continue
-        if isinstance(body := line.get("body"), dict):
+        if isinstance(body := value.get("body"), dict):
             yield body
 
 

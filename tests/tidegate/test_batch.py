@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from starlette.datastructures import Headers
 from starlette.responses import FileResponse
 
-from gateway.batches.input import MAX_LINES
+from gateway.batches.checks import MAX_LINES
 from gateway.batches.model import LineError
 from gateway.routes.files import MAX_BATCH_BYTES
 from tests.gateway.batches.test_forecasts import WORKER

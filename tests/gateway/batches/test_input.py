@@ -1,5 +1,6 @@
 """Errors of an input, line by line, and how a batch reports them."""
 
+import hashlib
 import json
 import tracemalloc
 from pathlib import Path
@@ -8,25 +9,24 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from gateway.batches.checks import MAX_ERRORS, InputRules
 from gateway.batches.input import (
     CHUNK_BYTES,
     CHUNK_LINES,
-    MAX_ERRORS,
-    MAX_LINE_BYTES,
     MAX_NUMBER,
-    InputReport,
-    inspect_input,
     read_chunks,
 )
+from gateway.batches.jsonl import MAX_LINE_BYTES
+from gateway.batches.scan import InputScan, scan_input
 from tests.gateway.offline import MODEL, jsonl, line, lines, running_gateway
 
 CHAT = "/v1/chat/completions"
 
 
-def inspect(tmp_path: Path, content: bytes, **limits: Any) -> InputReport:
+def inspect(tmp_path: Path, content: bytes, **limits: Any) -> InputScan:
     path = tmp_path / "in.jsonl"
     path.write_bytes(content)
-    return inspect_input(path, CHAT, (MODEL, "other"), **limits)
+    return scan_input(path, InputRules(CHAT, (MODEL, "other"), **limits))
 
 
 def body(**changes: Any) -> dict[str, Any]:
@@ -66,12 +66,14 @@ def test_a_wrong_line_is_named(tmp_path: Path, second: Any, code: str, param: st
 
 def test_a_right_input(tmp_path: Path) -> None:
     report = inspect(tmp_path, jsonl(lines(3)))
-    assert report == InputReport(3, MODEL, ())
+    assert (report.total, report.model, report.errors) == (3, MODEL, ())
 
 
 def test_blank_lines_count_as_places_but_not_as_requests(tmp_path: Path) -> None:
     content = b"\xef\xbb\xbf" + jsonl([line("a"), b"", b"   "]) + jsonl([line("b")]).replace(b"\n", b"\r\n")
-    assert inspect(tmp_path, content) == InputReport(2, MODEL, ())
+    report = inspect(tmp_path, content)
+    assert (report.total, report.model, report.errors) == (2, MODEL, ())
+    assert report.sha256 == hashlib.sha256(content).hexdigest() and report.size.lines == 2
     [chunk] = read_chunks(tmp_path / "in.jsonl")
     assert [(x.number, x.custom_id) for x in chunk] == [(1, "a"), (4, "b")]
 

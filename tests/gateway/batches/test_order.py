@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.batches.checks import InputRules
 from gateway.batches.input import CHUNK_BYTES, BatchLine
 from gateway.batches.jsonl import BOM
 from gateway.batches.order import (
@@ -17,12 +18,13 @@ from gateway.batches.order import (
     LargeLine,
     LinePrompt,
     block_digests,
+    ensure_order,
     order_path,
     read_large_line,
     read_ordered_chunks,
     run_order,
-    write_order,
 )
+from gateway.batches.scan import scan_input
 from gateway.protocol.json_body import INLINE_SIZE
 
 SYSTEM = "You answer questions of an exam with one letter and nothing else. " * 6
@@ -40,7 +42,7 @@ def order_of(directory: Path, lines: list[dict[str, Any]]) -> list[str]:
     path = directory / "input.jsonl"
     order_path(path).unlink(missing_ok=True)
     path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-    write_order(path)
+    ensure_order(path)
     return [line.custom_id for chunk in read_ordered_chunks(path, ()) for line in chunk]
 
 
@@ -128,7 +130,7 @@ def test_numbers_are_those_of_the_input_with_blank_lines_and_a_bom(tmp_path: Pat
     path = tmp_path / "input.jsonl"
     texts = [json.dumps(chat(f"{i}", f"{i}")).encode() for i in range(3)]
     path.write_bytes(BOM + texts[0] + b"\r\n\n  \n" + texts[1] + b"\n" + texts[2])
-    write_order(path)
+    ensure_order(path)
     [chunk] = read_ordered_chunks(path, ())
     assert [(line.number, line.custom_id) for line in chunk] == [(1, "0"), (4, "1"), (5, "2")]
     assert [[line.number for line in chunk] for chunk in read_ordered_chunks(path, {1, 5})] == [[4]]
@@ -138,7 +140,7 @@ async def test_a_large_line_is_read_when_it_runs(tmp_path: Path) -> None:
     path = tmp_path / "input.jsonl"
     lines = [chat("small", "1"), chat("large", "2" * INLINE_SIZE), chat("last", "3")]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines).rstrip("\n"))
-    write_order(path)
+    ensure_order(path)
     found = [line for chunk in read_ordered_chunks(path, ()) for line in chunk]
     [large] = [line for line in found if isinstance(line, LargeLine)]
     assert (large.number, large.num_bytes) == (2, len(json.dumps(lines[1])) + 1)
@@ -149,8 +151,20 @@ async def test_a_large_line_is_read_when_it_runs(tmp_path: Path) -> None:
 def test_chunks_of_large_lines_are_short(tmp_path: Path) -> None:
     path = tmp_path / "input.jsonl"
     path.write_text("".join(json.dumps(chat(f"{n}", "x" * INLINE_SIZE)) + "\n" for n in range(10)))
-    write_order(path)
+    ensure_order(path)
     assert max(len(chunk) for chunk in read_ordered_chunks(path, ())) <= CHUNK_BYTES // INLINE_SIZE
+
+
+def test_a_scan_writes_the_order_of_an_input_without_errors(tmp_path: Path) -> None:
+    path, lines = tmp_path / "input.jsonl", [chat(f"{i}", SYSTEM, f"{i % 2}" * MIN_TEXT) for i in range(4)]
+    for model, written in (("other", False), ("m", True)):
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        scan = scan_input(path, InputRules("/v1/chat/completions", (model,)))
+        assert (order_path(path).exists(), not scan.errors) == (written, written)
+    by_scan = order_path(path).read_bytes()
+    order_path(path).unlink()
+    ensure_order(path)
+    assert order_path(path).read_bytes() == by_scan
 
 
 def test_an_order_that_is_there_is_kept(tmp_path: Path) -> None:
@@ -159,6 +173,6 @@ def test_an_order_that_is_there_is_kept(tmp_path: Path) -> None:
     assert order_of(tmp_path, lines) == ["0", "1", "2"]
     path = tmp_path / "input.jsonl"
     before = order_path(path).stat().st_mtime_ns
-    write_order(path)
+    ensure_order(path)
     assert order_path(path).stat().st_mtime_ns == before
     assert {entry.name for entry in tmp_path.iterdir()} == {"input.jsonl", "order"}
