@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 
 from gateway.identity import ApiKey, Keyring
 from gateway.protocol.errors import ApiError
-from gateway.routes.admin import describe_outcome
+from gateway.routes.admin import describe_change
 from gateway.state import GatewayTiers
 from scheduler.registry.worker_status import TierCapacity
 from scheduler.reload.coordinator import Late
@@ -142,7 +142,7 @@ async def test_a_tier_that_a_key_names_is_not_removed(redis_client: Redis, path:
 @pytest.mark.parametrize(("in_force", "said"), [(True, "do not have them yet"), (False, "Nothing has changed")])
 def test_parts_that_did_not_confirm_are_named(in_force: bool, said: str) -> None:
     with pytest.raises(ApiError) as refusal:
-        describe_outcome(Late(("worker a", "worker b"), in_force))
+        describe_change(Late(("worker a", "worker b"), in_force))
     assert (refusal.value.status, refusal.value.code) == (503, "tiers_not_applied")
     assert "worker a, worker b" in refusal.value.message
     assert said in refusal.value.message
