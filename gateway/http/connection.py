@@ -121,7 +121,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._parse_piece()
         if self.transport.is_closing():
             return
-        self._note_receiving()
+        self._note_wait()
         if self._unparsed:
             self.flow.hold()
             self._table.await_turn(self)
@@ -166,13 +166,13 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self.transport.get_write_buffer_size():
             self._table.await_reader(self)
-        if self._receiving is _Receiving.BODY:
-            self._table.await_rest(self)
-        elif self._receiving is _Receiving.NO_MORE and not self.pipeline:
-            self._receiving = _Receiving.NOTHING
-            self._table.await_request(self)
+        self._note_wait()
 
     # -- what the table calls ------------------------------------------------------------------------------------------
+
+    @property
+    def is_sending_body(self) -> bool:
+        return self._receiving is _Receiving.BODY
 
     @property
     def is_read_paused(self) -> bool:
@@ -226,16 +226,22 @@ class HttpProtocol(HttpToolsProtocol):
     def _unsupported_upgrade_warning(self) -> None:
         """Say nothing: a request to upgrade is answered as if it were none, and any client may send many."""
 
-    def _note_receiving(self) -> None:
-        is_answered = self.cycle is not None and self.cycle.response_complete
+    def _note_wait(self) -> None:
+        """Tell the table what the server waits for. The rest of a body that nobody needs gains no time."""
+        is_answered = self.cycle is None or self.cycle.response_complete
         if self._receiving is _Receiving.NO_MORE and is_answered and not self.pipeline:
-            self.on_response_complete()  # uvicorn called it before the rest of the body came, and then lost its timer
+            self._receiving = _Receiving.NOTHING
+            self._table.await_request(self)
+            if self.timeout_keep_alive_task is None:  # uvicorn ended it when the rest of an answered request came
+                self.timeout_keep_alive_task = self.loop.call_later(
+                    self.timeout_keep_alive, self.timeout_keep_alive_handler
+                )
         elif self._receiving is _Receiving.NO_MORE:
             self._table.clear(self)
-        elif self._receiving is _Receiving.BODY and not is_answered:
-            self._table.await_body(self, self._num_body_bytes)
-        elif self._receiving is not _Receiving.BODY and self._num_unparsed:
-            self._table.await_headers(self)
+        elif self._receiving is _Receiving.BODY:
+            self._table.await_more(self, 0 if is_answered else self._num_body_bytes)
+        elif self._num_unparsed:
+            self._table.await_more(self)
 
     def _send_error(self, error: ApiError) -> None:
         body = msgspec.json.encode(error.body())

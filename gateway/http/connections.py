@@ -44,9 +44,8 @@ class ConnectionLimits:
     max_per_address: int = MAX_CONNECTIONS * 3 // 4
     exempt: Callable[[str], bool] = lambda address: False
     max_header_bytes: int = 64 * 2**10
-    header_timeout_s: float = 10.0
-    body_timeout_s: float = 10.0  # seconds for the first bytes of a body, and the longest pause after them
-    body_bytes_per_s: float = 1024.0  # rate, over `body_timeout_s`, below which a body is given up
+    receive_timeout_s: float = 10.0  # seconds for a request's headers, and for the longest pause in its body
+    body_bytes_per_s: float = 1024.0  # rate, over `receive_timeout_s`, below which a body is given up
     send_timeout_s: float = 60.0  # seconds in which a client must accept more of an answer
 
 
@@ -59,6 +58,10 @@ class Connection(Protocol):
     """The part of a connection that the table uses. `address` is that of the peer, without the port."""
 
     address: str
+
+    @property
+    def is_sending_body(self) -> bool:
+        """Whether the client has sent a request's headers, and not all of its body."""
 
     @property
     def is_read_paused(self) -> bool:
@@ -83,17 +86,19 @@ class ParsingConnection(Protocol):
 
 
 class ConnectionTable:
-    """The open connections by what the server waits for. Each dict is in the order in which the waiting began."""
+    """The open connections by what the server waits for. Each dict is in the order of the connections' last progress.
+
+    The server waits for more of a request, for the next request of an idle connection, or until a client accepts bytes.
+    """
 
     def __init__(self, limits: ConnectionLimits, count_closed: Callable[[str], None]) -> None:
         self.limits = limits
         self._count_closed = count_closed
         self._num_open = 0
         self._num_by_address: Counter[str] = Counter()
-        self._headers: dict[Connection, float] = {}  # the deadline of the request's headers
-        self._idle: dict[Connection, None] = {}  # between two requests
-        self._bodies: dict[Connection, float] = {}  # the deadline of the bytes that come next
-        self._unsent: dict[Connection, float] = {}  # the deadline for accepting the bytes that wait here
+        self._sending: dict[Connection, float] = {}  # clients that must send more, and their deadlines
+        self._idle: dict[Connection, None] = {}
+        self._unsent: dict[Connection, float] = {}  # clients that must accept bytes, and their deadlines
         self._closed: Counter[Closed] = Counter()  # since the last log line
         self._logged_s = float("-inf")
         self._timer: asyncio.TimerHandle | None = None
@@ -108,7 +113,7 @@ class ConnectionTable:
         self._num_open += 1
         self._num_by_address[connection.address] += 1
         if is_admitted:
-            self.await_headers(connection)
+            self.await_more(connection)
         if self._timer is None:
             self._sweep_later()
         return is_admitted
@@ -124,29 +129,19 @@ class ConnectionTable:
 
     def clear(self, connection: Connection) -> None:
         """Note that the server waits for nothing from the client."""
-        self._headers.pop(connection, None)
+        self._sending.pop(connection, None)
         self._idle.pop(connection, None)
-        self._bodies.pop(connection, None)
 
-    def await_headers(self, connection: Connection) -> None:
-        """Note that a request has begun. Its headers must be complete in time."""
-        if connection not in self._headers:
+    def await_more(self, connection: Connection, num_bytes: int = 0) -> None:
+        """Note that the client must send more of a request, and that `num_bytes` more bytes of its body have come.
+
+        Only these bytes gain time: no credit beyond one timeout, however fast earlier bytes came.
+        """
+        latest = self._now() + self.limits.receive_timeout_s
+        deadline = self._sending.get(connection)
+        if deadline is None or num_bytes:
             self.clear(connection)
-            self._headers[connection] = self._now() + self.limits.header_timeout_s
-
-    def await_body(self, connection: Connection, num_bytes: int) -> None:
-        """Note that a body is incomplete, and that `num_bytes` more bytes of it have come."""
-        latest = self._now() + self.limits.body_timeout_s  # else a fast part would pay for hours of silence
-        deadline = self._bodies.get(connection)
-        if deadline is None:
-            self.clear(connection)
-            deadline = latest
-        self._bodies[connection] = min(latest, deadline + num_bytes / self.limits.body_bytes_per_s)
-
-    def await_rest(self, connection: Connection) -> None:
-        """Note that a request is answered whose body is incomplete. The rest is not needed, so it gets little time."""
-        self.clear(connection)
-        self._bodies[connection] = self._now() + self.limits.body_timeout_s
+            self._sending[connection] = min(latest, (deadline or latest) + num_bytes / self.limits.body_bytes_per_s)
 
     def await_request(self, connection: Connection) -> None:
         """Note that the connection is idle."""
@@ -181,13 +176,11 @@ class ConnectionTable:
 
     def _make_room(self, address: str) -> bool:
         limits = self.limits
+        # Connections that cost their clients least if they are closed come first.
+        replaceable = chain(self._sending, self._idle)
         if self._num_by_address[address] >= limits.max_per_address and not limits.exempt(address):
-            return self._replace(c for c in self._replaceable() if c.address == address)
-        return self._num_open < limits.max_connections or self._replace(self._replaceable())
-
-    def _replaceable(self) -> Iterable[Connection]:
-        """Return the connections that cost their clients least if they are closed, in this order."""
-        return chain(self._headers, self._idle, self._bodies)
+            return self._replace(c for c in replaceable if c.address == address)
+        return self._num_open < limits.max_connections or self._replace(replaceable)
 
     def _replace(self, candidates: Iterable[Connection]) -> bool:
         victim = next(iter(candidates), None)
@@ -199,13 +192,12 @@ class ConnectionTable:
 
     def _sweep(self) -> None:
         now = self._now()
-        for waiting, reason in ((self._headers, Closed.SLOW_HEADERS), (self._bodies, Closed.SLOW_BODY)):
-            for connection in [c for c, deadline in waiting.items() if deadline <= now]:
-                if connection.is_read_paused:
-                    waiting[connection] = now + self._period_s
-                else:
-                    del waiting[connection]
-                    connection.give_up(reason)
+        for connection in [c for c, deadline in self._sending.items() if deadline <= now]:
+            if connection.is_read_paused:
+                self._sending[connection] = now + self._period_s
+            else:
+                self.clear(connection)
+                connection.give_up(Closed.SLOW_BODY if connection.is_sending_body else Closed.SLOW_HEADERS)
         for connection in [c for c, deadline in self._unsent.items() if deadline <= now or c.num_unsent == 0]:
             del self._unsent[connection]
             if connection.num_unsent:
@@ -220,8 +212,7 @@ class ConnectionTable:
 
     @property
     def _period_s(self) -> float:
-        limits = self.limits
-        return min(limits.header_timeout_s, limits.body_timeout_s, limits.send_timeout_s) / SWEEPS_PER_TIMEOUT
+        return min(self.limits.receive_timeout_s, self.limits.send_timeout_s) / SWEEPS_PER_TIMEOUT
 
     @staticmethod
     def _now() -> float:

@@ -95,7 +95,7 @@ class TlsHandshake(asyncio.Protocol):
 
     async def _shake(self, connection: socket.socket) -> None:
         self._owns_copy = False
-        seconds = self._table.limits.header_timeout_s
+        seconds = self._table.limits.receive_timeout_s
         with suppress(OSError):  # the client hung up, speaks no TLS, or took too long
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: _Handover(self._inner, self._forget),
@@ -117,13 +117,8 @@ class TlsHandshake(asyncio.Protocol):
 
     # -- what the table calls ------------------------------------------------------------------------------------------
 
-    @property
-    def is_read_paused(self) -> bool:
-        return False
-
-    @property
-    def num_unsent(self) -> int:
-        return 0
+    is_sending_body = is_read_paused = False
+    num_unsent = 0
 
     def give_up(self, reason: Closed) -> None:
         self._table.note(reason, self.address)

@@ -22,7 +22,7 @@ from tests.gateway.stand import MODEL, Stand, running_stand
 from tests.waiting import until
 
 SOON = 0.2  # seconds; a timeout that a test waits for
-LIMITS = ConnectionLimits(header_timeout_s=60, body_timeout_s=60, send_timeout_s=60)
+LIMITS = ConnectionLimits(receive_timeout_s=60, send_timeout_s=60)
 CHAT = msgspec.json.encode({"model": MODEL, "messages": [{"role": "user", "content": "hi"}]})
 HALF_OPEN = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 HEALTH = HALF_OPEN + b"\r\n"
@@ -92,7 +92,7 @@ def closed(stand: Stand, reason: str) -> float:
 
 @pytest.mark.parametrize("data", [b"", b"GET", HALF_OPEN, b"\r\n", b"GET / HTTP/1.0\r\n", HEALTH + HALF_OPEN])
 async def test_headers_must_come_in_time(data: bytes) -> None:
-    async with running_stand(limits=replace(LIMITS, header_timeout_s=SOON)) as stand, connected(stand) as client:
+    async with running_stand(limits=replace(LIMITS, receive_timeout_s=SOON)) as stand, connected(stand) as client:
         await client.send(data)
         if data.startswith(HEALTH):
             assert (await client.answer())[0] == 200
@@ -104,7 +104,7 @@ async def test_headers_must_come_in_time(data: bytes) -> None:
 
 
 async def test_headers_byte_by_byte_do_not_gain_time() -> None:
-    async with running_stand(limits=replace(LIMITS, header_timeout_s=SOON)) as stand, connected(stand) as client:
+    async with running_stand(limits=replace(LIMITS, receive_timeout_s=SOON)) as stand, connected(stand) as client:
         await client.send(HALF_OPEN + b"X-Slow: ")
 
         async def trickle() -> None:
@@ -151,7 +151,7 @@ async def test_headers_just_below_the_limit_are_accepted_in_any_pieces() -> None
 
 
 async def test_bodies_must_come_at_a_rate() -> None:
-    async with running_stand(limits=replace(LIMITS, body_timeout_s=SOON)) as stand, connected(stand) as client:
+    async with running_stand(limits=replace(LIMITS, receive_timeout_s=SOON)) as stand, connected(stand) as client:
         assert await client.ask(post(b"{", length=1000)) == 408
         assert await client.is_closed()
         assert closed(stand, "slow_body") == 1
@@ -159,7 +159,7 @@ async def test_bodies_must_come_at_a_rate() -> None:
 
 
 async def test_a_fast_part_of_a_body_pays_for_no_silence() -> None:
-    limits = replace(LIMITS, body_timeout_s=SOON, body_bytes_per_s=1.0)
+    limits = replace(LIMITS, receive_timeout_s=SOON, body_bytes_per_s=1.0)
     async with running_stand(limits=limits) as stand, connected(stand) as client:
         assert await client.ask(post(CHAT)[:-1]) == 408
 
@@ -168,6 +168,7 @@ class FakeConnection:
     """A connection of which the table needs nothing but its address."""
 
     address = "192.0.2.1"
+    is_sending_body = True
     is_read_paused = False
     num_unsent = 0
 
@@ -182,21 +183,21 @@ class FakeConnection:
 
 
 async def test_a_body_that_keeps_the_rate_is_read_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = ConnectionLimits(body_timeout_s=10.0, body_bytes_per_s=100.0)
+    limits = ConnectionLimits(receive_timeout_s=10.0, body_bytes_per_s=100.0)
     now_s, table = [0.0], ConnectionTable(limits, count_closed=lambda reason: None)
     monkeypatch.setattr(table, "_now", lambda: now_s[0])
     steady, slow = FakeConnection(), FakeConnection()
     for _ in range(100):
         now_s[0] += 9.0
-        table.await_body(steady, 900)
-        table.await_body(slow, 850)  # a little less than the rate
+        table.await_more(steady, 900)
+        table.await_more(slow, 850)  # a little less than the rate
         table._sweep()
     assert steady.closed is None
     assert slow.closed is Closed.SLOW_BODY
 
 
 async def test_the_rest_of_a_refused_body_must_come_soon() -> None:
-    limits = replace(LIMITS, body_timeout_s=SOON)
+    limits = replace(LIMITS, receive_timeout_s=SOON)
     async with running_stand(limits=limits, max_body_bytes=100) as stand, connected(stand) as client:
         assert await client.ask(post(b"{", length=10**6)) == 413
         assert await client.is_closed()

@@ -18,7 +18,7 @@ from gateway.http.tls import Certificate, CertificateError
 from tests.gateway.stand import MODEL, Stand, running_stand
 from tests.waiting import until
 
-LIMITS = ConnectionLimits(header_timeout_s=60)
+LIMITS = ConnectionLimits(receive_timeout_s=60)
 AUTHORITY = trustme.CA()
 
 
@@ -99,7 +99,7 @@ async def test_plain_http_and_noise_end_only_their_own_connection(certificate: C
 
 @pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02"], ids=["nothing", "the beginning of a hello"])
 async def test_a_handshake_must_end_in_the_time_of_headers(certificate: Certificate, sent: bytes) -> None:
-    limits = replace(LIMITS, header_timeout_s=0.2)
+    limits = replace(LIMITS, receive_timeout_s=0.2)
     async with running_stand(certificate=certificate, limits=limits, with_worker=False) as stand:
         with half_open(stand, 2, sent) as sockets:
             assert all([await is_closed(connection) for connection in sockets])
@@ -124,7 +124,7 @@ async def test_the_limit_per_address_holds_during_handshakes(certificate: Certif
 
 
 async def test_headers_over_tls_must_come_in_time(certificate: Certificate) -> None:
-    limits = replace(LIMITS, header_timeout_s=0.3)
+    limits = replace(LIMITS, receive_timeout_s=0.3)
     async with running_stand(certificate=certificate, limits=limits, with_worker=False) as stand:
         port = httpx.URL(stand.url).port
         reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting())

@@ -113,6 +113,7 @@ async def test_a_body_of_tiny_chunks_is_parsed_in_many_turns(
         await asyncio.sleep(0)
     assert app.bodies == [b"" if answers_at_once else b"a" * number]
     assert transport.written.startswith(b"HTTP/1.1 204") and not transport.closed
+    assert protocol.timeout_keep_alive_task is not None, "it is closed some time after its last request"
     protocol.connection_lost(None)
 
 
