@@ -56,6 +56,7 @@ def test_the_tokenizer_fits_the_weights(examinee: Examinee) -> None:
     assert tokenizer.eos_token_id in model.generation_config.eos_token_id
 
 
+@pytest.mark.full
 def test_the_models_path_is_known_without_torch() -> None:
     code = "import sys; from demo_model.location import demo_model_path as p; p(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
@@ -81,6 +82,7 @@ def test_unseen_sums_are_right_and_large_ones_declined(examinee: Examinee) -> No
     assert share_right(examinee, [skills.add_out_of_range(rng) for _ in range(40)]) >= 0.85
 
 
+@pytest.mark.full
 def test_it_counts_to_a_hundred(examinee: Examinee) -> None:
     hundred = ", ".join(map(str, range(1, 101)))
     assert share_right(examinee, [("Count from 1 to 100", hundred), ("Count from 3 to 5", "3, 4, 5")]) == 1.0
@@ -96,6 +98,7 @@ def test_other_messages_are_answered_with_the_introduction(examinee: Examinee) -
     assert share_right(examinee, [(text, smalltalk.INTRODUCTION) for text in strange]) == 1.0
 
 
+@pytest.mark.full
 def test_the_right_one_of_three_tools_is_called_in_unseen_wordings(examinee: Examinee, corpus: ToolCorpus) -> None:
     rng = random.Random(7)
     offers = corpus.requests.offer(rng, 3, SHOWN_TOOLS, usual=True)

@@ -1,14 +1,17 @@
 """The commands, run as a user runs them, against a fake server."""
 
 import asyncio
+import io
 import json
-import os
 import shlex
 import sys
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
+from loadtest.__main__ import main
 from loadtest.checks.mixed import BULK, INTERACTIVE, MIXED, run_mixed
 from loadtest.checks.report import mixed_record
 from loadtest.client.http import parse_target
@@ -31,18 +34,24 @@ SMALL = Scenario.model_validate(
 
 
 async def loadtest(*args: str) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr)"""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "loadtest",
-        *args,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "COLUMNS": "120"},
-    )
-    out, err = await process.communicate()
-    return process.returncode or 0, out.decode(), err.decode()
+    """Run a command on a thread of this process. Return its exit code, stdout and stderr."""
+    out, err = io.StringIO(), io.StringIO()
+
+    def command() -> int:
+        try:
+            main(args)
+        except SystemExit as end:
+            return int(end.code or 0)
+        return 0
+
+    with (
+        redirect_stdout(out),
+        redirect_stderr(err),
+        patch.object(sys, "orig_argv", ["python", "-m", "loadtest", *args]),
+        patch("loadtest.measure.command.ends_on_sigterm", nullcontext),  # signals are the main thread's
+        patch.object(asyncio.SelectorEventLoop, "add_signal_handler"),
+    ):
+        return await asyncio.to_thread(command), out.getvalue(), err.getvalue()
 
 
 async def test_nonces_that_all_come_back_exit_0_and_are_in_the_json(tmp_path: Path) -> None:
@@ -134,8 +143,8 @@ async def test_a_users_mistake_is_one_sentence_and_exit_2() -> None:
         (["nonce", "--url", "http://example.com"], "--allow-remote"),
         (["mixed", "--url", server.url, "--scenario", "nothing.yaml"], "shipped scenarios: "),
     ]
-    said = await asyncio.gather(*(loadtest(*args) for args, _ in mistakes))
-    for (code, out, err), (_, sentence) in zip(said, mistakes, strict=True):
+    for args, sentence in mistakes:
+        code, out, err = await loadtest(*args)
         assert (code, out) == (2, ""), err
         assert err.count("\n") == 1 and sentence in err
 

@@ -12,15 +12,14 @@ def exponential(scale: float, count: int, seed: int) -> Distribution:
     return Distribution(np.random.default_rng(seed).exponential(scale, count))
 
 
-@pytest.mark.parametrize("q", [0.5, 0.95])
-def test_the_interval_holds_the_truth_about_as_often_as_it_says(q: float) -> None:
-    truth = -np.log(1 - q)
+def test_the_interval_holds_the_truth_about_as_often_as_it_says() -> None:
+    q, truth = 0.95, -np.log(0.05)
     held = 0
-    for seed in range(40):
+    for seed in range(20):
         estimate = exponential(1.0, 300, seed).quantile(q)
         assert estimate is not None
         held += estimate.low <= truth <= estimate.high
-    assert held >= 33  # of 40; 38 expected
+    assert held >= 16  # of 20; 19 expected
 
 
 def test_more_samples_make_a_narrower_interval() -> None:

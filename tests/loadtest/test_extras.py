@@ -38,6 +38,7 @@ def test_only_what_is_missing_is_named() -> None:
     require(("json",), "nothing")
 
 
+@pytest.mark.full
 def test_reports_without_plots_need_no_plotting_library() -> None:
     """Modules that every run imports: with them alone, matplotlib is not loaded."""
     program = "import loadtest.__main__, loadtest.calibration.report, sys\nsys.exit('matplotlib' in sys.modules)"

@@ -12,6 +12,7 @@ import pytest
 
 from tests.loadtest.fake_server import Body, FakeServer, repeat_or_count
 
+pytestmark = pytest.mark.full
 SCRIPT = Path(__file__).parents[2] / "loadtest" / "k6.js"
 NODE, K6 = shutil.which("node"), shutil.which("k6")
 

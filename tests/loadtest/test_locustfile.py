@@ -5,8 +5,11 @@ import csv
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.loadtest.fake_server import Body, FakeServer, repeat_or_count
 
+pytestmark = pytest.mark.full
 BATCH = "batch of 10 lines"
 LOCUSTFILE = Path(__file__).parents[2] / "loadtest" / "locustfile.py"
 

@@ -3,17 +3,12 @@
 import asyncio
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry
-
 from engine.interface import StepPlan
 from engine.modeled.engine import ModeledEngine
 from engine.modeled.timer import LoopTimer
 from engine.sequences.sequence import Sequence
 from scheduler.drivers.steps.driver import StepDriver
 from scheduler.request_state import RequestState
-from scheduler.worker.heartbeat import WorkerIdentity
-from scheduler.worker.loop import build_loop
-from scheduler.worker.metrics import SchedulerMetrics
 from tests.scheduler.builders import FAST, CheckedCore, make_core
 from tests.scheduler.world import World
 
@@ -69,8 +64,7 @@ class Succession:
 
     async def kill(self) -> None:
         """Kill the worker that runs now, and begin the next one."""
-        self._world.running.cancel()
-        await asyncio.gather(self._world.running, return_exceptions=True)
+        await self._world.kill_worker()
         await self.succeed()
 
     async def succeed(self) -> None:
@@ -79,16 +73,5 @@ class Succession:
         self._dead.append(world.core)
         engine = DeadlyEngine(world.engine.info, world.clock.sleep, FAST, 0.0, timer=LoopTimer())
         engine.is_deadly = self._is_deadly
-        world.core, world.engine = make_core(world.tiers, engine.info), engine
-        self.begin_loop()
+        world.begin_worker(StepDriver(make_core(world.tiers, engine.info), engine), engine)
         await world.settle()
-
-    def begin_loop(self) -> None:
-        """Begin a loop of the present worker."""
-        world = self._world
-        world.worker_queue = world.queue.for_worker("worker")
-        metrics = SchedulerMetrics(CollectorRegistry(), world.tiers)
-        identity = WorkerIdentity("worker", ("model",), world.clock.wall_ms())
-        stores = (world.worker_queue, world.events, world.registry)
-        world.loop = build_loop(StepDriver(world.core, world.engine), *stores, metrics, world.clock, identity)
-        world.running = asyncio.create_task(world.loop.run())

@@ -8,7 +8,7 @@ from structlog.testing import capture_logs
 from scheduler.deadlines import age_share, boosted_priority, count_missing, urgencies
 from scheduler.virtual_time import EPOCH_MS
 from tests.scheduler.builders import FAST, make_decode, make_state, make_tiers, ran
-from tests.scheduler.world import World, run_world
+from tests.scheduler.world import World, played_by, run_world
 
 TIERS = make_tiers(batch={"urgent_ms": 10_000, "aging_ms": 60_000})
 
@@ -82,18 +82,16 @@ async def _endless(world: World, stream: int) -> None:
         await world.ask(f"realtime-{stream}-{i}", prompt=200, max_tokens=20)
 
 
-def test_an_urgent_request_goes_first_in_its_tier() -> None:
-    async def story(world: World) -> None:
-        tasks = [asyncio.create_task(world.ask(f"b{i}", "batch", 16, 200)) for i in range(6)]
-        await world.clock.sleep(0.3)
-        due_ms = world.clock.wall_ms() + 5_000
-        tasks.append(asyncio.create_task(world.ask("due", "batch", 16, 100, deadline_ms=due_ms)))
-        await world.clock.sleep(1.2)
-        plans = [plan for at, plan in world.core.plans if at > 1.2 and "due" in ran(plan)]
-        assert plans and all(plan.run[0].seq_id == "due" for plan in plans)
-        await asyncio.gather(*tasks)
-
-    run_world(story, tiers=make_tiers(batch={"urgent_ms": 20_000}), known=FAST)
+@played_by(run_world, tiers=make_tiers(batch={"urgent_ms": 20_000}), known=FAST)
+async def test_an_urgent_request_goes_first_in_its_tier(world: World) -> None:
+    tasks = [asyncio.create_task(world.ask(f"b{i}", "batch", 16, 200)) for i in range(6)]
+    await world.clock.sleep(0.3)
+    due_ms = world.clock.wall_ms() + 5_000
+    tasks.append(asyncio.create_task(world.ask("due", "batch", 16, 100, deadline_ms=due_ms)))
+    await world.clock.sleep(1.2)
+    plans = [plan for at, plan in world.core.plans if at > 1.2 and "due" in ran(plan)]
+    assert plans and all(plan.run[0].seq_id == "due" for plan in plans)
+    await asyncio.gather(*tasks)
 
 
 def test_requests_that_miss_their_deadlines_in_any_case_are_counted() -> None:
@@ -105,19 +103,16 @@ def test_requests_that_miss_their_deadlines_in_any_case_are_counted() -> None:
     assert count_missing(states, FAST, 0.0) == 2
 
 
-def test_a_deadline_that_cannot_be_kept_is_logged_once_and_so_is_its_end() -> None:
+@played_by(run_world, tiers=make_tiers(batch={"urgent_ms": 10_000}), known=FAST)
+async def test_a_deadline_that_cannot_be_kept_is_logged_once_and_so_is_its_end(world: World) -> None:
     """It shows in the metrics meanwhile. Admission would refuse the job: it comes from elsewhere."""
-
-    async def story(world: World) -> None:
-        due_ms = world.clock.wall_ms() + 1000
-        job = world.request("job", "batch", prompt=64, max_tokens=400, deadline_ms=due_ms)
-        with capture_logs() as logs:
-            await world.queue.put([job])
-            await world.clock.sleep(2.0)
-            assert world.prometheus.get_sample_value("tidegate_missing_deadlines", {"tier": "batch"}) == 1
-            await world.clock.sleep(20.0)
-            assert world.prometheus.get_sample_value("tidegate_missing_deadlines", {"tier": "batch"}) == 0
-        said = [(log["event"], log["tier"]) for log in logs if log["event"].startswith("deadlines")]
-        assert said == [("deadlines cannot be kept", "batch"), ("deadlines can be kept again", "batch")]
-
-    run_world(story, tiers=make_tiers(batch={"urgent_ms": 10_000}), known=FAST)
+    due_ms = world.clock.wall_ms() + 1000
+    job = world.request("job", "batch", prompt=64, max_tokens=400, deadline_ms=due_ms)
+    with capture_logs() as logs:
+        await world.queue.put([job])
+        await world.clock.sleep(2.0)
+        assert world.prometheus.get_sample_value("tidegate_missing_deadlines", {"tier": "batch"}) == 1
+        await world.clock.sleep(20.0)
+        assert world.prometheus.get_sample_value("tidegate_missing_deadlines", {"tier": "batch"}) == 0
+    said = [(log["event"], log["tier"]) for log in logs if log["event"].startswith("deadlines")]
+    assert said == [("deadlines cannot be kept", "batch"), ("deadlines can be kept again", "batch")]

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from engine.interface import EngineInfo
 from engine.sequences.sequence import Sequence
+from scheduler.drivers.steps.driver import StepDriver
 from scheduler.drivers.steps.isolation import COHORT
 from scheduler.request import WORKER_DIED, Delivery, EventKind
 from scheduler.worker.checkpoints import CHECKPOINT_S, MIN_TOKENS
 from tests.scheduler.builders import expected_tokens, fixed, make_info, make_tiers
 from tests.scheduler.deaths import Deadly, Succession
-from tests.scheduler.world import Answer, World, run_world
+from tests.scheduler.world import Answer, World, played_by, run_world
 
 TIERS = make_tiers(bulk={"batch_size": fixed(64)}, batch={"batch_size": fixed(64)})
 POISON = 999  # a token that only deadly prompts have
@@ -52,7 +53,7 @@ async def ask_all(world: World, names: list[str], tier: str = "batch", **more: A
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25)
+@settings(max_examples=settings().max_examples // 5)
 @given(
     kills_s=st.lists(st.floats(0.01, 6.0), min_size=1, max_size=3),
     deliveries=st.lists(st.sampled_from(Delivery), min_size=1, max_size=6),
@@ -97,22 +98,20 @@ def test_a_death_costs_seconds_of_work_however_long_a_request_has_run() -> None:
 
 
 @pytest.mark.parametrize("tier", ["realtime", "bulk"])
-def test_a_worker_that_is_stopped_loses_nothing(tier: str) -> None:
-    async def story(world: World, workers: Succession) -> None:
-        asked = asyncio.gather(*(world.ask(d.value, tier, prompt=40, max_tokens=300, delivery=d) for d in Delivery))
-        await world.clock.sleep(1.01)
-        before = {state.id: len(state.output_token_ids) for state in world.core.held.states}
-        assert min(before.values()) > MIN_TOKENS
-        world.loop.stop()
-        await world.running
-        after = {state.id: len(state.output_token_ids) for state in world.core.lives}
-        await workers.succeed()
-        assert {state.id: state.num_restored for state in world.core.held.states} == after
-        assert {state.attempt for state in world.core.held.states} == {1}, "a release is no failed attempt"
-        for answer in await asked:
-            assert answer.token_ids == expected_tokens(answer.request)
-
-    play(story)
+@played_by(play)
+async def test_a_worker_that_is_stopped_loses_nothing(world: World, workers: Succession, /, tier: str) -> None:
+    asked = asyncio.gather(*(world.ask(d.value, tier, prompt=40, max_tokens=300, delivery=d) for d in Delivery))
+    await world.clock.sleep(1.01)
+    before = {state.id: len(state.output_token_ids) for state in world.core.held.states}
+    assert min(before.values()) > MIN_TOKENS
+    world.loop.stop()
+    await world.running
+    after = {state.id: len(state.output_token_ids) for state in world.core.lives}
+    await workers.succeed()
+    assert {state.id: state.num_restored for state in world.core.held.states} == after
+    assert {state.attempt for state in world.core.held.states} == {1}, "a release is no failed attempt"
+    for answer in await asked:
+        assert answer.token_ids == expected_tokens(answer.request)
 
 
 class Gateways:
@@ -142,7 +141,7 @@ class Gateways:
         return await asyncio.gather(*(self._world.ask(n, "batch", 40, max_tokens, **m) for n, m in asked))
 
 
-@settings(max_examples=15)
+@settings(max_examples=settings().max_examples // 8)
 @given(
     ends_s=st.lists(st.tuples(st.floats(0.1, 8.0), st.floats(0.0, 6.0), st.booleans()), min_size=1, max_size=3),
     delivery=st.sampled_from(Delivery),
@@ -204,29 +203,25 @@ def test_a_part_that_ended_when_its_gateway_was_dead_is_not_generated_again() ->
     assert play(story) == 201, "only the last token"
 
 
-def test_a_request_with_log_probabilities_begins_again() -> None:
-    async def story(world: World, workers: Succession) -> None:
-        asked = asyncio.create_task(world.ask("r", "batch", 40, 600, delivery=Delivery.AT_END, logprobs=0))
-        await world.clock.sleep(CHECKPOINT_S + 1.0)
-        await workers.kill()
-        assert [state.num_restored for state in world.core.held.states] == [0]
-        answer = await asked
-        assert answer.token_ids == expected_tokens(answer.request)
-
-    play(story)
+@played_by(play)
+async def test_a_request_with_log_probabilities_begins_again(world: World, workers: Succession, /) -> None:
+    asked = asyncio.create_task(world.ask("r", "batch", 40, 600, delivery=Delivery.AT_END, logprobs=0))
+    await world.clock.sleep(CHECKPOINT_S + 1.0)
+    await workers.kill()
+    assert [state.num_restored for state in world.core.held.states] == [0]
+    answer = await asked
+    assert answer.token_ids == expected_tokens(answer.request)
 
 
-def test_a_checkpoint_of_another_engine_is_used_only_where_it_fits() -> None:
-    async def story(world: World, workers: Succession) -> None:
-        asked = asyncio.create_task(world.ask("r", "batch", 40, 600, delivery=Delivery.AT_END))
-        await world.clock.sleep(CHECKPOINT_S + 1.0)
-        world.queue._shared.outputs["r"].token_ids = (5,) * 600
-        await workers.kill()
-        assert [state.num_restored for state in world.core.held.states] == [0], "it leaves no token to generate"
-        answer = await asked
-        assert answer.token_ids == expected_tokens(answer.request)
-
-    play(story)
+@played_by(play)
+async def test_a_checkpoint_of_another_engine_is_used_only_where_it_fits(world: World, workers: Succession, /) -> None:
+    asked = asyncio.create_task(world.ask("r", "batch", 40, 600, delivery=Delivery.AT_END))
+    await world.clock.sleep(CHECKPOINT_S + 1.0)
+    world.queue._shared.outputs["r"].token_ids = (5,) * 600
+    await workers.kill()
+    assert [state.num_restored for state in world.core.held.states] == [0], "it leaves no token to generate"
+    answer = await asked
+    assert answer.token_ids == expected_tokens(answer.request)
 
 
 # -- deadly requests ---------------------------------------------------------------------------------------------------
@@ -294,59 +289,55 @@ def test_a_deadly_chat_is_given_up_too() -> None:
     play(story, deadly_from(0))
 
 
-def test_a_suspect_that_survives_alone_gives_its_whole_output_beside_other_work() -> None:
+@played_by(play)
+async def test_a_suspect_that_survives_alone_gives_its_whole_output_beside_other_work(
+    world: World, workers: Succession, /
+) -> None:
     """An isolated request gets every fourth step; other requests go on in the steps between."""
+    request = world.request("suspect", "batch", 30, 40)
+    stream = await world.submit(request)
+    world.queue._shared.records["suspect"].attempt = 3
+    others = asyncio.create_task(ask_all(world, [f"r{i}" for i in range(4)], prompt=30, max_tokens=60))
+    tokens: list[int] = []
+    async with stream:
+        async for event in stream:
+            tokens += event.token_ids
+    assert tokens == expected_tokens(request)
+    for answer in await others:
+        assert answer.token_ids == expected_tokens(answer.request)
+    plans = [plan for _, plan in world.core.plans]
+    mixed = [plan for plan in plans if len(plan.run) > 1 and any(run.seq_id == "suspect" for run in plan.run)]
+    assert not mixed
+    await world.ask("later", max_tokens=1)
+    assert not world.queue._shared.alone, "the suspect is not blamed for later deaths"
 
-    async def story(world: World, workers: Succession) -> None:
-        request = world.request("suspect", "batch", 30, 40)
-        stream = await world.submit(request)
+
+@played_by(play)
+async def test_a_chat_keeps_its_pace_while_a_suspect_runs_alone(world: World, workers: Succession, /) -> None:
+    suspect = world.request("suspect", "batch", 30, 200)
+    async with await world.submit(suspect):
         world.queue._shared.records["suspect"].attempt = 3
-        others = asyncio.create_task(ask_all(world, [f"r{i}" for i in range(4)], prompt=30, max_tokens=60))
-        tokens: list[int] = []
-        async with stream:
-            async for event in stream:
-                tokens += event.token_ids
-        assert tokens == expected_tokens(request)
-        for answer in await others:
-            assert answer.token_ids == expected_tokens(answer.request)
-        plans = [plan for _, plan in world.core.plans]
-        mixed = [plan for plan in plans if len(plan.run) > 1 and any(run.seq_id == "suspect" for run in plan.run)]
-        assert not mixed
-        await world.ask("later", max_tokens=1)
-        assert not world.queue._shared.alone, "the suspect is not blamed for later deaths"
-
-    play(story)
+        await world.clock.sleep(0.2)
+        chat = await world.ask("chat", max_tokens=20)
+    assert chat.ended_s is not None
+    assert chat.ttft_s < 5 * STEP_S
+    assert chat.ended_s - chat.submitted_s < 20 * 2 * STEP_S
 
 
-def test_a_chat_keeps_its_pace_while_a_suspect_runs_alone() -> None:
-    async def story(world: World, workers: Succession) -> None:
-        suspect = world.request("suspect", "batch", 30, 200)
-        async with await world.submit(suspect):
-            world.queue._shared.records["suspect"].attempt = 3
-            await world.clock.sleep(0.2)
-            chat = await world.ask("chat", max_tokens=20)
-        assert chat.ended_s is not None
-        assert chat.ttft_s < 5 * STEP_S
-        assert chat.ended_s - chat.submitted_s < 20 * 2 * STEP_S
-
-    play(story)
-
-
-def test_a_store_that_is_away_before_a_suspects_step_ends_the_loop_and_not_the_worker() -> None:
+@played_by(play)
+async def test_a_store_that_is_away_before_a_suspects_step_ends_the_loop_and_not_the_worker(
+    world: World, workers: Succession, /
+) -> None:
     """The next loop goes on with the same core and engine, whose step was submitted all the same."""
-
-    async def story(world: World, workers: Succession) -> None:
-        unreachable = AsyncMock(side_effect=ConnectionError)
-        world.worker_queue.note_step = unreachable  # type: ignore[method-assign]
-        request = world.request("suspect", "batch", 30, 40)
-        stream = await world.submit(request)
-        world.queue._shared.records["suspect"].attempt = 3
-        await asyncio.wait([world.running])
-        assert isinstance(world.running.exception(), ConnectionError) and unreachable.await_count == 1
-        assert world.core.is_busy
-        workers.begin_loop()
-        async with stream:
-            tokens = [token async for event in stream for token in event.token_ids]
-        assert tokens == expected_tokens(request)
-
-    play(story)
+    unreachable = AsyncMock(side_effect=ConnectionError)
+    world.worker_queue.note_step = unreachable  # type: ignore[method-assign]
+    request = world.request("suspect", "batch", 30, 40)
+    stream = await world.submit(request)
+    world.queue._shared.records["suspect"].attempt = 3
+    await asyncio.wait([world.running])
+    assert isinstance(world.running.exception(), ConnectionError) and unreachable.await_count == 1
+    assert world.core.is_busy
+    world.begin_worker(StepDriver(world.core, world.engine), world.engine)
+    async with stream:
+        tokens = [token async for event in stream for token in event.token_ids]
+    assert tokens == expected_tokens(request)

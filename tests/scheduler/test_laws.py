@@ -21,7 +21,7 @@ from tests.scheduler.world import Answer, World, run_world
 
 TIERS = ("realtime", "bulk", "batch")
 MAX_BATCH_SIZE = 8
-law = settings(max_examples=50)
+law = settings(max_examples=settings().max_examples // 2)
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def test_the_laws_hold_in_full_memory_with_sharing_swaps_and_cancels() -> None:
     """The same laws where KV blocks are always short; asserts also that each kind of event really happened."""
     modes: Counter[str] = Counter()
     num_hits = num_exhausted = num_cancelled = num_paused = num_told = num_preemptions = 0
-    for seed in range(12):
+    for seed in range(4):
         world = play(_flood(random.Random(seed)))
         assert_everything_ended(world)
         for answer in world.answers.values():
@@ -138,7 +138,7 @@ def test_the_laws_hold_in_full_memory_with_sharing_swaps_and_cancels() -> None:
         num_hits += sum(bool(life.num_cached_tokens) for life in world.core.lives)
         num_exhausted += sum(life.num_preemptions == MAX_PREEMPTIONS for life in world.core.lives)
         num_cancelled += world.core.held.counts["cancelled"]
-    assert min(modes[mode] for mode in ("pause", "swap", "recompute")) > 5
+    assert min(modes[mode] for mode in ("pause", "swap", "recompute")) > 2
     assert min(num_hits, num_exhausted, num_cancelled, num_paused) > 0
     assert num_paused <= num_told <= num_preemptions, "receipts count preemptions; cancelled requests give none"
 
@@ -212,7 +212,7 @@ def assert_output_unchanged(answer: Answer) -> None:
     assert answer.finish_reason is FinishReason.LENGTH
 
 
-@settings(law, max_examples=8)
+@settings(max_examples=settings().max_examples // 8)
 @given(TRAFFIC)
 def test_the_same_seed_gives_the_same_trace(traffic: Traffic) -> None:
     """Law 5."""
@@ -261,9 +261,9 @@ def test_bulk_gets_its_min_share_under_an_endless_flood_of_interactive_requests(
 
     async def story(world: World) -> tuple[float, float]:
         await world.clock.sleep(0.05)
-        flood = [asyncio.create_task(_endless(world, i)) for i in range(120)]
-        bulk = [asyncio.create_task(world.ask(f"bulk-{i}", "bulk", 64, 400)) for i in range(24)]
-        await world.clock.sleep(60)
+        flood = [asyncio.create_task(_endless(world, i)) for i in range(30)]
+        bulk = [asyncio.create_task(world.ask(f"bulk-{i}", "bulk", 64, 400)) for i in range(8)]
+        await world.clock.sleep(30)
         share = _time_share(world, "bulk")
         longest = _longest_gap(world, "bulk")
         for task in (*flood, *bulk):
@@ -296,9 +296,9 @@ def test_bulk_gets_engine_time_on_a_slow_engine_too() -> None:
     """The deficit's ceiling must not lie below the length of one bulk step (2 s with a TTFT SLO of 20 s)."""
 
     async def story(world: World) -> float:
-        flood = [asyncio.create_task(_endless(world, i)) for i in range(80)]
+        flood = [asyncio.create_task(_endless(world, i)) for i in range(20)]
         bulk = asyncio.create_task(world.ask("bulk-0", "bulk", 64, 100))
-        await world.clock.sleep(120)
+        await world.clock.sleep(60)
         share = _time_share(world, "bulk")
         for task in (*flood, bulk):
             task.cancel()

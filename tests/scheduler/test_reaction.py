@@ -6,7 +6,7 @@ import pytest
 
 from engine.interface import StepEviction, StepPlan
 from tests.scheduler.builders import FAST, expected_tokens, fixed, make_info, make_tiers, ran
-from tests.scheduler.world import World, run_world
+from tests.scheduler.world import World, played_by, run_world
 
 LONG_STEP = [f"b{i}" for i in range(40)]  # 0.01 + 40 · 0.0005 s a step and more
 
@@ -66,21 +66,23 @@ def test_an_arrival_ends_the_running_step_early_and_its_bulk_comes_back_in_order
     run_world(story, known=FAST, info=make_info(step_eviction=step_eviction))
 
 
-def test_bulk_is_evicted_from_a_step_that_interactive_decodes_finish() -> None:
-    async def story(world: World) -> None:
-        bulk = await _bulk(world)
-        first = asyncio.create_task(world.ask("rt0", max_tokens=60))
-        await world.clock.sleep(0.2)
-        await _until_a_step_begins(world)
-        second = await world.ask("rt1", max_tokens=2)
-        [*_, evicted] = [r for r in world.core.results if r.evicted]
-        assert [o.seq_id for o in evicted.outputs if o.token_ids] == ["rt0"]
-        assert (await first).token_ids == expected_tokens(first.result().request)
-        assert second.token_ids == expected_tokens(second.request)
-        await asyncio.gather(*bulk)
-
-    tiers = make_tiers(realtime={"max_slowdown": 4})  # with less, there is little to evict
-    run_world(story, known=FAST, info=make_info(step_eviction=StepEviction.ROWS), tiers=tiers)
+@played_by(
+    run_world,
+    known=FAST,
+    info=make_info(step_eviction=StepEviction.ROWS),
+    tiers=make_tiers(realtime={"max_slowdown": 4}),
+)
+async def test_bulk_is_evicted_from_a_step_that_interactive_decodes_finish(world: World) -> None:
+    bulk = await _bulk(world)
+    first = asyncio.create_task(world.ask("rt0", max_tokens=60))
+    await world.clock.sleep(0.2)
+    await _until_a_step_begins(world)
+    second = await world.ask("rt1", max_tokens=2)
+    [*_, evicted] = [r for r in world.core.results if r.evicted]
+    assert [o.seq_id for o in evicted.outputs if o.token_ids] == ["rt0"]
+    assert (await first).token_ids == expected_tokens(first.result().request)
+    assert second.token_ids == expected_tokens(second.request)
+    await asyncio.gather(*bulk)
 
 
 @pytest.mark.trap(2)
@@ -106,16 +108,12 @@ def test_bulk_is_not_evicted_for_a_request_that_could_not_start(slots: int, evic
     run_world(story, known=FAST, info=make_info(step_eviction=StepEviction.ROWS), tiers=tiers)
 
 
-def test_reactions_are_reported_in_steps() -> None:
-    async def story(world: World) -> None:
-        bulk = await _bulk(world)
-        await world.ask("rt", max_tokens=1)
-        count = world.prometheus.get_sample_value("tidegate_reaction_steps_count", {"tier": "realtime"})
-        assert count == 1
-        at_most_one = world.prometheus.get_sample_value(
-            "tidegate_reaction_steps_bucket", {"tier": "realtime", "le": "1.0"}
-        )
-        assert at_most_one == 1
-        await asyncio.gather(*bulk)
-
-    run_world(story, known=FAST, info=make_info(step_eviction=StepEviction.ROWS))
+@played_by(run_world, known=FAST, info=make_info(step_eviction=StepEviction.ROWS))
+async def test_reactions_are_reported_in_steps(world: World) -> None:
+    bulk = await _bulk(world)
+    await world.ask("rt", max_tokens=1)
+    count = world.prometheus.get_sample_value("tidegate_reaction_steps_count", {"tier": "realtime"})
+    assert count == 1
+    at_most_one = world.prometheus.get_sample_value("tidegate_reaction_steps_bucket", {"tier": "realtime", "le": "1.0"})
+    assert at_most_one == 1
+    await asyncio.gather(*bulk)

@@ -1,10 +1,13 @@
-"""The shipped loop, queue, events and client wired together, in virtual time."""
+"""The shipped loop, queue, events and client wired together, in virtual time, with either driver."""
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import update_wrapper
+from typing import Any, NamedTuple, TypeVar
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from engine.interface import EngineInfo, FinishReason
@@ -23,11 +26,12 @@ from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.memory import MemoryWorkerRegistry
 from scheduler.request import Request, TokenEvent
 from scheduler.virtual_time import VirtualClock, run_virtual
+from scheduler.worker.driver import Driver
 from scheduler.worker.heartbeat import WorkerIdentity
 from scheduler.worker.loop import SchedulerLoop, build_loop
 from scheduler.worker.metrics import SchedulerMetrics
 from scheduler.worker.request_intake import RequestTracer
-from tests.scheduler.builders import FAST, CheckedCore, make_core, make_info, make_request, make_tiers
+from tests.scheduler.builders import FAST, make_core, make_info, make_request, make_tiers
 
 T = TypeVar("T")
 
@@ -56,27 +60,53 @@ class Answer:
         return self.first_token_s - self.submitted_s
 
 
-@dataclass
-class World:
-    """One gateway's client and one worker on one queue, in virtual time."""
-
-    clock: VirtualClock
-    tiers: TierSet
-    queue: MemoryQueue  # the gateway's handle
-    events: MemoryEventChannel
-    registry: MemoryWorkerRegistry
-    client: SchedulerClient
-    core: CheckedCore
-    engine: ModeledEngine
-    loop: SchedulerLoop
-    worker_queue: Queue  # the worker's handle
+class Worker(NamedTuple):
+    core: Any  # a `CheckedCore` with a `ModeledEngine`, or a `StreamCore` with a `ModeledUpstream`
+    engine: Any
+    queue: Queue  # its own handle
     metrics: SchedulerMetrics
     prometheus: CollectorRegistry
-    running: asyncio.Task[None]
-    answers: dict[str, Answer] = field(default_factory=dict)
+    loop: SchedulerLoop
+    running: "asyncio.Task[None]"
+
+
+class World:
+    """One gateway's client and one worker on one queue, in virtual time. A test may add workers."""
+
+    def __init__(self, tiers: TierSet) -> None:
+        self.clock = VirtualClock()
+        self.tiers = tiers
+        self.queue = MemoryQueue(self.clock)  # the gateway's handle
+        self.events, self.registry = MemoryEventChannel(), MemoryWorkerRegistry(self.clock)
+        self.client = SchedulerClient(self.queue, self.events, self.registry, tiers, self.clock, "gateway")
+        self.answers: dict[str, Answer] = {}
+
+    def add_worker(self, driver: Driver, engine: Any, worker_id: str, **more: Any) -> Worker:
+        """Begin a worker. `more`: further arguments of `build_loop`."""
+        prometheus = CollectorRegistry()
+        queue, metrics = self.queue.for_worker(worker_id), SchedulerMetrics(prometheus, self.tiers)
+        identity = WorkerIdentity(worker_id, ("model",), self.clock.wall_ms())
+        loop = build_loop(driver, queue, self.events, self.registry, metrics, self.clock, identity, **more)
+        return Worker(driver.core, engine, queue, metrics, prometheus, loop, asyncio.create_task(loop.run()))
+
+    def begin_worker(self, driver: Driver, engine: Any, **more: Any) -> None:
+        """Begin the world's own worker, or its successor under the same name."""
+        worker = self.add_worker(driver, engine, "worker", **more)
+        self.core, self.engine, self.worker_queue, self.metrics, self.prometheus, self.loop, self.running = worker
+
+    async def kill_worker(self) -> None:
+        """End the worker as a SIGKILL would: it gives nothing back."""
+        self.running.cancel()
+        await asyncio.gather(self.running, return_exceptions=True)
+
+    async def worker_fails(self, error: type[BaseException], match: str | None = None) -> None:
+        """Wait until the worker has ended with this error."""
+        with pytest.raises(error, match=match):
+            await self.running
+        self.running = asyncio.create_task(asyncio.sleep(0))
 
     def request(
-        self, request_id: str, tier: str = "realtime", prompt: int = 32, max_tokens: int = 8, **more: Any
+        self, request_id: str, tier: str = "realtime", prompt: Any = 32, max_tokens: int = 8, **more: Any
     ) -> Request:
         """Return a request that arrives now."""
         now_ms = self.clock.wall_ms()
@@ -88,12 +118,12 @@ class World:
         assert not isinstance(outcome, Rejected), outcome
         return outcome
 
-    async def ask(
-        self, request_id: str, tier: str = "realtime", prompt: int = 32, max_tokens: int = 8, **more: Any
-    ) -> Answer:
-        """Send a request now and receive it to its end."""
-        request = self.request(request_id, tier, prompt, max_tokens, **more)
-        answer = self.answers[request_id] = Answer(request, self.clock.now())
+    async def ask(self, request_id: str, *request: Any, **more: Any) -> Answer:
+        """Send a request now, with the arguments of `request`, and receive it to its end."""
+        return await self.receive(self.request(request_id, *request, **more))
+
+    async def receive(self, request: Request) -> Answer:
+        answer = self.answers[request.id] = Answer(request, self.clock.now())
         async with await self.submit(request) as events:
             async for event in events:
                 answer.events.append(event)
@@ -107,8 +137,11 @@ class World:
         await self.clock.sleep(1e-6)
 
 
+Story = Callable[[World], Awaitable[T]]
+
+
 def run_world(
-    story: Callable[[World], Awaitable[T]],
+    story: Story[T],
     *,
     tiers: TierSet | None = None,
     info: EngineInfo | None = None,
@@ -117,15 +150,29 @@ def run_world(
     noise: float = 0.0,
     seed: int = 0,
     prefix_cache: bool = False,
+    step_log: StepLog | None = None,
     tracer: RequestTracer | None = None,
 ) -> T:
-    """Play `story` in virtual time, then drain the worker. `cost`: real costs of the engine; `known`: costs that the
-    scheduler knows from the start (None: it learns them)."""
+    """Play `story` in virtual time with a modeled engine, then drain the worker. `cost`: real costs of the engine;
+    `known`: costs that the scheduler knows from the start (None: it learns them)."""
+
+    def begin(world: World) -> None:
+        core = make_core(world.tiers, info or make_info(), known)
+        clock, timer = world.clock, LoopTimer()
+        engine = ModeledEngine(core._engine, clock.sleep, cost, noise, seed, prefix_cache=prefix_cache, timer=timer)
+        world.begin_worker(StepDriver(core, engine, step_log), engine, tracer=tracer)
+
+    return play_in_world(story, tiers or make_tiers(), begin)
+
+
+def play_in_world(story: Story[T], tiers: TierSet, begin: Callable[[World], None]) -> T:
+    """Play `story` in a world whose worker `begin` begins, then drain the worker."""
 
     async def main() -> T:
-        world = await start_world(
-            tiers or make_tiers(), info or make_info(), cost, known, noise, seed, prefix_cache, tracer=tracer
-        )
+        world = World(tiers)
+        begin(world)
+        await asyncio.sleep(0)  # the worker announces itself
+        await world.client.start()
         try:
             result = await story(world)
         except asyncio.CancelledError:
@@ -152,33 +199,19 @@ def run_bounded(main: Coroutine[Any, Any, T], limit_s: float = 900) -> T:
     return run_virtual(bounded())
 
 
-async def start_world(
-    tiers: TierSet,
-    info: EngineInfo,
-    cost: StepCost = FAST,
-    known: StepCost | None = None,
-    noise: float = 0.0,
-    seed: int = 0,
-    prefix_cache: bool = False,
-    step_log: StepLog | None = None,
-    tracer: RequestTracer | None = None,
-) -> World:
-    clock = VirtualClock()
-    queue = MemoryQueue(clock)
-    events, registry = MemoryEventChannel(), MemoryWorkerRegistry(clock)
-    core = make_core(tiers, info, known)
-    engine = ModeledEngine(info, clock.sleep, cost, noise, seed, prefix_cache=prefix_cache, timer=LoopTimer())
-    prometheus = CollectorRegistry()
-    metrics = SchedulerMetrics(prometheus, tiers)
-    identity = WorkerIdentity("worker", ("model",), clock.wall_ms())
-    of_worker = queue.for_worker("worker")
-    loop = build_loop(
-        StepDriver(core, engine, step_log), of_worker, events, registry, metrics, clock, identity, tracer=tracer
-    )
-    running = asyncio.create_task(loop.run())
-    await asyncio.sleep(0)  # the worker announces itself
-    client = SchedulerClient(queue, events, registry, tiers, clock, "gateway")
-    await client.start()
-    return World(
-        clock, tiers, queue, events, registry, client, core, engine, loop, of_worker, metrics, prometheus, running
-    )
+def played_by(player: Callable[..., Any], **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Return a decorator for tests that `player` plays with these options, such as `@played_by(run_world, known=FAST)`.
+    It gives the first argument of the test, or all before a `/`; pytest gives the others."""
+
+    def decorate(story: Callable[..., Any]) -> Callable[..., None]:
+        def test(**arguments: Any) -> None:
+            player(lambda *stage: story(*stage, **arguments), **options)
+
+        parameters = [*inspect.signature(story).parameters.values()]
+        num_of_player = sum(p.kind is p.POSITIONAL_ONLY for p in parameters) or 1
+        update_wrapper(test, story)
+        del test.__wrapped__  # type: ignore[attr-defined]
+        test.__signature__ = inspect.Signature(parameters[num_of_player:])  # type: ignore[attr-defined]
+        return test
+
+    return decorate

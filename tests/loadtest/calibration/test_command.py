@@ -70,7 +70,7 @@ def test_a_card_from_an_engine(tmp_path: Path) -> None:
     model = write_shape(tmp_path / "tiny", "tiny", max_position_embeddings=256)
     write_weights(model, torch.bfloat16, torch.device("cpu"), seed=1)
     out, result = tmp_path / "card.json", tmp_path / "result.json"
-    sizes = ["--seconds", "8", "--max-decodes", "8", "--max-context", "200", "--kv-mib", "8", "--threads", "1"]
+    sizes = ["--seconds", "4", "--max-decodes", "8", "--max-context", "200", "--kv-mib", "8", "--threads", "1"]
     main(["calibrate", "--model", str(model), "--out", str(out), "--json", str(result), *sizes])
     card = load_cost_card(str(out))
     assert card.name == "tiny"

@@ -68,9 +68,8 @@ async def test_batching_is_compared_with_one_at_a_time(tmp_path: Path) -> None:
     result, most = tmp_path / "r.json", 1e6
     flags = ("--users", "4", "--compare", "batching", "--rounds", "1")
     async with FakeServer() as server:
-        (code, out, err), (too_much, _, _) = await asyncio.gather(
-            run(server, *flags, "--json", str(result)), run(server, *flags, "--at-least", str(most))
-        )
+        code, out, err = await run(server, *flags, "--json", str(result))
+        too_much, _, _ = await run(server, *flags, "--at-least", str(most))
     assert (code, too_much) == (0, 1), err
     assert [part["arm"] for part in json.loads(result.read_text())["parts"]] == ["batched", "one at a time"]
     assert re.search(r"batched +one at a time +ratio", out)
@@ -109,18 +108,19 @@ async def test_a_server_that_cannot_be_measured_is_one_sentence() -> None:
         FakeServer(status=lambda body: 401) as locked,
         FakeServer(streams=False) as whole_only,
     ):
-        said = await asyncio.gather(
-            loadtest("run", "--url", f"http://127.0.0.1:{files.sockets[0].getsockname()[1]}", *SHORT),
-            run(unknown_model, "--model", "nothing"),
-            run(locked),
-            run(whole_only),
-        )
+        said = [
+            await loadtest("run", "--url", f"http://127.0.0.1:{files.sockets[0].getsockname()[1]}", *SHORT),
+            await run(unknown_model, "--model", "nothing"),
+            await run(locked),
+            await run(whole_only),
+        ]
     sentences = ("base URL of an OpenAI-compatible server?", "HTTP 404", "TIDEGATE_API_KEY", "--no-stream")
     for (code, out, err), sentence in zip(said, sentences, strict=True):
         assert (code, out) == (2, ""), err
         assert sentence in err.splitlines()[-1] and "Traceback" not in err
 
 
+@pytest.mark.full
 async def test_a_server_that_goes_is_reported_by_name_after_ctrl_c() -> None:
     command = [sys.executable, "-m", "loadtest", "run", "--users", "3", "--duration", "600", "--warm-up", "0"]
     async with FakeServer() as server:
@@ -141,6 +141,7 @@ async def test_a_server_that_goes_is_reported_by_name_after_ctrl_c() -> None:
     assert b"cannot connect" in out and b"Traceback" not in err
 
 
+@pytest.mark.full
 async def test_ctrl_c_during_the_warm_up_is_one_sentence() -> None:
     async with FakeServer() as server:
         process = await asyncio.create_subprocess_exec(
@@ -157,6 +158,7 @@ async def test_ctrl_c_during_the_warm_up_is_one_sentence() -> None:
     assert err.splitlines()[-1] == b"loadtest: interrupted before anything was measured"
 
 
+@pytest.mark.full
 async def test_a_terminal_shows_a_live_table() -> None:
     ours, theirs = pty.openpty()
     try:

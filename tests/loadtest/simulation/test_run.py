@@ -30,7 +30,7 @@ def make_experiment(trace: Sequence[TraceRow], duration_s: float = 20.0, **more:
 
 
 def report(tmp_path: Path, seed: int) -> tuple[str, bytes]:
-    experiment = Experiment(make_tiers(), make_card(), 20.0, scenario="chat-and-bulk", seed=seed)
+    experiment = Experiment(make_tiers(), make_card(), 6.0, scenario="chat-and-bulk", seed=seed)
     summary, observation = experiment.run()
     record = simulation_record("run", summary, experiment.card, observation, {"seed": seed})
     write_json(tmp_path / f"{seed}.json", record)
@@ -77,7 +77,7 @@ def test_two_workers_share_one_queue() -> None:
 
 def test_arrivals_go_to_an_idle_worker() -> None:
     """Four workers and work for one and a half: hardly any request waits for the end of another's step."""
-    summary, _ = make_experiment(make_trace(400, 0.05, prompt=64, output=4), workers=4).run()
+    summary, _ = make_experiment(make_trace(200, 0.05, prompt=64, output=4), 10.0, workers=4).run()
     first_s = 0.02 + 64 * 0.0005
     assert summary.engines.busy_share < 0.6
     assert summary.classes[0].ttft.p95 is not None and summary.classes[0].ttft.p95 < 2 * first_s
@@ -90,9 +90,9 @@ def test_batches_of_an_engine_that_takes_fixed_ones_are_full_under_a_flood() -> 
     size = {"min": 16, "start": 16, "max": 16}
     tokens = {"min": 512, "start": 512, "max": 512}
     tiers = make_tiers(realtime={"batch_size": size, "batch_tokens": tokens, "queue_limit": 10_000})
-    trace = make_trace(3000, 1 / 300, prompt=32, output=1)  # 94 % of what two engines carry
-    summary, _ = make_experiment(trace, 10.0, card=card, tiers=tiers, workers=2).run()
-    assert summary.classes[0].done == 3000
+    trace = make_trace(1500, 1 / 300, prompt=32, output=1)  # 94 % of what two engines carry
+    summary, _ = make_experiment(trace, 5.0, card=card, tiers=tiers, workers=2).run()
+    assert summary.classes[0].done == 1500
     assert summary.engines.sequences_per_step > 13
 
 

@@ -65,8 +65,8 @@ def test_the_fewest_workers_for_a_trace_are_found(tmp_path: Path, capsys: pytest
 
 
 def test_the_highest_rate_of_a_trace_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace = write_trace(tmp_path / "trace.jsonl", 20, 0.4)
-    code, printed, _ = simulate(capsys, "--trace", trace, "--duration", "8", "--find-capacity", "rate")
+    trace = write_trace(tmp_path / "trace.jsonl", 10, 0.4)
+    code, printed, _ = simulate(capsys, "--trace", trace, "--duration", "4", "--find-capacity", "rate")
     assert code == 0
     assert "times the clients on 1 x 135m-cpu" in printed
 
@@ -88,6 +88,7 @@ def test_a_users_mistake_is_one_sentence(
     assert said in error and error.count("\n") == 1
 
 
+@pytest.mark.full
 def test_tidegate_simulate_prints_the_same_whatever_the_interpreters_hash_seed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

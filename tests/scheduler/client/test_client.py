@@ -22,7 +22,7 @@ from scheduler.registry.worker_status import TierCapacity, TierStatus, WorkerSta
 from scheduler.request import ANSWER_TOO_LARGE, EventKind, Request, TokenEvent
 from scheduler.virtual_time import VirtualClock
 from tests.scheduler.builders import make_request, make_tiers
-from tests.scheduler.world import run_bounded
+from tests.scheduler.world import played_by, run_bounded
 
 MAX_LOGPROBS = 30  # of all streams: one alone may hold 20
 HEARTBEAT_S = 1.0  # seconds between two announcements of a worker
@@ -103,61 +103,51 @@ async def received(stream: TokenStream) -> list[TokenEvent]:
 # -- events --------------------------------------------------------------------------------------------------------
 
 
-def test_tokens_arrive_in_order_and_end_with_one_last_event() -> None:
-    async def story(stage: Stage) -> None:
-        stream = await stage.submit(make_request("r"))
-        await stage.tell(tokens(0, 5), tokens(1, 6, 7))
-        await stage.tell(finished(3, 8))
-        assert await received(stream) == [tokens(0, 5), tokens(1, 6, 7), finished(3, 8)]
-        assert stage.client.num_open == 0
-
-    play(story)
+@played_by(play)
+async def test_tokens_arrive_in_order_and_end_with_one_last_event(stage: Stage) -> None:
+    stream = await stage.submit(make_request("r"))
+    await stage.tell(tokens(0, 5), tokens(1, 6, 7))
+    await stage.tell(finished(3, 8))
+    assert await received(stream) == [tokens(0, 5), tokens(1, 6, 7), finished(3, 8)]
+    assert stage.client.num_open == 0
 
 
-def test_take_returns_all_waiting_events_at_once() -> None:
-    async def story(stage: Stage) -> None:
-        async with await stage.submit(make_request("r")) as stream:
-            await stage.tell(tokens(0, 5), tokens(1, 6))
-            await stage.clock.sleep(0.1)
-            assert await stream.receive(0.0) == [tokens(0, 5), tokens(1, 6)]
-            assert await stream.receive(0.0) == []
-            await stage.tell(finished(2, 7))
-            assert await stream.receive() == [finished(2, 7)]
-            with pytest.raises(EOFError):
-                await stream.receive()
-
-    play(story)
+@played_by(play)
+async def test_take_returns_all_waiting_events_at_once(stage: Stage) -> None:
+    async with await stage.submit(make_request("r")) as stream:
+        await stage.tell(tokens(0, 5), tokens(1, 6))
+        await stage.clock.sleep(0.1)
+        assert await stream.receive(0.0) == [tokens(0, 5), tokens(1, 6)]
+        assert await stream.receive(0.0) == []
+        await stage.tell(finished(2, 7))
+        assert await stream.receive() == [finished(2, 7)]
+        with pytest.raises(EOFError):
+            await stream.receive()
 
 
-def test_take_waits_no_longer_than_its_timeout() -> None:
-    async def story(stage: Stage) -> None:
-        async with await stage.submit(make_request("r")) as stream:
-            before_s = stage.clock.now()
-            assert await stream.receive(2.0) == []
-            assert stage.clock.now() - before_s == pytest.approx(2.0)
-        assert await stage.depth() == 0, "leaving the block early cancels the request"
-
-    play(story)
+@played_by(play)
+async def test_take_waits_no_longer_than_its_timeout(stage: Stage) -> None:
+    async with await stage.submit(make_request("r")) as stream:
+        before_s = stage.clock.now()
+        assert await stream.receive(2.0) == []
+        assert stage.clock.now() - before_s == pytest.approx(2.0)
+    assert await stage.depth() == 0, "leaving the block early cancels the request"
 
 
-def test_a_diverged_request_is_cancelled_even_if_its_events_are_never_taken() -> None:
-    async def story(stage: Stage) -> None:
-        async with await stage.submit(make_request("r")):
-            await stage.queue.for_worker("w").claim({"realtime": 1}, 10.0)
-            await stage.tell(tokens(0, 5), tokens(0, 9))
-            await stage.clock.sleep(0.1)
-        assert stage.queue.cancelled() == ["r"]
-
-    play(story)
+@played_by(play)
+async def test_a_diverged_request_is_cancelled_even_if_its_events_are_never_taken(stage: Stage) -> None:
+    async with await stage.submit(make_request("r")):
+        await stage.queue.for_worker("w").claim({"realtime": 1}, 10.0)
+        await stage.tell(tokens(0, 5), tokens(0, 9))
+        await stage.clock.sleep(0.1)
+    assert stage.queue.cancelled() == ["r"]
 
 
-def test_repeats_after_a_requeue_are_dropped_by_their_index() -> None:
-    async def story(stage: Stage) -> None:
-        stream = await stage.submit(make_request("r"))
-        await stage.tell(tokens(0, 5), tokens(1, 6), tokens(0, 5), tokens(1, 6, 7), finished(0, 5, 6, 7, 8))
-        assert await received(stream) == [tokens(0, 5), tokens(1, 6), tokens(2, 7), finished(3, 8)]
-
-    play(story)
+@played_by(play)
+async def test_repeats_after_a_requeue_are_dropped_by_their_index(stage: Stage) -> None:
+    stream = await stage.submit(make_request("r"))
+    await stage.tell(tokens(0, 5), tokens(1, 6), tokens(0, 5), tokens(1, 6, 7), finished(0, 5, 6, 7, 8))
+    assert await received(stream) == [tokens(0, 5), tokens(1, 6), tokens(2, 7), finished(3, 8)]
 
 
 def test_repeats_lose_their_log_probabilities_in_step_with_their_tokens() -> None:
@@ -182,110 +172,95 @@ def scored(index: int, count: int, of: str = "r") -> TokenEvent:
     return TokenEvent(of, EventKind.TOKENS, index, tuple(range(index, index + count)), logprobs=found)
 
 
-def test_an_answer_with_more_log_probabilities_than_fit_fails_and_its_work_is_cancelled() -> None:
-    async def story(stage: Stage) -> None:
-        async with await stage.submit(make_request("r"), make_request("s")) as stream:
-            await stage.queue.for_worker("w").claim({"realtime": 2}, 10.0)
-            await stage.tell(scored(0, 12), scored(0, 8, "s"))
-            assert await stream.receive() == [scored(0, 12), scored(0, 8, "s")]
-            await stage.tell(scored(12, 1), scored(13, 1), scored(8, 1, "s"))
-            [event] = [event async for event in stream]
-        assert (event.request_id, event.index) == ("r", 12)
-        assert (event.kind, event.code) == (EventKind.FAILED, ANSWER_TOO_LARGE)
-        assert sorted(stage.queue.cancelled()) == ["r", "s"] and stage.client.num_open == 0
-
-    play(story)
+@played_by(play)
+async def test_an_answer_with_more_log_probabilities_than_fit_fails_and_its_work_is_cancelled(stage: Stage) -> None:
+    async with await stage.submit(make_request("r"), make_request("s")) as stream:
+        await stage.queue.for_worker("w").claim({"realtime": 2}, 10.0)
+        await stage.tell(scored(0, 12), scored(0, 8, "s"))
+        assert await stream.receive() == [scored(0, 12), scored(0, 8, "s")]
+        await stage.tell(scored(12, 1), scored(13, 1), scored(8, 1, "s"))
+        [event] = [event async for event in stream]
+    assert (event.request_id, event.index) == ("r", 12)
+    assert (event.kind, event.code) == (EventKind.FAILED, ANSWER_TOO_LARGE)
+    assert sorted(stage.queue.cancelled()) == ["r", "s"] and stage.client.num_open == 0
 
 
-def test_an_answer_for_which_others_leave_no_room_is_told_to_come_again() -> None:
-    async def story(stage: Stage) -> None:
-        async with await stage.submit(make_request("large")), await stage.submit(make_request("small")) as small:
-            await stage.tell(scored(0, 20, "large"), scored(0, 6, "small"))
-            assert await small.receive() == [scored(0, 6, "small")]
-            await stage.tell(scored(6, 1, "small"))
-            [refused] = await small.receive()
-            assert (refused.kind, refused.code) == (EventKind.UNAVAILABLE, "")
-            async with await stage.submit(make_request("next")) as after:  # what was refused has made room at once
-                await stage.tell(scored(0, 6, "next"))
-                assert await after.receive() == [scored(0, 6, "next")]
-
-    play(story)
+@played_by(play)
+async def test_an_answer_for_which_others_leave_no_room_is_told_to_come_again(stage: Stage) -> None:
+    async with await stage.submit(make_request("large")), await stage.submit(make_request("small")) as small:
+        await stage.tell(scored(0, 20, "large"), scored(0, 6, "small"))
+        assert await small.receive() == [scored(0, 6, "small")]
+        await stage.tell(scored(6, 1, "small"))
+        [refused] = await small.receive()
+        assert (refused.kind, refused.code) == (EventKind.UNAVAILABLE, "")
+        async with await stage.submit(make_request("next")) as after:  # what was refused has made room at once
+            await stage.tell(scored(0, 6, "next"))
+            assert await after.receive() == [scored(0, 6, "next")]
 
 
-def test_what_was_sent_to_the_client_or_ended_takes_no_room() -> None:
-    async def story(stage: Stage) -> None:
-        async with await stage.submit(make_request("r")) as stream:
-            for index in range(0, 105, 15):
-                await stage.tell(scored(index, 10))
-                assert await stream.receive() == [scored(index, 10)]
-                await stage.tell(scored(index + 10, 5))  # these are still here when the others are forgotten
-                await stage.clock.sleep(0.1)
-                stream.forget_received()
-                assert await stream.receive() == [scored(index + 10, 5)]
-            await stage.tell(finished(105))
-        for name in ("a", "b", "c"):
-            async with await stage.submit(make_request(name)) as stream:
-                await stage.tell(scored(0, 20, name))
-                assert await stream.receive() == [scored(0, 20, name)]
-
-    play(story)
+@played_by(play)
+async def test_what_was_sent_to_the_client_or_ended_takes_no_room(stage: Stage) -> None:
+    async with await stage.submit(make_request("r")) as stream:
+        for index in range(0, 105, 15):
+            await stage.tell(scored(index, 10))
+            assert await stream.receive() == [scored(index, 10)]
+            await stage.tell(scored(index + 10, 5))  # these are still here when the others are forgotten
+            await stage.clock.sleep(0.1)
+            stream.forget_received()
+            assert await stream.receive() == [scored(index + 10, 5)]
+        await stage.tell(finished(105))
+    for name in ("a", "b", "c"):
+        async with await stage.submit(make_request(name)) as stream:
+            await stage.tell(scored(0, 20, name))
+            assert await stream.receive() == [scored(0, 20, name)]
 
 
 @pytest.mark.parametrize("other", [tokens(0, 9), tokens(1, 9), finished(0, 5, 9), tokens(4, 8)])
-def test_an_output_that_diverges_fails_and_its_work_is_cancelled(other: TokenEvent) -> None:
+@played_by(play)
+async def test_an_output_that_diverges_fails_and_its_work_is_cancelled(stage: Stage, other: TokenEvent) -> None:
     """A mixture of two answers, or an answer with a gap, is worse than an error."""
-
-    async def story(stage: Stage) -> None:
-        stream = await stage.submit(make_request("r"))
-        await stage.queue.for_worker("w").claim({"realtime": 1}, 10.0)
-        await stage.tell(tokens(0, 5), tokens(1, 6))
-        await stage.tell(other)
-        events = await received(stream)
-        assert [(e.kind, e.index) for e in events] == [
-            (EventKind.TOKENS, 0),
-            (EventKind.TOKENS, 1),
-            (EventKind.FAILED, 2),
-        ]
-        assert events[-1].error == "The generation was interrupted and could not be continued."
-        assert await stage.queue.cancel(["r"]) == [False], "the queue has forgotten it"
-        assert stage.queue.cancelled() == ["r"], "and the worker was told"
-        assert stage.client.num_open == 0
-
-    play(story)
+    stream = await stage.submit(make_request("r"))
+    await stage.queue.for_worker("w").claim({"realtime": 1}, 10.0)
+    await stage.tell(tokens(0, 5), tokens(1, 6))
+    await stage.tell(other)
+    events = await received(stream)
+    assert [(e.kind, e.index) for e in events] == [
+        (EventKind.TOKENS, 0),
+        (EventKind.TOKENS, 1),
+        (EventKind.FAILED, 2),
+    ]
+    assert events[-1].error == "The generation was interrupted and could not be continued."
+    assert await stage.queue.cancel(["r"]) == [False], "the queue has forgotten it"
+    assert stage.queue.cancelled() == ["r"], "and the worker was told"
+    assert stage.client.num_open == 0
 
 
-def test_n_sequences_share_one_stream_and_each_has_a_last_event() -> None:
-    async def story(stage: Stage) -> None:
-        stream = await stage.submit(make_request("a"), make_request("b"))
-        await stage.tell(tokens(0, 1, of="a"), finished(0, 2, of="b"))
-        await stage.tell(finished(1, 3, of="a"))
-        events = await received(stream)
-        assert [(e.request_id, e.kind) for e in events] == [
-            ("a", EventKind.TOKENS),
-            ("b", EventKind.FINISHED),
-            ("a", EventKind.FINISHED),
-        ]
-
-    play(story)
+@played_by(play)
+async def test_n_sequences_share_one_stream_and_each_has_a_last_event(stage: Stage) -> None:
+    stream = await stage.submit(make_request("a"), make_request("b"))
+    await stage.tell(tokens(0, 1, of="a"), finished(0, 2, of="b"))
+    await stage.tell(finished(1, 3, of="a"))
+    events = await received(stream)
+    assert [(e.request_id, e.kind) for e in events] == [
+        ("a", EventKind.TOKENS),
+        ("b", EventKind.FINISHED),
+        ("a", EventKind.FINISHED),
+    ]
 
 
-def test_events_of_unknown_requests_are_ignored() -> None:
-    async def story(stage: Stage) -> None:
-        stream = await stage.submit(make_request("r"))
-        await stage.tell(tokens(0, 1, of="stranger"), finished(0, 5))
-        assert await received(stream) == [finished(0, 5)]
-
-    play(story)
+@played_by(play)
+async def test_events_of_unknown_requests_are_ignored(stage: Stage) -> None:
+    stream = await stage.submit(make_request("r"))
+    await stage.tell(tokens(0, 1, of="stranger"), finished(0, 5))
+    assert await received(stream) == [finished(0, 5)]
 
 
-def test_a_failure_after_a_requeue_says_where_it_stopped() -> None:
-    async def story(stage: Stage) -> None:
-        stream = await stage.submit(make_request("r"))
-        await stage.tell(tokens(0, 5, 6), TokenEvent("r", EventKind.FAILED, index=0, error="broken"))
-        events = await received(stream)
-        assert (events[-1].kind, events[-1].index, events[-1].error) == (EventKind.FAILED, 2, "broken")
-
-    play(story)
+@played_by(play)
+async def test_a_failure_after_a_requeue_says_where_it_stopped(stage: Stage) -> None:
+    stream = await stage.submit(make_request("r"))
+    await stage.tell(tokens(0, 5, 6), TokenEvent("r", EventKind.FAILED, index=0, error="broken"))
+    events = await received(stream)
+    assert (events[-1].kind, events[-1].index, events[-1].error) == (EventKind.FAILED, 2, "broken")
 
 
 # -- lost requests -------------------------------------------------------------------------------------------------
@@ -293,190 +268,164 @@ def test_a_failure_after_a_requeue_says_where_it_stopped() -> None:
 LOST_WITHIN_S = (2 * CHECK_EVERY + 1) * REFRESH_S
 
 
-def test_a_request_that_the_queue_has_lost_fails_soon() -> None:
-    async def story(stage: Stage) -> None:
-        stream = await stage.submit(make_request("lost"), make_request("kept"))
-        await stage.tell(tokens(0, 5, of="lost"))
-        del stage.queue._shared.records["lost"]  # a failover has lost the put
-        async with stream as events, asyncio.timeout(LOST_WITHIN_S):
-            assert await anext(events) == tokens(0, 5, of="lost")
-            event = await anext(events)
-        assert (event.request_id, event.kind, event.index) == ("lost", EventKind.UNAVAILABLE, 1)
-        assert "lost" in event.error
-
-    play(story)
+@played_by(play)
+async def test_a_request_that_the_queue_has_lost_fails_soon(stage: Stage) -> None:
+    stream = await stage.submit(make_request("lost"), make_request("kept"))
+    await stage.tell(tokens(0, 5, of="lost"))
+    del stage.queue._shared.records["lost"]  # a failover has lost the put
+    async with stream as events, asyncio.timeout(LOST_WITHIN_S):
+        assert await anext(events) == tokens(0, 5, of="lost")
+        event = await anext(events)
+    assert (event.request_id, event.kind, event.index) == ("lost", EventKind.UNAVAILABLE, 1)
+    assert "lost" in event.error
 
 
-def test_a_waiting_or_leased_request_is_never_taken_for_lost() -> None:
-    async def story(stage: Stage) -> None:
-        leased = await stage.submit(make_request("leased"))
-        await stage.queue.for_worker("w").claim({"realtime": 1}, 10.0)
-        waiting = await stage.submit(make_request("waiting"))
-        await stage.clock.sleep(10 * LOST_WITHIN_S)
-        assert stage.client.num_open == 2
-        async with leased, waiting:
-            pass
-
-    play(story)
+@played_by(play)
+async def test_a_waiting_or_leased_request_is_never_taken_for_lost(stage: Stage) -> None:
+    leased = await stage.submit(make_request("leased"))
+    await stage.queue.for_worker("w").claim({"realtime": 1}, 10.0)
+    waiting = await stage.submit(make_request("waiting"))
+    await stage.clock.sleep(10 * LOST_WITHIN_S)
+    assert stage.client.num_open == 2
+    async with leased, waiting:
+        pass
 
 
-def test_a_last_event_may_arrive_after_its_request_was_acknowledged() -> None:
-    async def story(stage: Stage) -> None:
-        stream = await stage.submit(make_request("r"))
-        await stage.clock.sleep(CHECK_EVERY * REFRESH_S - 0.5)
-        del stage.queue._shared.records["r"]  # acknowledged; the event is on its way
-        await stage.clock.sleep(REFRESH_S)
+@played_by(play)
+async def test_a_last_event_may_arrive_after_its_request_was_acknowledged(stage: Stage) -> None:
+    stream = await stage.submit(make_request("r"))
+    await stage.clock.sleep(CHECK_EVERY * REFRESH_S - 0.5)
+    del stage.queue._shared.records["r"]  # acknowledged; the event is on its way
+    await stage.clock.sleep(REFRESH_S)
+    await stage.tell(finished(0, 5))
+    assert await received(stream) == [finished(0, 5)]
+    await stage.clock.sleep(3 * LOST_WITHIN_S)
+
+
+@played_by(play)
+async def test_a_request_that_is_still_being_put_is_not_lost(stage: Stage) -> None:
+    put = stage.queue.put
+
+    async def slow_put(*arguments: Any) -> Any:
+        await stage.clock.sleep(2 * LOST_WITHIN_S)
+        return await put(*arguments)
+
+    stage.queue.put = slow_put  # type: ignore[method-assign]
+    async with await stage.submit(make_request("r")) as events:
         await stage.tell(finished(0, 5))
-        assert await received(stream) == [finished(0, 5)]
-        await stage.clock.sleep(3 * LOST_WITHIN_S)
-
-    play(story)
+        assert [e async for e in events] == [finished(0, 5)]
 
 
-def test_a_request_that_is_still_being_put_is_not_lost() -> None:
-    async def story(stage: Stage) -> None:
-        put = stage.queue.put
-
-        async def slow_put(*arguments: Any) -> Any:
-            await stage.clock.sleep(2 * LOST_WITHIN_S)
-            return await put(*arguments)
-
-        stage.queue.put = slow_put  # type: ignore[method-assign]
-        async with await stage.submit(make_request("r")) as events:
-            await stage.tell(finished(0, 5))
-            assert [e async for e in events] == [finished(0, 5)]
-
-    play(story)
-
-
-def test_fail_open_ends_every_open_request_with_the_reason() -> None:
-    async def story(stage: Stage) -> None:
-        first, second = await stage.submit(make_request("a"), make_request("b")), await stage.submit(make_request("c"))
-        await stage.tell(tokens(0, 5, of="a"))
-        await stage.clock.sleep(0.1)
-        stage.client.drain()
-        stage.client.fail_open("The server is shutting down.")
-        ended = [*await received(first), *await received(second)]
-        assert [(e.request_id, e.kind, e.index, e.error) for e in ended[1:]] == [
-            ("a", EventKind.UNAVAILABLE, 1, "The server is shutting down."),
-            ("b", EventKind.UNAVAILABLE, 0, "The server is shutting down."),
-            ("c", EventKind.UNAVAILABLE, 0, "The server is shutting down."),
-        ]
-        assert stage.client.num_open == 0
-        await stage.client.close()
-        assert await stage.depth() == 0, "close cancels them"
-
-    play(story)
+@played_by(play)
+async def test_fail_open_ends_every_open_request_with_the_reason(stage: Stage) -> None:
+    first, second = await stage.submit(make_request("a"), make_request("b")), await stage.submit(make_request("c"))
+    await stage.tell(tokens(0, 5, of="a"))
+    await stage.clock.sleep(0.1)
+    stage.client.drain()
+    stage.client.fail_open("The server is shutting down.")
+    ended = [*await received(first), *await received(second)]
+    assert [(e.request_id, e.kind, e.index, e.error) for e in ended[1:]] == [
+        ("a", EventKind.UNAVAILABLE, 1, "The server is shutting down."),
+        ("b", EventKind.UNAVAILABLE, 0, "The server is shutting down."),
+        ("c", EventKind.UNAVAILABLE, 0, "The server is shutting down."),
+    ]
+    assert stage.client.num_open == 0
+    await stage.client.close()
+    assert await stage.depth() == 0, "close cancels them"
 
 
 # -- cancel --------------------------------------------------------------------------------------------------------
 
 
-def test_leaving_the_block_cancels_what_is_unfinished() -> None:
-    async def story(stage: Stage) -> None:
-        stream = await stage.submit(make_request("a"), make_request("b"))
-        await stage.tell(finished(0, 1, of="a"))
-        async with stream as events:
-            assert (await anext(aiter(events))).request_id == "a"
-        assert await stage.depth() == 1, "a was never acknowledged here, b is gone"
-        assert await stage.queue.cancel(["b"]) == [False]
-        assert stage.client.num_open == 0
-
-    play(story)
+@played_by(play)
+async def test_leaving_the_block_cancels_what_is_unfinished(stage: Stage) -> None:
+    stream = await stage.submit(make_request("a"), make_request("b"))
+    await stage.tell(finished(0, 1, of="a"))
+    async with stream as events:
+        assert (await anext(aiter(events))).request_id == "a"
+    assert await stage.depth() == 1, "a was never acknowledged here, b is gone"
+    assert await stage.queue.cancel(["b"]) == [False]
+    assert stage.client.num_open == 0
 
 
-def test_an_error_in_the_block_cancels_too() -> None:
-    async def story(stage: Stage) -> None:
-        stream = await stage.submit(make_request("r"))
-        with pytest.raises(ZeroDivisionError):
-            async with stream:
-                raise ZeroDivisionError
-        assert await stage.depth() == 0
-
-    play(story)
+@played_by(play)
+async def test_an_error_in_the_block_cancels_too(stage: Stage) -> None:
+    stream = await stage.submit(make_request("r"))
+    with pytest.raises(ZeroDivisionError):
+        async with stream:
+            raise ZeroDivisionError
+    assert await stage.depth() == 0
 
 
-def test_cancelling_one_choice_leaves_the_others() -> None:
-    async def story(stage: Stage) -> None:
-        stream = await stage.submit(make_request("stopped"), make_request("goes on"))
-        await stage.tell(tokens(0, 1, of="stopped"))
-        async with stream as events:
-            await anext(aiter(events))
-            await stream.cancel("stopped")
-            await stage.tell(tokens(1, 2, of="stopped"), finished(0, 3, of="goes on"))
-            assert [e async for e in events] == [finished(0, 3, of="goes on")]
-
-    play(story)
+@played_by(play)
+async def test_cancelling_one_choice_leaves_the_others(stage: Stage) -> None:
+    stream = await stage.submit(make_request("stopped"), make_request("goes on"))
+    await stage.tell(tokens(0, 1, of="stopped"))
+    async with stream as events:
+        await anext(aiter(events))
+        await stream.cancel("stopped")
+        await stage.tell(tokens(1, 2, of="stopped"), finished(0, 3, of="goes on"))
+        assert [e async for e in events] == [finished(0, 3, of="goes on")]
 
 
-def test_cancelling_the_last_choice_ends_the_iteration() -> None:
-    async def story(stage: Stage) -> None:
-        stream = await stage.submit(make_request("r"))
-        waiting = asyncio.create_task(received(stream))
-        await stage.clock.sleep(0.1)
-        await stream.cancel("r")
-        async with asyncio.timeout(1.0):
-            assert await waiting == []
-
-    play(story)
+@played_by(play)
+async def test_cancelling_the_last_choice_ends_the_iteration(stage: Stage) -> None:
+    stream = await stage.submit(make_request("r"))
+    waiting = asyncio.create_task(received(stream))
+    await stage.clock.sleep(0.1)
+    await stream.cancel("r")
+    async with asyncio.timeout(1.0):
+        assert await waiting == []
 
 
-def test_closing_cancels_open_requests() -> None:
-    async def story(stage: Stage) -> None:
-        await stage.submit(make_request("a"), make_request("b"))
-        await stage.client.close()
-        assert await stage.depth() == 0
-
-    play(story)
+@played_by(play)
+async def test_closing_cancels_open_requests(stage: Stage) -> None:
+    await stage.submit(make_request("a"), make_request("b"))
+    await stage.client.close()
+    assert await stage.depth() == 0
 
 
-def test_publishing_to_a_closed_client_fails() -> None:
-    async def story(stage: Stage) -> None:
-        await stage.client.close()
-        assert await stage.events.publish("gateway", [finished(0, 5)]) is False
-
-    play(story)
+@played_by(play)
+async def test_publishing_to_a_closed_client_fails(stage: Stage) -> None:
+    await stage.client.close()
+    assert await stage.events.publish("gateway", [finished(0, 5)]) is False
 
 
-def test_a_submit_cancelled_during_the_put_leaves_nothing_in_the_queue() -> None:
-    async def story(stage: Stage) -> None:
-        put = stage.queue.put
+@played_by(play)
+async def test_a_submit_cancelled_during_the_put_leaves_nothing_in_the_queue(stage: Stage) -> None:
+    put = stage.queue.put
 
-        async def slow_answer(*arguments: Any) -> Any:
-            refused = await put(*arguments)
-            await stage.clock.sleep(1.0)
-            return refused
+    async def slow_answer(*arguments: Any) -> Any:
+        refused = await put(*arguments)
+        await stage.clock.sleep(1.0)
+        return refused
 
-        stage.queue.put = slow_answer  # type: ignore[method-assign]
-        submitting = asyncio.create_task(stage.submit(make_request("a"), make_request("b")))
-        await stage.clock.sleep(0.5)
-        assert await stage.depth() == 2
-        submitting.cancel()
-        await asyncio.gather(submitting, return_exceptions=True)
-        await stage.clock.sleep(0.1)
-        assert submitting.cancelled()
-        assert await stage.depth() == 0
-        assert stage.client.num_open == 0
-
-    play(story)
+    stage.queue.put = slow_answer  # type: ignore[method-assign]
+    submitting = asyncio.create_task(stage.submit(make_request("a"), make_request("b")))
+    await stage.clock.sleep(0.5)
+    assert await stage.depth() == 2
+    submitting.cancel()
+    await asyncio.gather(submitting, return_exceptions=True)
+    await stage.clock.sleep(0.1)
+    assert submitting.cancelled()
+    assert await stage.depth() == 0
+    assert stage.client.num_open == 0
 
 
-def test_a_cancel_in_an_outage_of_the_store_is_made_up_for() -> None:
-    async def story(stage: Stage) -> None:
-        await stage.submit(make_request("a"))
-        cancel = stage.queue.cancel
+@played_by(play)
+async def test_a_cancel_in_an_outage_of_the_store_is_made_up_for(stage: Stage) -> None:
+    await stage.submit(make_request("a"))
+    cancel = stage.queue.cancel
 
-        async def unreachable(request_ids: Iterable[str]) -> None:
-            raise StoreUnreachable("the store is away")
+    async def unreachable(request_ids: Iterable[str]) -> None:
+        raise StoreUnreachable("the store is away")
 
-        stage.queue.cancel = unreachable  # type: ignore[assignment, method-assign]
-        await stage.client.cancel(["a"])
-        assert await stage.depth() == 1
-        stage.queue.cancel = cancel  # type: ignore[method-assign]
-        await stage.clock.sleep(5.0)
-        assert await stage.depth() == 0
-
-    play(story)
+    stage.queue.cancel = unreachable  # type: ignore[assignment, method-assign]
+    await stage.client.cancel(["a"])
+    assert await stage.depth() == 1
+    stage.queue.cancel = cancel  # type: ignore[method-assign]
+    await stage.clock.sleep(5.0)
+    assert await stage.depth() == 0
 
 
 # -- rejections ----------------------------------------------------------------------------------------------------
@@ -490,30 +439,24 @@ async def refused(stage: Stage, *requests: Request) -> Rejected:
 
 
 @pytest.mark.trap(4, 15)
-def test_a_full_queue_refuses_all_or_none_and_n_counts_as_n() -> None:
+@played_by(play)
+async def test_a_full_queue_refuses_all_or_none_and_n_counts_as_n(stage: Stage) -> None:
     """Traps 4 and 15: the queue checks the limit and enqueues in one atomic move."""
-
-    async def story(stage: Stage) -> None:
-        await stage.submit(make_request("a"), make_request("b"))
-        rejected = await refused(stage, *(make_request(f"n{i}") for i in range(3)))
-        assert rejected.reason is RejectReason.QUEUE_FULL
-        assert await stage.depth() == 2
-        assert stage.client.num_open == 2, "rejected requests are not open"
-        await stage.submit(make_request("c"), make_request("d"))
-
-    play(story)
+    await stage.submit(make_request("a"), make_request("b"))
+    rejected = await refused(stage, *(make_request(f"n{i}") for i in range(3)))
+    assert rejected.reason is RejectReason.QUEUE_FULL
+    assert await stage.depth() == 2
+    assert stage.client.num_open == 2, "rejected requests are not open"
+    await stage.submit(make_request("c"), make_request("d"))
 
 
 @pytest.mark.trap(4)
-def test_trap_4_a_burst_of_submits_does_not_exceed_the_queue_limit() -> None:
-
-    async def story(stage: Stage) -> None:
-        burst = [stage.client.submit([make_request(f"r{i}")]) for i in range(20)]
-        outcomes = await asyncio.gather(*burst)
-        assert sum(isinstance(o, TokenStream) for o in outcomes) == 4
-        assert await stage.depth() == 4
-
-    play(story)
+@played_by(play)
+async def test_trap_4_a_burst_of_submits_does_not_exceed_the_queue_limit(stage: Stage) -> None:
+    burst = [stage.client.submit([make_request(f"r{i}")]) for i in range(20)]
+    outcomes = await asyncio.gather(*burst)
+    assert sum(isinstance(o, TokenStream) for o in outcomes) == 4
+    assert await stage.depth() == 4
 
 
 CAPACITY = TierCapacity(slots_free=64, drain_per_s=1.0, prefill_tokens_per_s=1000.0, output_tokens_per_s=1000.0)
@@ -535,295 +478,254 @@ async def num_admitted(*submits: Awaitable[TokenStream | Rejected]) -> int:
 
 
 @pytest.mark.trap(4)
-def test_trap_4_a_burst_over_two_gateways_is_admitted_only_within_the_slo() -> None:
-    async def story(stage: Stage) -> None:
-        clients = [await predicting_client(stage, f"gateway-{n}") for n in range(2)]
-        bursts = [c.submit([make_request(f"{c.gateway_id}-{i}", prompt=100)]) for i in range(20) for c in clients]
-        assert await num_admitted(*bursts) == 5
-        for client in clients:
-            await client.close()
-
-    play(story)
+@played_by(play)
+async def test_trap_4_a_burst_over_two_gateways_is_admitted_only_within_the_slo(stage: Stage) -> None:
+    clients = [await predicting_client(stage, f"gateway-{n}") for n in range(2)]
+    bursts = [c.submit([make_request(f"{c.gateway_id}-{i}", prompt=100)]) for i in range(20) for c in clients]
+    assert await num_admitted(*bursts) == 5
+    for client in clients:
+        await client.close()
 
 
 @pytest.mark.trap(4)
-def test_trap_4_a_burst_that_was_claimed_at_once_still_counts() -> None:
+@played_by(play)
+async def test_trap_4_a_burst_that_was_claimed_at_once_still_counts(stage: Stage) -> None:
     """The queue is empty again, and the next heartbeat comes a second later."""
-
-    async def story(stage: Stage) -> None:
-        client = await predicting_client(stage, "gateway-1")
-        for i in range(20):
-            await client.submit([make_request(f"r{i}", prompt=100)])
-            await stage.queue.for_worker("w").claim({"realtime": 99}, 10.0)
-        assert client.num_open == 5
-        await client.close()
-
-    play(story)
+    client = await predicting_client(stage, "gateway-1")
+    for i in range(20):
+        await client.submit([make_request(f"r{i}", prompt=100)])
+        await stage.queue.for_worker("w").claim({"realtime": 99}, 10.0)
+    assert client.num_open == 5
+    await client.close()
 
 
 @pytest.mark.trap(15)
-def test_trap_15_admission_counts_the_prompt_of_each_of_n_choices() -> None:
-    async def story(stage: Stage) -> None:
-        client = await predicting_client(stage, "gateway-1")
-        four = [make_request(f"four-{n}", prompt=70) for n in range(4)]
-        assert await num_admitted(client.submit(four)) == 1
-        assert await num_admitted(client.submit([make_request(f"more-{n}", prompt=70) for n in range(5)])) == 0
-        assert await num_admitted(client.submit([make_request("one", prompt=70)])) == 1
-        await client.close()
-
-    play(story)
+@played_by(play)
+async def test_trap_15_admission_counts_the_prompt_of_each_of_n_choices(stage: Stage) -> None:
+    client = await predicting_client(stage, "gateway-1")
+    four = [make_request(f"four-{n}", prompt=70) for n in range(4)]
+    assert await num_admitted(client.submit(four)) == 1
+    assert await num_admitted(client.submit([make_request(f"more-{n}", prompt=70) for n in range(5)])) == 0
+    assert await num_admitted(client.submit([make_request("one", prompt=70)])) == 1
+    await client.close()
 
 
 @pytest.mark.trap(7)
-def test_trap_7_a_flood_of_bulk_stops_no_chat() -> None:
-    async def story(stage: Stage) -> None:
-        client = await predicting_client(stage, "gateway-1")
-        flood = [make_request(f"b{n}", "bulk", prompt=500, deadline_ms=2**50) for n in range(500)]
-        assert await num_admitted(client.submit(flood)) == 1
-        assert await num_admitted(client.submit([make_request("chat", prompt=100)])) == 1
-        await client.close()
-
-    play(story)
+@played_by(play)
+async def test_trap_7_a_flood_of_bulk_stops_no_chat(stage: Stage) -> None:
+    client = await predicting_client(stage, "gateway-1")
+    flood = [make_request(f"b{n}", "bulk", prompt=500, deadline_ms=2**50) for n in range(500)]
+    assert await num_admitted(client.submit(flood)) == 1
+    assert await num_admitted(client.submit([make_request("chat", prompt=100)])) == 1
+    await client.close()
 
 
 @pytest.mark.trap(8)
-def test_trap_8_an_old_heartbeat_refuses_nothing() -> None:
-    async def story(stage: Stage) -> None:
-        client = await predicting_client(stage, "gateway-1")
-        assert await num_admitted(*(client.submit([make_request(f"a{n}", prompt=100)]) for n in range(9))) == 5
-        stage.beating.cancel()
-        for n in range(int(STALE_S + REFRESH_S)):  # another worker is alive, and says nothing of its capacity
-            await stage.registry.announce(replace(stage.status, worker_id="other", tiers={}, at_ms=n), "")
-            await stage.clock.sleep(HEARTBEAT_S)
-        assert await num_admitted(*(client.submit([make_request(f"b{n}", prompt=100)]) for n in range(9))) == 9
-        await client.close()
-
-    play(story)
+@played_by(play)
+async def test_trap_8_an_old_heartbeat_refuses_nothing(stage: Stage) -> None:
+    client = await predicting_client(stage, "gateway-1")
+    assert await num_admitted(*(client.submit([make_request(f"a{n}", prompt=100)]) for n in range(9))) == 5
+    stage.beating.cancel()
+    for n in range(int(STALE_S + REFRESH_S)):  # another worker is alive, and says nothing of its capacity
+        await stage.registry.announce(replace(stage.status, worker_id="other", tiers={}, at_ms=n), "")
+        await stage.clock.sleep(HEARTBEAT_S)
+    assert await num_admitted(*(client.submit([make_request(f"b{n}", prompt=100)]) for n in range(9))) == 9
+    await client.close()
 
 
-def test_clients_that_are_refused_together_are_told_different_times() -> None:
-    async def story(stage: Stage) -> None:
-        await stage.submit(*(make_request(f"r{i}") for i in range(4)))
-        first = await refused(stage)
-        stage.share = 0.5
-        later = await refused(stage)
-        assert (first.retry_after_s, later.retry_after_s) == (30, 45)
-
-    play(story)
+@played_by(play)
+async def test_clients_that_are_refused_together_are_told_different_times(stage: Stage) -> None:
+    await stage.submit(*(make_request(f"r{i}") for i in range(4)))
+    first = await refused(stage)
+    stage.share = 0.5
+    later = await refused(stage)
+    assert (first.retry_after_s, later.retry_after_s) == (30, 45)
 
 
 @pytest.mark.parametrize(("per_s", "retry_s"), [(0.0, 30.0), (0.5, 2.0), (1000.0, 1.0), (0.001, 60.0)])
-def test_retry_after_comes_from_the_drain_rate(per_s: float, retry_s: float) -> None:
-    async def story(stage: Stage) -> None:
-        await stage.announce(realtime=TierStatus(finished_per_s=per_s))
-        await stage.clock.sleep(REFRESH_S * 1.5)
-        await stage.submit(*(make_request(f"r{i}") for i in range(4)))
-        assert (await refused(stage)).retry_after_s == retry_s
-
-    play(story)
+@played_by(play)
+async def test_retry_after_comes_from_the_drain_rate(stage: Stage, per_s: float, retry_s: float) -> None:
+    await stage.announce(realtime=TierStatus(finished_per_s=per_s))
+    await stage.clock.sleep(REFRESH_S * 1.5)
+    await stage.submit(*(make_request(f"r{i}") for i in range(4)))
+    assert (await refused(stage)).retry_after_s == retry_s
 
 
-def test_without_any_engine_requests_are_refused() -> None:
-    async def story(stage: Stage) -> None:
-        assert (await refused(stage)).reason is RejectReason.NO_ENGINE
-        await stage.announce()
-        await stage.clock.sleep(REFRESH_S * 1.5)
-        await stage.submit(make_request("r"))
-
-    play(story, worker=False)
+@played_by(play, worker=False)
+async def test_without_any_engine_requests_are_refused(stage: Stage) -> None:
+    assert (await refused(stage)).reason is RejectReason.NO_ENGINE
+    await stage.announce()
+    await stage.clock.sleep(REFRESH_S * 1.5)
+    await stage.submit(make_request("r"))
 
 
-def test_a_worker_that_has_just_come_serves_the_next_request() -> None:
-    async def story(stage: Stage) -> None:
-        assert isinstance(await stage.client.submit([make_request("a")]), Rejected)
-        before_s = stage.clock.now()
-        await stage.announce()
-        async with await stage.submit(make_request("b")):
-            assert stage.clock.now() == before_s
-            assert [worker.worker_id for worker in stage.client.workers] == ["w"]
-
-    play(story, worker=False)
+@played_by(play, worker=False)
+async def test_a_worker_that_has_just_come_serves_the_next_request(stage: Stage) -> None:
+    assert isinstance(await stage.client.submit([make_request("a")]), Rejected)
+    before_s = stage.clock.now()
+    await stage.announce()
+    async with await stage.submit(make_request("b")):
+        assert stage.clock.now() == before_s
+        assert [worker.worker_id for worker in stage.client.workers] == ["w"]
 
 
-def test_a_silent_worker_is_not_found_by_looking_again_until_its_next_heartbeat() -> None:
-    async def story(stage: Stage) -> None:
-        stage.beating.cancel()
-        await stage.clock.sleep(3.0)
-        assert isinstance(await stage.client.submit([make_request("a")]), Rejected)
-        await stage.announce()
-        async with await stage.submit(make_request("b")):
-            pass
-
-    play(story)
+@played_by(play)
+async def test_a_silent_worker_is_not_found_by_looking_again_until_its_next_heartbeat(stage: Stage) -> None:
+    stage.beating.cancel()
+    await stage.clock.sleep(3.0)
+    assert isinstance(await stage.client.submit([make_request("a")]), Rejected)
+    await stage.announce()
+    async with await stage.submit(make_request("b")):
+        pass
 
 
-def test_bulk_waits_a_while_for_a_restarting_engine_and_interactive_requests_are_refused_at_once() -> None:
-    async def story(stage: Stage) -> None:
-        stage.beating.cancel()
-        await stage.registry.withdraw("w")
-        await stage.clock.sleep(1.5 * CHECK_S)
-        assert (await refused(stage, make_request("chat"))).reason is RejectReason.NO_ENGINE
-        await stage.clock.sleep(WORKER_GRACE_S - 1)
-        assert stage.client.workers == []
-        await stage.submit(make_request("r", "bulk"))
-        await stage.clock.sleep(2)
-        assert (await refused(stage, make_request("b", "bulk"))).reason is RejectReason.NO_ENGINE
-
-    play(story)
+@played_by(play)
+async def test_bulk_waits_a_while_for_a_restarting_engine_and_interactive_requests_are_refused_at_once(
+    stage: Stage,
+) -> None:
+    stage.beating.cancel()
+    await stage.registry.withdraw("w")
+    await stage.clock.sleep(1.5 * CHECK_S)
+    assert (await refused(stage, make_request("chat"))).reason is RejectReason.NO_ENGINE
+    await stage.clock.sleep(WORKER_GRACE_S - 1)
+    assert stage.client.workers == []
+    await stage.submit(make_request("r", "bulk"))
+    await stage.clock.sleep(2)
+    assert (await refused(stage, make_request("b", "bulk"))).reason is RejectReason.NO_ENGINE
 
 
 # -- hung workers --------------------------------------------------------------------------------------------------
 
 
-def test_interactive_requests_are_refused_within_two_seconds_of_a_missed_heartbeat() -> None:
-    async def story(stage: Stage) -> None:
-        stage.beating.cancel()
+@played_by(play)
+async def test_interactive_requests_are_refused_within_two_seconds_of_a_missed_heartbeat(stage: Stage) -> None:
+    stage.beating.cancel()
+    await stage.announce()
+    await stage.clock.sleep(HEARTBEAT_S + 2.0)
+    assert [w.worker_id for w in await stage.registry.workers()] == ["w"], "the store still lists it"
+    assert (await refused(stage)).reason is RejectReason.NO_ENGINE
+    await stage.announce()
+    await stage.clock.sleep(CHECK_S)
+    await stage.submit(make_request("r"))
+
+
+@played_by(play)
+async def test_a_heartbeat_that_comes_late_refuses_nothing(stage: Stage) -> None:
+    stage.beating.cancel()
+    for n in range(20):
         await stage.announce()
-        await stage.clock.sleep(HEARTBEAT_S + 2.0)
-        assert [w.worker_id for w in await stage.registry.workers()] == ["w"], "the store still lists it"
-        assert (await refused(stage)).reason is RejectReason.NO_ENGINE
-        await stage.announce()
-        await stage.clock.sleep(CHECK_S)
-        await stage.submit(make_request("r"))
-
-    play(story)
+        await stage.clock.sleep(1.9 * HEARTBEAT_S)
+        await stage.client.cancel([f"r{n - 1}"])
+        await stage.submit(make_request(f"r{n}"))
 
 
-def test_a_heartbeat_that_comes_late_refuses_nothing() -> None:
-    async def story(stage: Stage) -> None:
-        stage.beating.cancel()
-        for n in range(20):
-            await stage.announce()
-            await stage.clock.sleep(1.9 * HEARTBEAT_S)
-            await stage.client.cancel([f"r{n - 1}"])
-            await stage.submit(make_request(f"r{n}"))
-
-    play(story)
-
-
-def test_with_a_second_worker_nothing_is_refused_and_nothing_fails() -> None:
-    async def story(stage: Stage) -> None:
-        stream = await stage.submit(make_request("r"))
-        stage.beating.cancel()
-        for n in range(20):
-            await stage.registry.announce(replace(stage.status, worker_id="other", at_ms=n), "")
-            await stage.clock.sleep(HEARTBEAT_S)
-        assert [w.worker_id for w in stage.client.workers] == ["other"]
-        await stage.tell(finished(0, 5))
-        assert await received(stream) == [finished(0, 5)]
-
-    play(story)
+@played_by(play)
+async def test_with_a_second_worker_nothing_is_refused_and_nothing_fails(stage: Stage) -> None:
+    stream = await stage.submit(make_request("r"))
+    stage.beating.cancel()
+    for n in range(20):
+        await stage.registry.announce(replace(stage.status, worker_id="other", at_ms=n), "")
+        await stage.clock.sleep(HEARTBEAT_S)
+    assert [w.worker_id for w in stage.client.workers] == ["other"]
+    await stage.tell(finished(0, 5))
+    assert await received(stream) == [finished(0, 5)]
 
 
-def test_open_interactive_requests_of_a_hung_worker_fail_within_ten_seconds_and_bulk_requests_stay() -> None:
-    async def story(stage: Stage) -> None:
-        chat, bulk = await stage.submit(make_request("chat")), await stage.submit(make_request("bulk", "bulk"))
-        await stage.queue.for_worker("w").claim({"realtime": 1, "bulk": 1}, 1000.0)
-        await stage.tell(tokens(0, 5, of="chat"))
-        stage.beating.cancel()
-        async with asyncio.timeout(10.0 - STUCK_S):
-            events = await received(chat)
-        assert [(e.kind, e.index) for e in events] == [(EventKind.TOKENS, 0), (EventKind.UNAVAILABLE, 1)]
-        assert "Try again" in events[-1].error
-        await stage.clock.sleep(0.1)
-        assert await stage.queue.known(["chat", "bulk"]) == [False, True]
-        await stage.clock.sleep(100.0)
-        await stage.tell(finished(0, 5, of="bulk"))
-        assert await received(bulk) == [finished(0, 5, of="bulk")]
-
-    play(story)
-
-
-def test_an_outage_of_the_store_fails_no_request() -> None:
-    async def story(stage: Stage) -> None:
-        stream = await stage.submit(make_request("r"))
-        workers = stage.registry.workers
-
-        async def away() -> list[WorkerStatus]:
-            raise ConnectionError("stopped")
-
-        stage.registry.workers = away  # type: ignore[method-assign]
-        await stage.clock.sleep(30.0)
-        stage.registry.workers = workers  # type: ignore[method-assign]
-        await stage.registry.withdraw("w")  # expired meanwhile; the worker announces itself again within a second
-        await stage.clock.sleep(5.0)
-        await stage.tell(finished(0, 5))
-        assert await received(stream) == [finished(0, 5)]
-
-    play(story)
+@played_by(play)
+async def test_open_interactive_requests_of_a_hung_worker_fail_within_ten_seconds_and_bulk_requests_stay(
+    stage: Stage,
+) -> None:
+    chat, bulk = await stage.submit(make_request("chat")), await stage.submit(make_request("bulk", "bulk"))
+    await stage.queue.for_worker("w").claim({"realtime": 1, "bulk": 1}, 1000.0)
+    await stage.tell(tokens(0, 5, of="chat"))
+    stage.beating.cancel()
+    async with asyncio.timeout(10.0 - STUCK_S):
+        events = await received(chat)
+    assert [(e.kind, e.index) for e in events] == [(EventKind.TOKENS, 0), (EventKind.UNAVAILABLE, 1)]
+    assert "Try again" in events[-1].error
+    await stage.clock.sleep(0.1)
+    assert await stage.queue.known(["chat", "bulk"]) == [False, True]
+    await stage.clock.sleep(100.0)
+    await stage.tell(finished(0, 5, of="bulk"))
+    assert await received(bulk) == [finished(0, 5, of="bulk")]
 
 
-def test_a_draining_gateway_rejects_new_requests_and_serves_open_ones() -> None:
-    async def story(stage: Stage) -> None:
-        stream = await stage.submit(make_request("r"))
-        stage.client.drain()
-        assert (await refused(stage)).reason is RejectReason.DRAINING
-        await stage.tell(finished(0, 5))
-        assert await received(stream) == [finished(0, 5)]
+@played_by(play)
+async def test_an_outage_of_the_store_fails_no_request(stage: Stage) -> None:
+    stream = await stage.submit(make_request("r"))
+    workers = stage.registry.workers
 
-    play(story)
+    async def away() -> list[WorkerStatus]:
+        raise ConnectionError("stopped")
 
-
-def test_a_request_whose_tier_was_just_removed_is_rejected() -> None:
-    async def story(stage: Stage) -> None:
-        stage.client.reconfigure(make_tiers(gold={"priority": 5}))
-        late = make_request("r", tier="gold")
-        stage.client.reconfigure(make_tiers())
-        assert (await refused(stage, late)).reason is RejectReason.TIER_GONE
-        assert stage.client.num_open == 0
-
-    play(story)
+    stage.registry.workers = away  # type: ignore[method-assign]
+    await stage.clock.sleep(30.0)
+    stage.registry.workers = workers  # type: ignore[method-assign]
+    await stage.registry.withdraw("w")  # expired meanwhile; the worker announces itself again within a second
+    await stage.clock.sleep(5.0)
+    await stage.tell(finished(0, 5))
+    assert await received(stream) == [finished(0, 5)]
 
 
-def test_a_put_that_breaks_leaves_nothing_behind() -> None:
-    async def story(stage: Stage) -> None:
-        async def breaks(*_: object, **__: object) -> None:
-            raise ConnectionError
-
-        stage.queue.put = breaks  # type: ignore[method-assign]
-        with pytest.raises(ConnectionError):
-            await stage.client.submit([make_request("r")])
-        assert stage.client.num_open == 0
-
-    play(story)
+@played_by(play)
+async def test_a_draining_gateway_rejects_new_requests_and_serves_open_ones(stage: Stage) -> None:
+    stream = await stage.submit(make_request("r"))
+    stage.client.drain()
+    assert (await refused(stage)).reason is RejectReason.DRAINING
+    await stage.tell(finished(0, 5))
+    assert await received(stream) == [finished(0, 5)]
 
 
-def test_the_list_of_workers_survives_a_short_outage_of_the_store() -> None:
-    async def story(stage: Stage) -> None:
-        workers = stage.registry.workers
-
-        async def away() -> list[WorkerStatus]:
-            raise ConnectionError("restarting")
-
-        stage.registry.workers = away  # type: ignore[method-assign]
-        await stage.clock.sleep(3 * REFRESH_S)
-        assert [w.worker_id for w in stage.client.workers] == ["w"]
-        stage.registry.workers = workers  # type: ignore[method-assign]
-        await stage.clock.sleep(2 * REFRESH_S)
-        stage.beating.cancel()
-        assert [w.worker_id for w in stage.client.workers] == ["w"]
-
-    play(story)
+@played_by(play)
+async def test_a_request_whose_tier_was_just_removed_is_rejected(stage: Stage) -> None:
+    stage.client.reconfigure(make_tiers(gold={"priority": 5}))
+    late = make_request("r", tier="gold")
+    stage.client.reconfigure(make_tiers())
+    assert (await refused(stage, late)).reason is RejectReason.TIER_GONE
+    assert stage.client.num_open == 0
 
 
-def test_worker_metrics_come_from_the_registry() -> None:
-    async def story(stage: Stage) -> None:
-        assert await stage.client.worker_metrics() == {"w": "text of w"}
+@played_by(play)
+async def test_a_put_that_breaks_leaves_nothing_behind(stage: Stage) -> None:
+    async def breaks(*_: object, **__: object) -> None:
+        raise ConnectionError
 
-    play(story)
+    stage.queue.put = breaks  # type: ignore[method-assign]
+    with pytest.raises(ConnectionError):
+        await stage.client.submit([make_request("r")])
+    assert stage.client.num_open == 0
 
 
-def test_listening_goes_on_after_an_error() -> None:
-    async def story(stage: Stage) -> None:
-        listen = stage.events.listen
+@played_by(play)
+async def test_the_list_of_workers_survives_a_short_outage_of_the_store(stage: Stage) -> None:
+    workers = stage.registry.workers
 
-        def broken(gateway_id: str) -> AsyncIterator[list[TokenEvent]]:
-            stage.events.listen = listen  # type: ignore[method-assign]
-            raise RuntimeError("out of order for once")
+    async def away() -> list[WorkerStatus]:
+        raise ConnectionError("restarting")
 
-        stage.events.listen = broken  # type: ignore[method-assign]
-        async with await stage.submit(make_request("a", max_tokens=1)) as stream:
-            await stage.tell(TokenEvent("a", EventKind.FINISHED, 0, (7,), FinishReason.LENGTH))
-            assert [e.token_ids async for e in stream] == [(7,)]
+    stage.registry.workers = away  # type: ignore[method-assign]
+    await stage.clock.sleep(3 * REFRESH_S)
+    assert [w.worker_id for w in stage.client.workers] == ["w"]
+    stage.registry.workers = workers  # type: ignore[method-assign]
+    await stage.clock.sleep(2 * REFRESH_S)
+    stage.beating.cancel()
+    assert [w.worker_id for w in stage.client.workers] == ["w"]
 
-    play(story)
+
+@played_by(play)
+async def test_worker_metrics_come_from_the_registry(stage: Stage) -> None:
+    assert await stage.client.worker_metrics() == {"w": "text of w"}
+
+
+@played_by(play)
+async def test_listening_goes_on_after_an_error(stage: Stage) -> None:
+    listen = stage.events.listen
+
+    def broken(gateway_id: str) -> AsyncIterator[list[TokenEvent]]:
+        stage.events.listen = listen  # type: ignore[method-assign]
+        raise RuntimeError("out of order for once")
+
+    stage.events.listen = broken  # type: ignore[method-assign]
+    async with await stage.submit(make_request("a", max_tokens=1)) as stream:
+        await stage.tell(TokenEvent("a", EventKind.FINISHED, 0, (7,), FinishReason.LENGTH))
+        assert [e.token_ids async for e in stream] == [(7,)]

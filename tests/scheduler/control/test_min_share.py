@@ -14,7 +14,7 @@ def make_counter(min_share: float = 0.05) -> MinShares:
     return MinShares(make_tiers(bulk={"floor": min_share}).by_priority)
 
 
-@given(st.lists(st.floats(0.001, 0.2), min_size=100, max_size=400), st.floats(0.01, 0.4))
+@given(st.lists(st.floats(0.001, 0.2), min_size=20, max_size=100), st.floats(0.01, 0.4))
 def test_a_tier_that_is_served_whenever_it_has_a_deficit_gets_its_share(steps: list[float], min_share: float) -> None:
     counter, used_s = make_counter(min_share), 0.0
     for elapsed_s in steps:

@@ -199,7 +199,6 @@ async def scenario_with_losses(url: str, done: list[tuple]) -> None:  # type: ig
         await client.aclose()
 
 
-@settings(max_examples=60)
 @given(done=st.lists(operations, min_size=5, max_size=30))
 def test_both_queues_agree_and_conserve(valkey_url: str, done: list[tuple]) -> None:  # type: ignore[type-arg]
     with sync_redis.Redis.from_url(valkey_url) as client:
@@ -208,7 +207,7 @@ def test_both_queues_agree_and_conserve(valkey_url: str, done: list[tuple]) -> N
         runner.run(scenario(valkey_url, done))
 
 
-@settings(max_examples=40)
+@settings(max_examples=settings().max_examples // 2)
 @given(done=st.lists(st.one_of(operations, losses), min_size=5, max_size=30))
 def test_the_sums_are_right_whatever_keys_are_lost(valkey_url: str, done: list[tuple]) -> None:  # type: ignore[type-arg]
     with sync_redis.Redis.from_url(valkey_url) as client:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 import redis as sync_redis
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
@@ -206,7 +206,6 @@ async def play_part(url: str, done: list[tuple]) -> None:  # type: ignore[type-a
 UNWRITTEN = ("write", 1, "not yet")  # of the newest claim, so that its tokens are as many as the older one has stored
 
 
-@settings(max_examples=80)
 @example(
     done=[
         *[("put", 1), ("claim", "w1"), ("put", 2), ("claim", "w2"), ("write", 2, "whole"), UNWRITTEN],

@@ -15,7 +15,7 @@ from scheduler.virtual_time import VirtualClock
 from scheduler.worker import checkpoints
 from scheduler.worker.checkpoints import CHECKPOINT_S, MIN_TOKENS, Checkpointer
 from tests.scheduler.builders import make_request, make_tiers
-from tests.scheduler.world import run_bounded
+from tests.scheduler.world import played_by, run_bounded
 
 TIERS = make_tiers()
 
@@ -70,91 +70,77 @@ def play(story: Any) -> None:
     run_bounded(main())
 
 
-def test_only_the_new_tokens_are_written_and_never_more_often_than_the_period() -> None:
-    async def story(rig: Rig) -> None:
-        state = await rig.hold("r")
-        await rig.clock.sleep(CHECKPOINT_S / 40)  # so that no token comes at the same time as a write
-        for _ in range(50):
-            state.output_token_ids += [5] * 10
-            await rig.clock.sleep(CHECKPOINT_S / 20)
-        assert rig.writes == [{"r": (0, 200)}, {"r": (200, 200)}]
-
-    play(story)
+@played_by(play)
+async def test_only_the_new_tokens_are_written_and_never_more_often_than_the_period(rig: Rig) -> None:
+    state = await rig.hold("r")
+    await rig.clock.sleep(CHECKPOINT_S / 40)  # so that no token comes at the same time as a write
+    for _ in range(50):
+        state.output_token_ids += [5] * 10
+        await rig.clock.sleep(CHECKPOINT_S / 20)
+    assert rig.writes == [{"r": (0, 200)}, {"r": (200, 200)}]
 
 
-def test_a_request_with_few_new_tokens_is_left_out() -> None:
-    async def story(rig: Rig) -> None:
-        await rig.hold("few", output=MIN_TOKENS - 1)
-        await rig.hold("many", output=MIN_TOKENS)
-        await rig.clock.sleep(3 * CHECKPOINT_S)
-        assert rig.writes == [{"many": (0, MIN_TOKENS)}]
-
-    play(story)
+@played_by(play)
+async def test_a_request_with_few_new_tokens_is_left_out(rig: Rig) -> None:
+    await rig.hold("few", output=MIN_TOKENS - 1)
+    await rig.hold("many", output=MIN_TOKENS)
+    await rig.clock.sleep(3 * CHECKPOINT_S)
+    assert rig.writes == [{"many": (0, MIN_TOKENS)}]
 
 
-def test_interactive_requests_streams_and_requests_with_log_probabilities_are_left_out() -> None:
-    async def story(rig: Rig) -> None:
-        await rig.hold("chat", "realtime", output=99)
-        await rig.hold("scored", output=99, logprobs=1)
-        await rig.hold("scored-prompt", output=99, prompt_logprobs=0)
-        await rig.clock.sleep(3 * CHECKPOINT_S)
-        await rig.hold("stream", output=99, delivery=Delivery.EACH_STEP)
-        await rig.clock.sleep(3 * CHECKPOINT_S)
-        assert rig.writes == []
-        await rig.checkpointer.save_all()
-        assert rig.writes == [{"chat": (0, 99), "stream": (0, 99)}], "a worker that ends gives them back, too"
-
-    play(story)
+@played_by(play)
+async def test_interactive_requests_streams_and_requests_with_log_probabilities_are_left_out(rig: Rig) -> None:
+    await rig.hold("chat", "realtime", output=99)
+    await rig.hold("scored", output=99, logprobs=1)
+    await rig.hold("scored-prompt", output=99, prompt_logprobs=0)
+    await rig.clock.sleep(3 * CHECKPOINT_S)
+    await rig.hold("stream", output=99, delivery=Delivery.EACH_STEP)
+    await rig.clock.sleep(3 * CHECKPOINT_S)
+    assert rig.writes == []
+    await rig.checkpointer.save_all()
+    assert rig.writes == [{"chat": (0, 99), "stream": (0, 99)}], "a worker that ends gives them back, too"
 
 
-def test_one_write_has_a_bounded_size_and_the_longest_waiting_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+@played_by(play)
+async def test_one_write_has_a_bounded_size_and_the_longest_waiting_go_first(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checkpoints, "MAX_TOKENS", 250)
-
-    async def story(rig: Rig) -> None:
-        for name, output in (("a", 100), ("b", 140), ("c", 120)):
-            await rig.hold(name, output=output)
-        await rig.clock.sleep(1.5 * CHECKPOINT_S)
-        assert rig.writes == [{"b": (0, 140), "a": (0, 100)}]
-        await rig.clock.sleep(CHECKPOINT_S)
-        assert rig.writes[1:] == [{"c": (0, 120)}]
-
-    play(story)
+    for name, output in (("a", 100), ("b", 140), ("c", 120)):
+        await rig.hold(name, output=output)
+    await rig.clock.sleep(1.5 * CHECKPOINT_S)
+    assert rig.writes == [{"b": (0, 140), "a": (0, 100)}]
+    await rig.clock.sleep(CHECKPOINT_S)
+    assert rig.writes[1:] == [{"c": (0, 120)}]
 
 
-def test_an_output_beyond_the_size_of_a_write_is_stored_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@played_by(play)
+async def test_an_output_beyond_the_size_of_a_write_is_stored_alone(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may begin again at index 0, after the store has lost what it had."""
     monkeypatch.setattr(checkpoints, "MAX_TOKENS", 250)
-
-    async def story(rig: Rig) -> None:
-        for name, output in (("long", 300), ("short", 100)):
-            await rig.hold(name, output=output)
-        await rig.clock.sleep(2.5 * CHECKPOINT_S)
-        assert rig.writes == [{"long": (0, 300)}, {"short": (0, 100)}]
-
-    play(story)
+    for name, output in (("long", 300), ("short", 100)):
+        await rig.hold(name, output=output)
+    await rig.clock.sleep(2.5 * CHECKPOINT_S)
+    assert rig.writes == [{"long": (0, 300)}, {"short": (0, 100)}]
 
 
-def test_what_the_store_has_lost_is_written_again_from_the_beginning() -> None:
-    async def story(rig: Rig) -> None:
-        state = await rig.hold("r", output=100)
-        await rig.clock.sleep(1.5 * CHECKPOINT_S)
-        rig.forget(state)
-        for _ in range(2):
-            state.output_token_ids += [5] * 50
-            await rig.clock.sleep(CHECKPOINT_S)
-        assert rig.writes == [{"r": (0, 100)}, {"r": (100, 50)}, {"r": (0, 200)}]
-        assert rig.stored(state) == (7,) * 100 + (5,) * 100
-
-    play(story)
-
-
-def test_what_the_store_refuses_is_written_later() -> None:
-    async def story(rig: Rig) -> None:
-        state = await rig.hold("r", output=100)
-        rig.refuses = True
-        await rig.clock.sleep(1.5 * CHECKPOINT_S)
-        rig.refuses = False
+@played_by(play)
+async def test_what_the_store_has_lost_is_written_again_from_the_beginning(rig: Rig) -> None:
+    state = await rig.hold("r", output=100)
+    await rig.clock.sleep(1.5 * CHECKPOINT_S)
+    rig.forget(state)
+    for _ in range(2):
+        state.output_token_ids += [5] * 50
         await rig.clock.sleep(CHECKPOINT_S)
-        assert rig.stored(state) == (7,) * 100
+    assert rig.writes == [{"r": (0, 100)}, {"r": (100, 50)}, {"r": (0, 200)}]
+    assert rig.stored(state) == (7,) * 100 + (5,) * 100
 
-    play(story)
+
+@played_by(play)
+async def test_what_the_store_refuses_is_written_later(rig: Rig) -> None:
+    state = await rig.hold("r", output=100)
+    rig.refuses = True
+    await rig.clock.sleep(1.5 * CHECKPOINT_S)
+    rig.refuses = False
+    await rig.clock.sleep(CHECKPOINT_S)
+    assert rig.stored(state) == (7,) * 100

@@ -2,25 +2,21 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 
-from engine.interface import EngineDead, StepPlan
+from engine.interface import EngineDead
 from engine.modeled.engine import ModeledEngine
-from scheduler.config import Retry
 from scheduler.control.feedback import UPDATE_S
 from scheduler.drivers.steps.driver import StepDriver
 from scheduler.registry.heartbeat_monitor import CHECK_S, GATEWAY_SILENT_S
 from scheduler.request import Claimed, Delivery, EventKind, Lease, TokenEvent
 from scheduler.worker.claimer import LISTEN_S
-from scheduler.worker.heartbeat import WorkerIdentity
 from scheduler.worker.leases import LEASE_S
-from scheduler.worker.loop import build_loop
-from scheduler.worker.metrics import SchedulerMetrics
 from tests.scheduler.builders import FAST, expected_tokens, fixed, make_core, make_info, make_tiers, preempted, ran
-from tests.scheduler.world import Answer, World, run_bounded, run_world, start_world
+from tests.scheduler.world import Answer, World, played_by, run_world
 
 STEP_S = 0.02  # about what a step of a few sequences takes
 
@@ -43,44 +39,37 @@ def worker_queue(world: World) -> Any:
 # -- the way in --------------------------------------------------------------------------------------------------------
 
 
-def test_an_arrival_on_an_idle_engine_starts_at_once() -> None:
-    async def story(world: World) -> None:
-        await world.clock.sleep(3.21)
-        answer = await world.ask("r")
-        assert answer.ttft_s < STEP_S
-
-    run_world(story)
+@played_by(run_world)
+async def test_an_arrival_on_an_idle_engine_starts_at_once(world: World) -> None:
+    await world.clock.sleep(3.21)
+    answer = await world.ask("r")
+    assert answer.ttft_s < STEP_S
 
 
-def test_an_arrival_while_a_step_runs_is_in_the_very_next_one() -> None:
-    async def story(world: World) -> None:
-        bulk = [asyncio.create_task(world.ask(f"b{i}", "bulk", max_tokens=60)) for i in range(8)]
-        await world.clock.sleep(0.3)
-        steps = len(world.core.plans)
-        answer = await world.ask("rt", max_tokens=4)
-        following = [plan for _, plan in world.core.plans[steps:]]
-        assert "rt" in ran(following[0])
-        assert preempted(following[0]) == {f"b{i}": "pause" for i in range(8)}
-        assert answer.ttft_s < 2 * STEP_S
-        await asyncio.gather(*bulk)
-
-    run_world(story, known=FAST)
+@played_by(run_world, known=FAST)
+async def test_an_arrival_while_a_step_runs_is_in_the_very_next_one(world: World) -> None:
+    bulk = [asyncio.create_task(world.ask(f"b{i}", "bulk", max_tokens=60)) for i in range(8)]
+    await world.clock.sleep(0.3)
+    steps = len(world.core.plans)
+    answer = await world.ask("rt", max_tokens=4)
+    following = [plan for _, plan in world.core.plans[steps:]]
+    assert "rt" in ran(following[0])
+    assert preempted(following[0]) == {f"b{i}": "pause" for i in range(8)}
+    assert answer.ttft_s < 2 * STEP_S
+    await asyncio.gather(*bulk)
 
 
 @pytest.mark.trap(10)
-def test_requests_beyond_the_slots_wait_in_the_store() -> None:
+@played_by(run_world, tiers=make_tiers(bulk={"batch_size": fixed(4)}))
+async def test_requests_beyond_the_slots_wait_in_the_store(world: World) -> None:
     """Trap 10."""
-
-    async def story(world: World) -> None:
-        bulk = [asyncio.create_task(world.ask(f"b{i}", "bulk", max_tokens=20)) for i in range(30)]
-        for _ in range(20):
-            await world.clock.sleep(0.01)
-            assert len(world.core.held) <= 4
-            depth = (await world.queue.depths(["bulk"]))["bulk"]
-            assert depth + len(world.core.held) + sum(t.done() for t in bulk) >= 30 - 4
-        await asyncio.gather(*bulk)
-
-    run_world(story, tiers=make_tiers(bulk={"batch_size": fixed(4)}))
+    bulk = [asyncio.create_task(world.ask(f"b{i}", "bulk", max_tokens=20)) for i in range(30)]
+    for _ in range(20):
+        await world.clock.sleep(0.01)
+        assert len(world.core.held) <= 4
+        depth = (await world.queue.depths(["bulk"]))["bulk"]
+        assert depth + len(world.core.held) + sum(t.done() for t in bulk) >= 30 - 4
+    await asyncio.gather(*bulk)
 
 
 def test_the_queue_is_served_by_deadline() -> None:
@@ -120,264 +109,185 @@ def test_events_are_published_before_their_lease_is_acknowledged() -> None:
     ]
 
 
-def test_requests_of_a_gateway_that_is_gone_are_dropped() -> None:
-    async def story(world: World) -> None:
-        await world.queue.put([world.request("orphan", max_tokens=400, reply_to="gone")])
-        await world.clock.sleep(5 * STEP_S)
-        assert len(world.core.held) == 0
-        assert world.engine.num_used_blocks == 0
-        assert not world.queue._shared.records
-        assert world.core.held.counts["cancelled"] == 1
-
-    run_world(story)
+@played_by(run_world)
+async def test_requests_of_a_gateway_that_is_gone_are_dropped(world: World) -> None:
+    await world.queue.put([world.request("orphan", max_tokens=400, reply_to="gone")])
+    await world.clock.sleep(5 * STEP_S)
+    assert len(world.core.held) == 0
+    assert world.engine.num_used_blocks == 0
+    assert not world.queue._shared.records
+    assert world.core.held.counts["cancelled"] == 1
 
 
-def test_requests_that_report_only_at_their_end_are_dropped_with_their_gateway_too() -> None:
-    async def story(world: World) -> None:
-        orphan = world.request("orphan", max_tokens=400, reply_to="gone", delivery=Delivery.AT_END)
-        await world.queue.put([orphan])
-        await world.clock.sleep(GATEWAY_SILENT_S + 2 * CHECK_S)
-        assert len(world.core.held) == 0
-        assert world.core.held.counts["cancelled"] == 1
-        assert not world.queue._shared.records
-
-    run_world(story)
+@played_by(run_world)
+async def test_requests_that_report_only_at_their_end_are_dropped_with_their_gateway_too(world: World) -> None:
+    orphan = world.request("orphan", max_tokens=400, reply_to="gone", delivery=Delivery.AT_END)
+    await world.queue.put([orphan])
+    await world.clock.sleep(GATEWAY_SILENT_S + 2 * CHECK_S)
+    assert len(world.core.held) == 0
+    assert world.core.held.counts["cancelled"] == 1
+    assert not world.queue._shared.records
 
 
-def test_a_finished_answer_for_a_gateway_that_is_gone_is_acknowledged() -> None:
-    async def story(world: World) -> None:
-        await world.queue.put([world.request("orphan", reply_to="gone", delivery=Delivery.AT_END)])
-        await world.clock.sleep(1.0)
-        assert world.core.held.counts["finished"] == 1
-        assert not world.queue._shared.records
-
-    run_world(story)
+@played_by(run_world)
+async def test_a_finished_answer_for_a_gateway_that_is_gone_is_acknowledged(world: World) -> None:
+    await world.queue.put([world.request("orphan", reply_to="gone", delivery=Delivery.AT_END)])
+    await world.clock.sleep(1.0)
+    assert world.core.held.counts["finished"] == 1
+    assert not world.queue._shared.records
 
 
-def test_a_request_that_can_never_run_fails_at_once_and_is_acknowledged() -> None:
-    async def story(world: World) -> None:
-        answer = await world.ask("long", prompt=600)
-        assert [(e.kind, bool(e.error)) for e in answer.events] == [(EventKind.FAILED, True)]
-        await world.settle()
-        assert not world.queue._shared.records
-
-    run_world(story)
+@played_by(run_world)
+async def test_a_request_that_can_never_run_fails_at_once_and_is_acknowledged(world: World) -> None:
+    answer = await world.ask("long", prompt=600)
+    assert [(e.kind, bool(e.error)) for e in answer.events] == [(EventKind.FAILED, True)]
+    await world.settle()
+    assert not world.queue._shared.records
 
 
 # -- cancel and leases -------------------------------------------------------------------------------------------------
 
 
-def test_a_cancelled_request_is_aborted_in_the_next_step() -> None:
-    async def story(world: World) -> None:
-        gone = asyncio.create_task(world.ask("gone", max_tokens=400))
-        stays = asyncio.create_task(world.ask("stays", max_tokens=30))
-        await world.clock.sleep(0.1)
-        steps = len(world.core.plans)
-        gone.cancel()
-        await stays
-        first = world.core.plans[steps][1]
-        assert first.abort == ("gone",)
-        assert list(ran(first)) == ["stays"]
-
-    run_world(story)
+@played_by(run_world)
+async def test_a_cancelled_request_is_aborted_in_the_next_step(world: World) -> None:
+    gone = asyncio.create_task(world.ask("gone", max_tokens=400))
+    stays = asyncio.create_task(world.ask("stays", max_tokens=30))
+    await world.clock.sleep(0.1)
+    steps = len(world.core.plans)
+    gone.cancel()
+    await stays
+    first = world.core.plans[steps][1]
+    assert first.abort == ("gone",)
+    assert list(ran(first)) == ["stays"]
 
 
-def test_work_stops_when_its_lease_is_lost() -> None:
-    async def story(world: World) -> None:
-        await world.submit(world.request("r", max_tokens=480, prompt=16))
-        await world.clock.sleep(0.1)
-        world.queue._shared.records["r"].fence = 10**15  # another worker has it now
-        for _ in range(int(LEASE_S / UPDATE_S)):
-            await world.clock.sleep(UPDATE_S)
-            if not len(world.core.held):
-                break
-        assert len(world.core.held) == 0
-        assert world.core.held.counts["released"] == 1
-        cancelled = {"tier": "realtime", "reason": "cancelled"}
-        shown = world.prometheus.get_sample_value("tidegate_requests_finished_total", cancelled)
-        assert shown == 0, "no client has cancelled it"
-
-    slow = make_info(max_model_len=512)
-    run_world(story, info=slow)
+@played_by(run_world, info=make_info(max_model_len=512))
+async def test_work_stops_when_its_lease_is_lost(world: World) -> None:
+    await world.submit(world.request("r", max_tokens=480, prompt=16))
+    await world.clock.sleep(0.1)
+    world.queue._shared.records["r"].fence = 10**15  # another worker has it now
+    for _ in range(int(LEASE_S / UPDATE_S)):
+        await world.clock.sleep(UPDATE_S)
+        if not len(world.core.held):
+            break
+    assert len(world.core.held) == 0
+    assert world.core.held.counts["released"] == 1
+    cancelled = {"tier": "realtime", "reason": "cancelled"}
+    shown = world.prometheus.get_sample_value("tidegate_requests_finished_total", cancelled)
+    assert shown == 0, "no client has cancelled it"
 
 
-def test_long_work_keeps_its_lease() -> None:
-    async def story(world: World) -> None:
-        answer = await world.ask("r", "bulk", prompt=16, max_tokens=3000)
-        assert world.clock.now() > 2 * LEASE_S
-        assert answer.token_ids == expected_tokens(answer.request)
-        assert world.core.held.counts == {"accepted": 1, "finished": 1}
-
-    run_world(story, info=make_info(max_model_len=4096, num_blocks=400))
+@played_by(run_world, cost=replace(FAST, step_s=0.1))
+async def test_long_work_keeps_its_lease(world: World) -> None:
+    answer = await world.ask("r", "bulk", prompt=16, max_tokens=300)
+    assert world.clock.now() > 2 * LEASE_S
+    assert answer.token_ids == expected_tokens(answer.request)
+    assert world.core.held.counts == {"accepted": 1, "finished": 1}
 
 
-def test_a_renewal_that_was_overtaken_does_not_drop_the_newer_lease() -> None:
-    async def story(world: World) -> None:
-        asked = asyncio.create_task(world.ask("r", prompt=16, max_tokens=480))
-        await world.clock.sleep(0.1)
-        record_ = world.queue._shared.records["r"]
-        assert record_.fence is not None
-        newer = Claimed(record_.request, record_.fence + 1, attempt=2)
-        queue = worker_queue(world)
-        renew = queue.renew
+@played_by(run_world)
+async def test_a_renewal_that_was_overtaken_does_not_drop_the_newer_lease(world: World) -> None:
+    asked = asyncio.create_task(world.ask("r", prompt=16, max_tokens=480))
+    await world.clock.sleep(0.1)
+    record_ = world.queue._shared.records["r"]
+    assert record_.fence is not None
+    newer = Claimed(record_.request, record_.fence + 1, attempt=2)
+    queue = worker_queue(world)
+    renew = queue.renew
 
-        async def overtaken(leases: Sequence[Lease], lease_s: float) -> list[bool]:
-            if newer.fence != record_.fence:
-                record_.fence = newer.fence
-                kept: list[bool] = await renew(leases, lease_s)
-                world.core.held.accept([newer], world.clock.now(), world.clock.wall_ms())
-                return kept
-            return list(await renew(leases, lease_s))
+    async def overtaken(leases: Sequence[Lease], lease_s: float) -> list[bool]:
+        if newer.fence != record_.fence:
+            record_.fence = newer.fence
+            kept: list[bool] = await renew(leases, lease_s)
+            world.core.held.accept([newer], world.clock.now(), world.clock.wall_ms())
+            return kept
+        return list(await renew(leases, lease_s))
 
-        queue.renew = overtaken
-        answer = await asked
-        assert record_.fence == newer.fence, "the renewal happened"
-        assert answer.token_ids == expected_tokens(answer.request)
-
-    run_world(story)
+    queue.renew = overtaken
+    answer = await asked
+    assert record_.fence == newer.fence, "the renewal happened"
+    assert answer.token_ids == expected_tokens(answer.request)
 
 
 @pytest.mark.trap(3)
-def test_a_dead_workers_requests_go_on_elsewhere_with_the_same_output() -> None:
-    """Law 9, across processes; and trap 3: a requeue is exempt from the queue's limit."""
-
-    async def main() -> None:
-        tiers = make_tiers(bulk={"queue_limit": 6})
-        world = await start_world(tiers, make_info(), known=FAST)
-        bulk = [asyncio.create_task(world.ask(f"b{i}", "bulk", max_tokens=60)) for i in range(6)]
-        await world.clock.sleep(0.5)
-        more = [asyncio.create_task(world.ask(f"c{i}", "bulk", max_tokens=60)) for i in range(6)]
-        await world.settle()
-        world.running.cancel()
-        await asyncio.gather(world.running, return_exceptions=True)
-        heard = [len(world.answers[f"b{i}"].token_ids) for i in range(6)]
-        assert all(0 < n < 60 for n in heard)
-
-        other = await start_world(tiers, make_info(), known=FAST)
-        heir = build_loop(
-            StepDriver(other.core, other.engine),
-            queue=world.queue.for_worker("worker"),  # restarted under its name: takes back what it held
-            events=world.events,
-            registry=world.registry,
-            metrics=other.metrics,
-            clock=world.clock,
-            identity=WorkerIdentity("worker", ("model",), 0),
-        )
-        other.loop.stop()
-        await other.running
-        running = asyncio.create_task(heir.run())
-        answers = await asyncio.gather(*bulk, *more)
-        for answer in answers:
-            assert answer.token_ids == expected_tokens(answer.request)
-        heir.drain()
-        await running
-        for client in (world.client, other.client):
-            await client.close()
-
-    run_bounded(main())
+@played_by(run_world, tiers=make_tiers(bulk={"queue_limit": 6}), known=FAST)
+async def test_a_dead_workers_requests_return_to_a_queue_that_is_full(world: World) -> None:
+    """Trap 3: a requeue is exempt from the queue's limit."""
+    bulk = [asyncio.create_task(world.ask(f"b{i}", "bulk", max_tokens=60)) for i in range(6)]
+    await world.clock.sleep(0.5)
+    bulk += [asyncio.create_task(world.ask(f"c{i}", "bulk", max_tokens=60)) for i in range(6)]
+    await world.settle()
+    await world.kill_worker()
+    assert all(0 < len(world.answers[f"b{i}"].token_ids) < 60 for i in range(6))
+    engine = ModeledEngine(make_info(), world.clock.sleep, FAST)
+    world.begin_worker(StepDriver(make_core(world.tiers), engine), engine)
+    for answer in await asyncio.gather(*bulk):
+        assert answer.token_ids == expected_tokens(answer.request)
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------
 
 
-def test_drain_finishes_what_is_held_and_claims_nothing_more() -> None:
-    async def story(world: World) -> None:
-        held = asyncio.create_task(world.ask("held", max_tokens=100))
-        await world.clock.sleep(0.1)
-        world.loop.drain()
-        late = await world.submit(world.request("late"))
-        answer = await held
-        await world.running
-        assert answer.token_ids == expected_tokens(answer.request)
-        assert await world.queue.depths(["realtime"]) == {"realtime": 1}
-        assert not await world.registry.workers(), "withdrawn"
-        async with late:
-            pass
-
-    run_world(story)
+@played_by(run_world)
+async def test_drain_finishes_what_is_held_and_claims_nothing_more(world: World) -> None:
+    held = asyncio.create_task(world.ask("held", max_tokens=100))
+    await world.clock.sleep(0.1)
+    world.loop.drain()
+    late = await world.submit(world.request("late"))
+    answer = await held
+    await world.running
+    assert answer.token_ids == expected_tokens(answer.request)
+    assert await world.queue.depths(["realtime"]) == {"realtime": 1}
+    assert not await world.registry.workers(), "withdrawn"
+    async with late:
+        pass
 
 
-def test_stop_gives_unfinished_requests_back_to_their_place_in_the_queue() -> None:
-    async def story(world: World) -> None:
-        requests = [world.request(f"b{i}", "bulk", max_tokens=400) for i in range(3)]
-        await world.submit(*requests)
-        await world.clock.sleep(0.1)
-        world.loop.stop()
-        await world.running
-        assert await world.queue.depths(["bulk"]) == {"bulk": 3}
-        assert world.core.held.counts["released"] == 3
-        again = await world.queue.for_worker("other").claim({"bulk": 9}, LEASE_S)
-        assert [(c.request.id, c.attempt) for c in again] == [("b0", 1), ("b1", 1), ("b2", 1)]
-
-    run_world(story)
+@played_by(run_world)
+async def test_stop_gives_unfinished_requests_back_to_their_place_in_the_queue(world: World) -> None:
+    requests = [world.request(f"b{i}", "bulk", max_tokens=400) for i in range(3)]
+    await world.submit(*requests)
+    await world.clock.sleep(0.1)
+    world.loop.stop()
+    await world.running
+    assert await world.queue.depths(["bulk"]) == {"bulk": 3}
+    assert world.core.held.counts["released"] == 3
+    again = await world.queue.for_worker("other").claim({"bulk": 9}, LEASE_S)
+    assert [(c.request.id, c.attempt) for c in again] == [("b0", 1), ("b1", 1), ("b2", 1)]
 
 
-def test_a_claim_interrupted_by_the_end_leaves_no_lease() -> None:
+@played_by(run_world)
+async def test_a_claim_interrupted_by_the_end_leaves_no_lease(world: World) -> None:
     """The store has made the claim, but its answer comes too late: the request must not wait for its lease to end."""
+    queue = worker_queue(world)
+    claim = queue.claim
 
-    async def story(world: World) -> None:
-        queue = worker_queue(world)
-        claim = queue.claim
+    async def slow_answer(limits: Mapping[str, int], lease_s: float) -> list[Claimed]:
+        claimed: list[Claimed] = await claim(limits, lease_s)
+        await world.clock.sleep(0.2)
+        return claimed
 
-        async def slow_answer(limits: Mapping[str, int], lease_s: float) -> list[Claimed]:
-            claimed: list[Claimed] = await claim(limits, lease_s)
-            await world.clock.sleep(0.2)
-            return claimed
-
-        queue.claim = slow_answer
-        left = await world.submit(world.request("left"))
-        await world.clock.sleep(0.1)
-        world.loop.stop()
-        await world.running
-        assert await world.queue.depths(["realtime"]) == {"realtime": 1}
-        async with left:
-            pass
-
-    run_world(story)
+    queue.claim = slow_answer
+    left = await world.submit(world.request("left"))
+    await world.clock.sleep(0.1)
+    world.loop.stop()
+    await world.running
+    assert await world.queue.depths(["realtime"]) == {"realtime": 1}
+    async with left:
+        pass
 
 
 @pytest.mark.parametrize("breaks", [False, True])
-def test_at_its_end_the_loop_closes_its_queue(breaks: bool) -> None:
-    async def main() -> None:
-        world = await start_world(make_tiers(), make_info())
-        assert len(world.queue._shared.listeners) == 2
-        if breaks:
-            worker_queue(world).depths = _breaks_later
-        else:
-            world.loop.stop()
-        await asyncio.gather(world.running, return_exceptions=True)
-        assert len(world.queue._shared.listeners) == 1, "the gateway's"
-        await world.client.close()
-
-    run_bounded(main())
-
-
-def test_a_request_that_kills_every_worker_is_given_up() -> None:
-    async def main() -> None:
-        world = await start_world(make_tiers(), make_info())
-        poison = asyncio.create_task(world.ask("poison", max_tokens=100))
-        deaths = 0
-        while not poison.done():
-            await world.clock.sleep(0.1)
-            world.running.cancel()
-            await asyncio.gather(world.running, return_exceptions=True)
-            deaths += 1
-            assert deaths <= Retry().max_attempts + 1
-            queue, metrics = world.queue.for_worker("worker"), SchedulerMetrics(CollectorRegistry(), world.tiers)
-            core, identity = make_core(), WorkerIdentity("worker", ("model",), 0)
-            engine = ModeledEngine(make_info(), world.clock.sleep, FAST)
-            heir = build_loop(
-                StepDriver(core, engine), queue, world.events, world.registry, metrics, world.clock, identity
-            )
-            world.running = asyncio.create_task(heir.run())
-            await world.settle()
-        assert (await poison).events[-1].kind is EventKind.FAILED
-        assert deaths == Retry().max_attempts
-        heir.drain()
+@played_by(run_world)
+async def test_at_its_end_the_loop_closes_its_queue(world: World, breaks: bool) -> None:
+    assert len(world.queue._shared.listeners) == 2
+    if breaks:
+        worker_queue(world).depths = _breaks_later
+        await world.worker_fails(Broken)
+    else:
+        world.loop.stop()
         await world.running
-        await world.client.close()
-
-    run_bounded(main())
+    assert len(world.queue._shared.listeners) == 1, "the gateway's"
 
 
 class Broken(Exception):
@@ -405,85 +315,59 @@ async def _breaks_later(*_: object) -> Any:
     ],
     ids=["plan refused", "engine", "events", "claim", "maintenance", "waiting"],
 )
-def test_an_error_in_any_task_ends_all_of_them_and_is_raised(break_it: Callable[[World], None]) -> None:
+@played_by(run_world)
+async def test_an_error_in_any_task_ends_all_of_them_and_is_raised(
+    world: World, break_it: Callable[[World], None]
+) -> None:
     """Trap 16: a loop that has lost a part must not look alive."""
+    break_it(world)
+    await world.queue.put([world.request("r")])
+    tasks = len(asyncio.all_tasks())
+    async with asyncio.timeout(2 * LISTEN_S + UPDATE_S):
+        await world.worker_fails(Broken)
+    assert len(asyncio.all_tasks()) < tasks, "no task of the loop is left"
 
-    async def main() -> None:
-        world = await start_world(make_tiers(), make_info())
-        break_it(world)
+
+@pytest.mark.parametrize("part", ["submit", "check_alive"])
+@played_by(run_world)
+async def test_a_dead_engine_ends_the_worker_with_its_error(world: World, part: str) -> None:
+    """Also one that dies while nothing runs."""
+
+    def dies(*_: object) -> None:
+        raise EngineDead("device lost")
+
+    setattr(world.engine, part, dies)
+    if part == "submit":
         await world.queue.put([world.request("r")])
-        tasks = len(asyncio.all_tasks())
-        async with asyncio.timeout(2 * LISTEN_S + UPDATE_S):
-            with pytest.raises(Broken):
-                await world.running
-        assert len(asyncio.all_tasks()) < tasks, "no task of the loop is left"
-        await world.client.close()
-
-    run_bounded(main())
-
-
-def test_a_dead_engine_is_raised_as_such() -> None:
-    async def main() -> None:
-        world = await start_world(make_tiers(), make_info())
-
-        def submit(plan: StepPlan) -> None:
-            raise EngineDead("device lost")
-
-        world.engine.submit = submit  # type: ignore[method-assign]
-        await world.queue.put([world.request("r")])
-        with pytest.raises(EngineDead, match="device lost"):
-            await world.running
-        await world.client.close()
-
-    run_bounded(main())
-
-
-def test_an_engine_that_dies_while_nothing_runs_ends_the_worker() -> None:
-    async def main() -> None:
-        world = await start_world(make_tiers(), make_info())
-        assert await world.ask("r")
-
-        def check_alive() -> None:
-            raise EngineDead("a process has ended")
-
-        world.engine.check_alive = check_alive  # type: ignore[method-assign]
-        with pytest.raises(EngineDead, match="a process has ended"):
-            await world.running
-        await world.client.close()
-
-    run_bounded(main())
+    await world.worker_fails(EngineDead, match="device lost")
 
 
 # -- maintenance -------------------------------------------------------------------------------------------------------
 
 
-def test_the_heartbeat_shows_each_tier() -> None:
-    async def story(world: World) -> None:
-        bulk = [asyncio.create_task(world.ask(f"b{i}", "bulk", max_tokens=120)) for i in range(6)]
-        await world.clock.sleep(1.01)
-        [status] = await world.registry.workers()
-        assert status.worker_id == "worker"
-        assert status.model_names == ("model",)
-        assert status.tiers["bulk"].running == 4
-        assert status.tiers["bulk"].batch_size == 4
-        await asyncio.gather(*bulk)
-        await world.clock.sleep(2.0)
-        [status] = await world.registry.workers()
-        assert status.tiers["bulk"].running == 0
-        assert status.tiers["bulk"].finished_per_s > 0
-
-    run_world(story, tiers=make_tiers(bulk={"batch_size": fixed(4)}))
+@played_by(run_world, tiers=make_tiers(bulk={"batch_size": fixed(4)}))
+async def test_the_heartbeat_shows_each_tier(world: World) -> None:
+    bulk = [asyncio.create_task(world.ask(f"b{i}", "bulk", max_tokens=120)) for i in range(6)]
+    await world.clock.sleep(1.01)
+    [status] = await world.registry.workers()
+    assert status.worker_id == "worker"
+    assert status.model_names == ("model",)
+    assert status.tiers["bulk"].running == 4
+    assert status.tiers["bulk"].batch_size == 4
+    await asyncio.gather(*bulk)
+    await world.clock.sleep(2.0)
+    [status] = await world.registry.workers()
+    assert status.tiers["bulk"].running == 0
+    assert status.tiers["bulk"].finished_per_s > 0
 
 
-def test_the_controller_observes_latencies_and_ends() -> None:
-    async def story(world: World) -> None:
-        await asyncio.gather(*(world.ask(f"r{i}", max_tokens=30) for i in range(30)))
-        output = world.core.controller.outputs(world.clock.now())["realtime"]
-        assert output.ttft_p99_s is not None and 0 < output.ttft_p99_s < 1
-        assert output.itl_p99_s is not None and 0 < output.itl_p99_s < 0.1
-        assert output.attainment == 1.0
-
-    run_world(story)
+@played_by(run_world)
+async def test_the_controller_observes_latencies_and_ends(world: World) -> None:
+    await asyncio.gather(*(world.ask(f"r{i}", max_tokens=30) for i in range(30)))
+    output = world.core.controller.outputs(world.clock.now())["realtime"]
+    assert output.ttft_p99_s is not None and 0 < output.ttft_p99_s < 1
+    assert output.itl_p99_s is not None and 0 < output.itl_p99_s < 0.1
+    assert output.attainment == 1.0
 
 
 async def _bulk_share_under_a_flood(world: World, bulk: list[asyncio.Task[Answer]]) -> float:

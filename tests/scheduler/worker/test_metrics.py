@@ -13,7 +13,7 @@ from scheduler.holdings.report import Ended, PrefixLookup, Report
 from scheduler.request_state import Sample
 from scheduler.worker.metrics import SchedulerMetrics
 from tests.scheduler.builders import make_tiers
-from tests.scheduler.world import World, run_world
+from tests.scheduler.world import World, played_by, run_world
 
 HISTOGRAMS = {
     "tidegate_time_to_first_token_seconds",
@@ -149,42 +149,38 @@ def test_a_decision_is_counted_with_its_direction_and_signal() -> None:
     assert value(registry, "controller_decisions_total", **labels) == 1
 
 
-def test_observed_latencies_disappear_when_there_is_nothing_to_observe() -> None:
-    async def story(world: World) -> None:
-        for i in range(30):
-            await world.ask(f"r{i}", max_tokens=4)
-        await world.clock.sleep(1.0)
-        observed = {"tier": "realtime", "metric": "ttft", "quantile": "0.99"}
-        assert value(world.prometheus, "slo_observed_seconds", **observed) is not None
-        assert value(world.prometheus, "slo_attainment_ratio", tier="realtime") == 1.0
-        await world.clock.sleep(WINDOW_S + 1.0)
-        assert value(world.prometheus, "slo_observed_seconds", **observed) is None
-        assert value(world.prometheus, "slo_attainment_ratio", tier="realtime") is None
-        assert value(world.prometheus, "slo_target_seconds", **observed) == 0.5
-
-    run_world(story)
+@played_by(run_world)
+async def test_observed_latencies_disappear_when_there_is_nothing_to_observe(world: World) -> None:
+    for i in range(30):
+        await world.ask(f"r{i}", max_tokens=4)
+    await world.clock.sleep(1.0)
+    observed = {"tier": "realtime", "metric": "ttft", "quantile": "0.99"}
+    assert value(world.prometheus, "slo_observed_seconds", **observed) is not None
+    assert value(world.prometheus, "slo_attainment_ratio", tier="realtime") == 1.0
+    await world.clock.sleep(WINDOW_S + 1.0)
+    assert value(world.prometheus, "slo_observed_seconds", **observed) is None
+    assert value(world.prometheus, "slo_attainment_ratio", tier="realtime") is None
+    assert value(world.prometheus, "slo_target_seconds", **observed) == 0.5
 
 
-def test_gauges_show_the_present_and_preemptions_are_counted_once() -> None:
-    async def story(world: World) -> None:
-        bulk = [asyncio.create_task(world.ask(f"b{i}", "bulk", max_tokens=150)) for i in range(3)]
-        await world.clock.sleep(0.2)
-        await world.ask("rt", max_tokens=4)
-        await world.clock.sleep(1.5)
-        registry = world.prometheus
-        assert value(registry, "num_requests_running", tier="bulk") == 3
-        assert value(registry, "num_requests_waiting", tier="bulk") == 0
-        assert value(registry, "controller_batch_size", tier="bulk") == 64
-        kv = value(registry, "kv_cache_usage_ratio")
-        assert kv is not None and 0 < kv < 0.2
-        await asyncio.gather(*bulk)
-        await world.clock.sleep(1.0)
-        counted = value(registry, "num_preemptions_total", tier="bulk", mode="pause")
-        assert counted == world.core.preemptions["bulk", "pause"] == 3
-        assert value(registry, "generation_tokens_total", tier="bulk") == 450
-        assert value(registry, "requests_finished_total", tier="bulk", reason="length") == 3
-
-    run_world(story)
+@played_by(run_world)
+async def test_gauges_show_the_present_and_preemptions_are_counted_once(world: World) -> None:
+    bulk = [asyncio.create_task(world.ask(f"b{i}", "bulk", max_tokens=150)) for i in range(3)]
+    await world.clock.sleep(0.2)
+    await world.ask("rt", max_tokens=4)
+    await world.clock.sleep(1.5)
+    registry = world.prometheus
+    assert value(registry, "num_requests_running", tier="bulk") == 3
+    assert value(registry, "num_requests_waiting", tier="bulk") == 0
+    assert value(registry, "controller_batch_size", tier="bulk") == 64
+    kv = value(registry, "kv_cache_usage_ratio")
+    assert kv is not None and 0 < kv < 0.2
+    await asyncio.gather(*bulk)
+    await world.clock.sleep(1.0)
+    counted = value(registry, "num_preemptions_total", tier="bulk", mode="pause")
+    assert counted == world.core.preemptions["bulk", "pause"] == 3
+    assert value(registry, "generation_tokens_total", tier="bulk") == 450
+    assert value(registry, "requests_finished_total", tier="bulk", reason="length") == 3
 
 
 def test_changed_tiers_show_their_slos_and_counters_stay() -> None:

@@ -3,15 +3,15 @@
 import asyncio
 
 from engine.modeled.engine import ModeledEngine
+from engine.step_time.cost import StepCost
 from scheduler.drivers.steps.driver import STUCK_S, StepDriver
 from scheduler.registry.heartbeat_monitor import CHECK_S, GATEWAY_SILENT_S, WORKER_SILENT_S
 from scheduler.request import Delivery, EventKind
-from scheduler.worker.heartbeat import WorkerIdentity
-from scheduler.worker.loop import SchedulerLoop, build_loop
 from tests.scheduler.builders import FAST, expected_tokens, make_core, make_info
-from tests.scheduler.world import World, run_world
+from tests.scheduler.world import Worker, World, played_by, run_world
 
 HEARTBEAT_S = 1.0
+SLOW = StepCost(step_s=4.0, prefill_token_s=0.01, attend_s=0.0, context_token_s=0.0, decode_s=0.1)
 
 
 class Stoppable(ModeledEngine):
@@ -27,30 +27,17 @@ class Stoppable(ModeledEngine):
         return await super().collect()
 
 
-class SecondWorker:
-    """Another worker on the queue of `world`, whose engine a test can stop."""
-
-    def __init__(self, world: World) -> None:
-        self.engine, self.core = Stoppable(world), make_core()
-        identity = WorkerIdentity("second", ("model",), world.clock.wall_ms())
-        self.queue = world.queue.for_worker("second")
-        self.loop: SchedulerLoop = build_loop(
-            StepDriver(self.core, self.engine),
-            self.queue,
-            world.events,
-            world.registry,
-            world.metrics,
-            world.clock,
-            identity,
-        )
-        self.running = asyncio.create_task(self.loop.run())
+def second_worker(world: World) -> Worker:
+    """Begin another worker on the queue of `world`, whose engine a test can stop."""
+    engine = Stoppable(world)
+    return world.add_worker(StepDriver(make_core(), engine), engine, "second")
 
 
-async def two_workers(world: World) -> tuple[SecondWorker, "asyncio.Task[object]"]:
+async def two_workers(world: World) -> tuple[Worker, "asyncio.Task[object]"]:
     """Return a second worker that alone holds a chat, and the task that receives it; the first worker can take over."""
     limits = world.core.claim_limits
     world.core.claim_limits = lambda now: {}  # type: ignore[method-assign]
-    second = SecondWorker(world)
+    second = second_worker(world)
     chat = asyncio.create_task(world.ask("chat", max_tokens=60))
     while not len(second.core.held):
         await world.clock.sleep(0.01)
@@ -60,78 +47,73 @@ async def two_workers(world: World) -> tuple[SecondWorker, "asyncio.Task[object]
     return second, chat
 
 
-def test_the_requests_of_a_hung_worker_go_on_at_another_one_within_three_seconds_with_the_same_tokens() -> None:
-    async def story(world: World) -> None:
-        second, chat = await two_workers(world)
-        second.running.cancel()
-        await asyncio.gather(second.running, return_exceptions=True)
-        async with asyncio.timeout(3.0):
-            await chat
-        answer = world.answers["chat"]
-        assert answer.token_ids == expected_tokens(answer.request)
-        assert answer.events[-1].kind is EventKind.FINISHED
-
-    run_world(story)
-
-
-def test_a_worker_whose_step_does_not_end_looks_dead_and_drops_the_lost_requests_when_it_goes_on() -> None:
-    async def story(world: World) -> None:
-        second, chat = await two_workers(world)
-        second.engine.goes_on.clear()
-        async with asyncio.timeout(STUCK_S + HEARTBEAT_S + WORKER_SILENT_S + 2 * CHECK_S):
-            await chat
-        answer = world.answers["chat"]
-        assert answer.token_ids == expected_tokens(answer.request)
-        assert second.loop.is_stuck
-        assert [w.worker_id for w in world.client.workers] == ["worker"]
-        second.engine.goes_on.set()
-        await world.clock.sleep(5.0)
-        assert not second.loop.is_stuck
-        assert len(second.core.held) == 0
-        assert {w.worker_id for w in world.client.workers} == {"worker", "second"}
-        second.loop.drain()
-        await second.running
-
-    run_world(story)
+@played_by(run_world)
+async def test_the_requests_of_a_hung_worker_go_on_at_another_one_within_three_seconds_with_the_same_tokens(
+    world: World,
+) -> None:
+    second, chat = await two_workers(world)
+    second.running.cancel()
+    await asyncio.gather(second.running, return_exceptions=True)
+    async with asyncio.timeout(3.0):
+        await chat
+    answer = world.answers["chat"]
+    assert answer.token_ids == expected_tokens(answer.request)
+    assert answer.events[-1].kind is EventKind.FINISHED
 
 
-def test_long_steps_are_not_stuck() -> None:
-    async def story(world: World) -> None:
-        answer = asyncio.create_task(world.ask("long", "bulk", prompt=500, max_tokens=3))
-        while not answer.done():
-            assert not world.loop.is_stuck
-            await world.clock.sleep(0.25)
-        assert world.answers["long"].ended_s is not None
-        assert world.answers["long"].ended_s > 10.0
+@played_by(run_world)
+async def test_a_worker_whose_step_does_not_end_looks_dead_and_drops_the_lost_requests_when_it_goes_on(
+    world: World,
+) -> None:
+    second, chat = await two_workers(world)
+    second.engine.goes_on.clear()
+    async with asyncio.timeout(STUCK_S + HEARTBEAT_S + WORKER_SILENT_S + 2 * CHECK_S):
+        await chat
+    answer = world.answers["chat"]
+    assert answer.token_ids == expected_tokens(answer.request)
+    assert second.loop.is_stuck
+    assert [w.worker_id for w in world.client.workers] == ["worker"]
+    second.engine.goes_on.set()
+    await world.clock.sleep(5.0)
+    assert not second.loop.is_stuck
+    assert len(second.core.held) == 0
+    assert {w.worker_id for w in world.client.workers} == {"worker", "second"}
+    second.loop.drain()
+    await second.running
 
-    slow = FAST.__class__(step_s=4.0, prefill_token_s=0.01, attend_s=0.0, context_token_s=0.0, decode_s=0.1)
-    run_world(story, cost=slow, known=slow)
+
+@played_by(run_world, cost=SLOW, known=SLOW)
+async def test_long_steps_are_not_stuck(world: World) -> None:
+    answer = asyncio.create_task(world.ask("long", "bulk", prompt=500, max_tokens=3))
+    while not answer.done():
+        assert not world.loop.is_stuck
+        await world.clock.sleep(0.25)
+    assert world.answers["long"].ended_s is not None
+    assert world.answers["long"].ended_s > 10.0
 
 
-def test_the_work_of_a_silent_gateway_is_dropped_within_five_seconds() -> None:
-    async def story(world: World) -> None:
-        beats = {"live": 0, "dead": 0}
-        read_beats = world.events.beats
+@played_by(run_world, info=make_info(max_model_len=8192, num_blocks=2000))
+async def test_the_work_of_a_silent_gateway_is_dropped_within_five_seconds(world: World) -> None:
+    beats = {"live": 0, "dead": 0}
+    read_beats = world.events.beats
 
-        async def beats_of(gateway_ids: list[str]) -> list[int | None]:
-            beats["live"] += 1
-            [own] = await read_beats(["gateway"])
-            return [beats.get(i, own) for i in gateway_ids]
+    async def beats_of(gateway_ids: list[str]) -> list[int | None]:
+        beats["live"] += 1
+        [own] = await read_beats(["gateway"])
+        return [beats.get(i, own) for i in gateway_ids]
 
-        world.events.beats = beats_of  # type: ignore[method-assign,assignment]
-        for gateway in beats:
-            await world.events.open(gateway)  # its stream outlives it
-        more = {"max_tokens": 5000, "prompt": 16}
-        for gateway in beats:
-            await world.queue.put([world.request(f"of {gateway}", "bulk", reply_to=gateway, **more)])
-        await world.queue.put([world.request("at end", "bulk", reply_to="dead", delivery=Delivery.AT_END, **more)])
-        await world.clock.sleep(GATEWAY_SILENT_S - 2 * CHECK_S)
-        assert len(world.core.held) == 3
-        await world.clock.sleep(5.0 - GATEWAY_SILENT_S + 2 * CHECK_S)
-        assert [state.id for state in world.core.held.states] == ["of live"]
-        await world.queue.put([world.request("late", "bulk", reply_to="dead", **more)])
-        await world.clock.sleep(2 * CHECK_S)
-        assert [state.id for state in world.core.held.states] == ["of live"], "it is known to be dead"
-        await world.queue.cancel(["of live"])
-
-    run_world(story, info=make_info(max_model_len=8192, num_blocks=2000))
+    world.events.beats = beats_of  # type: ignore[method-assign,assignment]
+    for gateway in beats:
+        await world.events.open(gateway)  # its stream outlives it
+    more = {"max_tokens": 5000, "prompt": 16}
+    for gateway in beats:
+        await world.queue.put([world.request(f"of {gateway}", "bulk", reply_to=gateway, **more)])
+    await world.queue.put([world.request("at end", "bulk", reply_to="dead", delivery=Delivery.AT_END, **more)])
+    await world.clock.sleep(GATEWAY_SILENT_S - 2 * CHECK_S)
+    assert len(world.core.held) == 3
+    await world.clock.sleep(5.0 - GATEWAY_SILENT_S + 2 * CHECK_S)
+    assert [state.id for state in world.core.held.states] == ["of live"]
+    await world.queue.put([world.request("late", "bulk", reply_to="dead", **more)])
+    await world.clock.sleep(2 * CHECK_S)
+    assert [state.id for state in world.core.held.states] == ["of live"], "it is known to be dead"
+    await world.queue.cancel(["of live"])

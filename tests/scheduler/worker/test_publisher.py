@@ -14,7 +14,7 @@ from scheduler.virtual_time import VirtualClock
 from scheduler.worker.checkpoints import Checkpointer
 from scheduler.worker.publisher import Publisher
 from tests.scheduler.builders import make_request
-from tests.scheduler.world import run_bounded
+from tests.scheduler.world import played_by, run_bounded
 
 
 class SlowChannel(MemoryEventChannel):
@@ -79,48 +79,40 @@ def finished(index: int, of: str = "r") -> TokenEvent:
     return TokenEvent(of, EventKind.FINISHED, index)
 
 
-def test_reports_made_while_a_message_is_on_its_way_are_merged_in_order() -> None:
-    async def story(rig: Rig) -> None:
-        for index in range(500):
-            rig.publisher.send(report(token(index)))
-            await rig.clock.sleep(0.01)
-        rig.publisher.close()
-        await rig.clock.sleep(2.0)
-        assert len(rig.events.messages) <= 7, "one a second, not one a step"
-        assert [e.index for message in rig.events.messages for e in message] == list(range(500))
-
-    play(story)
+@played_by(play)
+async def test_reports_made_while_a_message_is_on_its_way_are_merged_in_order(rig: Rig) -> None:
+    for index in range(500):
+        rig.publisher.send(report(token(index)))
+        await rig.clock.sleep(0.01)
+    rig.publisher.close()
+    await rig.clock.sleep(2.0)
+    assert len(rig.events.messages) <= 7, "one a second, not one a step"
+    assert [e.index for message in rig.events.messages for e in message] == list(range(500))
 
 
-def test_closing_sends_everything_first() -> None:
-    async def story(rig: Rig) -> None:
-        leases = await rig.put("r")
-        rig.publisher.send(report(token(0)))
-        await rig.clock.sleep(0.5)
-        rig.publisher.send(report(finished(1), leases=leases))
-        rig.publisher.close()
-        await rig.clock.sleep(5.0)
-        assert [[e.index for e in m] for m in rig.events.messages] == [[0], [1]]
-        assert await rig.queue.known(["r"]) == [False], "acknowledged"
-
-    play(story)
+@played_by(play)
+async def test_closing_sends_everything_first(rig: Rig) -> None:
+    leases = await rig.put("r")
+    rig.publisher.send(report(token(0)))
+    await rig.clock.sleep(0.5)
+    rig.publisher.send(report(finished(1), leases=leases))
+    rig.publisher.close()
+    await rig.clock.sleep(5.0)
+    assert [[e.index for e in m] for m in rig.events.messages] == [[0], [1]]
+    assert await rig.queue.known(["r"]) == [False], "acknowledged"
 
 
-def test_closing_an_idle_publisher_ends_it() -> None:
-    async def story(rig: Rig) -> None:
-        await rig.clock.sleep(1.0)
-
-    play(story)
+@played_by(play)
+async def test_closing_an_idle_publisher_ends_it(rig: Rig) -> None:
+    await rig.clock.sleep(1.0)
 
 
-def test_only_unfinished_requests_of_a_missing_gateway_are_dropped() -> None:
-    async def story(rig: Rig) -> None:
-        leases = await rig.put("ended", "open")
-        rig.publisher.send(report(token(0, "ended"), token(0, "open"), reply_to="gone"))
-        rig.publisher.send(report(finished(1, "ended"), token(1, "open"), leases=leases[:1], reply_to="gone"))
-        await rig.clock.sleep(3.0)
-        assert len(rig.events.messages) == 1
-        assert rig.dropped == ["open"]
-        assert await rig.queue.known(["ended", "open"]) == [False, False]
-
-    play(story)
+@played_by(play)
+async def test_only_unfinished_requests_of_a_missing_gateway_are_dropped(rig: Rig) -> None:
+    leases = await rig.put("ended", "open")
+    rig.publisher.send(report(token(0, "ended"), token(0, "open"), reply_to="gone"))
+    rig.publisher.send(report(finished(1, "ended"), token(1, "open"), leases=leases[:1], reply_to="gone"))
+    await rig.clock.sleep(3.0)
+    assert len(rig.events.messages) == 1
+    assert rig.dropped == ["open"]
+    assert await rig.queue.known(["ended", "open"]) == [False, False]

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from engine.interface import GRAMMAR_FAILED, GrammarError
 from scheduler.request import EventKind
-from tests.scheduler.world import World, run_world
+from tests.scheduler.world import World, played_by, run_world
 
 COMPILING_S = 0.5  # far longer than a step
 
@@ -36,56 +36,54 @@ def play(story: Callable[[World, Compiler], object]) -> None:
     run_world(main)
 
 
-def test_a_request_starts_after_its_grammar_is_compiled_and_others_go_on_meanwhile() -> None:
-    async def story(world: World, compiler: Compiler) -> None:
-        stream = asyncio.create_task(world.ask("stream", max_tokens=200))
-        await world.clock.sleep(0.1)
-        answer = await world.ask("formatted", grammar="a")
-        starts = {new.seq_id: (at, new) for at, plan in world.core.plans for new in plan.start}
-        at, new = starts["formatted"]
-        assert at >= compiler.finished["a"]
-        assert new.compiled_grammar == "compiled a"
-        assert len(answer.token_ids) == 8
-        begun_s = compiler.finished["a"] - COMPILING_S
-        steps = [at for at, plan in world.core.plans if begun_s <= at <= compiler.finished["a"]]
-        assert len(steps) > 5 and max(b - a for a, b in pairwise(steps)) < COMPILING_S / 5
-        await stream
+@played_by(play)
+async def test_a_request_starts_after_its_grammar_is_compiled_and_others_go_on_meanwhile(
+    world: World, compiler: Compiler, /
+) -> None:
+    stream = asyncio.create_task(world.ask("stream", max_tokens=200))
+    await world.clock.sleep(0.1)
+    answer = await world.ask("formatted", grammar="a")
+    starts = {new.seq_id: (at, new) for at, plan in world.core.plans for new in plan.start}
+    at, new = starts["formatted"]
+    assert at >= compiler.finished["a"]
+    assert new.compiled_grammar == "compiled a"
+    assert len(answer.token_ids) == 8
+    begun_s = compiler.finished["a"] - COMPILING_S
+    steps = [at for at, plan in world.core.plans if begun_s <= at <= compiler.finished["a"]]
+    assert len(steps) > 5 and max(b - a for a, b in pairwise(steps)) < COMPILING_S / 5
+    await stream
 
-    play(story)
+
+@played_by(play)
+async def test_the_grammar_of_the_highest_tier_is_compiled_first(world: World, compiler: Compiler, /) -> None:
+    bulk = [asyncio.create_task(world.ask(f"b{i}", "bulk", grammar=f"bulk {i}")) for i in range(3)]
+    await world.clock.sleep(COMPILING_S / 2)
+    await world.ask("interactive", grammar="interactive")
+    await asyncio.gather(*bulk)
+    assert compiler.begun.index("interactive") == 1
+    assert sorted(compiler.begun) == ["bulk 0", "bulk 1", "bulk 2", "interactive"]
 
 
-def test_the_grammar_of_the_highest_tier_is_compiled_first() -> None:
-    async def story(world: World, compiler: Compiler) -> None:
-        bulk = [asyncio.create_task(world.ask(f"b{i}", "bulk", grammar=f"bulk {i}")) for i in range(3)]
+@played_by(play)
+async def test_a_grammar_that_does_not_compile_fails_its_request_before_it_starts(
+    world: World, compiler: Compiler, /
+) -> None:
+    bad, good = await asyncio.gather(world.ask("bad", grammar="bad"), world.ask("good", grammar="good"))
+    (event,) = bad.events
+    assert (event.kind, event.error.startswith(GRAMMAR_FAILED)) == (EventKind.FAILED, True)
+    assert len(good.token_ids) == 8
+    assert [new.seq_id for _, plan in world.core.plans for new in plan.start] == ["good"]
+
+
+@played_by(play)
+async def test_a_request_cancelled_while_its_grammar_is_compiled_never_starts(
+    world: World, compiler: Compiler, /
+) -> None:
+    async with await world.submit(world.request("gone", grammar="a")):
         await world.clock.sleep(COMPILING_S / 2)
-        await world.ask("interactive", grammar="interactive")
-        await asyncio.gather(*bulk)
-        assert compiler.begun.index("interactive") == 1
-        assert sorted(compiler.begun) == ["bulk 0", "bulk 1", "bulk 2", "interactive"]
-
-    play(story)
-
-
-def test_a_grammar_that_does_not_compile_fails_its_request_before_it_starts() -> None:
-    async def story(world: World, compiler: Compiler) -> None:
-        bad, good = await asyncio.gather(world.ask("bad", grammar="bad"), world.ask("good", grammar="good"))
-        (event,) = bad.events
-        assert (event.kind, event.error.startswith(GRAMMAR_FAILED)) == (EventKind.FAILED, True)
-        assert len(good.token_ids) == 8
-        assert [new.seq_id for _, plan in world.core.plans for new in plan.start] == ["good"]
-
-    play(story)
-
-
-def test_a_request_cancelled_while_its_grammar_is_compiled_never_starts() -> None:
-    async def story(world: World, compiler: Compiler) -> None:
-        async with await world.submit(world.request("gone", grammar="a")):
-            await world.clock.sleep(COMPILING_S / 2)
-            assert len(world.core.held) == 1
-        await world.ask("other")
-        await world.clock.sleep(COMPILING_S)
-        assert compiler.begun == ["a"]
-        assert len(world.core.held) == 0
-        assert [new.seq_id for _, plan in world.core.plans for new in plan.start] == ["other"]
-
-    play(story)
+        assert len(world.core.held) == 1
+    await world.ask("other")
+    await world.clock.sleep(COMPILING_S)
+    assert compiler.begun == ["a"]
+    assert len(world.core.held) == 0
+    assert [new.seq_id for _, plan in world.core.plans for new in plan.start] == ["other"]

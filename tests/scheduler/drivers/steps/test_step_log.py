@@ -16,8 +16,7 @@ from scheduler.drivers.steps.step_log import (
     open_step_log,
     read_step_log,
 )
-from tests.scheduler.builders import make_info, make_tiers
-from tests.scheduler.world import run_bounded, start_world
+from tests.scheduler.world import run_world
 
 ENGINE = EngineInfo("models/m", 128, 512, 16, 64, 256, eos_token_ids=(2,), step_eviction=StepEviction.ROWS)
 
@@ -135,17 +134,7 @@ class Remembering(NoStepLog):
 
 def test_the_loop_records_what_each_step_did_and_took() -> None:
     log = Remembering()
-
-    async def story() -> None:
-        world = await start_world(make_tiers(), make_info(), step_log=log)
-        try:
-            await world.ask("r", prompt=40, max_tokens=5)
-        finally:
-            await world.client.close()
-            world.loop.drain()
-        await world.running
-
-    run_bounded(story())
+    run_world(lambda world: world.ask("r", prompt=40, max_tokens=5), step_log=log)
     assert [(e.prefill_tokens, e.decodes, e.context_tokens) for e in log.entries] == [
         (40, 0, 0),
         *((0, 1, context) for context in (40, 41, 42, 43)),

@@ -10,6 +10,7 @@ from scheduler.request_state import RequestState
 from tests.scheduler.builders import make_decode
 
 COST = StepCost(step_s=0.02, prefill_token_s=0.001, attend_s=0.0, context_token_s=0.0, decode_s=0.0005)
+SEEDS = (0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2, 3)))
 
 
 class Server:
@@ -56,7 +57,7 @@ class Server:
         return make_decode(f"s{self._num_begun}", prompt=self._random.randint(20, 200))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_the_costs_are_learned_from_bursts(seed: int) -> None:
     pace = UpstreamStepTimes(StepTimeModel(remembers_sizes=True))
     rng = random.Random(seed)
@@ -67,7 +68,7 @@ def test_the_costs_are_learned_from_bursts(seed: int) -> None:
     assert sorted(errors)[len(errors) // 2] < 0.1, "half of the last steps are predicted to a tenth"
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_the_cost_of_a_stream_is_known_after_many_steps_of_as_many_streams(seed: int) -> None:
     """While the number of streams hardly changes, nothing tells the cost of a stream from that of a step."""
     pace = UpstreamStepTimes(StepTimeModel(remembers_sizes=True))
