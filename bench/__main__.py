@@ -17,6 +17,7 @@ from bench.fuzz.command import Fuzz
 from bench.images.command import Images
 from bench.isolation.command import Isolation
 from bench.peers.commands import ClosedLoops, Frontier
+from bench.readme_figures import ReadmeFigures
 from bench.simulator_accuracy import SimulatorAccuracy
 from bench.store_throughput import Store
 from loadtest.progress import progress
@@ -45,7 +46,8 @@ class Bench(BaseSettings):
     Images. images: the images of gateway and worker, built, started with a store, and tried.
 
     Other experiments. store: the requests per second of a real store. simulator-accuracy: a measured run compared with
-    its simulation. ablation: simulated loads with each part of the controller switched off.
+    its simulation. ablation: simulated loads with each part of the controller switched off. readme: the figures of the
+    README, in one sitting.
 
     Plots need `pip install 'tidegate[loadtest]'`. `python -m bench.gpu_check` runs the checks that need a GPU."""
 
@@ -70,6 +72,7 @@ class Bench(BaseSettings):
     chaos: CliSubCommand[Chaos]
     fuzz: CliSubCommand[Fuzz]
     images: CliSubCommand[Images]
+    readme: CliSubCommand[ReadmeFigures]
 
     def cli_cmd(self) -> None:
         name = next(field for field in type(self).model_fields if getattr(self, field) is not None)

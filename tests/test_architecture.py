@@ -46,7 +46,7 @@ HOUSES = {
     " → estimates running locustfile serving → reporting → checks commands simulation"
     " → calibration measure",
     "bench": "engines gpu_check simulator_accuracy store_throughput chaos → isolation"
-    " → ablation conformance fuzz images peers → facade",
+    " → ablation conformance fuzz images peers → facade readme_figures",
     "scheduler/drivers": "calls steps streams",
     "engine/native": "device → kv → batch → attention → model sampling → cpu cuda → execution → startup",
 }
