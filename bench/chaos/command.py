@@ -11,6 +11,7 @@ from pathlib import Path
 import structlog
 from pydantic import BaseModel, Field
 
+from bench.chaos.batches import Gateways
 from bench.chaos.clock import Clocks
 from bench.chaos.disk import Disks
 from bench.chaos.faults import KINDS, LONG_PAUSES_S, PAUSES_S, Injector
@@ -113,7 +114,7 @@ async def _work(site: Site, seed: int, duration_s: float, kinds: Sequence[str], 
     leftovers, injector = Leftovers(site), Injector(site)
     await leftovers.until_ready()
     await load.learn()
-    job = Job(load, job_lines(lines, seed)) if lines else None
+    job = Job(Gateways(site.urls), job_lines(lines, seed)) if lines else None
     calm, calm_s = await job.run("calm", JOB_LIMIT_S) if job is not None else ({}, 0.0)
     async with asyncio.TaskGroup() as group:
         group.create_task(load.run(with_batches=job is None))

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from bench.chaos.load import BATCH_POLL_S, MODEL, Load
+from bench.chaos.batches import BATCH_POLL_S, MODEL, Gateways
 from loadtest.client.http import TargetError
 from loadtest.running import print_progress
 from loadtest.traffic.prompts import draw_nonces
@@ -42,8 +42,8 @@ def job_lines(count: int, seed: int) -> list[dict[str, Any]]:
 
 
 class Job:
-    def __init__(self, load: Load, lines: list[dict[str, Any]]) -> None:
-        self._load = load
+    def __init__(self, gateways: Gateways, lines: list[dict[str, Any]]) -> None:
+        self._gateways = gateways
         self._lines = lines
 
     async def run(self, name: str, limit_s: float) -> tuple[dict[str, str], float]:
@@ -53,12 +53,12 @@ class Job:
         """
         began_s = monotonic()
         async with httpx.AsyncClient(timeout=60) as http:
-            batch_id = await self._load.submit_lines(http, name, self._lines, "/v1/completions")
+            batch_id = await self._gateways.submit_lines(http, name, self._lines, "/v1/completions")
             try:
                 async with asyncio.timeout(limit_s):
                     await self._until_completed(http, name, batch_id)
                     seconds = monotonic() - began_s
-                    records = await self._load.output_of(http, batch_id)
+                    records = await self._gateways.output_of(http, batch_id)
             except TimeoutError:
                 raise TargetError(f"the {name} batch has not completed within {limit_s:.0f} s") from None
         texts = {record["custom_id"]: text_of(record) for record in records}
@@ -68,7 +68,7 @@ class Job:
 
     async def _until_completed(self, http: httpx.AsyncClient, name: str, batch_id: str) -> None:
         shown_s = monotonic()
-        while (batch := await self._load.batch(http, batch_id))["status"] != "completed":
+        while (batch := await self._gateways.batch(http, batch_id))["status"] != "completed":
             if batch["status"] not in ("validating", "in_progress", "finalizing"):
                 raise TargetError(f"the {name} batch is {batch['status']}: {batch['errors']}")
             if monotonic() - shown_s > PROGRESS_S:

@@ -16,17 +16,13 @@ from typing import Any
 
 import httpx
 
-from loadtest.client.http import TargetError
+from bench.chaos.batches import BATCH_POLL_S, MODEL, BatchWork, Gateways, chat_body
 from loadtest.traffic.prompts import draw_nonces
 
-MODEL = "tidegate-demo"
 LONG_TOKENS = 160  # of a long stream; nonces are too short to be cut
 PROMPTS = [f"Tidegate {n}" for n in range(6)]  # of the long streams
 BATCH_LINES = 120
-KEY = "Idempotency-Key"
-MAX_RECHECKED = 5  # lines of a batch; the model gets about one in a thousand wrong
 RESPONSE_POLL_S = 0.1
-BATCH_POLL_S = 0.25
 PAUSE_S = 0.05  # seconds between two requests of one client
 BESIDE_JOB_S = 1.0  # the same beside a large job, which must get most of the engine
 LOST = "connection"  # the error of an answer whose connection broke
@@ -55,13 +51,6 @@ class Answer:
 
 
 @dataclass(slots=True)
-class BatchWork:
-    nonces: list[str]
-    batch_id: str = ""
-    problem: str = "not finished"
-
-
-@dataclass(slots=True)
 class Load:
     """The clients. `run` keeps them busy until `stop` is called, and then lets each finish what it has begun."""
 
@@ -73,13 +62,18 @@ class Load:
     batches: list[BatchWork] = field(default_factory=list)
     _texts: dict[str, str] = field(default_factory=dict)  # of the long streams, by prompt
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
-    _turn: int = 0
+    _gateways: Gateways = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._gateways = Gateways(self.urls)
 
     async def learn(self) -> None:
         """Ask for the texts of the long streams, before any fault."""
         async with httpx.AsyncClient(timeout=60) as http:
             for prompt in PROMPTS:
-                answer = await http.post(f"{self._url()}/v1/completions", json=_long_body(prompt, stream=False))
+                answer = await http.post(
+                    f"{self._gateways.url()}/v1/completions", json=_long_body(prompt, stream=False)
+                )
                 answer.raise_for_status()
                 self._texts[prompt] = answer.json()["choices"][0]["text"]
 
@@ -111,12 +105,12 @@ class Load:
         """Wait until the batches have ended, and check them. Forgive what the model gets wrong without any fault."""
         async with httpx.AsyncClient(timeout=30) as http:
             for answer in self.answers:
-                if answer.text and answer.text == await self._says(http, answer.question):
+                if answer.text and answer.text == await self._gateways.says(http, answer.question):
                     answer.problem, answer.error = "", MODELS
             try:
                 async with asyncio.timeout(limit_s):
                     for work in self.batches:
-                        work.problem = await self._judge_batch(http, work)
+                        work.problem = await self._gateways.judge(http, work)
             except TimeoutError:
                 pass  # the problem says "not finished"
 
@@ -147,7 +141,7 @@ class Load:
 
     async def _stream_nonce(self, http: httpx.AsyncClient, answer: Answer, nonce: str) -> None:
         answer.kind = "stream"
-        await self._stream(http, answer, "/v1/chat/completions", _chat_body(nonce, stream=True), nonce)
+        await self._stream(http, answer, "/v1/chat/completions", chat_body(nonce, stream=True), nonce)
 
     async def _stream_long(self, http: httpx.AsyncClient, answer: Answer, prompt: str) -> None:
         answer.kind = "long stream"
@@ -155,7 +149,7 @@ class Load:
 
     async def _chat(self, http: httpx.AsyncClient, answer: Answer, nonce: str) -> None:
         answer.kind = "chat"
-        reply = await http.post(f"{self.urls[answer.gateway]}/v1/chat/completions", json=_chat_body(nonce))
+        reply = await http.post(f"{self.urls[answer.gateway]}/v1/chat/completions", json=chat_body(nonce))
         if not _is_error(reply, answer):
             _compare(answer, reply.json()["choices"][0]["message"]["content"], nonce)
 
@@ -201,7 +195,7 @@ class Load:
         while response["status"] in ("queued", "in_progress"):
             await asyncio.sleep(RESPONSE_POLL_S)
             try:
-                polled = await http.get(f"{self._url()}/v1/responses/{response['id']}")
+                polled = await http.get(f"{self._gateways.url()}/v1/responses/{response['id']}")
             except httpx.HTTPError:
                 continue
             if polled.status_code == 200:
@@ -223,7 +217,7 @@ class Load:
             self.batches.append(work)
             await self._submit(http, work)
             while not self._stopping.is_set():
-                batch = await self._try_json(http, "GET", f"/v1/batches/{work.batch_id}")
+                batch = await self._gateways.try_json(http, "GET", f"/v1/batches/{work.batch_id}")
                 if batch is not None and batch["status"] not in ("validating", "in_progress", "finalizing"):
                     break
                 await asyncio.sleep(BATCH_POLL_S)
@@ -233,110 +227,11 @@ class Load:
     async def _submit(self, http: httpx.AsyncClient, work: BatchWork) -> None:
         """Upload the lines and create the batch, each until it is acknowledged, with a key against doubles."""
         lines = [
-            {"custom_id": f"line-{i}", "method": "POST", "url": "/v1/chat/completions", "body": _chat_body(nonce)}
+            {"custom_id": f"line-{i}", "method": "POST", "url": "/v1/chat/completions", "body": chat_body(nonce)}
             for i, nonce in enumerate(work.nonces)
         ]
         name = f"chaos-{self.seed}-{len(self.batches)}"
-        work.batch_id = await self.submit_lines(http, name, lines, "/v1/chat/completions")
-
-    async def submit_lines(
-        self, http: httpx.AsyncClient, name: str, lines: Sequence[Mapping[str, Any]], endpoint: str
-    ) -> str:
-        """Upload lines and create a batch of them, as `_submit` does. Return its id. `name` is new for each batch."""
-        content = "\n".join(json.dumps(line) for line in lines).encode()
-        upload = {"files": {"file": ("lines.jsonl", content)}, "data": {"purpose": "batch"}}
-        file = await self._until_json(http, "POST", "/v1/files", **upload, headers={KEY: f"{name}-file"})
-        body = {"input_file_id": file["id"], "endpoint": endpoint, "completion_window": "24h"}
-        batch = await self._until_json(http, "POST", "/v1/batches", json=body, headers={KEY: f"{name}-batch"})
-        return str(batch["id"])
-
-    async def batch(self, http: httpx.AsyncClient, batch_id: str) -> dict[str, Any]:
-        return await self._until_json(http, "GET", f"/v1/batches/{batch_id}")
-
-    async def output_of(self, http: httpx.AsyncClient, batch_id: str) -> list[dict[str, Any]]:
-        """Return the records of the output file and of the error file of a batch that has completed."""
-        batch = await self.batch(http, batch_id)
-        files = [file_id for file_id in (batch["output_file_id"], batch["error_file_id"]) if file_id is not None]
-        contents = [await self._until(http, "GET", f"/v1/files/{file_id}/content") for file_id in files]
-        return [json.loads(line) for content in contents for line in content.text.splitlines()]
-
-    async def _judge_batch(self, http: httpx.AsyncClient, work: BatchWork) -> str:
-        """Return what is wrong with a batch that has ended; an empty text if nothing is."""
-        if not work.batch_id:
-            return "never acknowledged"
-        while (batch := await self.batch(http, work.batch_id))["status"] != "completed":
-            if batch["status"] not in ("validating", "in_progress", "finalizing"):
-                return f"its status is {batch['status']}"
-            await asyncio.sleep(BATCH_POLL_S)
-        if batch["output_file_id"] is None:
-            return f"no output: {batch['request_counts']}"
-        content = await self._until(http, "GET", f"/v1/files/{batch['output_file_id']}/content")
-        records = [json.loads(line) for line in content.text.splitlines()]
-        answers = dict(zip(work.nonces, work.nonces, strict=True))
-        for nonce in wrong_lines(work.nonces, records):
-            answers[nonce] = await self._says(http, nonce)
-        return judge_lines([answers[nonce] for nonce in work.nonces], records)
-
-    async def _says(self, http: httpx.AsyncClient, nonce: str) -> str:
-        """Return what the model answers to a nonce without any fault."""
-        body = await self._until_json(http, "POST", "/v1/chat/completions", json=_chat_body(nonce))
-        answer: str = body["choices"][0]["message"]["content"]
-        return answer
-
-    async def _until_json(self, http: httpx.AsyncClient, method: str, path: str, **options: Any) -> dict[str, Any]:
-        answer: dict[str, Any] = (await self._until(http, method, path, **options)).json()
-        return answer
-
-    async def _until(self, http: httpx.AsyncClient, method: str, path: str, **options: Any) -> httpx.Response:
-        """Send a request to any gateway until it is answered with 200. Raises `TargetError` if it is wrong."""
-        while True:
-            try:
-                reply = await http.request(method, self._url() + path, **options)
-                if reply.status_code == 200:
-                    return reply
-                if reply.status_code in (400, 422):
-                    raise TargetError(f"{method} {path} was refused: {reply.text[:200]}")
-            except httpx.HTTPError:
-                pass
-            await asyncio.sleep(BATCH_POLL_S)
-
-    async def _try_json(self, http: httpx.AsyncClient, method: str, path: str) -> dict[str, Any] | None:
-        try:
-            reply = await http.request(method, self._url() + path)
-        except httpx.HTTPError:
-            return None
-        answer: dict[str, Any] | None = reply.json() if reply.status_code == 200 else None
-        return answer
-
-    def _url(self) -> str:
-        """Return the addresses of the gateways in turn."""
-        self._turn += 1
-        return list(self.urls.values())[self._turn % len(self.urls)]
-
-
-def judge_lines(nonces: list[str], records: list[dict[str, Any]]) -> str:
-    """Return what is wrong with the output lines of a batch; an empty text if each line is there once and right."""
-    answers: dict[str, str] = {}
-    for record in records:
-        if record["custom_id"] in answers:
-            return f"{record['custom_id']} is there twice"
-        answers[record["custom_id"]] = record["response"]["body"]["choices"][0]["message"]["content"]
-    expected = {f"line-{i}": nonce for i, nonce in enumerate(nonces)}
-    wrong = [f"{name}: {answers.get(name)!r}" for name in expected if answers.get(name) != expected[name]]
-    if wrong or len(answers) != len(expected):
-        return f"{len(wrong)} of {len(expected)} lines are missing or wrong, {len(answers)} are there: {wrong[:3]}"
-    return ""
-
-
-def wrong_lines(nonces: list[str], records: list[dict[str, Any]]) -> list[str]:
-    """Return the nonces of some lines whose answers are others."""
-    answers = {r["custom_id"]: r["response"]["body"]["choices"][0]["message"]["content"] for r in records}
-    return [nonce for i, nonce in enumerate(nonces) if answers.get(f"line-{i}", nonce) != nonce][:MAX_RECHECKED]
-
-
-def _chat_body(nonce: str, **more: Any) -> dict[str, Any]:
-    message = {"role": "user", "content": f"Repeat: {nonce}"}
-    return {"model": MODEL, "messages": [message], "temperature": 0, "max_tokens": 48, **more}
+        work.batch_id = await self._gateways.submit_lines(http, name, lines, "/v1/chat/completions")
 
 
 def _long_body(prompt: str, stream: bool) -> dict[str, Any]:

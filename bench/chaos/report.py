@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from bench.chaos.batches import BatchWork
 from bench.chaos.faults import Fault
 from bench.chaos.job import JobComparison
-from bench.chaos.load import LOST, Answer, BatchWork
+from bench.chaos.load import LOST, Answer
 from loadtest.reporting.record import Provenance, Record, Section, Table
 
 RESTART_S = 20.0  # seconds after a gateway was killed or woke up, in which connections to it may still break

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from bench.chaos.batches import BatchWork, judge_lines
 from bench.chaos.clock import Clocks
 from bench.chaos.disk import Disks
 from bench.chaos.faults import KINDS, Fault, planned_faults
 from bench.chaos.job import JobComparison, compared, job_lines
 from bench.chaos.link import Link
-from bench.chaos.load import LOST, Answer, BatchWork, judge_lines
+from bench.chaos.load import LOST, Answer
 from bench.chaos.report import RECOVERY_LIMIT_S, ChaosRun, chaos_record
 from bench.chaos.site import with_all_preloaded
 from scheduler.store.connection import connect
