@@ -11,34 +11,20 @@ from fastapi import Depends, FastAPI
 from starlette.middleware import Middleware
 
 from gateway.fairness import UnderWay
-from gateway.http.cors import Cors
+from gateway.http.access.cors import Cors
+from gateway.http.access.hosts import HostCheck
+from gateway.http.access.wrong_keys import WrongKeys
 from gateway.http.download import MAX_DOWNLOADS, MAX_DOWNLOADS_OF_KEY
-from gateway.http.draining import RefuseWhileDraining
-from gateway.http.hosts import HostCheck
 from gateway.http.middleware import BodyLimit, OneAtATime, RequestContext
-from gateway.http.wrong_keys import WrongKeys
+from gateway.http.server.draining import RefuseWhileDraining
 from gateway.protocol import errors
 from gateway.protocol.json_body import MAX_BODIES, BodyReader
 from gateway.protocol.openapi import ApiDescription
-from gateway.routes import (
-    admin,
-    batches,
-    chat,
-    console,
-    dead_letters,
-    docs,
-    files,
-    keys,
-    models,
-    ops,
-    overview,
-    responses,
-    tasks,
-    tokenize,
-    uploads,
-)
+from gateway.routes import chat, console, docs, models, ops, responses, tokenize
 from gateway.routes.dependencies import authenticated, request_counted
-from gateway.routes.sla_feed import SlaFeed
+from gateway.routes.jobs import batches, files, tasks, uploads
+from gateway.routes.operators import admin, dead_letters, keys, overview
+from gateway.routes.operators.sla_feed import SlaFeed
 from gateway.state import Gateway
 
 UPLOAD_PATHS = re.compile(r"/v1/files|/v1/uploads/[^/]+/parts$")  # their bodies go to the disk as they come

@@ -151,7 +151,7 @@ RESPONSES_UNTOLD = NAMESPACE + "responses:untold"
 
 # Webhooks ---------------------------------------------------------------------------------------------
 
-# Before an id: the event (JSON). Its lifetime is `gateway.webhooks.store.TTL_S`.
+# Before an id: the event (JSON). Its lifetime is `gateway.jobs.webhooks.store.TTL_S`.
 WEBHOOK = NAMESPACE + "webhook:"
 
 # Before an owner: sorted set of the ids of events, by the time of the next attempt in ms.

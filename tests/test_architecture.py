@@ -36,8 +36,9 @@ MAY_IMPORT = {
 HOUSES = {
     "tidegate": "background batch drain gpu listening logs notify process settings start_progress top tracing"
     " → gateway_parts supervisor valkey → adopt demo gateway keys serve worker → static_worker doctor → cli",
-    "gateway": "console fairness store_keys → files → protocol → dead_letters http idempotency identity output uploads"
-    " → webhooks → keys → completion → batches tasks → responses → state → routes → app",
+    "gateway": "console fairness store_keys → files → protocol → dead_letters http identity output → keys → requests"
+    " → dialects → jobs → state → routes → app",
+    "gateway/requests": "tokens → answers → prepare → generate",
     "scheduler": "clock config request virtual_time → store → queue events registry reload"
     " → request_state tasks → deadlines → client control → holdings → planning worker → drivers",
     "engine": "interface config progress → grammar step_time sequences streaming thread → sampling"

@@ -21,10 +21,10 @@ from redis.exceptions import LockError, RedisError
 from gateway.app import create_app
 from gateway.files.marker import ForeignStorage, StorageTie
 from gateway.files.object_storage import BadStorageUrl
-from gateway.http.connection import server_config
-from gateway.http.connections import ConnectionLimits, ConnectionTable, default_max_connections
-from gateway.http.hosts import address_of
-from gateway.http.tls import Certificate, CertificateError, load_certificate
+from gateway.http.access.hosts import address_of
+from gateway.http.server.connection import server_config
+from gateway.http.server.connections import ConnectionLimits, ConnectionTable, default_max_connections
+from gateway.http.server.tls import Certificate, CertificateError, load_certificate
 from gateway.keys.file import KeyringError
 from scheduler.clock import SystemClock
 from scheduler.config import TierConfigError, load_tiers

@@ -13,37 +13,37 @@ import structlog
 from redis.asyncio import Redis
 
 from demo_model.location import demo_model_path
-from gateway.batches.line import Completions
-from gateway.batches.model import Batch
-from gateway.batches.service import BatchService
-from gateway.completion.answer_cache import AnswerCache
-from gateway.completion.metering import Metering
-from gateway.completion.model_revision import model_revision
-from gateway.completion.sampling_defaults import SamplingDefaults, read_sampling_defaults
-from gateway.completion.service import CompletionService
-from gateway.completion.tokenizer import Tokenizer
 from gateway.dead_letters import DeadLetters
 from gateway.files.object_storage import open_storage
 from gateway.files.storage import Storage
 from gateway.files.store import FileStore
-from gateway.http.cors import AllowedOrigins
-from gateway.http.hosts import AllowedHosts, address_of
+from gateway.http.access.cors import AllowedOrigins
+from gateway.http.access.hosts import AllowedHosts, address_of
 from gateway.http.metrics import GatewayMetrics
-from gateway.idempotency.store import IdempotencyStore
 from gateway.identity import Keyring
+from gateway.jobs.batches.lines.line import Completions
+from gateway.jobs.batches.model import Batch
+from gateway.jobs.batches.service import BatchService
+from gateway.jobs.idempotency.store import IdempotencyStore
+from gateway.jobs.responses.service import ResponseService
+from gateway.jobs.responses.store import ResponseStore
+from gateway.jobs.tasks.service import TaskService
+from gateway.jobs.tasks.task_ends import TaskEnds
+from gateway.jobs.uploads.service import UploadService
+from gateway.jobs.webhooks.sender import WebhookSender
+from gateway.jobs.webhooks.service import WebhookService
+from gateway.jobs.webhooks.store import EventStore
 from gateway.keys.limits import KeyLimits
 from gateway.keys.source import KeySource
 from gateway.keys.usage import UsageMeter
-from gateway.responses.service import ResponseService
-from gateway.responses.store import ResponseStore
+from gateway.keys.webhook_target import TargetPolicy
+from gateway.requests.generate.answer_cache import AnswerCache
+from gateway.requests.generate.metering import Metering
+from gateway.requests.generate.service import CompletionService
+from gateway.requests.prepare.model_revision import model_revision
+from gateway.requests.prepare.sampling_defaults import SamplingDefaults, read_sampling_defaults
+from gateway.requests.tokens.tokenizer import Tokenizer
 from gateway.state import Gateway, GatewayTiers
-from gateway.tasks.service import TaskService
-from gateway.tasks.task_ends import TaskEnds
-from gateway.uploads.service import UploadService
-from gateway.webhooks.sender import WebhookSender
-from gateway.webhooks.service import WebhookService
-from gateway.webhooks.store import EventStore
-from gateway.webhooks.target import TargetPolicy
 from scheduler.client.client import SchedulerClient
 from scheduler.clock import Clock
 from scheduler.config import TierSet

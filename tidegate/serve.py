@@ -15,7 +15,7 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from gateway.http.tls import CertificateError, load_certificate
+from gateway.http.server.tls import CertificateError, load_certificate
 from scheduler.config import TierConfigError, TierSet, load_tiers
 from scheduler.registry.redis import RedisWorkerRegistry
 from scheduler.reload.store import TierStore

@@ -21,8 +21,8 @@ from pydantic_settings import (
 )
 
 from demo_model.location import demo_model_path
-from gateway.output.formats import CALL_FORMAT_NAMES
-from gateway.webhooks.signature import secret_bytes
+from gateway.keys.webhook_signature import secret_bytes
+from gateway.output.tools.formats import CALL_FORMAT_NAMES
 
 CONFIG_VARIABLE = "TIDEGATE_CONFIG"
 STORE_VARIABLE = "TIDEGATE_REDIS_URL"

@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 
+from gateway.dialects.responses.request import parse_response_request
 from gateway.files.disk import DiskReserve
 from gateway.http.multipart import MalformedUpload, UploadTooLarge, receive_upload
+from gateway.protocol.bodies.schemas import ChatCompletionRequest, CompletionRequest, parse_generation
 from gateway.protocol.errors import ApiError
 from gateway.protocol.json_body import parse_json_object
-from gateway.protocol.schemas import ChatCompletionRequest, CompletionRequest, parse_generation
-from gateway.responses.request import parse_response_request
 
 BOUNDARY = b"XX"
 MAX_FILE_BYTES = 64

@@ -1,7 +1,7 @@
 """The file store: contents are in a storage as `files/<id>`, records and their order are in Redis.
 
 A file exists if its record exists. The content is complete and durable before the record is written. Knows bytes, names
-and expiry; does not know HTTP (gateway/routes/files.py), what a file contains, or how a storage works
+and expiry; does not know HTTP (gateway/routes/jobs/files.py), what a file contains, or how a storage works
 (gateway/files/storage.py). Several gateways may share a store if they share the storage. The owner of a file is the API
 key that created it, identified by the key's name. Other keys do not see the file.
 """

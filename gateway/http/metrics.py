@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from gateway.http.connections import Closed
+from gateway.http.server.connections import Closed
 from scheduler.client.rejection import RejectReason
 from scheduler.config import TierSet
 from scheduler.queue.base import Backlog

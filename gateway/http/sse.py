@@ -8,7 +8,7 @@ be answered with a plain HTTP error that has its own status.
 Token streams do not use sse-starlette (3.7), for three reasons. First, it sends the headers before it asks for the
 first event. Second, it runs three or four tasks for each stream (events, pings, shutdown, disconnect), while this
 module runs only one task in addition to the task of the request. Third, it sends pings at fixed intervals, not after a
-silence. Only the slow feed of /admin uses sse-starlette (gateway/routes/sla_feed.py).
+silence. Only the slow feed of /admin uses sse-starlette (gateway/routes/operators/sla_feed.py).
 """
 
 import asyncio

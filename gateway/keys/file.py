@@ -13,9 +13,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from gateway.identity import ApiKey, KeyWebhook
-from gateway.protocol.validation import first_fault
-from gateway.webhooks.signature import secret_bytes
-from gateway.webhooks.target import url_fault
+from gateway.keys.webhook_signature import secret_bytes
+from gateway.keys.webhook_target import url_fault
+from gateway.protocol.bodies.validation import first_fault
 from scheduler.config import TierSet
 
 ID_DIGITS = 8  # hex digits of the digest that name one key in lists; enough to tell thousands of keys apart

@@ -12,10 +12,15 @@ from llguidance import LLMatcher, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
 
 from gateway.output.grammar import GrammarError, Source, check_schema, checked, json_source, lark_source
+from gateway.protocol.bodies.output_format import (
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    StructuralTagFormat,
+    StructuredOutputs,
+)
+from gateway.protocol.bodies.schemas import GenerationRequest
 from gateway.protocol.errors import ApiError, invalid_value, unsupported_parameter
 from gateway.protocol.json_body import parse
-from gateway.protocol.output_format import JsonObjectFormat, JsonSchemaFormat, StructuralTagFormat, StructuredOutputs
-from gateway.protocol.schemas import GenerationRequest
 
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 

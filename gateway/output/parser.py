@@ -1,7 +1,7 @@
 """Split a growing output into reasoning, text and tool calls.
 
-Knows the formats of gateway/output/formats.py; does not know tokens or answers. The parser of transformers finds the
-regions of an output; this module trims them, and reads the calls in them.
+Knows the formats of gateway/output/tools/formats.py; does not know tokens or answers. The parser of transformers finds
+the regions of an output; this module trims them, and reads the calls in them.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,10 +11,10 @@ from typing import Any
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
-from gateway.output.calls import CallPart, CallReader, JsonCalls, TagCalls
-from gateway.output.formats import CallFormat, ReasoningFormat
-from gateway.output.keyword_calls import KeywordCalls
 from gateway.output.piece import Piece, ToolCallDelta
+from gateway.output.tools.calls import CallPart, CallReader, JsonCalls, TagCalls
+from gateway.output.tools.formats import CallFormat, ReasoningFormat
+from gateway.output.tools.keyword_calls import KeywordCalls
 
 _REASONING, _CALLS, _MARKED_TEXT, _TEXT = "thinking", "tool_calls", "marked_content", "content"
 

@@ -11,10 +11,10 @@ from gateway.output.constraint import Constraint, constraint_of, is_constrained,
 from gateway.output.grammar import GrammarError, GrammarWriter, serialized
 from gateway.output.model_format import ModelFormat
 from gateway.output.parser import FormatParser, ParserSettings
-from gateway.output.tool_choice import Finish, OfferedTools, offered_tools
-from gateway.output.tool_grammar import CallGrammar, Started, after_reasoning
+from gateway.output.tools.tool_choice import Finish, OfferedTools, offered_tools
+from gateway.output.tools.tool_grammar import CallGrammar, Started, after_reasoning
+from gateway.protocol.bodies.schemas import ChatCompletionRequest, CompletionRequest
 from gateway.protocol.errors import invalid_value
-from gateway.protocol.schemas import ChatCompletionRequest, CompletionRequest
 
 GenerationPrompt = Callable[[Mapping[str, Any]], str]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from gateway.protocol.bodies.schemas import ChatCompletionRequest
 from gateway.protocol.errors import invalid_request, invalid_value
-from gateway.protocol.schemas import ChatCompletionRequest
 
 # What the template gets from the server itself, so that a request cannot set it in `chat_template_kwargs`.
 RESERVED = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) | {"messages"}

@@ -15,8 +15,8 @@ from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match
 
 from gateway.files.storage import StorageUnreachable
+from gateway.protocol.bodies.validation import first_fault
 from gateway.protocol.unknown_paths import explain_path
-from gateway.protocol.validation import first_fault
 from scheduler.client.rejection import RESTART_S, Rejected, RejectReason
 from scheduler.config import Tier
 from scheduler.request import WORKER_DIED

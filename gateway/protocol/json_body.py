@@ -21,8 +21,8 @@ from fastapi import Request
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gateway.fairness import FairLock, HeldBytes, Turns
+from gateway.protocol.bodies.validation import first_fault
 from gateway.protocol.errors import internal_error, invalid_json, invalid_request, slow_body, too_many_bodies
-from gateway.protocol.validation import first_fault
 
 MAX_DEPTH = 64
 # A body larger than this is parsed and validated in another process. The unit is bytes before parsing; after parsing,

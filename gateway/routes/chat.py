@@ -2,8 +2,8 @@
 
 from fastapi import APIRouter, Request, Response
 
+from gateway.protocol.bodies.schemas import ChatCompletionRequest, CompletionRequest
 from gateway.protocol.openapi import json_body
-from gateway.protocol.schemas import ChatCompletionRequest, CompletionRequest
 from gateway.routes.delivery import deliver
 from gateway.routes.dependencies import Caller
 

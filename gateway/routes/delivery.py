@@ -11,16 +11,16 @@ from typing import Protocol
 import structlog
 from fastapi import Request, Response
 
-from gateway.completion.endpoints import Deliverable
-from gateway.completion.generation import Generation
-from gateway.completion.openai_objects import encode_json
-from gateway.completion.placement import Asked, Placement, place
-from gateway.completion.prepared import PreparedRequest
 from gateway.http.disconnect import CLIENT_CLOSED, ClientDisconnected, until_disconnect
 from gateway.http.sse import EventStreamResponse
 from gateway.identity import ApiKey
+from gateway.protocol.bodies.unknown_names import IGNORED_HEADER, header_value
 from gateway.protocol.json_body import hold_object
-from gateway.protocol.unknown_names import IGNORED_HEADER, header_value
+from gateway.requests.answers.openai_objects import encode_json
+from gateway.requests.generate.endpoints import Deliverable
+from gateway.requests.generate.generation import Generation
+from gateway.requests.prepare.placement import Asked, Placement, place
+from gateway.requests.prepare.prepared import PreparedRequest
 from gateway.state import gateway_of
 
 Prepare = Callable[[Placement], Awaitable[PreparedRequest]]

@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 import structlog
 from fastapi import Depends, Request
 
-from gateway.http.hosts import address_of, host_name
-from gateway.http.wrong_keys import WrongKeys
+from gateway.http.access.hosts import address_of, host_name
+from gateway.http.access.wrong_keys import WrongKeys
 from gateway.identity import ApiKey
 from gateway.protocol.errors import ApiError, foreign_origin
 from gateway.state import gateway_of

@@ -9,8 +9,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 
-from gateway.completion.prompts import model_limits
 from gateway.protocol.errors import model_not_found
+from gateway.requests.prepare.prompts import model_limits
 from gateway.routes.dependencies import Caller
 from gateway.state import Gateway, gateway_of
 

@@ -11,22 +11,22 @@ from typing import Annotated, Any, Literal
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
 
-from gateway.completion.openai_objects import encode_json
-from gateway.completion.placement import Placement
-from gateway.completion.prepared import PreparedRequest
+from gateway.dialects.responses.request import ResponseRequest, parse_response_request
 from gateway.http.sse import EventStreamResponse
 from gateway.identity import ApiKey, resolve_tier
+from gateway.jobs.responses.creation import NewResponse
+from gateway.jobs.responses.service import ResponseService
+from gateway.jobs.responses.store import StoredResponse
 from gateway.protocol.errors import ApiError, invalid_request, invalid_value
 from gateway.protocol.json_body import hold_object
 from gateway.protocol.openapi import json_body
-from gateway.responses.creation import NewResponse
-from gateway.responses.request import ResponseRequest, parse_response_request
-from gateway.responses.service import ResponseService
-from gateway.responses.store import StoredResponse
+from gateway.requests.answers.openai_objects import encode_json
+from gateway.requests.prepare.placement import Placement
+from gateway.requests.prepare.prepared import PreparedRequest
 from gateway.routes.delivery import headers_of, send_answer, submit
 from gateway.routes.dependencies import Caller
-from gateway.routes.files import Owner
-from gateway.routes.idempotency import idempotency_key, once
+from gateway.routes.jobs.files import Owner
+from gateway.routes.jobs.idempotency import idempotency_key, once
 from gateway.state import gateway_of
 
 router = APIRouter(tags=["responses"])

@@ -10,20 +10,20 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from gateway.completion.openai_objects import encode_json
-from gateway.completion.prepared import AnyRequest
-from gateway.completion.prompts import ModelLimits, model_limits
 from gateway.identity import resolve_tier
-from gateway.protocol.errors import invalid_value, model_not_found
-from gateway.protocol.json_body import Body, hold_object, parse
-from gateway.protocol.openapi import json_body
-from gateway.protocol.schemas import (
+from gateway.protocol.bodies.schemas import (
     MAX_PROMPT_IDS,
     ChatCompletionRequest,
     CompletionRequest,
     Text,
     parse_generation,
 )
+from gateway.protocol.errors import invalid_value, model_not_found
+from gateway.protocol.json_body import Body, hold_object, parse
+from gateway.protocol.openapi import json_body
+from gateway.requests.answers.openai_objects import encode_json
+from gateway.requests.prepare.prepared import AnyRequest
+from gateway.requests.prepare.prompts import ModelLimits, model_limits
 from gateway.routes.dependencies import Caller
 from gateway.state import Gateway, gateway_of
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from gateway.protocol.schemas import ChatCompletionRequest, CompletionRequest
-from gateway.responses.request import ResponseRequest
+from gateway.dialects.responses.request import ResponseRequest
+from gateway.protocol.bodies.schemas import ChatCompletionRequest, CompletionRequest
 
 HI = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

@@ -22,25 +22,25 @@ from fastapi import FastAPI
 from openai.types import Batch as ApiBatch
 from redis.asyncio import Redis
 
-from gateway.batches.model import Batch
-from gateway.batches.service import BatchService
-from gateway.completion.placement import Placement
 from gateway.fairness import UnderWay
 from gateway.files.storage import Storage
 from gateway.files.store import FileStore
 from gateway.http.download import MAX_DOWNLOADS, MAX_DOWNLOADS_OF_KEY
-from gateway.idempotency.store import IdempotencyStore
 from gateway.identity import ApiKey, Keyring
+from gateway.jobs.batches.model import Batch
+from gateway.jobs.batches.service import BatchService
+from gateway.jobs.idempotency.store import IdempotencyStore
+from gateway.jobs.uploads.service import UploadService
+from gateway.jobs.webhooks.sender import WebhookSender
+from gateway.jobs.webhooks.service import WebhookService
+from gateway.jobs.webhooks.store import EventStore
+from gateway.keys.webhook_target import TargetPolicy
 from gateway.protocol import errors
 from gateway.protocol.json_body import BodyReader
-from gateway.routes import batches as batch_routes
-from gateway.routes import files as file_routes
-from gateway.routes import uploads as upload_routes
-from gateway.uploads.service import UploadService
-from gateway.webhooks.sender import WebhookSender
-from gateway.webhooks.service import WebhookService
-from gateway.webhooks.store import EventStore
-from gateway.webhooks.target import TargetPolicy
+from gateway.requests.prepare.placement import Placement
+from gateway.routes.jobs import batches as batch_routes
+from gateway.routes.jobs import files as file_routes
+from gateway.routes.jobs import uploads as upload_routes
 from scheduler.config import load_tiers
 from scheduler.registry.worker_status import WorkerStatus
 from scheduler.request import JobDeadline

@@ -24,32 +24,32 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.interface import FinishReason
 from gateway.app import create_app
-from gateway.batches.service import BatchService
-from gateway.batches.tracing import BatchTracer
-from gateway.completion.answer_cache import AnswerCache
-from gateway.completion.metering import Metering
-from gateway.completion.sampling_defaults import SamplingDefaults
-from gateway.completion.service import OPENAI_DEFAULTS, CompletionService
-from gateway.completion.tokenizer import Tokenizer
 from gateway.dead_letters import DeadLetters
 from gateway.files.store import FileStore
-from gateway.http.connection import server_config
-from gateway.http.connections import ConnectionLimits, ConnectionTable
-from gateway.http.cors import AllowedOrigins
-from gateway.http.hosts import AllowedHosts
+from gateway.http.access.cors import AllowedOrigins
+from gateway.http.access.hosts import AllowedHosts
 from gateway.http.metrics import GatewayMetrics
-from gateway.http.tls import Certificate
-from gateway.idempotency.store import IdempotencyStore
+from gateway.http.server.connection import server_config
+from gateway.http.server.connections import ConnectionLimits, ConnectionTable
+from gateway.http.server.tls import Certificate
 from gateway.identity import Keyring
+from gateway.jobs.batches.lines.tracing import BatchTracer
+from gateway.jobs.batches.service import BatchService
+from gateway.jobs.idempotency.store import IdempotencyStore
+from gateway.jobs.responses.service import ResponseService
+from gateway.jobs.responses.store import ResponseStore
+from gateway.jobs.tasks.service import TaskService
+from gateway.jobs.tasks.task_ends import TaskEnds
+from gateway.jobs.webhooks.service import WebhookService
 from gateway.keys.limits import KeyLimits
 from gateway.keys.source import KeySource
 from gateway.keys.usage import UsageMeter
-from gateway.responses.service import ResponseService
-from gateway.responses.store import ResponseStore
+from gateway.requests.generate.answer_cache import AnswerCache
+from gateway.requests.generate.metering import Metering
+from gateway.requests.generate.service import OPENAI_DEFAULTS, CompletionService
+from gateway.requests.prepare.sampling_defaults import SamplingDefaults
+from gateway.requests.tokens.tokenizer import Tokenizer
 from gateway.state import Gateway, GatewayTiers, TracingMiddleware
-from gateway.tasks.service import TaskService
-from gateway.tasks.task_ends import TaskEnds
-from gateway.webhooks.service import WebhookService
 from scheduler.client.client import SchedulerClient
 from scheduler.client.held_logprobs import MAX_LOGPROBS
 from scheduler.clock import Clock, SystemClock

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from redis.asyncio import Redis
 
 from gateway import store_keys
-from gateway.responses.store import ResponseStore
+from gateway.jobs.responses.store import ResponseStore
 from scheduler.store import keys
 from tests.gateway.fuzzing import HEADERS, PARTS, bodies
 from tests.gateway.offline import ShiftedClock

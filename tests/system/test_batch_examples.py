@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from openai import AsyncOpenAI
 
-from gateway.webhooks.event import Event
-from gateway.webhooks.sender import WebhookFailed, WebhookSender
-from gateway.webhooks.signature import signed_headers
-from gateway.webhooks.target import TargetPolicy
+from gateway.jobs.webhooks.event import Event
+from gateway.jobs.webhooks.sender import WebhookFailed, WebhookSender
+from gateway.keys.webhook_signature import signed_headers
+from gateway.keys.webhook_target import TargetPolicy
 from tests.gateway.offline import jsonl, line
 from tests.system.server import Server, free_port
 from tests.waiting import until

@@ -15,10 +15,9 @@ from redis.asyncio import Redis
 from starlette.datastructures import Headers
 from starlette.responses import FileResponse
 
-from gateway.batches.checks import MAX_LINES
-from gateway.batches.model import LineError
-from gateway.routes.files import MAX_BATCH_BYTES
-from tests.gateway.batches.test_forecasts import WORKER
+from gateway.jobs.batches.input.checks import MAX_LINES, LineError
+from gateway.routes.jobs.files import MAX_BATCH_BYTES
+from tests.gateway.jobs.batches.test_forecasts import WORKER
 from tests.gateway.offline import MODEL, OfflineGateway, jsonl, line, lines, running_gateway
 from tests.waiting import until
 from tidegate.batch import server, work

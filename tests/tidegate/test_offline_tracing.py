@@ -94,7 +94,7 @@ async def test_a_batch_is_in_the_trace_of_its_creation_and_its_lines_are_below_i
 async def test_attempts_of_a_line_are_counted(
     redis_client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.batches.line.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("gateway.jobs.batches.lines.line.FIRST_PAUSE_S", 0.001)
     failing = [True, True, False]
 
     def script(request: Request) -> Sequence[TokenEvent]:

@@ -9,7 +9,7 @@ from datetime import datetime
 from functools import reduce
 from typing import Any
 
-from gateway.batches.size import TOKEN_BYTES, InputSize, input_size
+from gateway.jobs.batches.input.size import TOKEN_BYTES, InputSize, input_size
 from tidegate.batch.server import BatchServer
 from tidegate.batch.work import Work
 

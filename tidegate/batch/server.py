@@ -16,7 +16,7 @@ from typing import Any
 import openai
 from openai.types import Batch
 
-from gateway.batches.size import InputSize
+from gateway.jobs.batches.input.size import InputSize
 from tidegate.batch.problems import BatchProblem
 
 TERMINAL = {"completed", "failed", "expired", "cancelled"}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from engine.config import EngineStartError
 from gateway.files.object_storage import BadStorageUrl
-from gateway.http.tls import CertificateError
+from gateway.http.server.tls import CertificateError
 from gateway.keys.file import KeyringError
 from scheduler.config import TierConfigError
 from tidegate.doctor.finding import Finding, Level, error

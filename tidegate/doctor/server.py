@@ -16,7 +16,7 @@ from engine.upstream.connect import connect as connect_upstream
 from gateway.files.local_storage import PRIVATE_DIR
 from gateway.files.object_storage import open_storage
 from gateway.files.storage import BATCHES, ContentLost, Storage, StorageUnreachable
-from gateway.http.tls import load_certificate
+from gateway.http.server.tls import load_certificate
 from gateway.keys.file import read_entries
 from scheduler.config import load_tiers
 from scheduler.store import connection

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.trace import Span, Status, StatusCode, Tracer
 
-from gateway.batches.input import BatchLine
-from gateway.batches.model import Batch, BatchStatus
 from gateway.http.trace import CURRENT_TRACE, RequestTrace
+from gateway.jobs.batches.input.lines import BatchLine
+from gateway.jobs.batches.model import Batch, BatchStatus
 from scheduler.request import is_sampled
 from tidegate.tracing.context import FIRST_ERROR, NOT_SAMPLED, context_of, traceparent_of
 
@@ -37,7 +37,7 @@ class SpanIds(RandomIdGenerator):  # type: ignore[misc]  # the SDK is optional, 
 
 
 class BatchSpans:
-    """Records the spans of batches. Implements `gateway.batches.tracing.BatchTracer`."""
+    """Records the spans of batches. Implements `gateway.jobs.batches.lines.tracing.BatchTracer`."""
 
     def __init__(self, tracer: Tracer, ids: SpanIds) -> None:
         """`ids` are those of `tracer`."""

@@ -191,7 +191,7 @@ class TestNotDurable:
             raise NotDurable
 
         def begin() -> None:
-            for module in ("gateway.files.store", "gateway.batches.store"):
+            for module in ("gateway.files.store", "gateway.jobs.batches.store"):
                 monkeypatch.setattr(f"{module}.durable", unconfirmed)
 
         self.begin = begin

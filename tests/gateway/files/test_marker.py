@@ -11,13 +11,13 @@ import pytest
 from redis.asyncio import Redis
 
 from gateway import store_keys as keys
-from gateway.batches.maintenance import BatchMaintenance
-from gateway.batches.store import BatchStore
 from gateway.files.local_storage import LocalStorage
 from gateway.files.marker import NAME, ForeignStorage, Marker, StorageTie
 from gateway.files.object_storage import ObjectStorage
 from gateway.files.storage import Storage
 from gateway.files.store import MAX_ORPHANS, ORPHAN_S, FileStore
+from gateway.jobs.batches.maintenance import BatchMaintenance
+from gateway.jobs.batches.store import BatchStore
 from tests.scheduler.queue.harness import ManualClock
 
 DAY_S = 86_400.0

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from gateway.files.disk import DiskReserve
 from gateway.http.multipart import MAX_FORM_BYTES, MalformedUpload, UploadTooLarge, receive_upload
-from gateway.routes import files as routes
+from gateway.routes.jobs import files as routes
 from tests.gateway.offline import OfflineGateway, make_gateway
 
 FORM = "multipart/form-data; boundary=XX"

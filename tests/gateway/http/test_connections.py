@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import structlog
 
-from gateway.http.connections import (
+from gateway.http.server.connections import (
     RESERVED_DESCRIPTORS,
     Closed,
     ConnectionLimits,

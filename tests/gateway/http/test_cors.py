@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.http.cors import AllowedOrigins
+from gateway.http.access.cors import AllowedOrigins
 from gateway.identity import ApiKey, Keyring
 from tests.gateway.stand import MODEL, Stand, running_stand
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.http.hosts import AllowedHosts
+from gateway.http.access.hosts import AllowedHosts
 
 LOOPBACK = ["localhost", "LOCALHOST:80", "localhost.", "127.0.0.1:8000", "127.9.9.9", "[::1]", "[::1]:8000", ""]
 FOREIGN = ["rebound.example", "localhost.example", "127.0.0.1.example", "gate", "[::1", "a b", ":80"]

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 import msgspec
 import pytest
 
-from gateway.completion.placement import Placement
+from gateway.requests.prepare.placement import Placement
 from scheduler.clock import SystemClock
 from tests.gateway.stand import MODEL, running_stand
 from tests.waiting import until

@@ -13,8 +13,8 @@ import openai
 import pytest
 import trustme
 
-from gateway.http.connections import ConnectionLimits
-from gateway.http.tls import Certificate, CertificateError
+from gateway.http.server.connections import ConnectionLimits
+from gateway.http.server.tls import Certificate, CertificateError
 from tests.gateway.stand import MODEL, Stand, running_stand
 from tests.waiting import until
 

@@ -8,8 +8,8 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.server import ServerState
 
-from gateway.http.connection import PARTS_PER_TURN, PIECE_BYTES, HttpProtocol, server_config
-from gateway.http.connections import ConnectionLimits, ConnectionTable
+from gateway.http.server.connection import PARTS_PER_TURN, PIECE_BYTES, HttpProtocol, server_config
+from gateway.http.server.connections import ConnectionLimits, ConnectionTable
 
 HEAD = b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n"
 TINY = b"1\r\na\r\n"  # a chunk of one byte

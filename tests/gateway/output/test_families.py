@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer as Backend
 
-from gateway.output.formats import CALL_FORMAT_NAMES, call_format, named_call_format, reasoning_format
 from gateway.output.grammar import GrammarWriter
 from gateway.output.model_format import ModelFormat
 from gateway.output.parser import FormatParser, ParserSettings
 from gateway.output.piece import Piece, whole_tool_calls
-from gateway.output.tool_grammar import CallGrammar, ToolSchema
+from gateway.output.tools.formats import CALL_FORMAT_NAMES, call_format, named_call_format, reasoning_format
+from gateway.output.tools.tool_grammar import CallGrammar, ToolSchema
 from tests.gateway.output.families import FAMILIES, Family
 from tests.gateway.stand import pretrained
 

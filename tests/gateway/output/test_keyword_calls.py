@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.output.formats import named_call_format
-from gateway.output.keyword_calls import KeywordCalls, read_literal
+from gateway.output.tools.formats import named_call_format
+from gateway.output.tools.keyword_calls import KeywordCalls, read_literal
 from tests.gateway.output.test_families import parse
 
 TOOLS = {"look": {}, "add_user": {}}

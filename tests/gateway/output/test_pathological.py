@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from gateway.output.constraint import constraint_of
+from gateway.protocol.bodies.schemas import CompletionRequest, parse_generation
 from gateway.protocol.errors import ApiError
-from gateway.protocol.schemas import CompletionRequest, parse_generation
 
 SLOW_S = 0.5  # five times the time that the slowest of these takes on an idle machine
 

@@ -8,8 +8,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from gateway.output.model_format import ModelFormat
 from gateway.output.plan import PLAIN, OutputPlan, plan_output
+from gateway.protocol.bodies.schemas import ChatCompletionRequest, CompletionRequest, parse_generation
 from gateway.protocol.errors import ApiError
-from gateway.protocol.schemas import ChatCompletionRequest, CompletionRequest, parse_generation
 
 HERMES = "<tool_call>"
 QWEN3 = "<tool_call><think></think>"

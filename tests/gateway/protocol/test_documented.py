@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from gateway.protocol.schemas import ChatCompletionRequest, CompletionRequest
-from gateway.protocol.unsupported import HARMLESS
+from gateway.protocol.bodies.schemas import ChatCompletionRequest, CompletionRequest
+from gateway.protocol.bodies.unsupported import HARMLESS
 
 PAGE = Path(__file__).parents[3] / "docs" / "api.md"
 

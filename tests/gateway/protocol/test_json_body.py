@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from starlette.types import Message
 
 from gateway.protocol import json_body
+from gateway.protocol.bodies.schemas import ChatCompletionRequest, parse_generation
 from gateway.protocol.errors import ApiError, invalid_value
 from gateway.protocol.json_body import (
     INLINE_SIZE,
@@ -30,7 +31,6 @@ from gateway.protocol.json_body import (
     read_object,
     unpickled,
 )
-from gateway.protocol.schemas import ChatCompletionRequest, parse_generation
 from tests.waiting import until
 
 LONG = b'{"a": "%s"}' % (b"x" * INLINE_SIZE)

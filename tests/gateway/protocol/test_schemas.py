@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from gateway.protocol.errors import ApiError
-from gateway.protocol.schemas import (
+from gateway.protocol.bodies.schemas import (
     MAX_PIECES,
     MAX_PROMPT_IDS,
     MAX_VALUES,
@@ -16,6 +15,7 @@ from gateway.protocol.schemas import (
     CompletionRequest,
     parse_generation,
 )
+from gateway.protocol.errors import ApiError
 
 MANY = 100_000
 USER = {"role": "user", "content": "a"}

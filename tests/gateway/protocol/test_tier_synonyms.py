@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from gateway.protocol.bodies.tier_synonyms import wished_service_tier
 from gateway.protocol.errors import ApiError
-from gateway.protocol.tier_synonyms import wished_service_tier
 from scheduler.config import TierSet, load_tiers, parse_tiers
 
 SHIPPED = load_tiers(Path(__file__).parents[3] / "tiers.yaml")

@@ -2,10 +2,10 @@
 
 import pytest
 
+from gateway.protocol.bodies.schemas import ChatCompletionRequest, CompletionRequest
+from gateway.protocol.bodies.unknown_names import MAX_LENGTH, MAX_NAMES, header_value, unknown_names
+from gateway.protocol.bodies.unsupported import HARMLESS
 from gateway.protocol.errors import ApiError
-from gateway.protocol.schemas import ChatCompletionRequest, CompletionRequest
-from gateway.protocol.unknown_names import MAX_LENGTH, MAX_NAMES, header_value, unknown_names
-from gateway.protocol.unsupported import HARMLESS
 
 CHAT = ChatCompletionRequest.model_fields
 # What clients and other servers send beside the names of OpenAI and vLLM.

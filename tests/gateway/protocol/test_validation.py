@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from gateway.protocol.bodies.schemas import ChatCompletionRequest, parse_generation
 from gateway.protocol.errors import ApiError
-from gateway.protocol.schemas import ChatCompletionRequest, parse_generation
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
 JARGON = re.compile(r"[Ii]nput|should|least 1 (character|entry)|dictionary|\bNone\b|\blist\b|instance|pydantic|\d\.0\b")

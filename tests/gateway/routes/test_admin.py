@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 
 from gateway.identity import ApiKey, Keyring
 from gateway.protocol.errors import ApiError
-from gateway.routes.admin import describe_change
+from gateway.routes.operators.admin import describe_change
 from gateway.state import GatewayTiers
 from scheduler.registry.worker_status import TierCapacity
 from scheduler.reload.coordinator import Late

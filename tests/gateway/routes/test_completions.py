@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from gateway.completion import service
-from gateway.completion.placement import Placement
+from gateway.protocol.bodies.schemas import parse_generation
 from gateway.protocol.json_body import INLINE_SIZE
-from gateway.protocol.schemas import parse_generation
+from gateway.requests.generate import service
+from gateway.requests.prepare.placement import Placement
 from scheduler.request import EventKind, Request, TokenEvent
 from tests.gateway.stand import CONTEXT, MODEL, make_tiers, running_stand, token_by_token, token_ids
 

@@ -11,13 +11,13 @@ import pytest
 from redis.asyncio import Redis
 
 from gateway.app import create_app
-from gateway.batches.service import BatchService
 from gateway.dead_letters import DeadLetters
 from gateway.files.store import FileStore
 from gateway.identity import ApiKey, Keyring
+from gateway.jobs.batches.service import BatchService
 from scheduler.clock import SystemClock
 from scheduler.request import WORKER_DIED, EventKind, Request, TokenEvent
-from tests.gateway.batches.test_completions import ask, ended, read, repeat, submit
+from tests.gateway.jobs.batches.test_completions import ask, ended, read, repeat, submit
 from tests.gateway.stand import MODEL, Stand, running_stand, text_of
 
 REASON = "The request was given up, because its worker died in all of 4 attempts."

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 import structlog
 
-from gateway.http.hosts import AllowedHosts
-from gateway.http.wrong_keys import FREE
+from gateway.http.access.hosts import AllowedHosts
+from gateway.http.access.wrong_keys import FREE
 from gateway.identity import ApiKey, Keyring
 from tests.gateway.stand import MODEL, Stand, running_stand
 

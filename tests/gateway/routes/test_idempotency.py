@@ -10,9 +10,9 @@ import openai
 import pytest
 from redis.asyncio import Redis
 
-from gateway.idempotency import store
-from gateway.idempotency.store import LEASE_S
-from gateway.responses.store import ResponseStore
+from gateway.jobs.idempotency import store
+from gateway.jobs.idempotency.store import LEASE_S
+from gateway.jobs.responses.store import ResponseStore
 from gateway.store_keys import IDEMPOTENCY, IDEMPOTENCY_S
 from scheduler.clock import SystemClock
 from scheduler.store.errors import NotDurable
@@ -129,7 +129,7 @@ async def test_a_key_works_again_after_an_error(gateway: OfflineGateway, monkeyp
         raise NotDurable
 
     with monkeypatch.context() as slow_disk:
-        slow_disk.setattr("gateway.batches.store.durable", unconfirmed)
+        slow_disk.setattr("gateway.jobs.batches.store.durable", unconfirmed)
         with pytest.raises(openai.InternalServerError):
             await create(one, file_id)
     assert [await create(one, file_id)] == await batch_ids(one)

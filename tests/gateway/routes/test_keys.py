@@ -12,9 +12,9 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as StoreUnreachable
 
-from gateway.completion.placement import Placement
 from gateway.identity import ApiKey, Keyring
 from gateway.keys.source import KeySource
+from gateway.requests.prepare.placement import Placement
 from scheduler.request import Request, TokenEvent
 from tests.gateway.protocol.test_errors import CHAT, TEXT, error_of
 from tests.gateway.stand import MODEL, Stand, make_tiers, running_stand

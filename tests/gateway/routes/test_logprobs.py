@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from engine.interface import FinishReason, TokenLogprobs
-from gateway.completion import generation, prompts
-from gateway.completion.token_report import TokenReport
+from gateway.requests.answers.token_report import TokenReport
+from gateway.requests.generate import generation
+from gateway.requests.prepare import prompts
 from scheduler.request import Request, TokenEvent
 from tests.gateway.stand import MODEL, Stand, running_stand, token_by_token, token_ids
 from tests.waiting import until

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from engine.interface import SamplingParams
-from gateway.completion.sampling_defaults import SamplingDefaults
 from gateway.identity import ApiKey, Keyring
+from gateway.requests.prepare.sampling_defaults import SamplingDefaults
 from tests.gateway.stand import CONTEXT, MODEL, Stand, running_stand, text_of, token_ids
 
 HI = [{"role": "user", "content": "hi"}]

@@ -12,7 +12,7 @@ from sse_starlette import JSONServerSentEvent
 from starlette.types import Message, Scope
 
 from gateway.identity import ApiKey, Keyring
-from gateway.routes.sla_feed import SlaFeed, SlaStreamResponse
+from gateway.routes.operators.sla_feed import SlaFeed, SlaStreamResponse
 from scheduler.queue.base import Backlog
 from tests.gateway.stand import Stand, running_stand
 from tests.waiting import until

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from engine.interface import GRAMMAR_FAILED, FinishReason
-from gateway.completion.tokenizer import Tokenizer
+from gateway.requests.tokens.tokenizer import Tokenizer
 from scheduler.request import EventKind, Request, TokenEvent
 from tests.gateway.stand import MODEL, answer_with, pretrained, running_stand, text_of, token_by_token, token_ids
 

@@ -1,0 +1,148 @@
+"""Translate a request of /v1/responses into the body of a chat, and errors of that body back.
+
+Knows the fields of both APIs; does not know how a chat is answered. The body is validated like any other chat, so each
+parameter of the chat endpoint keeps its meaning and its limits here.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from gateway.dialects.responses.items import Item, text_of
+from gateway.dialects.responses.request import (
+    AllowedTools,
+    FunctionTool,
+    NamedTool,
+    ResponseRequest,
+    TextFormat,
+    ToolChoice,
+)
+from gateway.protocol.bodies.schemas import ChatCompletionRequest, parse_generation
+from gateway.protocol.errors import ApiError
+
+# Beginnings of parameter paths in a chat, and the paths of the same parameters here. The first that fits counts.
+PATHS = (
+    ("messages", "input"),
+    ("max_completion_tokens", "max_output_tokens"),
+    ("response_format.json_schema", "text.format"),
+    ("response_format", "text.format"),
+    ("reasoning_effort", "reasoning.effort"),
+    ("verbosity", "text.verbosity"),
+    ("logprobs", "include"),
+)
+
+
+def chat_request(request: ResponseRequest, items: Sequence[Item]) -> ChatCompletionRequest:
+    """Return the chat that answers `request`. `items` is the whole conversation, without the instructions.
+
+    Raises `ApiError` 400 if the chat is invalid. The error names parameters as in the Responses API.
+    """
+    messages = chat_messages(items)
+    if request.instructions:
+        messages = [{"role": "system", "content": request.instructions}, *messages]
+    body = {**request.extensions, "model": request.model, "messages": messages, **_options(request)}
+    with in_terms_of_responses():
+        return parse_generation(ChatCompletionRequest, {name: v for name, v in body.items() if v is not None})
+
+
+@contextmanager
+def in_terms_of_responses() -> Iterator[None]:
+    """Raise each `ApiError` of the block with the parameter's path in the Responses API instead of the chat's path."""
+    try:
+        yield
+    except ApiError as error:
+        old = error.param or ""
+        new = _path(old)
+        if new == old:
+            raise
+        message = error.message.replace(f"'{old}'", f"'{new}'")
+        raise ApiError(error.status, message, error.type, new, error.code, error.headers) from error
+
+
+def chat_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
+    """Return the items of a conversation as chat messages.
+
+    An assistant's reasoning, text and calls are several items, but become one message.
+    """
+    messages: list[dict[str, Any]] = []
+    names = {item["call_id"]: item["name"] for item in items if item["type"] == "function_call"}
+    reasoning = ""
+    for item in items:
+        if item["type"] == "reasoning":
+            reasoning = text_of(item["content"] or item["summary"])
+            continue
+        if item["type"] == "function_call":
+            _add_call(messages, item, reasoning)
+        elif item["type"] == "function_call_output":
+            message = {"role": "tool", "tool_call_id": item["call_id"], "content": text_of(item["output"])}
+            name = names.get(item["call_id"])
+            messages.append(message if name is None else message | {"name": name})
+        else:
+            message = {"role": item["role"], "content": text_of(item["content"])}
+            messages.append(_with_reasoning(message, reasoning) if item["role"] == "assistant" else message)
+        reasoning = ""
+    return messages
+
+
+def _add_call(messages: list[dict[str, Any]], item: Item, reasoning: str) -> None:
+    if not messages or messages[-1]["role"] != "assistant" or reasoning:
+        messages.append(_with_reasoning({"role": "assistant", "content": None}, reasoning))
+    function = {"name": item["name"], "arguments": item["arguments"]}
+    call = {"id": item["call_id"], "type": "function", "function": function}
+    messages[-1].setdefault("tool_calls", []).append(call)
+
+
+def _with_reasoning(message: dict[str, Any], reasoning: str) -> dict[str, Any]:
+    return message | {"reasoning_content": reasoning} if reasoning else message
+
+
+def _options(request: ResponseRequest) -> dict[str, Any]:
+    text = request.text
+    return {
+        "max_completion_tokens": request.max_output_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "logprobs": True if request.wants_logprobs else None,
+        "top_logprobs": request.top_logprobs if request.wants_logprobs else None,
+        "response_format": _response_format(text.format) if text and text.format else None,
+        "verbosity": text.verbosity if text else None,
+        "tools": [_tool(tool) for tool in request.tools] if request.tools else None,
+        "tool_choice": _tool_choice(request.tool_choice) if request.tools else None,
+        "parallel_tool_calls": request.parallel_tool_calls if request.tools else None,
+        "reasoning_effort": request.reasoning.effort if request.reasoning else None,
+        "metadata": request.metadata,
+        "service_tier": request.service_tier,
+        "user": request.user,
+        "safety_identifier": request.safety_identifier,
+        "prompt_cache_key": request.prompt_cache_key,
+        # Tokens are needed as they come, also to tell those of the text from those of the reasoning.
+        "stream": bool(request.stream or request.background or request.wants_logprobs),
+    }
+
+
+def _response_format(text: TextFormat) -> dict[str, Any] | None:
+    if text.type != "json_schema":
+        return None if text.type == "text" else {"type": text.type}
+    fields = {"name": text.name, "schema": text.schema_, "strict": text.strict, "description": text.description}
+    return {"type": text.type, text.type: {name: value for name, value in fields.items() if value is not None}}
+
+
+def _tool(tool: FunctionTool) -> dict[str, Any]:
+    return {"type": tool.type, "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+
+
+def _tool_choice(choice: ToolChoice) -> str | dict[str, Any] | None:
+    if isinstance(choice, NamedTool):
+        return {"type": "function", "function": {"name": choice.name}}
+    if isinstance(choice, AllowedTools):
+        tools = [{"type": "function", "function": {"name": tool.name}} for tool in choice.tools]
+        return {"type": choice.type, choice.type: {"mode": choice.mode, "tools": tools}}
+    return choice
+
+
+def _path(path: str) -> str:
+    for old, new in PATHS:
+        if path == old or path.startswith((f"{old}.", f"{old}[")):
+            # The messages of a chat are not numbered as the input items are.
+            return new if new == "input" else new + path[len(old) :]
+    return path.replace(".function.", ".", 1) if path.startswith(("tools[", "tool_choice.")) else path

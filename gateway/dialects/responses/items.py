@@ -1,0 +1,173 @@
+"""The input items of /v1/responses, and the form in which items are kept and listed.
+
+An item that is kept is a plain JSON object of OpenAI's API with an id. This server makes the ids so that each names the
+response to which the item belongs: an `item_reference` can be looked up without an index. Knows items; does not know
+chat messages, requests or the store.
+"""
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+from gateway.protocol.bodies.schemas import MAX_PIECES, Text
+from gateway.protocol.json_body import Body
+
+Item = dict[str, Any]
+
+FIRST_INPUT = 0x8000  # number of a response's first input item; output items are numbered from 0
+RESPONSE_PREFIX = "resp_"
+_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_OWN_ID = re.compile(r"[a-z]+_([0-9a-f]{32})[0-9a-f]{4}")
+
+
+def item_id(response_id: str, kind: str, number: int) -> str:
+    """Return the id of an item of the type `kind`. `number` is less than 65,536 and unique in the response."""
+    return f"{_PREFIXES[kind]}_{response_id.removeprefix(RESPONSE_PREFIX)}{number:04x}"
+
+
+def response_of_item(item: str) -> str | None:
+    """Return the id of the response in which this server made the item id `item`; None if it is not such an id."""
+    match = _OWN_ID.fullmatch(item)
+    return RESPONSE_PREFIX + match[1] if match else None
+
+
+class TextPart(Body):
+    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
+    text: Text
+
+
+class RefusalPart(Body):
+    type: Literal["refusal"]
+    refusal: Text
+
+
+def _part_tag(value: Any) -> str:
+    return "<refusal>" if isinstance(value, dict) and value.get("type") == "refusal" else "<text>"
+
+
+def _only_text(value: Any) -> Any:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind in ("input_image", "input_file", "input_audio", "image_url"):
+        raise ValueError(f"parts of type {kind} are not served here, only text parts such as input_text")
+    return value
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")],
+    Discriminator(_part_tag),
+    BeforeValidator(_only_text),
+]
+Parts = Annotated[list[Part], Field(fail_fast=True, max_length=MAX_PIECES)]
+
+
+def _text_tag(value: Any) -> str | None:
+    return "<text>" if isinstance(value, str) else "<list>" if isinstance(value, list) else None
+
+
+TextOrParts = Annotated[
+    Annotated[Text, Tag("<text>")] | Annotated[Parts, Tag("<list>")],
+    Discriminator(_text_tag, custom_error_type="union_type", custom_error_message="Must be a string or an array"),
+]
+Status = Literal["in_progress", "completed", "incomplete"] | None
+
+
+class MessageItem(Body):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: TextOrParts
+    id: Text | None = None
+    status: Status = None
+
+    def kept(self, own_id: str) -> Item:
+        parts = [TextPart(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+        content = [_kept_part(part, self.role == "assistant") for part in parts]
+        status = self.status or "completed"
+        return {"id": self.id or own_id, "type": self.type, "role": self.role, "content": content, "status": status}
+
+
+class FunctionCallItem(Body):
+    type: Literal["function_call"]
+    call_id: Annotated[Text, Field(min_length=1)]
+    name: Annotated[Text, Field(min_length=1)]
+    arguments: Text
+    id: Text | None = None
+    status: Status = None
+
+    def kept(self, own_id: str) -> Item:
+        fields = self.model_dump(include={"type", "call_id", "name", "arguments"})
+        return {"id": self.id or own_id, **fields, "status": self.status or "completed"}
+
+
+class FunctionCallOutputItem(Body):
+    type: Literal["function_call_output"]
+    call_id: Annotated[Text, Field(min_length=1)]
+    output: TextOrParts
+    id: Text | None = None
+    status: Status = None
+
+    def kept(self, own_id: str) -> Item:
+        output = self.output if isinstance(self.output, str) else [_kept_part(part, False) for part in self.output]
+        status = self.status or "completed"
+        return {"id": self.id or own_id, "type": self.type, "call_id": self.call_id, "output": output, "status": status}
+
+
+class ReasoningItem(Body):
+    type: Literal["reasoning"]
+    id: Text | None = None
+    summary: Parts = []
+    content: Parts | None = None
+
+    def kept(self, own_id: str) -> Item:
+        summary = [{"type": "summary_text", "text": _text_of(part)} for part in self.summary]
+        content = [{"type": "reasoning_text", "text": _text_of(part)} for part in self.content or []]
+        return {"id": self.id or own_id, "type": self.type, "summary": summary, "content": content}
+
+
+class ItemReference(Body):
+    type: Literal["item_reference"] | None = None
+    id: Text
+
+
+KINDS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+
+
+def _item_tag(value: Any) -> str | None:
+    """Return the tag of an item. A message needs no type if it has a role, and a reference needs only an id."""
+    if not isinstance(value, dict):
+        return None
+    kind = value.get("type") or ("message" if "role" in value else "item_reference")
+    return f"<{kind}>" if kind in KINDS else None
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("<message>")]
+    | Annotated[FunctionCallItem, Tag("<function_call>")]
+    | Annotated[FunctionCallOutputItem, Tag("<function_call_output>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")]
+    | Annotated[ItemReference, Tag("<item_reference>")],
+    Discriminator(
+        _item_tag,
+        custom_error_type="item",
+        custom_error_message=f"this server takes items of the types {', '.join(KINDS)}",
+    ),
+]
+
+
+def text_of(value: str | list[dict[str, Any]]) -> str:
+    """Return the text of a kept item's content or output. The texts of several parts become lines."""
+    if isinstance(value, str):
+        return value
+    return "\n".join(part.get("text") or part.get("refusal") or "" for part in value)
+
+
+def _kept_part(part: TextPart | RefusalPart, by_assistant: bool) -> dict[str, Any]:
+    if isinstance(part, RefusalPart) and by_assistant:
+        return {"type": "refusal", "refusal": part.refusal}
+    if by_assistant:
+        return {"type": "output_text", "text": _text_of(part), "annotations": []}
+    return {"type": "input_text", "text": _text_of(part)}
+
+
+def _text_of(part: TextPart | RefusalPart) -> str:
+    return part.refusal if isinstance(part, RefusalPart) else part.text

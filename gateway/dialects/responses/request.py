@@ -1,0 +1,260 @@
+"""The schema of the body of POST /v1/responses.
+
+Knows OpenAI's names; does not know how a request is answered. Parameters that would change the answer and are not built
+are refused by name. Fields that are no parameter of the Responses API are kept in `extensions`: they are parameters of
+/v1/chat/completions, which work here as well.
+"""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PrivateAttr,
+    Tag,
+    field_validator,
+    model_validator,
+)
+
+from gateway.dialects.responses.items import InputItem
+from gateway.protocol.bodies.options import INT64, Whole
+from gateway.protocol.bodies.schemas import MAX_PIECES, ChatCompletionRequest, Metadata, Text
+from gateway.protocol.bodies.unknown_names import unknown_names
+from gateway.protocol.errors import invalid_request, invalid_value, unsupported_parameter
+from gateway.protocol.json_body import Body, parse
+
+MAX_TOOLS = 128
+# Parameters of /v1/chat/completions that have another name here.
+MOVED = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "verbosity": "text.verbosity",
+    "reasoning_effort": "reasoning.effort",
+    "functions": "tools",
+    "function_call": "tool_choice",
+    "logprobs": "include",
+}
+# Parameters of the Responses API that are not built.
+NOT_BUILT = ("conversation", "prompt", "context_management", "moderation", "image")
+
+
+def _only_functions(value: Any) -> Any:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind != "function":
+        raise ValueError(f"tools of type '{kind[:64]}' are not served here, only tools of type 'function'")
+    return value
+
+
+class FunctionTool(Body):
+    type: Literal["function"]
+    name: Annotated[Text, Field(min_length=1)]
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+Tools = Annotated[
+    list[Annotated[FunctionTool, BeforeValidator(_only_functions)]], Field(max_length=MAX_TOOLS, fail_fast=True)
+]
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    name: Annotated[Text, Field(min_length=1)]
+
+
+class AllowedTools(Body):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+def _choice_tag(value: Any) -> str | None:
+    if not isinstance(value, dict):
+        return "<mode>"
+    kind = value.get("type")
+    return f"<{kind}>" if kind in ("function", "allowed_tools") else None
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"] | None, Tag("<mode>")]
+    | Annotated[NamedTool, Tag("<function>")]
+    | Annotated[AllowedTools, Tag("<allowed_tools>")],
+    Discriminator(
+        _choice_tag,
+        custom_error_type="tool_choice",
+        custom_error_message="Must be none, auto, required, or an object of type function or allowed_tools",
+    ),
+]
+
+
+class TextFormat(Body):
+    """The format of the output text. `name` and `schema` are needed for the type `json_schema`."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Text | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+    description: Text | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.type == "json_schema" and (self.name is None or self.schema_ is None):
+            raise ValueError("the type json_schema needs 'name' and 'schema'")
+        return self
+
+
+class TextConfig(Body):
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+Summary = Literal["auto", "concise", "detailed"]
+
+
+class Reasoning(Body):
+    """The options of reasoning. A summary is the whole reasoning, which is else the content of reasoning items."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Summary | None = None
+    generate_summary: Summary | None = None  # the older name
+
+    @property
+    def wanted_summary(self) -> Summary | None:
+        return self.summary or self.generate_summary
+
+
+class StreamOptions(Body):
+    include_obfuscation: bool | None = None  # has no effect: nothing is obfuscated
+
+
+Includable = Literal[
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+    "reasoning.encrypted_content",
+    "message.output_text.logprobs",
+]
+
+
+def _input_tag(value: Any) -> str | None:
+    return "<text>" if isinstance(value, str) else "<list>" if isinstance(value, list) else None
+
+
+Input = Annotated[
+    Annotated[Text, Tag("<text>")] | Annotated[list[InputItem], Field(fail_fast=True), Tag("<list>")],
+    Discriminator(
+        _input_tag, custom_error_type="union_type", custom_error_message="Must be a string or an array of input items"
+    ),
+]
+
+
+class ResponseRequest(Body):
+    model_config = ConfigDict(extra="allow")
+
+    model: Text
+    input: Input
+    instructions: Text | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=2**31), Whole] | None = None
+    max_tool_calls: Annotated[int, Field(ge=1), Whole] | None = None  # of tools that run on the server
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20), Whole] | None = None
+    text: TextConfig | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    include: Annotated[list[Includable], Field(max_length=16, fail_fast=True)] | None = None
+    metadata: Metadata | None = None
+    service_tier: Text | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    user: Text | None = None
+    safety_identifier: Annotated[Text, Field(max_length=64)] | None = None
+    prompt_cache_key: Text | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    prompt_cache_options: dict[str, Any] | None = None  # hints to OpenAI's cache; here, the prefix cache needs none
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    store: bool | None = None
+    background: bool | None = None
+    background_options: dict[str, Any] | None = None  # hints of how soon an answer is needed; `service_tier` says it
+    previous_response_id: Text | None = None
+    # An extension of vLLM: a number below 0 asks for a higher tier, one above 0 for a lower one.
+    priority: Annotated[int, Field(ge=-INT64, lt=INT64), Whole] | None = None
+    _ignored: tuple[str, ...] = PrivateAttr(())
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _few_pieces(cls, value: Any) -> Any:
+        if isinstance(value, list) and _count_pieces(value) > MAX_PIECES:
+            raise ValueError(f"must have at most {MAX_PIECES} items and content parts in all")
+        return value
+
+    @property
+    def extensions(self) -> dict[str, Any]:
+        """Parameters of /v1/chat/completions that the Responses API does not have."""
+        return {name: value for name, value in (self.model_extra or {}).items() if name not in self._ignored}
+
+    @property
+    def ignored_names(self) -> tuple[str, ...]:
+        """The names in the body that this server does not know."""
+        return self._ignored
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return "message.output_text.logprobs" in (self.include or ()) or bool(self.top_logprobs)
+
+
+KNOWN = {*ChatCompletionRequest.model_fields, *ResponseRequest.model_fields}
+
+
+def _count_pieces(items: list[Any]) -> int:
+    fields = [i.get(name) for i in items if isinstance(i, dict) for name in ("content", "output", "summary")]
+    return len(items) + sum(len(field) for field in fields if isinstance(field, list))
+
+
+def parse_response_request(body: dict[str, Any]) -> ResponseRequest:
+    """Return `body` as a request.
+
+    Raises `ApiError` 400 if a parameter is wrong or not built. The error names the parameter.
+    """
+    for name in NOT_BUILT:
+        if body.get(name) is not None:
+            raise unsupported_parameter(name)
+    for name, here in MOVED.items():
+        if body.get(name) is not None:
+            message = f"Unsupported parameter: '{name}'. In the Responses API, use '{here}' instead."
+            raise invalid_request(message, name, "unsupported_parameter")
+    for name in ("n", "best_of"):
+        if body.get(name) not in (None, 1):
+            message = f"Unsupported parameter: '{name}'. A response is one answer."
+            raise invalid_request(message, name, "unsupported_parameter")
+    for name in ("prompt_logprobs", "return_token_ids"):  # a response object has no place for them
+        if body.get(name) is not None and body.get(name) is not False:
+            raise unsupported_parameter(name)
+    request = parse(ResponseRequest, body)
+    if ignored := unknown_names(body, KNOWN):
+        request._ignored = ignored
+    _check_together(request)
+    return request
+
+
+def _check_together(request: ResponseRequest) -> None:
+    """Refuse values that are valid alone, but not together."""
+    if request.stream_options is not None and not request.stream:
+        message = "The 'stream_options' parameter is only allowed when 'stream' is enabled."
+        raise invalid_value("stream_options", message)
+    if request.background and request.store is False:
+        raise invalid_value("background", "Background responses must be stored: leave out 'store' or set it to true.")
+    if not request.input and request.previous_response_id is None:
+        raise invalid_value("input", "Invalid value for 'input': it must not be empty.")

@@ -1,0 +1,217 @@
+"""What a gateway says of the future of batches: the object `tidegate` of a batch, and whether a window is feasible.
+
+Collects what gateway/jobs/batches/forecast/estimate.py computes with: batches that are not over, lengths and paces, and
+the workers' rates. Nothing here holds a batch up: where something is not known, the answer is None.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.jobs.batches.completion_window import window_text
+from gateway.jobs.batches.forecast import estimate as estimates
+from gateway.jobs.batches.forecast.estimate import Estimate, Lengths, Pace, Range, Rates, Work
+from gateway.jobs.batches.forecast.line_deadlines import URGENT_SHARE, LineTimes
+from gateway.jobs.batches.forecast.line_statistics import LineStatistics
+from gateway.jobs.batches.forecast.promises import Commitment, earliest_promise_s
+from gateway.jobs.batches.model import Batch, BatchStatus
+from gateway.jobs.batches.store import BatchStore
+from scheduler.clock import Clock
+from scheduler.config import Tier
+from scheduler.registry.worker_status import WorkerStatus
+
+RUNNING = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
+FRESH_S = 1.0  # seconds for which the list of unfinished batches is used again
+READ_AT_ONCE = 100  # records of batches that are read from the store together
+ROOM = 1.1  # the window that a refusal names is this much longer than the least one, so that it still fits later
+
+
+@dataclass(frozen=True, slots=True)
+class Infeasible:
+    """A window in which a batch cannot be promised to end, and the shortest that can be promised; None: none can."""
+
+    window: str
+    earliest_window: str | None
+
+
+class BatchForecasts:
+    def __init__(
+        self,
+        store: BatchStore,
+        statistics: LineStatistics,
+        workers: Callable[[], Sequence[WorkerStatus]],
+        tier: Tier,
+        clock: Clock,
+    ) -> None:
+        self._store = store
+        self._statistics = statistics
+        self._workers = workers
+        self._clock = clock
+        self.num_late = 0  # batches without `best_effort` that are expected to end after their window
+        self._unfinished: tuple[float, list[tuple[Batch, Work]]] | None = None  # when they were read
+        self.reconfigure(tier)
+
+    def reconfigure(self, tier: Tier) -> None:
+        """Read the workers' rates of `tier` from now on."""
+        self._tier = tier
+
+    async def describe(self, batches: Sequence[Batch]) -> list[dict[str, Any]]:
+        """Return the object `tidegate` of each batch."""
+        running = [batch for batch in batches if batch.status in RUNNING]
+        paces = await self._statistics.paces([batch.id for batch in running]) if running else {}
+        return [await self._describe(batch, paces.get(batch.id)) for batch in batches]
+
+    async def infeasible(self, batch: Batch) -> Infeasible | None:
+        """Return why a new batch cannot be promised its window; None if it can, or if that is not known."""
+        if batch.best_effort:
+            return None
+        earliest_s = await self._earliest_window_s(batch)
+        if earliest_s is None or earliest_s <= batch.window_s:
+            return None
+        return Infeasible(batch.completion_window, window_text(ROOM * earliest_s))
+
+    async def preview(self, batch: Batch) -> dict[str, Any]:
+        """Return what a batch would take that does not exist yet. Its size must be known."""
+        assert batch.size is not None
+        lengths = await self._statistics.lengths(batch.size.model, batch.endpoint)
+        estimate = await self._estimate(batch, None)
+        earliest_s = await self._earliest_window_s(batch)
+        urgent_s = min(URGENT_SHARE * batch.window_s, self._tier.urgent_ms / 1000)
+        return {
+            "lines": batch.size.lines,
+            "prompt_tokens": _range_json(estimates.total_prompt_tokens(batch.size, lengths)),
+            "output_tokens": _range_json(estimates.total_output_tokens(batch.size, lengths, self._context())),
+            "estimate": self._estimate_json(estimate),
+            "earliest_window": None if earliest_s is None else window_text(ROOM * earliest_s),
+            "feasible": None if earliest_s is None else earliest_s <= batch.window_s,
+            "becomes_urgent": None if estimate is None else estimate.finish_s > batch.window_s - urgent_s,
+        }
+
+    async def line_times(self, batch: Batch) -> LineTimes:
+        """Return how long the lines of a running batch take at present; no time at all if that is not known."""
+        rates, running = self._rates(), await self._running()
+        work = next((own for other, own in running if other.id == batch.id), None)
+        if rates is None or work is None:
+            return LineTimes()
+        sooner = [
+            other_work
+            for other, other_work in running
+            if other.id != batch.id and not other.best_effort and other.expires_at <= batch.expires_at
+        ]
+        return estimates.line_times(work, sooner, rates)
+
+    async def _describe(self, batch: Batch, pace: Pace | None) -> dict[str, Any]:
+        estimate = await self._estimate(batch, pace) if batch.status in RUNNING else None
+        return {
+            "best_effort": batch.best_effort,
+            "estimate": self._estimate_json(estimate),
+            "progress": _progress_json(pace, estimate),
+            "usage": {"engine_s": round(batch.engine_us / 1e6, 3)},
+        }
+
+    async def _estimate(self, batch: Batch, pace: Pace | None) -> Estimate | None:
+        work = await self._work(batch)
+        if work is None:
+            return None
+        ahead = [other_work for _, other_work in await self._others(batch)]
+        return estimates.estimate(work, ahead, self._rates(), pace)
+
+    async def _earliest_window_s(self, batch: Batch) -> float | None:
+        rates, work = self._rates(), await self._work(batch)
+        if rates is None or work is None:
+            return None
+        promised = [
+            Commitment(other.lines_due_s - self._now_s(), rates.expected_s(other_work))
+            for other, other_work in await self._others(batch)
+            if not other.best_effort
+        ]
+        writing_s = batch.expires_at - batch.lines_due_s
+        return earliest_promise_s(work, promised, rates) + writing_s
+
+    async def _work(self, batch: Batch) -> Work | None:
+        model = batch.size.model if batch.size is not None else batch.model
+        return estimates.work_left(batch, await self._statistics.lengths(model, batch.endpoint), self._context())
+
+    async def _others(self, batch: Batch) -> list[tuple[Batch, Work]]:
+        """Return the other batches that are not over, with what is left of them."""
+        return [entry for entry in await self._running() if entry[0].id != batch.id]
+
+    async def _running(self) -> list[tuple[Batch, Work]]:
+        """Return the batches that are not over, with what is left of them, as of at most `FRESH_S` ago."""
+        if self._unfinished is None or self._clock.now() - self._unfinished[0] >= FRESH_S:
+            self._unfinished = self._clock.now(), await self._read_unfinished()
+        return self._unfinished[1]
+
+    async def _read_unfinished(self) -> list[tuple[Batch, Work]]:
+        """Return the batches that are not over, of all gateways, with what is left of them.
+
+        They are read some at a time, and the lengths of each model and endpoint once.
+        """
+        ids, context = await self._store.unfinished(), self._context()
+        lengths: dict[tuple[str | None, str], Lengths] = {}
+        entries: list[tuple[Batch, Work]] = []
+        for first in range(0, len(ids), READ_AT_ONCE):
+            for batch in await self._store.get_all(ids[first : first + READ_AT_ONCE]):
+                if batch.status not in RUNNING:
+                    continue
+                kind = batch.size.model if batch.size is not None else batch.model, batch.endpoint
+                if kind not in lengths:
+                    lengths[kind] = await self._statistics.lengths(*kind)
+                work = estimates.work_left(batch, lengths[kind], context)
+                if work is not None:
+                    entries.append((batch, work))
+        return entries
+
+    async def count_late(self) -> None:
+        """Count the batches of all gateways that are expected to end after their window: see `num_late`."""
+        entries = await self._read_unfinished()
+        paces = await self._statistics.paces([batch.id for batch, _ in entries])
+        self.num_late = await asyncio.to_thread(self._num_late, entries, paces, self._rates(), self._now_s())
+
+    def _num_late(
+        self, entries: Sequence[tuple[Batch, Work]], paces: Mapping[str, Pace], rates: Rates | None, now_s: float
+    ) -> int:
+        finish_s = estimates.finish_times_s(
+            [work for _, work in entries], [paces.get(batch.id) for batch, _ in entries], rates
+        )
+        ends = zip((batch for batch, _ in entries), finish_s, strict=True)
+        return sum(not b.best_effort and left_s is not None and now_s + left_s > b.lines_due_s for b, left_s in ends)
+
+    def on_created(self) -> None:
+        """Read the list again for the next question, because a batch was created."""
+        self._unfinished = None
+
+    def _rates(self) -> Rates | None:
+        return estimates.rates_of(self._workers(), self._tier.name)
+
+    def _context(self) -> int:
+        return estimates.context_of(self._workers())
+
+    def _estimate_json(self, estimate: Estimate | None) -> dict[str, Any] | None:
+        if estimate is None:
+            return None
+        now_s = self._now_s()
+        return {
+            "finish_at": int(now_s + estimate.finish_s),
+            "earliest": int(now_s + estimate.earliest_s),
+            "latest": int(now_s + estimate.latest_s),
+            "basis": estimate.basis,
+        }
+
+    def _now_s(self) -> float:
+        return self._clock.wall_ms() / 1000
+
+
+def _progress_json(pace: Pace | None, estimate: Estimate | None) -> dict[str, Any] | None:
+    if pace is None:
+        return None
+    return {
+        "lines_per_s": round(pace.lines_per_s, 3),
+        "tokens_per_s": round(pace.tokens_per_s, 1),
+        "eta_s": None if estimate is None else int(estimate.finish_s),
+    }
+
+
+def _range_json(tokens: Range) -> dict[str, int]:
+    return {"low": int(tokens.low), "expected": int(tokens.expected), "high": int(tokens.high)}

@@ -1,0 +1,270 @@
+"""The batch service of one gateway: creates, looks up, lists and cancels batches.
+
+The gateway that creates a batch also starts to run it at once. gateway/jobs/batches/maintenance.py looks after the
+runs. A batch and its files belong to the API key that created the batch. Does not know HTTP: a mistake of the caller is
+returned as a value (`InputProblem`, `Infeasible`, `TooManyBatches`, `NotCancellable`).
+"""
+
+import secrets
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from redis.asyncio import Redis
+
+from gateway.dead_letters import DeadLetters
+from gateway.files.disk import noticing_full_disk
+from gateway.files.pagination import Page
+from gateway.files.storage import ContentLost
+from gateway.files.store import FileStore, content_name
+from gateway.http.trace import CURRENT_TRACE
+from gateway.identity import Keyring
+from gateway.jobs.batches.forecast.forecasts import BatchForecasts, Infeasible
+from gateway.jobs.batches.forecast.line_statistics import LineStatistics
+from gateway.jobs.batches.input.checks import MAX_LINES, InputRules
+from gateway.jobs.batches.input.jsonl import MAX_LINE_BYTES
+from gateway.jobs.batches.input.lines import input_name
+from gateway.jobs.batches.input.offload import offload
+from gateway.jobs.batches.input.scan import InputScan, scan_input
+from gateway.jobs.batches.input.size import InputSize
+from gateway.jobs.batches.lines.line import Completions, LineRunner
+from gateway.jobs.batches.lines.slots import KeyShare, LineWindow
+from gateway.jobs.batches.lines.tracing import BatchTracer
+from gateway.jobs.batches.maintenance import BatchMaintenance
+from gateway.jobs.batches.model import Batch, BatchStatus, NewBatch
+from gateway.jobs.batches.run import BatchRun, OnEnd
+from gateway.jobs.batches.store import BatchStore, Moved
+from gateway.jobs.batches.token_quota import CountTokens, TokenQuota
+from gateway.protocol.json_body import MAX_BODIES
+from scheduler.clock import Clock
+from scheduler.config import TierSet
+from scheduler.registry.worker_status import WorkerStatus
+from scheduler.store.durability import LOST
+from scheduler.store.errors import NotDurable
+
+_CANCELLED = (BatchStatus.CANCELLING, BatchStatus.CANCELLED)
+
+
+@dataclass(frozen=True, slots=True)
+class InputProblem:
+    """The reason why a batch was not created: its input file cannot be used."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class TooManyBatches:
+    """The owner of a new batch has so many unfinished batches that it gets no more."""
+
+    limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class NotCancellable:
+    status: BatchStatus
+
+
+async def _ignore(batch: Batch) -> None:
+    pass
+
+
+def _traced(on_end: OnEnd, tracer: BatchTracer) -> OnEnd:
+    async def end(batch: Batch) -> None:
+        await on_end(batch)
+        if batch.traceparent is not None:
+            tracer.end(batch)
+
+    return end
+
+
+class BatchService:
+    """The service that creates, runs, lists and cancels the batches of one gateway.
+
+    `max_lines` is the limit of one batch, and `max_unfinished` that of the unfinished batches of one key.
+    `max_lines_in_flight` limits how many lines of all batches together run at the same time. `lock_ttl_s` is the
+    lifetime of a batch's lock in seconds. `on_end` is called with each batch that is over, at least once. `keyring` has
+    the weights and limits of the keys that own batches, and `count_tokens` counts the tokens of prompts against these
+    limits (None: no limits).
+    """
+
+    def __init__(
+        self,
+        redis: Redis,
+        files: FileStore,
+        completions: Completions,
+        tiers: TierSet,
+        model_names: Collection[str],
+        clock: Clock,
+        *,
+        keyring: Keyring | None = None,
+        count_tokens: CountTokens | None = None,
+        max_lines: int = MAX_LINES,
+        max_unfinished: int = 200,
+        max_lines_in_flight: int = 256,
+        lock_ttl_s: float = 6.0,
+        max_body_bytes: int = MAX_LINE_BYTES,
+        workers: Callable[[], Sequence[WorkerStatus]] = list,
+        dead_letters: DeadLetters | None = None,
+        on_end: OnEnd = _ignore,
+        tracer: BatchTracer | None = None,
+    ) -> None:
+        """`workers` returns the status of the workers that live, which says how fast batches are.
+
+        With a `tracer`, batches whose creation is traced have traces.
+        """
+        self._store = BatchStore(redis)
+        self._files = files
+        tier, statistics = tiers[tiers.batch_tier], LineStatistics(redis, clock)
+        self._forecasts = BatchForecasts(self._store, statistics, workers, tier, clock)
+        self._lines = LineRunner(completions, tier, clock, statistics, self._forecasts, dead_letters, tracer)
+        self._model_names = model_names
+        self._scans: dict[str, InputScan] = {}  # of batches that are launched at this moment
+        self._clock = clock
+        self._keyring = keyring or Keyring()
+        self._window = LineWindow(max_lines_in_flight, self._share_of, MAX_BODIES * max_body_bytes)
+        self._quota = TokenQuota(redis, self._keyring, count_tokens)
+        self._lock_ttl_s = lock_ttl_s
+        self._max_lines = max_lines
+        self._max_unfinished = max_unfinished
+        self._max_body_bytes = max_body_bytes
+        self._on_end = on_end if tracer is None else _traced(on_end, tracer)
+        count_late = self._forecasts.count_late
+        self._maintenance = BatchMaintenance(self._store, files, self._make_run, clock, lock_ttl_s, count_late)
+
+    async def start(self) -> None:
+        await self._maintenance.start()
+
+    def reconfigure(self, tiers: TierSet) -> None:
+        self._lines.reconfigure(tiers[tiers.batch_tier])
+        self._forecasts.reconfigure(tiers[tiers.batch_tier])
+
+    async def close(self) -> None:
+        """Stop all runs and release their locks.
+
+        A gateway with the same storage continues the batches: another one that is running, or this one when it is
+        started again.
+        """
+        await self._maintenance.close()
+
+    async def create(
+        self, new: NewBatch, new_id: str | None = None, *, is_limited: bool = True
+    ) -> Batch | InputProblem | Infeasible | TooManyBatches:
+        """Create and start a batch.
+
+        Return an `InputProblem` if its input file cannot be used, `Infeasible` if its window cannot be promised, and
+        `TooManyBatches` if it `is_limited` and its owner has too many others.
+
+        When this returns, the batch's record is durable. The batch also has its own link to the input, or its own copy.
+        If it raises an error of the store or `DiskFull`, nothing of the batch is left, and it does not run. `new_id` is
+        the batch's id without its prefix. If an earlier attempt has created this batch, it is returned.
+        """
+        batch_id = f"batch_{new_id or secrets.token_hex(12)}"
+        if new_id is not None and (created := await self._store.get(batch_id)) is not None:
+            await self._store.durable(batch_id)
+            return created
+        limit = self._max_unfinished if is_limited else None
+        if limit is not None and await self._store.num_unfinished(new.owner) >= limit:
+            return TooManyBatches(limit)  # said before its input is copied and read
+        self._files.disk.check()
+        absent = InputProblem(f"No such File object: {new.input_file_id[:200]}")
+        file = await self._files.get(new.input_file_id, owner=new.owner)
+        if file is None:
+            return absent
+        if file.purpose != "batch":
+            return InputProblem(f"Invalid file purpose: expected 'batch', got '{file.purpose}'.")
+        try:
+            with noticing_full_disk():
+                await self._files.storage.copy(content_name(file.id), input_name(batch_id))
+                path = await self._files.storage.fetch(input_name(batch_id))
+                scan = await offload(path, scan_input, self._rules(new.endpoint))
+            batch = new.to_batch(batch_id, self._now_s(), scan.size)
+            trace = CURRENT_TRACE.get()
+            batch = replace(batch, input_sha256=file.sha256, traceparent=trace.traceparent if trace else None)
+            infeasible = await self._forecasts.infeasible(batch)
+            if infeasible is not None:
+                await self._maintenance.withdraw(batch_id, new.owner)
+                return infeasible
+            if not await self._store.create(batch, limit):
+                await self._maintenance.withdraw(batch_id, new.owner)
+                return TooManyBatches(self._max_unfinished)
+            await self._store.durable(batch_id)
+        except ContentLost:  # the file was deleted just now
+            return absent
+        except BaseException:
+            await self._maintenance.withdraw(batch_id, new.owner)
+            raise
+        self._forecasts.on_created()
+        self._scans[batch_id] = scan
+        self._maintenance.launch_if_room(batch_id)
+        self._scans.pop(batch_id, None)  # a run that begins later scans its input itself
+        return batch
+
+    async def describe(self, batches: Sequence[Batch]) -> list[dict[str, Any]]:
+        """Return what is known of the future and the cost of each batch."""
+        return await self._forecasts.describe(batches)
+
+    async def preview(self, new: NewBatch, size: InputSize) -> dict[str, Any]:
+        """Return what a batch with an input of this size would take."""
+        return await self._forecasts.preview(new.to_batch("", self._now_s(), size))
+
+    async def retrieve(self, batch_id: str, *, owner: str | None) -> Batch | None:
+        """Return the batch; None if `owner` has no such batch."""
+        batch = await self._store.get(batch_id)
+        return batch if batch is not None and batch.owner == owner else None
+
+    async def list(self, *, owner: str | None, after: str | None, limit: int) -> Page[Batch] | None:
+        """Return a page of `owner`'s batches, newest first; None if the cursor `after` is not one of these batches."""
+        return await self._store.page(owner=owner, after=after, limit=limit)
+
+    async def cancel(self, batch_id: str, *, owner: str | None) -> Batch | NotCancellable | None:
+        """Cancel a batch, and return its new record. A repeated call changes nothing.
+
+        Return `NotCancellable` if the status of the batch does not allow it, and None if `owner` has no such batch.
+        """
+        if await self.retrieve(batch_id, owner=owner) is None:
+            return None
+        moved = await self._store.move(batch_id, BatchStatus.CANCELLING, self._now_s())
+        batch = await self._store.get(batch_id)
+        if batch is None:
+            return None
+        if moved is Moved.MOVED:
+            self._maintenance.check(batch_id, batch.status)
+            await self._store.durable(batch_id)
+            if (await self._store.statuses([batch_id])).get(batch_id) not in _CANCELLED:
+                raise NotDurable(LOST)
+            return batch
+        return batch if batch.status is BatchStatus.CANCELLED else NotCancellable(batch.status)
+
+    async def counts_by_status(self) -> dict[str, int]:
+        """Return the number of batches in each state, summed over all gateways."""
+        return {status.value: count for status, count in (await self._store.counts_by_status()).items()}
+
+    @property
+    def num_late(self) -> int:
+        """The number of batches, of all gateways, that are expected to end after their window."""
+        return self._forecasts.num_late
+
+    def _make_run(self, batch_id: str) -> BatchRun:
+        return BatchRun(
+            batch_id,
+            self._store.owner_lock(batch_id, self._lock_ttl_s),
+            self._store,
+            self._files,
+            self._lines,
+            self._window,
+            self._quota,
+            self._rules,
+            self._clock,
+            self._on_end,
+            self._scans.pop(batch_id, None),
+        )
+
+    def _rules(self, endpoint: str) -> InputRules:
+        return InputRules(endpoint, tuple(self._model_names), self._max_lines, self._max_body_bytes)
+
+    def _share_of(self, owner: str | None) -> KeyShare:
+        key = self._keyring.named(owner)
+        return KeyShare() if key is None else KeyShare(key.batch_weight, key.batch_concurrent_lines)
+
+    def _now_s(self) -> int:
+        return self._clock.wall_ms() // 1000

@@ -1,0 +1,135 @@
+"""A response from its request until it is submitted.
+
+Knows the request, the conversation that it continues, and how both become a chat; does not know tiers or admission.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from gateway.dialects.responses.answer import ResponseAnswer, ResponseHead
+from gateway.dialects.responses.chat import chat_request, in_terms_of_responses
+from gateway.dialects.responses.items import RESPONSE_PREFIX, Item
+from gateway.dialects.responses.request import ResponseRequest
+from gateway.jobs.responses.conversation import MANY_ITEMS, Conversations, turns_of, without_turns_before
+from gateway.jobs.responses.run import ResponseRun
+from gateway.jobs.responses.store import ResponseStore
+from gateway.protocol.bodies.schemas import ChatCompletionRequest
+from gateway.protocol.errors import ApiError
+from gateway.requests.answers.answer import Answer
+from gateway.requests.answers.token_report import TokenReport
+from gateway.requests.generate.generation import Generation
+from gateway.requests.generate.service import CompletionService
+from gateway.requests.prepare.placement import Placement
+from gateway.requests.prepare.prepared import PreparedRequest
+from scheduler.clock import Clock
+
+Prepare = Callable[[ChatCompletionRequest], Awaitable[PreparedRequest]]
+
+
+class NewResponse:
+    """A response that is being created. Call `prepare`, submit the result, and call `run` with its generation.
+
+    `store` is None if the response is not to be stored.
+    """
+
+    def __init__(
+        self,
+        request: ResponseRequest,
+        completions: CompletionService,
+        conversations: Conversations,
+        store: ResponseStore | None,
+        clock: Clock,
+    ) -> None:
+        self._request = request
+        self._completions = completions
+        self._conversations = conversations
+        self._store = store
+        self._clock = clock
+        self._items: list[Item] = []  # of its own input
+        self.owner: str | None = None
+        self._prepared: PreparedRequest | None = None
+
+    async def prepare(self, placement: Placement) -> PreparedRequest:
+        """Return the response as a request that can be submitted, as `Preparation.prepare` does.
+
+        Raises `ApiError` 400 or 404 if the request cannot be answered. Parameters are named as in the Responses API.
+        """
+        response_id = RESPONSE_PREFIX + placement.request_id.removeprefix("req_")
+        owner = self.owner = placement.owner
+        self._items = await self._conversations.input_of(self._request, response_id, owner)
+        conversation = [*await self._conversations.before(self._request, owner), *self._items]
+        answer_as = partial(self._answer, response_id, self._clock.wall_ms() // 1000)
+        prepare = partial(self._completions.prepare, placement=placement, answer_as=answer_as)
+        with in_terms_of_responses():
+            if self._request.truncation == "auto":
+                self._prepared = await _longest_that_fits(self._request, conversation, prepare)
+            else:
+                self._prepared = await prepare(await _chat(self._request, conversation))
+        return self._prepared
+
+    def run(self, generation: Generation) -> ResponseRun:
+        """Return the run of the response, which was submitted."""
+        return ResponseRun(generation, self._items, self.owner, self._store)
+
+    async def store_queued(self, lease_ms: int) -> dict[str, Any]:
+        """Store the response as queued, and return it. It was prepared."""
+        assert self._store is not None and self._prepared is not None
+        queued = self._queued(self._prepared)
+        await self._store.create(queued, self._items, self.owner, lease_ms)
+        return queued
+
+    async def withdraw(self) -> None:
+        """Remove what `store_queued` has stored."""
+        if self._store is not None and self._prepared is not None:
+            await self._store.delete(self._queued(self._prepared)["id"], self.owner)
+
+    def _queued(self, prepared: PreparedRequest) -> dict[str, Any]:
+        assert isinstance(prepared.answer, ResponseAnswer)
+        return prepared.answer.unfinished("queued")
+
+    def _answer(self, response_id: str, created_at: int, service_tier: str, report: TokenReport | None) -> Answer:
+        head = ResponseHead(
+            id=response_id,
+            created_at=created_at,
+            service_tier=service_tier,
+            stored=self._store is not None,
+            request=self._request,
+            defaults=self._completions.defaults,
+        )
+        return ResponseAnswer(head, lambda: self._clock.wall_ms() // 1000, report)
+
+
+async def _chat(request: ResponseRequest, items: list[Item]) -> ChatCompletionRequest:
+    make = partial(chat_request, request, items)
+    return await asyncio.to_thread(make) if len(items) > MANY_ITEMS else make()
+
+
+async def _longest_that_fits(request: ResponseRequest, conversation: list[Item], prepare: Prepare) -> PreparedRequest:
+    """Return `conversation` as it is submitted, without the first turns that do not fit into the context."""
+
+    async def attempt(start: int) -> PreparedRequest | ApiError:
+        try:
+            return await prepare(await _chat(request, without_turns_before(conversation, start)))
+        except ApiError as error:
+            if error.code != "context_length_exceeded":
+                raise
+            return error
+
+    starts = turns_of(conversation)
+    whole = await attempt(0)
+    if not isinstance(whole, ApiError):
+        return whole
+    low, high = 1, len(starts)  # turn `low - 1` is too long as the first one; turn `high` fits, or does not exist
+    found: PreparedRequest | None = None
+    while low < high:
+        middle = (low + high) // 2
+        outcome = await attempt(starts[middle])
+        if isinstance(outcome, ApiError):
+            low = middle + 1
+        else:
+            found, high = outcome, middle
+    if found is None:
+        raise whole
+    return found

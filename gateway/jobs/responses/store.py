@@ -1,0 +1,160 @@
+"""Stored responses in Redis: the response objects, their input items, and the conversations that they form.
+
+A response belongs to the API key that created it, identified by the key's name; other keys do not see it. It expires
+`ttl_s` after its last use: when it was written, or when a later response continued its conversation. All responses
+together take at most `max_bytes`: beyond it, the owner that has the most loses the next ones to expire. Several
+gateways may share a store, so every change is one script. Knows Redis and JSON objects; does not know how a response is
+generated.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from redis.asyncio import Redis
+from redis.commands.core import AsyncScript
+
+from gateway import store_keys as keys
+from gateway.dialects.responses.items import Item, response_of_item
+from gateway.files.pagination import text
+from scheduler.clock import Clock
+from scheduler.store.scripts import load_script
+
+NO_ROOM = -1  # an answer of the script `save`
+RUNNING = ("queued", "in_progress")
+_KEYS_OF_SCRIPTS = {
+    "RECORD": keys.RESPONSE,
+    "EVENTS": keys.RESPONSE_EVENTS,
+    "OF": keys.RESPONSES_OF,
+    "SIZES": keys.RESPONSES_SIZES,
+    "BYTES": keys.RESPONSES_BYTES,
+}
+_FIELDS = ("owner", "input", "output", "head", "lease_ms")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response as it is stored. `lease_ms` is the time until which its generation is known to go on (Unix ms)."""
+
+    response: dict[str, Any]
+    input: list[Item]
+    lease_ms: int
+
+    @property
+    def is_running(self) -> bool:
+        return self.response["status"] in RUNNING
+
+
+@dataclass(frozen=True, slots=True)
+class NoConversation:
+    """The reason why a conversation cannot be read: a response is `missing` or `running`, or it is `too_long`."""
+
+    reason: str
+    response_id: str = ""
+
+
+class NoRoom(Exception):
+    """A response is not stored, because the store is full of responses that are being generated, or too small."""
+
+
+class ResponseStore:
+    """The store of all responses. It owns the keys `tidegate:response*` in Redis."""
+
+    def __init__(self, redis: Redis, clock: Clock, ttl_s: float, max_bytes: int) -> None:
+        self._redis = redis
+        self._clock = clock
+        self.ttl_s = ttl_s
+        self._max_bytes = max_bytes
+
+        names = "".join(f"local {name} = '{key}'\n" for name, key in _KEYS_OF_SCRIPTS.items())
+
+        def load(name: str) -> AsyncScript:
+            return load_script(redis, "gateway.jobs.responses", "drop", name, prelude=names)
+
+        self._save, self._delete, self._renew = load("save"), load("delete"), load("renew")
+        self._conversation = load("conversation")
+
+    async def create(
+        self, response: dict[str, Any], items: Sequence[Item], owner: str | None, lease_ms: int = 0
+    ) -> None:
+        """Store a new response with its input `items`. Raises `NoRoom`."""
+        fields = {
+            "owner": owner or "",
+            "previous": response["previous_response_id"] or "",
+            "input": msgspec.json.encode(items),
+            "lease_ms": lease_ms,
+        }
+        await self._write(response, "new", owner, fields)
+
+    async def update(self, response: dict[str, Any]) -> bool:
+        """Replace a response that is queued or in progress. Return False if it is neither: it has ended, or is gone."""
+        return await self._write(response, "running", None, {})
+
+    async def get(self, response_id: str, owner: str | None) -> StoredResponse | None:
+        """Return the response; None if `owner` has no such response."""
+        found: list[Any] = await self._redis.hmget(keys.RESPONSE + response_id, list(_FIELDS))
+        own, items, output, head, lease_ms = found
+        if own is None or text(own) != (owner or ""):
+            return None
+        response = msgspec.json.decode(head) | {"output": msgspec.json.decode(output)}
+        return StoredResponse(response, msgspec.json.decode(items), int(lease_ms))
+
+    async def delete(self, response_id: str, owner: str | None) -> bool:
+        """Remove a response. Return False if `owner` has no such response."""
+        return bool(await self._delete(keys=[keys.RESPONSE + response_id], args=[response_id, owner or ""]))
+
+    async def conversation(self, response_id: str, owner: str | None, max_bytes: int) -> list[Item] | NoConversation:
+        """Return all items of a conversation up to the end of the response `response_id`, the oldest first."""
+        args: list[Any] = [response_id, owner or "", self._expires_ms(), max_bytes]
+        outcome, *found = await self._conversation(keys=[], args=args)
+        if text(outcome) != "ok":
+            return NoConversation(text(outcome), *(text(value) for value in found))
+        turns = [msgspec.json.decode(found[i]) + msgspec.json.decode(found[i + 1]) for i in range(0, len(found), 2)]
+        return [item for turn in reversed(turns) for item in turn]
+
+    async def items(
+        self, item_ids: Sequence[str], owner: str | None, max_bytes: int
+    ) -> dict[str, Item] | NoConversation:
+        """Return the items of `owner` with these ids, by id. The responses to which they belong are kept for longer.
+
+        Those responses are read one after the other, and may have `max_bytes` together.
+        """
+        responses = dict.fromkeys(r for item in item_ids if (r := response_of_item(item)) is not None)
+        items: dict[str, Item] = {}
+        for response_id in responses:
+            record = keys.RESPONSE + response_id
+            if text(await self._redis.hget(record, "owner") or "") != (owner or ""):
+                continue
+            pipeline = self._redis.pipeline(transaction=False)
+            pipeline.hmget(record, ["output", "input"])
+            pipeline.pexpireat(record, self._expires_ms())
+            pipeline.zadd(keys.RESPONSES_OF + (owner or ""), {response_id: self._expires_ms()}, xx=True)
+            parts = [part for part in (await pipeline.execute())[0] if part is not None]
+            max_bytes -= sum(map(len, parts))
+            if max_bytes < 0:
+                return NoConversation("too_long")
+            items |= {item["id"]: item for part in parts for item in msgspec.json.decode(part)}
+        return {item: items[item] for item in item_ids if item in items}
+
+    async def renew(self, response_ids: Sequence[str], lease_ms: int) -> set[str]:
+        """Renew the leases of responses until `lease_ms`. Return the ids of those that were cancelled or removed."""
+        return {text(gone) for gone in await self._renew(keys=[], args=[lease_ms, *response_ids])}
+
+    async def _write(self, response: dict[str, Any], guard: str, owner: str | None, fields: dict[str, Any]) -> bool:
+        head = {name: value for name, value in response.items() if name != "output"}
+        fields = fields | {
+            "status": response["status"],
+            "output": msgspec.json.encode(response["output"]),
+            "head": msgspec.json.encode(head),
+        }
+        times = (self._clock.wall_ms(), self._expires_ms())
+        args: list[Any] = [response["id"], owner or "", guard, *times, self._max_bytes]
+        args += [part for pair in fields.items() for part in pair]
+        written = await self._save(keys=[keys.RESPONSE + response["id"]], args=args)
+        if written == NO_ROOM:
+            raise NoRoom
+        return bool(written)
+
+    def _expires_ms(self) -> int:
+        return self._clock.wall_ms() + int(self.ttl_s * 1000)

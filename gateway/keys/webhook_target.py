@@ -1,0 +1,78 @@
+"""Which URLs webhooks may call: the defence against requests that clients make this server send to its own network.
+
+The URL is checked when it is given, and the address that its name has is checked each time before it is called. Whoever
+calls it must use that very address: the name may have another one a moment later (DNS rebinding).
+"""
+
+import re
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
+from urllib.parse import SplitResult, urlsplit
+
+from gateway.http.access.hosts import address_of
+
+Address = IPv4Address | IPv6Address
+
+MAX_URL = 2048  # characters
+NAT64 = IPv6Network("64:ff9b::/96")  # addresses that stand for the IPv4 address in their last four bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TargetPolicy:
+    """Which addresses may be called besides public ones. `allow_private` includes loopback addresses."""
+
+    allow_loopback: bool = False
+    allow_private: bool = False
+
+    def fault(self, url: str) -> str | None:
+        """Return a sentence about what is wrong with `url`; None if it may be called, as far as its text tells."""
+        if fault := url_fault(url):
+            return fault
+        parts = urlsplit(url)
+        literal = _literal(parts)
+        if literal is not None and not self.allows(literal, parts.scheme):
+            return self._refusal(parts.hostname or "")
+        if parts.scheme == "http" and literal is None and not self.allow_private:
+            return "It must begin with https://."
+        return None
+
+    def allows(self, address: Address, scheme: str) -> bool:
+        """Whether `address` may be called. A public address is called by https only."""
+        inner = _inner(address)
+        if inner.is_loopback:
+            return self.allow_loopback or self.allow_private
+        if inner.is_multicast or inner.is_unspecified or inner.is_reserved:
+            return False
+        return scheme == "https" if inner.is_global else self.allow_private
+
+    def _refusal(self, host: str) -> str:
+        way_out = "the server must be started with --webhook-allow-private to call addresses of its own network."
+        return f"The address {host[:100]} is not public, or not called by https: {way_out}"
+
+
+def url_fault(url: str) -> str | None:
+    """Return a sentence about what is wrong in `url`; None if it is an absolute URL without a password."""
+    if len(url) > MAX_URL or not re.fullmatch(r"[!-~]+", url):
+        return f"It must be a URL of at most {MAX_URL} ASCII characters, without blanks."
+    try:
+        parts = urlsplit(url)
+        if parts.scheme not in ("https", "http") or not parts.hostname or parts.port == 0:
+            return "It must be an absolute URL, such as https://example.com/hook."
+    except ValueError:
+        return "It must be an absolute URL, such as https://example.com/hook."
+    return "It must have no user name and no password." if "@" in parts.netloc else None
+
+
+def _literal(parts: SplitResult) -> Address | None:
+    """Return the address that the URL has in place of a name; None if there is a name to be resolved."""
+    host = (parts.hostname or "").rstrip(".")
+    return ip_address("127.0.0.1") if host == "localhost" or host.endswith(".localhost") else address_of(host)
+
+
+def _inner(address: Address) -> Address:
+    """Return the IPv4 address inside an IPv6 address that only stands for it; else the address itself."""
+    if isinstance(address, IPv4Address):
+        return address
+    if address in NAT64:
+        return IPv4Address(address.packed[-4:])
+    return address.ipv4_mapped or address.sixtofour or address

@@ -1,0 +1,164 @@
+"""Answer requests: prepare them, submit them to the scheduler, and hand out the generation of their answers.
+
+Knows bodies, tiers and the scheduler's client. Does not know HTTP, how a request is prepared
+(gateway/requests/prepare/preparation.py) or how tokens become an answer (gateway/requests/generate/generation.py).
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from gateway.dead_letters import DeadLetters
+from gateway.fairness import FairLock
+from gateway.http.metrics import GatewayMetrics
+from gateway.http.trace import CURRENT_TRACE
+from gateway.output.model_format import ModelFormat
+from gateway.protocol.bodies.schemas import ChatCompletionRequest, CompletionRequest, parse_generation
+from gateway.protocol.errors import ApiError, invalid_value, rejected
+from gateway.protocol.json_body import is_large
+from gateway.requests.generate.endpoints import Endpoint
+from gateway.requests.generate.generation import Generation
+from gateway.requests.generate.metering import UNMETERED, Metering
+from gateway.requests.prepare.placement import Placement
+from gateway.requests.prepare.preparation import Model, Preparation, draw_seed
+from gateway.requests.prepare.prepared import AnyRequest, PreparedRequest
+from gateway.requests.prepare.sampling_defaults import SamplingDefaults
+from gateway.requests.tokens.tokenizer import Tokenizer
+from scheduler.client.client import SchedulerClient
+from scheduler.client.rejection import Rejected, RejectReason
+from scheduler.client.token_stream import TokenStream
+from scheduler.clock import Clock
+
+OPENAI_DEFAULTS = SamplingDefaults()
+PING_S = 15.0  # seconds of silence before a keep-alive; proxies close connections that are silent for 30 to 60 s
+ONLINE = {"stream": "streaming is not possible here"}
+
+
+class CompletionService:
+    """Answers the requests of one gateway. `endpoints` has those that generate something, by path."""
+
+    def __init__(
+        self,
+        client: SchedulerClient,
+        clock: Clock,
+        tokenizer: Tokenizer,
+        metrics: GatewayMetrics,
+        model_names: tuple[str, ...],
+        *,
+        defaults: SamplingDefaults = OPENAI_DEFAULTS,
+        draw_seed: Callable[[], int] = draw_seed,
+        ping_s: float = PING_S,
+        trusts_templates: bool = False,
+        tool_parser: str = "auto",
+        metering: Metering | None = None,
+        dead_letters: DeadLetters | None = None,
+        revision: str = "",
+        adapters: Collection[str] = (),
+    ) -> None:
+        """`trusts_templates` says whether a request may bring its own chat template.
+
+        `revision` tells one version of the model's files from another; it is a part of the fingerprint. `adapters` are
+        those of `model_names` that name a LoRA adapter.
+        """
+        self.defaults = defaults
+        self._client = client
+        self._clock = clock
+        self._tokenizer = tokenizer
+        self._lock = FairLock()
+        self._metrics = metrics
+        self._ping_s = ping_s
+        self._metering = metering
+        self._dead_letters = dead_letters
+        model = Model(
+            names=model_names,
+            adapters=frozenset(adapters),
+            tokenizer=tokenizer,
+            format=ModelFormat.of(tokenizer.chat_template, tokenizer.special_tokens, tool_parser),
+            defaults=defaults,
+            fingerprint="fp_" + hashlib.sha256(f"{model_names[0]}{revision}".encode()).hexdigest()[:10],
+            trusts_templates=trusts_templates,
+        )
+        self._preparation = Preparation(model, client, clock, self._lock, draw_seed)
+        self.prepare, self.encode = self._preparation.prepare, self._preparation.encode
+        new = partial(NewCompletion, self._preparation)
+        self.endpoints = {
+            "/v1/chat/completions": Endpoint(partial(parse_generation, ChatCompletionRequest), new, ONLINE),
+            "/v1/completions": Endpoint(partial(parse_generation, CompletionRequest), new, ONLINE),
+        }
+
+    async def complete(self, path: str, body: dict[str, Any], placement: Placement) -> tuple[int, dict[str, Any]]:
+        """Answer one request without streaming. Return the HTTP status and the JSON body of the answer.
+
+        Refusals and failures are also returned as an answer.
+        """
+        try:
+            await self._lock.acquire(placement.owner or "")
+            endpoint = self.endpoints.get(path)
+            if endpoint is None:
+                raise ApiError(404, "Unknown endpoint.", param="url")
+            parse = partial(endpoint.parse, body)
+            request = await asyncio.to_thread(parse) if is_large(body) else parse()
+            for option, reason in endpoint.online.items():
+                if getattr(request, option):
+                    raise invalid_value(option, f"Invalid value for '{option}': {reason}.")
+            answer = endpoint.new(request)
+            generation = await self.submit(await answer.prepare(placement))
+            return 200, await answer.run(generation).respond()
+        except ApiError as error:
+            return error.status, error.body()
+
+    async def submit(self, prepared: PreparedRequest) -> Generation:
+        """Enqueue `prepared`, or find its answer in the cache, and return the answer.
+
+        Raises `ApiError` 429 if a limit of the owner's key is reached, and the errors of `_enqueue`.
+        """
+        account = UNMETERED if self._metering is None else await self._metering.open(prepared)
+        try:
+            tokens = account.replay(prepared.requests)
+            if tokens is None:
+                prepared, tokens = await self._enqueue(prepared)
+        except BaseException:
+            await account.cancel()
+            raise
+        trace = CURRENT_TRACE.get()
+        if trace is not None:
+            trace.note_submitted()
+        shared = (self._tokenizer, self._clock, self._ping_s, self._lock)
+        return Generation(prepared, tokens, *shared, account, trace, self._dead_letters)
+
+    async def _enqueue(self, prepared: PreparedRequest) -> tuple[PreparedRequest, TokenStream]:
+        """Enqueue all scheduler requests of `prepared`, or none of them.
+
+        If their own tier cannot serve them in time, they are enqueued in the lower tier of the demotion, if there is
+        one. Raises `ApiError` 429 or 503 if admission rejects the requests.
+        """
+        await self._preparation.let_others_run(len(prepared.requests), prepared.owner)
+        outcome = await self._client.submit(prepared.requests)
+        demotion = prepared.demotion
+        if isinstance(outcome, Rejected) and outcome.reason is RejectReason.OVERLOADED and demotion is not None:
+            demoted = prepared.demoted(demotion)
+            lower_outcome = await self._client.submit(demoted.requests)
+            if not isinstance(lower_outcome, Rejected):
+                self._metrics.count_demoted(prepared.tier.name, demoted.tier.name)
+                prepared, outcome = demoted, lower_outcome
+        if isinstance(outcome, Rejected):
+            self._metrics.count_rejected(prepared.tier.name, outcome.reason.value)
+            raise rejected(outcome, prepared.tier, prepared.placement.patient)
+        return prepared, outcome
+
+
+@dataclass(frozen=True, slots=True)
+class NewCompletion:
+    """An answer of one of the two completion endpoints."""
+
+    preparation: Preparation
+    request: AnyRequest
+
+    async def prepare(self, placement: Placement) -> PreparedRequest:
+        return await self.preparation.prepare(self.request, placement)
+
+    def run(self, generation: Generation) -> Generation:
+        return generation

@@ -1,0 +1,264 @@
+"""Batches from creation to end through the official client, on a real store."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import openai
+import pytest
+import structlog
+from redis.asyncio import Redis
+
+from gateway.jobs.batches.lines.slots import HEAD_START
+from tests.gateway.offline import OfflineGateway, jsonl, line, lines, running_gateway
+from tests.waiting import until
+
+DAY_S = 86_400
+
+
+@pytest.fixture
+async def gateway(redis_client: Redis, tmp_path: Path) -> AsyncIterator[OfflineGateway]:
+    async with running_gateway(redis_client, tmp_path, max_lines_in_flight=32) as gateway:
+        yield gateway
+
+
+def _input(count: int) -> bytes:
+    return jsonl(lines(count))
+
+
+async def test_a_batch_runs_to_its_end(gateway: OfflineGateway) -> None:
+    file_id = await gateway.upload(_input(200))
+    created = await gateway.create(file_id, metadata={"team": "tides"})
+    assert (created.status, created.errors, created.output_file_id) == ("validating", None, None)
+    assert created.expires_at == created.created_at + DAY_S
+
+    batch = await gateway.ended(created.id)
+
+    assert batch.status == "completed" and batch.model == "tide-1" and batch.metadata == {"team": "tides"}
+    assert batch.request_counts is not None and batch.usage is not None
+    assert batch.request_counts.model_dump() == {"total": 200, "completed": 200, "failed": 0}
+    assert (batch.usage.input_tokens, batch.usage.output_tokens, batch.usage.total_tokens) == (600, 400, 1000)
+    assert batch.usage.input_tokens_details.cached_tokens == 200
+    stamps = (batch.created_at, batch.in_progress_at, batch.finalizing_at, batch.completed_at)
+    assert sorted(s for s in stamps if s is not None) == list(stamps)
+    assert (batch.failed_at, batch.expired_at, batch.cancelled_at, batch.error_file_id) == (None,) * 4
+    output = await gateway.read(batch.output_file_id)
+    assert [entry["custom_id"] for entry in output] == [f"q{n}" for n in range(200)]
+    assert len({entry["id"] for entry in output}) == 200
+    assert gateway.completions.tiers == {"batch"}
+
+
+async def test_an_output_line_has_the_whole_answer(gateway: OfflineGateway) -> None:
+    batch = await gateway.ended((await gateway.submit(lines(1))).id)
+    [entry] = await gateway.read(batch.output_file_id)
+    assert entry["id"].startswith("batch_req_") and entry["error"] is None
+    response = entry["response"]
+    assert response["status_code"] == 200
+    assert response["request_id"] == gateway.completions.request_ids[0]
+    assert response["body"]["choices"][0]["message"]["content"] == "Re: q0"
+    assert response["body"]["service_tier"] == "flex"
+    file = await gateway.client.files.retrieve(batch.output_file_id or "")
+    assert (file.purpose, file.filename) == ("batch_output", f"{batch.id}_output.jsonl")
+
+
+async def test_counts_are_true_while_it_runs(gateway: OfflineGateway) -> None:
+    permits = gateway.completions.permits = asyncio.Semaphore(0)
+    gateway.completions.statuses["q1"] = [400]
+    created = await gateway.submit(lines(10))
+    await until(lambda: gateway.completions.running == 10)
+    for finished in range(1, 11):
+        permits.release()
+        batch = await gateway.answered(created.id, finished)
+        assert batch.request_counts is not None and batch.status in ("in_progress", "finalizing", "completed")
+        counted = batch.request_counts.completed + batch.request_counts.failed
+        assert (counted, batch.request_counts.total) == (finished, 10)
+    counts = (await gateway.ended(created.id)).request_counts
+    assert counts is not None and (counts.completed, counts.failed) == (9, 1)
+
+
+async def test_lines_in_flight_are_bounded_over_all_batches(gateway: OfflineGateway) -> None:
+    permits = gateway.completions.permits = asyncio.Semaphore(0)
+    batches = [await gateway.submit(lines(40)), await gateway.submit(lines(40))]
+    await until(lambda: gateway.completions.running == 32)
+    for _ in range(80):
+        permits.release()
+    for batch in batches:
+        assert (await gateway.ended(batch.id)).status == "completed"
+    assert 32 <= gateway.completions.peak <= 32 + 2 * HEAD_START
+
+
+async def test_a_small_batch_begins_at_once_beside_a_large_one(gateway: OfflineGateway) -> None:
+    permits = gateway.completions.permits = asyncio.Semaphore(0)
+    large = await gateway.submit(lines(100))
+    await until(lambda: gateway.completions.running == 32)
+    await gateway.submit([line("small")])
+    await until(lambda: gateway.completions.calls["small"] == 1)
+    for _ in range(101):
+        permits.release()
+    assert (await gateway.ended(large.id)).status == "completed"
+
+
+async def test_a_refused_line_goes_to_the_error_file(gateway: OfflineGateway) -> None:
+    gateway.completions.statuses["q1"] = [400]
+    batch = await gateway.ended((await gateway.submit(lines(3))).id)
+    assert batch.request_counts is not None and batch.status == "completed"
+    assert batch.request_counts.model_dump() == {"total": 3, "completed": 2, "failed": 1}
+    [error] = await gateway.read(batch.error_file_id)
+    assert (error["custom_id"], error["error"]) == ("q1", None)
+    assert error["response"]["status_code"] == 400 and error["response"]["body"]["error"]["message"] == "no"
+    assert [e["custom_id"] for e in await gateway.read(batch.output_file_id)] == ["q0", "q2"]
+
+
+async def test_when_all_lines_fail_there_is_no_output_file(gateway: OfflineGateway) -> None:
+    gateway.completions.statuses |= {"q0": [400], "q1": [404]}
+    batch = await gateway.ended((await gateway.submit(lines(2))).id)
+    assert (batch.status, batch.output_file_id) == ("completed", None)
+    assert len(await gateway.read(batch.error_file_id)) == 2
+    assert len([f async for f in gateway.client.files.list(purpose="batch_output")]) == 1
+
+
+async def test_cancel_keeps_what_is_finished(gateway: OfflineGateway) -> None:
+    gateway.completions.permits = asyncio.Semaphore(3)
+    created = await gateway.submit(lines(50))
+    await gateway.answered(created.id, 3)
+    await until(lambda: gateway.completions.running == 32)
+
+    cancelling = await gateway.client.batches.cancel(created.id)
+    assert cancelling.status == "cancelling" and cancelling.cancelling_at is not None
+    batch = await gateway.ended(created.id)
+
+    assert gateway.completions.running == 0, "the generations were cancelled"
+    assert batch.status == "cancelled" and batch.cancelled_at is not None and batch.finalizing_at is None
+    assert batch.request_counts is not None
+    assert batch.request_counts.model_dump() == {"total": 50, "completed": 3, "failed": 0}
+    kept = [e["custom_id"] for e in await gateway.read(batch.output_file_id)]
+    unfinished = await gateway.read(batch.error_file_id)
+    assert len(kept) == 3
+    assert sorted(kept + [e["custom_id"] for e in unfinished]) == sorted(f"q{n}" for n in range(50))
+    assert {(e["response"], e["error"]["code"]) for e in unfinished} == {(None, "batch_cancelled")}
+    assert (await gateway.client.batches.cancel(created.id)).status == "cancelled"
+
+
+async def test_a_batch_that_is_over_cannot_be_cancelled(gateway: OfflineGateway) -> None:
+    batch = await gateway.ended((await gateway.submit(lines(1))).id)
+    with pytest.raises(openai.ConflictError) as conflict:
+        await gateway.client.batches.cancel(batch.id)
+    assert conflict.value.body["message"] == "Cannot cancel a batch with status 'completed'."  # type: ignore[index]
+    assert conflict.value.response.headers["x-should-retry"] == "false"
+
+
+async def test_the_window_passes(gateway: OfflineGateway) -> None:
+    gateway.completions.permits = asyncio.Semaphore(2)
+    created = await gateway.submit(lines(10))
+    await gateway.answered(created.id, 2)
+    gateway.clock.shift_s = DAY_S
+    batch = await gateway.ended(created.id)
+    assert batch.status == "expired" and batch.expired_at is not None and batch.expires_at is not None
+    assert batch.expired_at >= batch.expires_at
+    assert batch.request_counts is not None
+    assert batch.request_counts.model_dump() == {"total": 10, "completed": 2, "failed": 0}
+    assert len(await gateway.read(batch.output_file_id)) == 2
+    unfinished = await gateway.read(batch.error_file_id)
+    assert len(unfinished) == 8
+    assert unfinished[0]["error"] == {
+        "code": "batch_expired",
+        "message": "This request could not be executed before the completion window expired.",
+    }
+
+
+async def test_the_input_may_be_deleted_while_it_runs(gateway: OfflineGateway) -> None:
+    permits = gateway.completions.permits = asyncio.Semaphore(0)
+    created = await gateway.submit(lines(5))
+    assert (await gateway.client.files.delete(created.input_file_id)).deleted
+    for _ in range(5):
+        permits.release()
+    batch = await gateway.ended(created.id)
+    assert batch.status == "completed"
+    assert len(await gateway.read(batch.output_file_id)) == 5
+
+
+async def test_outputs_expire_as_asked(gateway: OfflineGateway) -> None:
+    file_id = await gateway.upload(_input(1))
+    expiry = {"anchor": "created_at", "seconds": 7200}
+    batch = await gateway.ended((await gateway.create(file_id, output_expires_after=expiry)).id)
+    file = await gateway.client.files.retrieve(batch.output_file_id or "")
+    assert file.expires_at == file.created_at + 7200
+
+
+async def test_lists_page_from_the_newest(gateway: OfflineGateway) -> None:
+    created = [(await gateway.submit([line(f"x{n}")])).id for n in range(5)]
+    assert [b.id async for b in gateway.client.batches.list(limit=2)] == created[::-1]
+    first = await gateway.client.batches.list(limit=2)
+    assert first.has_more and [b.id for b in first.data] == created[:2:-1]
+    for batch_id in created:
+        await gateway.ended(batch_id)
+
+
+async def test_an_empty_list_has_all_keys(gateway: OfflineGateway) -> None:
+    empty: dict[str, object] = {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
+    assert (await gateway.http.get("/v1/batches")).json() == empty
+
+
+async def test_counts_by_status(gateway: OfflineGateway) -> None:
+    gateway.completions.permits = asyncio.Semaphore(0)
+    running = await gateway.submit(lines(1))
+    failing = await gateway.submit([b"no JSON"])
+    await gateway.ended(failing.id)
+    await until(lambda: gateway.completions.running == 1)
+    counts = await gateway.batches.counts_by_status()
+    assert {status: n for status, n in counts.items() if n} == {"in_progress": 1, "failed": 1}
+    assert set(counts) >= {"validating", "cancelling", "completed", "expired"}
+    gateway.completions.permits.release()
+    await gateway.ended(running.id)
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": None}, "endpoint"),
+        ({"completion_window": "1y"}, "completion_window"),
+        ({"input_file_id": 7}, "input_file_id"),
+        ({"input_file_id": None}, "input_file_id"),
+        ({"input_file_id": "file-unknown"}, "input_file_id"),
+        ({"metadata": {"k": "v" * 513}}, "metadata.k"),
+        ({"metadata": {f"k{n}": "v" for n in range(17)}}, "metadata"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 60}}, "output_expires_after.seconds"),
+    ],
+)
+async def test_bad_parameters_are_refused_at_once(
+    gateway: OfflineGateway, change: dict[str, object], param: str
+) -> None:
+    body = {"input_file_id": "file-1", "endpoint": "/v1/completions", "completion_window": "24h"} | change
+    answer = await gateway.http.post("/v1/batches", json={k: v for k, v in body.items() if v is not None})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert [b async for b in gateway.client.batches.list()] == []
+
+
+async def test_a_long_id_is_not_repeated_in_the_answer(gateway: OfflineGateway) -> None:
+    body = {"input_file_id": "f" * 100_000, "endpoint": "/v1/completions", "completion_window": "24h"}
+    answer = await gateway.http.post("/v1/batches", json=body)
+    assert answer.status_code == 400 and len(answer.content) < 500
+
+
+async def test_logs_of_a_batch_carry_its_id_and_not_the_creating_requests(gateway: OfflineGateway) -> None:
+    file_id = await gateway.upload(_input(3))
+    with structlog.contextvars.bound_contextvars(request_id="req_of_the_post", key="team"):
+        created = await gateway.create(file_id)
+    await gateway.ended(created.id)
+    expected = [{"batch_id": created.id, "tier": "batch", "request_id": i} for i in gateway.completions.request_ids]
+    assert gateway.completions.log_contexts == expected and len(expected) == 3
+
+
+async def test_only_batch_files_are_inputs(gateway: OfflineGateway) -> None:
+    file_id = await gateway.upload(b"{}", "data.jsonl", "user_data")
+    with pytest.raises(openai.BadRequestError, match="purpose"):
+        await gateway.create(file_id)
+
+
+@pytest.mark.parametrize("name", ["batch_none", "batch_none:results", "..%2F..%2Fetc"])
+async def test_unknown_batches(gateway: OfflineGateway, name: str) -> None:
+    assert (await gateway.http.get(f"/v1/batches/{name}")).status_code == 404
+    assert (await gateway.http.post(f"/v1/batches/{name}/cancel")).status_code == 404
+    assert (await gateway.http.get("/v1/batches", params={"after": name})).status_code == 400

@@ -1,0 +1,328 @@
+"""A batch survives its gateway: the next one goes on, and every line is in the output once."""
+
+import asyncio
+import contextlib
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from redis.asyncio import ConnectionPool, Redis, UnixDomainSocketConnection
+
+from gateway.files.store import FileStore
+from gateway.jobs.batches.input.lines import input_name
+from gateway.jobs.batches.input.order import ENTRY, order_path
+from gateway.jobs.batches.model import Batch, BatchStatus
+from gateway.jobs.batches.run import LOST_S, BatchRun
+from gateway.jobs.batches.store import BatchStore
+from scheduler.store import connection
+from tests.gateway.offline import (
+    TERMINAL,
+    OfflineGateway,
+    ScriptedCompletions,
+    ShiftedClock,
+    jsonl,
+    lines,
+    running_gateway,
+)
+from tests.waiting import until
+
+
+class Crashed(Exception):
+    """Raised for every write to the store after a gateway's end."""
+
+
+class Lifetime:
+    """The number of messages that a gateway can still send to the store before it is dead."""
+
+    def __init__(self, messages: int) -> None:
+        self.messages = messages
+        self.over = asyncio.Event()
+
+    def spend(self) -> None:
+        if self.messages == 0:
+            self.over.set()
+            raise Crashed
+        self.messages -= 1
+
+
+class MortalConnection(UnixDomainSocketConnection):
+    """Sends nothing once the lifetime is over, as after a SIGKILL: no lock is released."""
+
+    def __init__(self, *, lifetime: Lifetime, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._lifetime = lifetime
+
+    async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        self._lifetime.spend()
+        await super().send_packed_command(command, check_health)
+
+
+def mortal(client: Redis, lifetime: Lifetime) -> Redis:
+    kwargs = client.connection_pool.connection_kwargs | {"lifetime": lifetime}
+    return Redis.from_pool(ConnectionPool(connection_class=MortalConnection, **kwargs))
+
+
+async def plant(redis: Redis, data_dir: Path, count: int, *, batch_id: str = "batch_planted", age_s: int = 0) -> str:
+    """Create a batch on a gateway that then vanishes. Return its id."""
+    now = int(time.time()) - age_s
+    copy = data_dir / input_name(batch_id)
+    copy.parent.mkdir(parents=True)
+    copy.write_bytes(jsonl(lines(count)))
+    record = Batch(batch_id, "/v1/chat/completions", "file-1", "24h", BatchStatus.VALIDATING, now, now + 86_400)
+    await BatchStore(redis).create(record)
+    return batch_id
+
+
+async def test_a_clock_that_was_set_back_does_not_lock_a_batch_of_a_dead_gateway(
+    redis_client: Redis, tmp_path: Path
+) -> None:
+    batch_id = await plant(redis_client, tmp_path, 3)
+    assert await BatchStore(redis_client).owner_lock(batch_id, 7200.0).acquire()
+    async with running_gateway(redis_client, tmp_path, lock_ttl_s=0.2) as gateway:
+        assert (await gateway.ended(batch_id)).status == "completed"
+
+
+async def let_locks_lapse(redis: Redis) -> None:
+    async for key in redis.scan_iter("tidegate:batches:owner:*"):
+        await redis.delete(key)
+
+
+async def assert_every_line_once(gateway: OfflineGateway, batch_id: str, count: int) -> None:
+    batch = await gateway.ended(batch_id)
+    assert batch.status == "completed" and batch.request_counts is not None
+    entries = await gateway.read(batch.output_file_id) + await gateway.read(batch.error_file_id)
+    assert sorted(e["custom_id"] for e in entries) == sorted(f"q{n}" for n in range(count))
+    counts = batch.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (count, count - 1, 1)
+    assert batch.usage is not None and batch.usage.total_tokens == 5 * (count - 1)
+    for entry in entries:
+        if entry["response"]["status_code"] == 200:
+            content = entry["response"]["body"]["choices"][0]["message"]["content"]
+            assert content == f"Re: {entry['custom_id']}"
+    files = [f.filename async for f in gateway.client.files.list(purpose="batch_output")]
+    assert sorted(files) == [f"{batch_id}_error.jsonl", f"{batch_id}_output.jsonl"]
+
+
+async def test_a_closed_gateway_releases_its_batches(redis_client: Redis, tmp_path: Path) -> None:
+    first = ScriptedCompletions()
+    first.permits = asyncio.Semaphore(4)
+    async with running_gateway(redis_client, tmp_path, completions=first) as gateway:
+        created = await gateway.submit(lines(20))
+        await gateway.answered(created.id, 4)
+        await until(lambda: first.running == 16)
+    assert first.running == 0
+
+    second = ScriptedCompletions()
+    second.statuses["q19"] = [400]
+    async with running_gateway(redis_client, tmp_path, completions=second) as gateway:
+        await assert_every_line_once(gateway, created.id, 20)
+    assert not first.answered.keys() & second.answered.keys(), "finished lines are not run again"
+
+
+@settings(max_examples=20)
+@given(lives=st.lists(st.integers(0, 45), min_size=1, max_size=3))
+async def test_a_gateway_may_die_at_any_message_to_the_store(redis_client: Redis, lives: list[int]) -> None:
+    """Each gateway dies at a drawn message to the store; the last one lives on."""
+    await redis_client.flushdb()
+    with tempfile.TemporaryDirectory() as directory:
+        batch_id = await plant(redis_client, Path(directory), 12)
+        for messages in lives:
+            await _live(redis_client, Path(directory), messages, batch_id)
+            await let_locks_lapse(redis_client)
+        completions = _refusing_one()
+        async with running_gateway(redis_client, Path(directory), completions=completions) as gateway:
+            await assert_every_line_once(gateway, batch_id, 12)
+        for kind in ("results", "done"):
+            assert await redis_client.keys(f"tidegate:batches:{kind}:*") == []
+
+
+@pytest.mark.parametrize("size", [0, 100, 10 * ENTRY.size])
+async def test_an_order_that_was_cut_off_is_written_again(redis_client: Redis, tmp_path: Path, size: int) -> None:
+    first = ScriptedCompletions()
+    first.permits = asyncio.Semaphore(4)
+    async with running_gateway(redis_client, tmp_path, completions=first) as gateway:
+        created = await gateway.submit(lines(20))
+        await gateway.answered(created.id, 4)
+        order = order_path(gateway.files.data_dir / input_name(created.id))
+    os.truncate(order, size)
+    second = ScriptedCompletions()
+    second.statuses["q19"] = [400]
+    async with running_gateway(redis_client, tmp_path, completions=second) as gateway:
+        await assert_every_line_once(gateway, created.id, 20)
+
+
+async def test_the_next_start_removes_what_a_crash_after_the_end_left_on_disk(
+    redis_client: Redis, tmp_path: Path
+) -> None:
+    batch_id = await plant(redis_client, tmp_path, 3)
+    async with running_gateway(redis_client, tmp_path) as gateway:
+        await gateway.ended(batch_id)
+        left = gateway.files.data_dir / "batches" / batch_id
+        (made := left.with_name("batch_being_made")).mkdir()
+        left.mkdir()
+        (left / "input.jsonl").touch()
+    async with running_gateway(redis_client, tmp_path):
+        await until(lambda: not left.exists())
+        assert made.exists()
+
+
+async def _live(redis: Redis, directory: Path, messages: int, batch_id: str) -> None:
+    lifetime = Lifetime(messages)
+    client = mortal(redis, lifetime)
+    async with running_gateway(client, directory, completions=_refusing_one(), max_lines_in_flight=3):
+        async with asyncio.timeout(30):
+            while not lifetime.over.is_set() and await redis.hget(f"tidegate:batch:{batch_id}", "status") not in [
+                status.encode() for status in TERMINAL
+            ]:
+                await asyncio.sleep(0.002)
+        lifetime.messages = 0
+    with contextlib.suppress(Crashed):
+        await client.aclose()
+
+
+def _refusing_one() -> ScriptedCompletions:
+    completions = ScriptedCompletions()
+    completions.statuses["q3"] = [400]
+    return completions
+
+
+async def test_two_gateways_share_a_batch_without_running_a_line_twice(
+    redis_client: Redis, valkey_url: str, tmp_path: Path
+) -> None:
+    other = connection.connect(valkey_url)
+    completions = _refusing_one()
+    async with (
+        running_gateway(redis_client, tmp_path, completions=completions) as one,
+        running_gateway(other, tmp_path, completions=completions) as two,
+    ):
+        created = [await (one, two)[n % 2].submit(lines(12)) for n in range(2)]
+        completions.statuses["q3"] = [400] * 2
+        for batch in created:
+            ended = await two.ended(batch.id)
+            assert ended.status == "completed"
+        assert set(completions.calls.values()) == {2}
+    await other.aclose()
+
+
+async def test_a_gateway_that_lost_its_lock_stops(redis_client: Redis, tmp_path: Path) -> None:
+    completions = ScriptedCompletions()
+    completions.permits = asyncio.Semaphore(0)
+    async with running_gateway(redis_client, tmp_path, completions=completions, lock_ttl_s=0.3) as gateway:
+        created = await gateway.submit(lines(3))
+        await until(lambda: completions.running == 3)
+        await redis_client.set(f"tidegate:batches:owner:{created.id}", "another gateway")
+        await until(lambda: completions.running == 0)
+        for _ in range(3):
+            completions.permits.release()
+        assert (await gateway.client.batches.retrieve(created.id)).status == "in_progress"
+        await redis_client.delete(f"tidegate:batches:owner:{created.id}")
+        assert (await gateway.ended(created.id)).status == "completed"
+
+
+async def test_cancel_reaches_a_batch_of_another_gateway(redis_client: Redis, valkey_url: str, tmp_path: Path) -> None:
+    other = connection.connect(valkey_url)
+    completions = ScriptedCompletions()
+    completions.permits = asyncio.Semaphore(0)
+    async with (
+        running_gateway(redis_client, tmp_path, completions=completions) as one,
+        running_gateway(other, tmp_path) as two,
+    ):
+        created = await one.submit(lines(5))
+        await until(lambda: completions.running == 5)
+        assert (await two.client.batches.cancel(created.id)).status == "cancelling"
+        assert (await two.ended(created.id)).status == "cancelled"
+        assert completions.running == 0
+    await other.aclose()
+
+
+async def test_locks_are_renewed_however_long_a_sweep_takes(
+    redis_client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renewals, renew, sweeping = 0, BatchRun.renew, asyncio.Event()
+
+    async def counted(run: BatchRun) -> bool:
+        nonlocal renewals
+        renewals += 1
+        return await renew(run)
+
+    async def endless(files: FileStore) -> int:
+        sweeping.set()
+        await asyncio.Event().wait()
+        return 0
+
+    monkeypatch.setattr(BatchRun, "renew", counted)
+    monkeypatch.setattr(FileStore, "sweep", endless)
+    completions = ScriptedCompletions()
+    completions.permits = asyncio.Semaphore(0)
+    async with running_gateway(redis_client, tmp_path, completions=completions, lock_ttl_s=2) as gateway:
+        created = await gateway.submit(lines(1))
+        await sweeping.wait()
+        await until(lambda: renewals >= 4)
+        completions.permits.release()
+        assert (await gateway.ended(created.id)).status == "completed"
+    assert completions.calls == {"q0": 1}
+
+
+async def test_cancelled_before_its_lines_were_known(redis_client: Redis, tmp_path: Path) -> None:
+    batch_id = await plant(redis_client, tmp_path, 3)
+    await BatchStore(redis_client).move(batch_id, BatchStatus.CANCELLING, 1)
+    async with running_gateway(redis_client, tmp_path) as gateway:
+        batch = await gateway.ended(batch_id)
+        assert (batch.status, batch.output_file_id, batch.error_file_id) == ("cancelled", None, None)
+        assert not gateway.completions.calls
+
+
+async def test_a_batch_without_its_input_here_is_left_to_others(redis_client: Redis, tmp_path: Path) -> None:
+    batch_id = await plant(redis_client, tmp_path / "elsewhere", 3)
+    async with running_gateway(redis_client, tmp_path / "here") as gateway:
+        ended = await gateway.ended((await gateway.submit(lines(1))).id)
+        assert ended.status == "completed"
+        assert (await gateway.client.batches.retrieve(batch_id)).status == "validating"
+    async with running_gateway(redis_client, tmp_path / "elsewhere") as gateway:
+        assert (await gateway.ended(batch_id)).status == "completed"
+
+
+LOST_STATES = [
+    ([], "expired"),
+    ([BatchStatus.IN_PROGRESS], "expired"),
+    ([BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING], "expired"),
+    ([BatchStatus.CANCELLING], "cancelled"),
+]
+
+
+@pytest.mark.parametrize(("states", "end"), LOST_STATES)
+async def test_a_batch_whose_input_is_lost_ends_after_its_window(
+    redis_client: Redis, tmp_path: Path, states: list[BatchStatus], end: str
+) -> None:
+    batch_id = await plant(redis_client, tmp_path / "gone", 3)
+    for state in states:
+        await BatchStore(redis_client).move(batch_id, state, 1)
+    clock = ShiftedClock()
+    clock.shift_s = 86_400 + LOST_S + 10
+    async with running_gateway(redis_client, tmp_path / "here", clock=clock) as gateway:
+        batch = await gateway.ended(batch_id)
+        assert batch.status == end and batch.errors is not None and batch.errors.data is not None
+        assert [e.code for e in batch.errors.data] == ["input_lost"]
+        await until(lambda: _is_over(redis_client))
+
+
+async def test_the_gateway_with_the_input_gets_time_to_come_back(redis_client: Redis, tmp_path: Path) -> None:
+    batch_id = await plant(redis_client, tmp_path / "away", 3)
+    lost_id = await plant(redis_client, tmp_path / "gone", 3, batch_id="batch_lost", age_s=120)
+    clock = ShiftedClock()
+    clock.shift_s = 86_400 + LOST_S - 60
+    async with running_gateway(redis_client, tmp_path / "here", clock=clock) as gateway:
+        assert (await gateway.ended(lost_id)).status == "expired"
+        assert (await gateway.client.batches.retrieve(batch_id)).status == "validating"
+    async with running_gateway(redis_client, tmp_path / "away", clock=clock) as gateway:
+        batch = await gateway.ended(batch_id)
+        assert batch.status == "expired" and len(await gateway.read(batch.error_file_id)) == 3
+
+
+async def _is_over(redis: Redis) -> bool:
+    return not await redis.exists("tidegate:batches:unfinished")

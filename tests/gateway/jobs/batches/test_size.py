@@ -1,0 +1,102 @@
+"""The size of a batch's input, counted without a tokenizer."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.jobs.batches.input.jsonl import MAX_LINE_BYTES
+from gateway.jobs.batches.input.offload import offload
+from gateway.jobs.batches.input.size import BLOCK_BYTES, InputSize, input_size, line_size
+from gateway.protocol.json_body import INLINE_SIZE, MAX_CONTAINERS
+from tests.gateway.offline import MODEL, jsonl, line
+
+
+def chat(custom_id: str, text: str = "hello", **fields: Any) -> dict[str, Any]:
+    return line(custom_id, body={"model": MODEL, "messages": [{"role": "user", "content": text}], **fields})
+
+
+def written(path: Path, *entries: Any) -> Path:
+    path.write_bytes(jsonl(entries))
+    return path
+
+
+def test_requests_are_added_up(tmp_path: Path) -> None:
+    size = input_size(
+        written(tmp_path / "in", chat("a", max_tokens=10), chat("b", n=3, max_completion_tokens=5), chat("c"))
+    )
+    assert (size.lines, size.choices, size.max_output, size.unlimited) == (3, 5, 10 + 15, 1)
+    assert size.model == MODEL and size.prompt_bytes == 3 * len("user\0hello")
+
+
+def test_lines_that_are_not_valid_are_left_out(tmp_path: Path) -> None:
+    bad = [b"{", b"[1]", b'"x"', b'{"body": 1}', b"\xff", b"", b"[" * 100_000]
+    assert input_size(written(tmp_path / "in", *bad, chat("a"))).lines == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "choices", "limit", "least"),
+    [
+        ({"prompt": "a"}, 1, 16, 0),
+        ({"prompt": ["a", "b"], "n": 2, "max_tokens": 7}, 4, 7, 0),
+        ({"prompt": [1, 2, 3], "best_of": 5}, 5, 16, 0),
+        ({"input": "a", "max_output_tokens": 9}, 1, 9, 0),
+        ({"messages": [], "max_tokens": 9, "min_tokens": 3}, 1, 9, 3),
+        ({"messages": [], "max_tokens": 9, "ignore_eos": True}, 1, 9, 9),
+        ({"messages": [], "max_tokens": "9", "n": -1}, 1, None, 0),
+    ],
+)
+def test_limits_of_outputs(body: dict[str, Any], choices: int, limit: int | None, least: int) -> None:
+    size = line_size(body)
+    assert (size.choices, size.limit, size.min_output) == (choices, limit, least)
+
+
+def test_prompts_of_ids_have_the_length_of_usual_text() -> None:
+    assert line_size({"prompt": [5] * 100}).prompt_bytes == 400
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "häßlich 🌊"},
+        {"prompt": ["a", "bc", ""]},
+        {"prompt": [1, 2, 3]},
+        {"prompt": [[1, 2], [3]]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "ü"}, {"type": "text", "text": "x" * 99}]}
+            ]
+        },
+        {"input": "a", "instructions": "b"},
+        {"messages": []},
+    ],
+)
+def test_a_line_has_the_size_that_it_has_as_an_input(tmp_path: Path, fields: dict[str, Any]) -> None:
+    body = {"model": MODEL, **fields}
+    assert line_size(body).prompt_bytes == input_size(written(tmp_path / "in", line("a", body=body))).prompt_bytes
+
+
+def test_only_what_no_earlier_prompt_begins_with_is_distinct(tmp_path: Path) -> None:
+    shared = "x" * (4 * BLOCK_BYTES)
+    size = input_size(written(tmp_path / "in", *(chat(f"q{n}", f"{shared}{n}") for n in range(100))))
+    assert size.prompt_bytes > 100 * len(shared)
+    assert len(shared) < size.distinct_bytes < len(shared) + 100 * BLOCK_BYTES
+
+
+async def test_a_large_input_is_counted_in_another_process(tmp_path: Path) -> None:
+    text = "word " * 2000
+    path = written(tmp_path / "in", *(chat(f"q{n}", text) for n in range(150)))
+    assert path.stat().st_size > INLINE_SIZE
+    assert await offload(path, input_size) == input_size(path)
+
+
+def test_lines_that_validation_refuses_are_not_parsed(tmp_path: Path) -> None:
+    """They would take up to 100 times their size in memory."""
+    good, many = chat("q1"), chat("q2", extra=[[]] * (MAX_CONTAINERS + 1))
+    path = written(tmp_path / "in", many, good, {**good, "padding": "x" * MAX_LINE_BYTES})
+    assert input_size(path) == input_size(written(tmp_path / "good", good))
+
+
+def test_sizes_add_up() -> None:
+    size = InputSize(1, 2, 30, 20, 0, 7, 1, None)
+    assert size.plus(InputSize(1, 1, 10, 10, 1, 0, 1, MODEL)) == InputSize(2, 3, 40, 30, 1, 7, 2, MODEL)

@@ -1,0 +1,150 @@
+"""The limit of a key's enqueued prompt tokens, on a real store: over all gateways, free when a batch is over."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from gateway.jobs.batches import token_quota
+from gateway.store_keys import batch_tokens
+from tests.gateway.offline import OfflineGateway, limited_keyring, line, running_gateway
+from tests.waiting import until
+
+LIMIT = 10
+KEYS = limited_keyring(small={"batch_enqueued_tokens": LIMIT}, other={"batch_enqueued_tokens": LIMIT}, free={})
+
+
+@pytest.fixture
+async def gateway(redis_client: Redis, tmp_path: Path) -> AsyncIterator[OfflineGateway]:
+    async with running_gateway(redis_client, tmp_path, keys=KEYS) as gateway:
+        gateway.completions.permits = asyncio.Semaphore(0)
+        yield gateway
+        gateway.completions.permits.release()
+
+
+def words(count: int) -> dict[str, Any]:
+    """Return a line whose prompt has `count` tokens, with its role as one of them."""
+    messages = [{"role": "user", "content": "a " * (count - 1)}]
+    return line(f"{count} words", body={"model": "tide-1", "messages": messages})
+
+
+async def status_of(gateway: OfflineGateway, batch_id: str) -> str:
+    """Return the status of a batch after its input was checked."""
+    async with asyncio.timeout(30):
+        while (status := (await gateway.client.batches.retrieve(batch_id)).status) == "validating":
+            await asyncio.sleep(0.005)
+    return status
+
+
+async def test_a_batch_beyond_the_limit_fails_as_openais_does(gateway: OfflineGateway) -> None:
+    small = gateway.as_key("small")
+    first = await small.submit([words(6)])
+    assert await status_of(small, first.id) == "in_progress"
+
+    batch = await small.ended((await small.submit([words(5)])).id)
+
+    assert batch.status == "failed" and batch.errors is not None and batch.errors.data is not None
+    [error] = batch.errors.data
+    assert (error.code, error.line, error.param) == ("token_limit_exceeded", None, None)
+    assert error.message == (
+        "Enqueued token limit reached for the API key 'small'. Limit: 10 enqueued tokens; its unfinished batches have "
+        "6, and this one has 5. Please try again once some in_progress batches have been completed."
+    )
+    assert gateway.completions.calls == {words(6)["body"]["messages"][-1]["content"]: 1}
+
+
+async def test_a_batch_that_is_too_large_alone_says_so(gateway: OfflineGateway) -> None:
+    small = gateway.as_key("small")
+    batch = await small.ended((await small.submit([words(LIMIT + 1)])).id)
+    assert batch.status == "failed" and batch.errors is not None and batch.errors.data is not None
+    assert "split it into smaller batches" in (batch.errors.data[0].message or "")
+
+
+async def test_keys_have_limits_of_their_own_or_none(gateway: OfflineGateway) -> None:
+    for name in ("small", "other"):
+        key = gateway.as_key(name)
+        assert await status_of(key, (await key.submit([words(LIMIT)])).id) == "in_progress"
+    free = gateway.as_key("free")
+    assert await status_of(free, (await free.submit([words(100)])).id) == "in_progress"
+
+
+async def test_prompts_are_walked_beside_the_event_loop(
+    gateway: OfflineGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line may have a million token ids, and a chunk hundreds of lines."""
+    threads, count = set[int](), token_quota.prompt_parts
+
+    def watched(body: dict[str, Any]) -> tuple[list[str], int]:
+        threads.add(threading.get_ident())
+        return count(body)
+
+    monkeypatch.setattr(token_quota, "prompt_parts", watched)
+    small = gateway.as_key("small")
+    assert await status_of(small, (await small.submit([words(LIMIT)])).id) == "in_progress"
+    assert threads and threading.get_ident() not in threads
+
+
+@pytest.mark.parametrize("end", ["completed", "cancelled"])
+async def test_tokens_are_free_again_when_a_batch_is_over(gateway: OfflineGateway, end: str) -> None:
+    small, permits = gateway.as_key("small"), gateway.completions.permits
+    assert permits is not None
+    first = await small.submit([words(LIMIT)])
+    assert await status_of(small, first.id) == "in_progress"
+    if end == "cancelled":
+        await small.client.batches.cancel(first.id)
+    else:
+        permits.release()
+    assert (await small.ended(first.id)).status == end
+    assert await status_of(small, (await small.submit([words(LIMIT)])).id) == "in_progress"
+
+
+async def test_a_failed_batch_takes_no_tokens(gateway: OfflineGateway) -> None:
+    small = gateway.as_key("small")
+    for _ in range(3):
+        assert (await small.ended((await small.submit([words(LIMIT + 1)])).id)).status == "failed"
+        assert (await small.ended((await small.submit([words(LIMIT), b"{"])).id)).status == "failed"
+    assert await status_of(small, (await small.submit([words(LIMIT)])).id) == "in_progress"
+
+
+async def test_the_limit_counts_over_all_gateways_and_outlives_them(redis_client: Redis, tmp_path: Path) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        directories = [tmp_path / name for name in "ab"]
+        for directory in directories:
+            directory.mkdir()
+        one, two = [
+            (await stack.enter_async_context(running_gateway(redis_client, directory, keys=KEYS))).as_key("small")
+            for directory in directories
+        ]
+        one.completions.permits = two.completions.permits = asyncio.Semaphore(0)
+        assert await status_of(one, (await one.submit([words(6)])).id) == "in_progress"
+        assert (await two.ended((await two.submit([words(6)])).id)).status == "failed"
+    async with running_gateway(redis_client, directories[1], keys=KEYS) as third:
+        key = third.as_key("small")
+        assert (await key.ended((await key.submit([words(6)])).id)).status == "failed", "the first one is unfinished"
+
+
+async def test_what_no_batch_holds_any_more_does_not_count(redis_client: Redis, gateway: OfflineGateway) -> None:
+    """The record of a batch may be lost without its end, for example with the store's newest second."""
+    await redis_client.hset(batch_tokens("small"), "batch_lost", str(LIMIT))
+    small = gateway.as_key("small")
+    assert await status_of(small, (await small.submit([words(LIMIT)])).id) == "in_progress"
+    assert b"batch_lost" not in await redis_client.hkeys(batch_tokens("small"))
+
+
+async def test_a_key_has_no_more_lines_in_flight_than_its_limit(redis_client: Redis, tmp_path: Path) -> None:
+    keys = limited_keyring(narrow={"batch_concurrent_lines": 2})
+    async with running_gateway(redis_client, tmp_path, keys=keys) as gateway:
+        narrow = gateway.as_key("narrow")
+        permits = gateway.completions.permits = asyncio.Semaphore(0)
+        batches = [await narrow.submit([words(n) for n in range(2, 6)]) for _ in range(2)]
+        await until(lambda: gateway.completions.running == 2)
+        for _ in range(8):
+            permits.release()
+        for batch in batches:
+            assert (await narrow.ended(batch.id)).status == "completed"
+        assert gateway.completions.peak == 2

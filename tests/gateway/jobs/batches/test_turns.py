@@ -1,0 +1,109 @@
+"""Which batches run while there are more than a gateway runs at the same time."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from redis.asyncio import Redis
+
+from gateway.jobs.batches.model import BatchStatus
+from gateway.jobs.batches.turns import UnfinishedBatch, next_turns
+from tests.gateway.offline import jsonl, line, lines, running_gateway
+from tests.waiting import until
+
+
+def unfinished(name: str, owner: str, due: int, best_effort: bool = False) -> UnfinishedBatch:
+    return UnfinishedBatch(name, BatchStatus.IN_PROGRESS, owner, best_effort, due, None)
+
+
+def test_batches_that_are_due_first_have_half_of_the_turns_and_keys_the_others() -> None:
+    many = [unfinished(f"a{n}", "a", n) for n in range(9)]
+    late = [unfinished("b", "b", 50), unfinished("c", "c", 60, best_effort=True)]
+    assert next_turns([*late, *many], 4) == ["a0", "a1", "b", "c"]
+
+
+def test_a_promise_does_not_wait_for_best_effort() -> None:
+    best_effort = [unfinished(f"{n}", f"key {n}", 1, best_effort=True) for n in range(9)]
+    assert next_turns([*best_effort, unfinished("promised", "key 0", 99)], 1) == ["promised"]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9), st.booleans()), max_size=20), st.integers(1, 8))
+def test_no_turn_is_left_unused_and_the_first_of_the_promised_has_one(
+    entries: list[tuple[str, int, bool]], limit: int
+) -> None:
+    batches = [unfinished(f"{n}", *entry) for n, entry in enumerate(entries)]
+    turns = next_turns(batches, limit)
+    assert len(set(turns)) == len(turns) == min(limit, len(batches))
+    promised = [batch for batch in batches if not batch.best_effort]
+    if promised:
+        assert min(promised, key=lambda batch: batch.expires_at).id in turns
+
+
+@pytest.fixture
+def few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.jobs.batches.maintenance.MAX_RUNS", 2)
+    monkeypatch.setattr("gateway.jobs.batches.maintenance.ADOPT_S", 0.02)
+
+
+@pytest.mark.usefixtures("few_runs")
+async def test_batches_beyond_the_limit_wait_and_start_when_one_ends(redis_client: Redis, tmp_path: Path) -> None:
+    async with running_gateway(redis_client, tmp_path) as gateway:
+        permits = gateway.completions.permits = asyncio.Semaphore(0)
+        batches = [await gateway.submit([line(f"q{n}")]) for n in range(5)]
+        await until(lambda: gateway.completions.running == 2)
+        for num_waiting in (3, 2, 1, 0, 0):
+            await until(lambda: gateway.completions.running == min(2, 5 - gateway.completions.answered.total()))
+            found = [await gateway.client.batches.retrieve(batch.id) for batch in batches]
+            assert sum(batch.status == "validating" for batch in found) >= num_waiting
+            permits.release()
+        assert [(await gateway.ended(batch.id)).status for batch in batches] == ["completed"] * 5
+        assert gateway.completions.peak == 2 and set(gateway.completions.calls.values()) == {1}
+
+
+@pytest.mark.usefixtures("few_runs")
+async def test_a_promised_batch_takes_the_turn_of_best_effort(redis_client: Redis, tmp_path: Path) -> None:
+    async with running_gateway(redis_client, tmp_path) as gateway:
+        permits = gateway.completions.permits = asyncio.Semaphore(0)
+        file_id = await gateway.upload(jsonl(lines(3)))
+        modest = [await gateway.create(file_id, "1h", extra_body={"best_effort": True}) for _ in range(2)]
+        await until(lambda: gateway.completions.running == 6)
+        promised = await gateway.submit([line("promised")])
+        await until(lambda: gateway.completions.calls["promised"] == 1)
+        for _ in range(100):
+            permits.release()
+        for batch in (promised, *modest):
+            ended = await gateway.ended(batch.id)
+            assert ended.status == "completed" and ended.request_counts is not None
+            assert ended.request_counts.completed == ended.request_counts.total
+
+
+@pytest.mark.usefixtures("few_runs")
+async def test_a_batch_that_waits_can_be_cancelled(redis_client: Redis, tmp_path: Path) -> None:
+    async with running_gateway(redis_client, tmp_path) as gateway:
+        gateway.completions.permits = asyncio.Semaphore(0)
+        batches = [await gateway.submit(lines(1)) for _ in range(3)]
+        await until(lambda: gateway.completions.running == 2)
+        await gateway.client.batches.cancel(batches[2].id)
+        assert (await gateway.ended(batches[2].id)).status == "cancelled"
+        assert gateway.completions.running == 2
+
+
+@pytest.mark.usefixtures("few_runs")
+async def test_a_batch_that_waits_ends_with_its_window(redis_client: Redis, tmp_path: Path) -> None:
+    async with running_gateway(redis_client, tmp_path) as gateway:
+        gateway.completions.permits = asyncio.Semaphore(0)
+        [*_, last] = [await gateway.submit(lines(1)) for _ in range(3)]
+        await until(lambda: gateway.completions.running == 2)
+        gateway.clock.shift_s = 86_400 + 1
+        assert (await gateway.ended(last.id)).status == "expired"
+
+
+@pytest.mark.usefixtures("few_runs")
+async def test_what_another_gateway_runs_takes_no_turn(redis_client: Redis, tmp_path: Path) -> None:
+    async with running_gateway(redis_client, tmp_path) as one, running_gateway(redis_client, tmp_path) as two:
+        one.completions.permits = two.completions.permits = asyncio.Semaphore(0)
+        for n in range(4):
+            await one.submit([line(f"q{n}")])
+        await until(lambda: one.completions.running == two.completions.running == 2)

@@ -1,0 +1,263 @@
+"""Responses in the background: polling, following, cancelling, and a gateway that dies."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import Response
+from redis.asyncio import Redis
+from redis.exceptions import TimeoutError as StoreSilent
+
+from gateway.jobs.responses import background
+from gateway.jobs.responses.event_log import follow
+from gateway.jobs.responses.store import ResponseStore
+from scheduler.request import EventKind, Request, TokenEvent
+from tests.gateway.offline import ShiftedClock
+from tests.gateway.stand import MODEL, Scripting, Stand, running_stand
+from tests.waiting import until
+
+
+@asynccontextmanager
+async def storing(redis: Redis, script: Scripting | str = "Hello there!", **options: Any) -> AsyncIterator[Stand]:
+    store = ResponseStore(redis, ShiftedClock(), 3600.0, 2**20)
+    async with running_stand(script, redis=redis, responses=store, **options) as stand:
+        yield stand
+
+
+async def ended(stand: Stand, response_id: str) -> Response:
+    async with asyncio.timeout(30):
+        while (found := await stand.client.responses.retrieve(response_id)).status in ("queued", "in_progress"):
+            await asyncio.sleep(0.005)
+    return found
+
+
+async def test_a_background_response_is_queued_then_completed(redis_client: Redis) -> None:
+    async with storing(redis_client) as stand:
+        stand.worker.gate.clear()
+        created = await stand.client.responses.create(model=MODEL, input="hi", background=True)
+        waiting = await stand.client.responses.retrieve(created.id)
+        with pytest.raises(openai.BadRequestError) as caught:
+            await stand.client.responses.create(model=MODEL, input="x", previous_response_id=created.id)
+        stand.worker.gate.set()
+        done = await ended(stand, created.id)
+        second = await stand.client.responses.create(model=MODEL, input="more", previous_response_id=created.id)
+    assert created.status == waiting.status == "queued"
+    assert created.background and created.output == []
+    assert caught.value.param == "previous_response_id"
+    assert done.status == "completed"
+    assert done.output_text == "Hello there!"
+    assert done.usage is not None and done.usage.output_tokens > 0
+    assert second.status == "completed"
+
+
+async def test_it_is_in_progress_after_its_first_token(redis_client: Redis) -> None:
+    def first_token_only(request: Request) -> list[TokenEvent]:
+        return [TokenEvent(request.id, EventKind.TOKENS, 0, (70,))]
+
+    async with storing(redis_client, first_token_only) as stand:
+        created = await stand.client.responses.create(model=MODEL, input="hi", background=True)
+
+        async def in_progress() -> bool:
+            return (await stand.client.responses.retrieve(created.id)).status == "in_progress"
+
+        await until(in_progress)
+        cancelled = await stand.client.responses.cancel(created.id)
+        again = await stand.client.responses.cancel(created.id)
+        await until(lambda: stand.waiting == 0)
+        await until(lambda: bool(stand.worker.cancelled))
+        found = await stand.client.responses.retrieve(created.id)
+    assert cancelled.status == again.status == found.status == "cancelled"
+
+
+async def test_only_background_responses_are_cancelled(redis_client: Redis) -> None:
+    async with storing(redis_client) as stand:
+        plain = await stand.client.responses.create(model=MODEL, input="hi")
+        with pytest.raises(openai.BadRequestError):
+            await stand.client.responses.cancel(plain.id)
+        with pytest.raises(openai.BadRequestError):
+            await stand.client.responses.retrieve(plain.id, stream=True)
+        done = await ended(stand, (await stand.client.responses.create(model=MODEL, input="hi", background=True)).id)
+        assert (await stand.client.responses.cancel(done.id)).status == "completed"
+
+
+async def test_a_background_stream_goes_on_without_its_client(redis_client: Redis) -> None:
+    async with storing(redis_client) as stand:
+        stand.worker.gate.clear()
+        stream = await stand.client.responses.create(model=MODEL, input="hi", background=True, stream=True)
+        begun = [await anext(aiter(stream)), await anext(aiter(stream))]
+        await stream.close()
+        stand.worker.gate.set()
+        response_id = begun[0].response.id  # type: ignore[union-attr]
+        done = await ended(stand, response_id)
+        whole = [e async for e in await stand.client.responses.retrieve(response_id, stream=True)]
+        rest = [e async for e in await stand.client.responses.retrieve(response_id, stream=True, starting_after=4)]
+    assert [event.type for event in begun] == ["response.created", "response.queued"]
+    assert [event.sequence_number for event in whole] == list(range(len(whole)))
+    assert [event.type for event in whole[:4]] == [
+        "response.created",
+        "response.queued",
+        "response.in_progress",
+        "response.output_item.added",
+    ]
+    assert whole[-1].type == "response.completed" and whole[-1].response == done
+    assert [event.sequence_number for event in rest] == list(range(5, len(whole)))
+
+
+async def test_a_follower_gets_events_while_they_come(redis_client: Redis) -> None:
+    async with storing(redis_client) as stand:
+        stand.worker.gate.clear()
+        stream = await stand.client.responses.create(model=MODEL, input="hi", background=True, stream=True)
+        events = aiter(stream)
+        kinds = [(await anext(events)).type for _ in range(2)]
+        stand.worker.gate.set()
+        kinds += [event.type async for event in events]
+    assert kinds[1] == "response.queued" and kinds[-1] == "response.completed"
+
+
+async def test_a_key_has_a_limit_of_followers(redis_client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.jobs.responses.service.MAX_FOLLOWERS_OF_KEY", 1)
+    async with storing(redis_client) as stand:
+        stand.worker.gate.clear()
+        stream = await stand.client.responses.create(model=MODEL, input="hi", background=True, stream=True)
+        events = aiter(stream)
+        created: Any = await anext(events)
+        with pytest.raises(openai.RateLimitError, match="poll the response"):
+            await stand.client.responses.create(model=MODEL, input="hi", background=True, stream=True)
+        refused = await stand.http.get(f"/v1/responses/{created.response.id}?stream=true")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        stand.worker.gate.set()
+        assert [event.type async for event in events][-1] == "response.completed"
+        again = await stand.client.responses.retrieve(created.response.id, stream=True)
+        assert [event.type async for event in again][-1] == "response.completed"
+
+
+async def test_a_follower_does_not_wait_for_ever_for_the_store(
+    redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.jobs.responses.event_log.WAIT_S", 0.1)
+    monkeypatch.setattr("gateway.jobs.responses.event_log.AWAY_S", 0.1)
+    await redis_client.execute_command("CLIENT", "PAUSE", "1000", "ALL")  # an answer comes after the test's wait
+    with pytest.raises(StoreSilent):
+        async for _ in follow(redis_client, "resp_1", -1, waits=True):
+            raise AssertionError("there are no events")
+
+
+async def test_the_stream_of_a_cancelled_response_ends(redis_client: Redis) -> None:
+    async with storing(redis_client) as stand:
+        stand.worker.gate.clear()
+        stream = await stand.client.responses.create(model=MODEL, input="hi", background=True, stream=True)
+        events = aiter(stream)
+        created = await anext(events)
+        await stand.client.responses.cancel(created.response.id)  # type: ignore[union-attr]
+        kinds = [event.type async for event in events]
+    assert kinds == ["response.queued"]
+
+
+async def test_a_failed_generation_is_a_failed_response(redis_client: Redis) -> None:
+    async with storing(redis_client, lambda r: [TokenEvent(r.id, EventKind.FAILED, 0, error="boom")]) as stand:
+        created = await stand.client.responses.create(model=MODEL, input="hi", background=True)
+        found = await ended(stand, created.id)
+    assert found.status == "failed"
+    assert found.error is not None and found.error.code == "server_error"
+
+
+async def test_a_refusal_at_admission_leaves_nothing_behind(redis_client: Redis) -> None:
+    async with storing(redis_client, with_worker=False) as stand:
+        with pytest.raises(openai.InternalServerError):
+            await stand.client.responses.create(model=MODEL, input="hi", background=True)
+    assert await redis_client.keys("tidegate:response:*") == []
+
+
+async def test_a_response_whose_gateway_died_has_failed(redis_client: Redis) -> None:
+    clock = ShiftedClock()
+    store = ResponseStore(redis_client, clock, 3600.0, 2**20)
+    lost = {"id": f"resp_{1:032x}", "status": "queued", "output": [], "previous_response_id": None, "background": True}
+    await store.create(lost, [], None, lease_ms=clock.wall_ms() - 1)
+    async with storing(redis_client) as stand:
+        found = await stand.http.get(f"/v1/responses/{lost['id']}")
+        events = await stand.http.get(f"/v1/responses/{lost['id']}?stream=true")
+    assert found.json()["status"] == "failed"
+    assert found.json()["error"]["code"] == "server_error"
+    assert events.text.startswith("event: response.failed\n")
+
+
+@pytest.mark.parametrize("jump_s", [600, -600])
+async def test_a_clock_that_jumps_makes_no_response_lost_and_none_immortal(
+    redis_client: Redis, monkeypatch: pytest.MonkeyPatch, jump_s: int
+) -> None:
+    monkeypatch.setattr(background, "RENEW_S", 0.02)
+    clock = ShiftedClock()
+    store = ResponseStore(redis_client, clock, 3600.0, 2**20)
+    dead = {"id": f"resp_{2:032x}", "status": "queued", "output": [], "previous_response_id": None, "background": True}
+    await store.create(dead, [], None, lease_ms=clock.wall_ms() + 1000)
+    async with storing(redis_client, clock=clock) as stand:
+        stand.worker.gate.clear()
+        created = await stand.client.responses.create(model=MODEL, input="hi", background=True)
+        clock.shift_s = jump_s
+        assert (await stand.client.responses.retrieve(created.id)).status == "queued"
+        assert (await stand.http.get(f"/v1/responses/{dead['id']}")).json()["status"] == "failed"
+        stand.worker.gate.set()
+        assert (await ended(stand, created.id)).status == "completed"
+
+
+async def test_a_cancel_through_another_gateway_stops_the_generation(
+    redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "RENEW_S", 0.01)
+    async with storing(redis_client) as one, storing(redis_client) as other:
+        one.worker.gate.clear()
+        created = await one.client.responses.create(model=MODEL, input="hi", background=True)
+        await other.client.responses.cancel(created.id)
+        await until(lambda: one.waiting == 0)
+        assert (await one.client.responses.retrieve(created.id)).status == "cancelled"
+
+
+async def test_leases_are_renewed_while_a_response_is_generated(
+    redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "RENEW_S", 0.01)
+    async with storing(redis_client) as stand:
+        stand.worker.gate.clear()
+        created = await stand.client.responses.create(model=MODEL, input="hi", background=True)
+        key = f"tidegate:response:{created.id}"
+        before = int(await redis_client.hget(key, "lease_ms") or 0)  # type: ignore[misc]
+
+        async def renewed() -> bool:
+            return int(await redis_client.hget(key, "lease_ms") or 0) > before  # type: ignore[misc]
+
+        await until(renewed)
+
+
+async def test_a_gateway_that_shuts_down_says_so(redis_client: Redis) -> None:
+    async with storing(redis_client) as stand:
+        stand.worker.gate.clear()
+        created = await stand.client.responses.create(model=MODEL, input="hi", background=True)
+    async with storing(redis_client) as stand:
+        found = await stand.client.responses.retrieve(created.id)
+    assert found.status == "failed"
+    assert found.error is not None and "shut down" in found.error.message
+
+
+async def test_a_response_that_is_cancelled_at_once_still_begins_so_that_it_gives_up_its_place(
+    redis_client: Redis,
+) -> None:
+    """Its place among the open requests of its key, and its place at the worker, are given up by its own task."""
+    ends = []
+
+    async def generate(name: str) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ends.append(name)
+
+    clock = ShiftedClock()
+    runs = background.BackgroundRuns(ResponseStore(redis_client, clock, 3600.0, 2**20), clock, drain_s=0.0)
+    runs.launch("a", generate("a"))
+    runs.cancel("a")
+    await until(lambda: ends == ["a"])
+    runs.launch("b", generate("b"))
+    await runs.close()
+    assert ends == ["a", "b"]

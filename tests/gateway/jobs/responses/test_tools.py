@@ -1,0 +1,157 @@
+"""Tools, formats, reasoning and log probabilities in /v1/responses. The stand's worker writes the calls."""
+
+import json
+from typing import Any
+
+from pydantic import BaseModel
+from redis.asyncio import Redis
+
+from engine.interface import TokenLogprobs
+from gateway.jobs.responses.store import ResponseStore
+from scheduler.request import Request, TokenEvent
+from tests.gateway.offline import ShiftedClock
+from tests.gateway.routes.test_tools import ADD, CALL, stand, tokenizer
+from tests.gateway.stand import MODEL, answer_with, running_stand, text_of, token_by_token, token_ids
+
+TOOLS: Any = [{"type": "function", "name": "add", "description": "Add.", "parameters": ADD}]
+REQUIRED: Any = "required"
+
+
+async def test_a_call_is_an_item() -> None:
+    async with stand("One moment.\n" + CALL) as running:
+        response = await running.client.responses.create(model=MODEL, input="1 + 2?", tools=TOOLS)
+        prompt = text_of(running.worker.served[0].prompt_token_ids)
+    message, call = response.output
+    assert message.type == "message" and message.content[0].text == "One moment."
+    assert call.type == "function_call" and call.status == "completed"
+    assert (call.name, json.loads(call.arguments)) == ("add", {"a": 1, "b": 2})
+    assert call.call_id.startswith("call_") and (call.id or "").startswith("fc_")
+    assert response.tools[0].to_dict()["name"] == "add"
+    assert '{"name": "add", "description": "Add."' in prompt
+
+
+async def test_the_events_of_a_call() -> None:
+    async with stand(CALL) as running:
+        stream = await running.client.responses.create(
+            model=MODEL, input="1 + 2?", tools=TOOLS, tool_choice=REQUIRED, stream=True
+        )
+        events = [event async for event in stream]
+        assert running.worker.served[0].sampling.grammar is not None
+    deltas = [event for event in events if event.type == "response.function_call_arguments.delta"]
+    done = next(event for event in events if event.type == "response.function_call_arguments.done")
+    assert len(deltas) > 5, "the arguments grow"
+    assert "".join(event.delta for event in deltas) == done.arguments
+    assert json.loads(done.arguments) == {"a": 1, "b": 2}
+    assert [event.type for event in events if not event.type.endswith("delta")] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.function_call_arguments.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+
+
+async def test_two_turns_with_a_tool(redis_client: Redis) -> None:
+    store = ResponseStore(redis_client, ShiftedClock(), 3600.0, 2**20)
+    async with running_stand(answer_with(CALL), tokenizer=tokenizer(), redis=redis_client, responses=store) as running:
+        first = await running.client.responses.create(model=MODEL, input="1 + 2?", tools=TOOLS)
+        call = first.output[0]
+        assert call.type == "function_call"
+        running.worker.script = answer_with("It is 3.")
+        second = await running.client.responses.create(
+            model=MODEL,
+            previous_response_id=first.id,
+            input=[{"type": "function_call_output", "call_id": call.call_id, "output": "3"}],
+            tools=TOOLS,
+        )
+        prompt = text_of(running.worker.served[-1].prompt_token_ids)
+    assert second.output_text == "It is 3."
+    assert "<tool_call>add a=1 b=2</tool_call>" in prompt
+    assert "<|im_start|>tool add\n3<|im_end|>" in prompt
+
+
+class Sum(BaseModel):
+    value: int
+
+
+async def test_a_format_is_forced_and_parsed() -> None:
+    async with stand('{"value": 3}') as running:
+        response = await running.client.responses.parse(model=MODEL, input="1 + 2?", text_format=Sum)
+        async with running.client.responses.stream(model=MODEL, input="1 + 2?", text_format=Sum) as stream:
+            streamed = await stream.get_final_response()
+        grammars = [request.sampling.grammar for request in running.worker.served]
+    assert response.output_parsed == streamed.output_parsed == Sum(value=3)
+    assert all(grammars)
+
+
+async def test_a_bad_schema_is_named_as_in_the_responses_api() -> None:
+    body = {"format": {"type": "json_schema", "name": "n", "schema": {"type": "nonsense"}}}
+    async with stand("{}") as running:
+        answer = await running.post("/v1/responses", {"model": MODEL, "input": "x", "text": body})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].startswith("text.format")
+
+
+async def test_reasoning_is_an_item_of_its_own_and_counted() -> None:
+    async with stand("<think>Hm, hm.</think>It is 3.") as running:
+        response = await running.client.responses.create(model=MODEL, input="1 + 2?")
+        stream = await running.client.responses.create(model=MODEL, input="1 + 2?", stream=True)
+        events = [event async for event in stream]
+        items: Any = [*(item.to_dict() for item in response.output), {"role": "user", "content": "Sure?"}]
+        await running.client.responses.create(model=MODEL, input=items)
+        prompt = text_of(running.worker.served[-1].prompt_token_ids)
+    reasoning, message = response.output
+    assert reasoning.type == "reasoning" and reasoning.content is not None
+    assert reasoning.content[0].text == "Hm, hm."
+    assert message.type == "message" and response.output_text == "It is 3."
+    assert response.usage is not None and response.usage.output_tokens_details.reasoning_tokens > 0
+    assert "".join(e.delta for e in events if e.type == "response.reasoning_text.delta") == "Hm, hm."
+    assert "<think>Hm, hm.</think>It is 3.<|im_end|>" in prompt
+
+
+async def test_a_requested_summary_of_reasoning_is_the_reasoning() -> None:
+    async with stand("<think>Hm, hm.</think>It is 3.") as running:
+        asked: Any = {"model": MODEL, "input": "1 + 2?", "reasoning": {"summary": "auto"}}
+        async with running.client.responses.stream(**asked) as stream:
+            events = [event async for event in stream]
+            response = await stream.get_final_response()
+        items: Any = [*(item.to_dict() for item in response.output), {"role": "user", "content": "Sure?"}]
+        await running.client.responses.create(model=MODEL, input=items)
+        prompt = text_of(running.worker.served[-1].prompt_token_ids)
+    reasoning = response.output[0]
+    assert reasoning.type == "reasoning" and [part.text for part in reasoning.summary] == ["Hm, hm."]
+    assert response.reasoning is not None and response.reasoning.summary == "auto"
+    assert "".join(e.delta for e in events if e.type == "response.reasoning_summary_text.delta") == "Hm, hm."
+    assert "<think>Hm, hm.</think>It is 3.<|im_end|>" in prompt
+
+
+def with_logprobs(request: Request) -> list[TokenEvent]:
+    events = token_by_token(request, token_ids("<think>a</think>bc"))
+    return [
+        TokenEvent(
+            event.request_id,
+            event.kind,
+            event.index,
+            event.token_ids,
+            event.finish_reason,
+            logprobs=tuple(TokenLogprobs(token, -0.5, ((token, -0.5),)) for token in event.token_ids),
+        )
+        for event in events
+    ]
+
+
+async def test_log_probabilities_are_those_of_the_text_only() -> None:
+    options: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    async with running_stand(with_logprobs, tokenizer=tokenizer()) as running:
+        response = await running.client.responses.create(model=MODEL, input="x", **options)
+        stream = await running.client.responses.create(model=MODEL, input="x", stream=True, **options)
+        events = [event async for event in stream]
+        assert running.worker.served[0].sampling.logprobs == 1
+    part = response.output[-1].content[0]  # type: ignore[union-attr]
+    assert part.type == "output_text" and part.text == "bc"
+    assert part.logprobs is not None
+    assert [entry.token for entry in part.logprobs] == ["b", "c"]
+    assert part.logprobs[0].top_logprobs[0].logprob == -0.5
+    deltas = [entry.token for event in events if event.type == "response.output_text.delta" for entry in event.logprobs]
+    assert deltas == ["b", "c"]
