@@ -53,8 +53,8 @@ def _load_builder() -> "Callable[[EngineConfig, Progress], TorchEngine]":
 def _load_vllm_builder() -> "Callable[[EngineConfig, Progress], Stepper]":
     """Return the function that builds the engine over vLLM's executor.
 
-    Its threads wait as vLLM lets them: they compute many small parts of a step, and threads that slept between those
-    would take a seventh longer for it.
+    `SPIN_COUNT` is not set for vLLM: its threads compute many small parts of a step, and would take a seventh longer
+    if they slept between them.
     """
     from engine.vllm.build import build_vllm_stepper  # imports torch; vLLM is imported by the call
 

@@ -156,7 +156,7 @@ async def _serve(
 
 
 def _gpu_index(settings: WorkerSettings) -> int | None:
-    """Return which of the visible GPUs the engine uses; None: how many of them is up to vLLM."""
+    """Return which of the visible GPUs the engine uses; None for vLLM, which chooses by itself and may use several."""
     return int(settings.device.partition(":")[2] or 0) if settings.engine == "native" else None
 
 

@@ -87,7 +87,7 @@ def _defaults(config: EngineConfig) -> dict[str, Any]:
 
 
 def _cpu_memory(config: EngineConfig, chosen: dict[str, Any]) -> dict[str, Any]:
-    """Return a modest size of the KV cache in host memory, of which vLLM would take nearly everything."""
+    """Return the size of a KV cache in host memory. Without it, vLLM would take nearly all of the memory."""
     import psutil  # comes with vLLM
     from vllm.platforms import current_platform
 

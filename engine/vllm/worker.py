@@ -17,9 +17,9 @@ class StepWorker:
     def compute_step(self: Any, step: Any, grammar: Any) -> Any:
         """Run `step`, a `SchedulerOutput`, and sample under `grammar`, a `GrammarOutput` or None.
 
-        This is one message to a worker and one answer for each step, where vLLM's own calls take two of each. So the
-        process that waits for answers is woken once a step. vLLM drops the notice of an answer that comes within a
-        millisecond after another, and with two of them each waiting thread would have to look by itself.
+        A step is one message to each worker and one answer, where vLLM's own calls take two of each. The second of two
+        answers within a millisecond would go unnoticed, because vLLM drops its notice: the process that waits for it
+        would have to look again and again.
         """
         output = self.execute_model(step)
         return self.sample_tokens(grammar) if output is None else output

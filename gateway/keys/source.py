@@ -22,7 +22,7 @@ log = structlog.get_logger(__name__)
 POLL_S = 1.0  # seconds between two looks at the file's time of change
 OPERATOR = "operator"  # name of the key or keys from the environment
 
-Stamp = tuple[int, int, int]  # inode, size and time of change: what tells that a file is not the same any more
+Stamp = tuple[int, int, int]  # inode, size and time of change: another stamp means that the file has changed
 
 
 class KeySource:

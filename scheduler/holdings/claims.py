@@ -15,8 +15,8 @@ from scheduler.request import Claimed, Request
 # Number of interactive requests that are claimed in addition to the free slots. If a sequence ends in one step, a
 # request that is claimed already fills its slot in the next step.
 PREFETCH = 4
-# Number of waiting requests that the worker holds of a tier that may start no prefills at present, if its requests can
-# become urgent. The worker can notice that a request is urgent only after it has claimed the request.
+# Waiting requests that the worker holds of a tier that may start no prefills now but whose requests can become urgent:
+# only a request that was claimed can be seen to be urgent.
 KNOWN_WAITING = 2
 
 

@@ -188,7 +188,7 @@ class _Parquet:
 def _column(name: str, values: Sequence[Any], kind: Any) -> Any:
     """Return values as a column of Parquet of the type `kind`; None: their own type, or texts if they have several.
 
-    A column without values is one of texts, as answers and errors are. Raises `BatchProblem`.
+    A column without any value has the type of text, as the columns of answers and errors have. Raises `BatchProblem`.
     """
     import pyarrow
 

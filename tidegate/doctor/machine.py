@@ -19,7 +19,7 @@ MANY_DESCRIPTORS = 4096
 
 
 def describe_packages(_: ServeSettings) -> Iterator[Finding]:
-    """Report versions, for a question or a bug report. What pip has installed has the right ones."""
+    """Report versions, for a question or a bug report. Does not check them: pip has chosen versions that fit."""
     packages = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
     yield Finding("software", f"tidegate {version('tidegate')} on Python {python_version()}, {system()} {machine()}")
     yield Finding("software", packages)

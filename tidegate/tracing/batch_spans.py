@@ -40,7 +40,7 @@ class BatchSpans:
     """Records the spans of batches. Implements `gateway.jobs.batches.lines.tracing.BatchTracer`."""
 
     def __init__(self, tracer: Tracer, ids: SpanIds) -> None:
-        """`ids` are those of `tracer`."""
+        """`ids` is the generator of ids that `tracer` was made with."""
         self._tracer = tracer
         self._ids = ids
 

@@ -25,11 +25,11 @@ class TracingError(Exception):
 def traced(
     part: str, instance: str, is_asked: bool, environment: Mapping[str, str] = os.environ
 ) -> "Iterator[Tracing | None]":
-    """Yield what records and sends the traces of `part`; None if no traces are wanted. At the end, the last are sent.
+    """Yield what records and sends the traces of `part`; None if no traces are wanted. Send the last ones at the end.
 
-    They are wanted if they are asked for (`--otel`), or where the environment names a collector. Raises `TracingError`
-    if they are asked for and cannot be sent. An environment alone only leads to a line in the log: clusters set it for
-    all programs.
+    Traces are wanted with `--otel`, or if the environment names a collector. Raises `TracingError` if they are asked
+    for by `--otel` and cannot be sent. Without the flag, this is only a line in the log, because clusters set the
+    environment for all programs.
     """
     tracing = None
     if is_asked or any(environment.get(name) for name in ENDPOINT_VARIABLES):

@@ -63,8 +63,8 @@ class IdempotencyStore:
     ) -> Outcome | None:
         """Return the answer of the first request with this key, or of `execute(id)` if this is the first one.
 
-        `execute` returns None if it has no good answer, and so does this. Raises `ApiError` 409 while the first request
-        runs, and 422 if it was another request.
+        Return None if `execute` does: it had no answer that may be repeated. Raises `ApiError` 409 while the first
+        request runs, and 422 if it was another request.
         """
         attempt = await self._attempt(key, owner, fingerprint)
         if isinstance(attempt, Outcome):

@@ -121,7 +121,7 @@ async def _longest_that_fits(request: ResponseRequest, conversation: list[Item],
     whole = await attempt(0)
     if not isinstance(whole, ApiError):
         return whole
-    low, high = 1, len(starts)  # turn `low - 1` is too long as the first one; turn `high` fits, or does not exist
+    low, high = 1, len(starts)  # from turn `low - 1` on, it is too long; from turn `high` on, it fits or is empty
     found: PreparedRequest | None = None
     while low < high:
         middle = (low + high) // 2

@@ -2,9 +2,9 @@
 
 A response belongs to the API key that created it, identified by the key's name; other keys do not see it. It expires
 `ttl_s` after its last use: when it was written, or when a later response continued its conversation. All responses
-together take at most `max_bytes`: beyond it, the owner that has the most loses the next ones to expire. Several
-gateways may share a store, so every change is one script. Knows Redis and JSON objects; does not know how a response is
-generated.
+together take at most `max_bytes`. Beyond that, responses of the owner with the most bytes are removed, those first that
+expire first. Several gateways may share a store, so every change is one script. Knows Redis and JSON objects; does not
+know how a response is generated.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Tells clients that wait for a task that it has ended: one subscription for all of them.
 
-A message may be lost while the subscription is renewed. The confirmation of a new one therefore wakes everybody, and
-whoever is woken looks into the store.
+A message may be lost while the subscription is renewed. When a new subscription is confirmed, all clients are therefore
+woken, and look into the store.
 """
 
 import asyncio

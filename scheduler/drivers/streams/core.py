@@ -156,7 +156,7 @@ class StreamCore:
         self._retries.forget(state.id)
 
     def refuse(self, now: float) -> Report:
-        """Fail the requests that the server can never serve, or did not in all attempts. Return the report on them."""
+        """Fail requests that the server can never serve, and those without an attempt left. Return the report."""
         for state, reason in self._retries.pop_given_up():
             if self._table.states.get(state.id) is state:
                 self._table.remove(state)

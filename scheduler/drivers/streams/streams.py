@@ -87,7 +87,7 @@ class StreamTable:
         self._table.update(state)
 
     def rewind(self, state: RequestState, now: float) -> None:
-        """Put a request without a stream to where another stream can go on.
+        """Prepare a request that has lost its stream for the next one.
 
         It continues from its tokens, or begins again if that would not give the same tokens. The gateway drops the
         tokens that it has already.

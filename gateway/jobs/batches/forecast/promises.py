@@ -30,8 +30,8 @@ class Commitment:
 def earliest_promise_s(work: Work, promised: Sequence[Commitment], rates: Rates) -> float:
     """Return the shortest window that a new batch with this work can be promised.
 
-    A window is judged by the longest stretch of time that fits into it. Longer stretches leave no less of the engine,
-    so every longer window can be promised, too.
+    A window is judged by the longest stretch of time that fits into it. A longer stretch leaves at least as much of the
+    engine, so every longer window can be promised, too.
     """
     work_s, earliest_s = rates.cautious_s(work), NEVER_S
     stretches = pairwise((0, *LEFT_STRETCHES_S[1:], NEVER_S))

@@ -133,7 +133,7 @@ class BatchLines:
         return await self._result(line, request_id, status, body)
 
     async def _deadline(self) -> JobDeadline | None:
-        """Return the deadline of the line that begins now; None for a line that is done when there is time."""
+        """Return the deadline of the line that begins now; None in a best-effort batch."""
         if self._batch.best_effort:
             return None
         num_behind = self._deadlines.begin()  # before anything is awaited, so that lines are due in their order
