@@ -109,11 +109,6 @@ def test_an_unreadable_config(tmp_path: Path) -> None:
     assert "no-such-thing" in refusal(make_config(str(tmp_path)))
 
 
-def test_a_directory_without_weights(tmp_path: Path) -> None:
-    model = write_config(tmp_path, CONFIGS["llama"]())
-    assert model in refusal(make_config(model, load_format="auto"))
-
-
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,

@@ -30,6 +30,15 @@ OPTIONS: list[dict[str, Any]] = [
     {"temperature": 1.1, "grammar": LLMatcher.grammar_from_regex("([a-m]{3}-){2,9}"), "logprobs": 1},
     {"temperature": 0.0, "grammar": LLMatcher.grammar_from_regex("[0-9]{4,40}"), "min_tokens": 6},
 ]
+# Options of which some need the tokens of one step before the next one is sampled.
+AHEAD: list[dict[str, Any]] = [
+    {"ignore_eos": True},
+    {"max_tokens": 3},
+    {"repetition_penalty": 1.5},
+    {"frequency_penalty": 1.0, "logprobs": 2},
+    {"min_tokens": 9},
+    {"logit_bias": ((5, 3.0),)},
+]
 
 
 def family(engine: CheckedEngine) -> list[NewSequence]:
@@ -144,8 +153,13 @@ def test_steps_planned_ahead_give_the_same_tokens(engine: CheckedEngine, new: Ma
     """Every step is submitted before the result of the one before it is known, also after the end of a sequence."""
     if not engine.info.steps_ahead:
         pytest.skip("this engine takes one step at a time")
-    news = [new(f"s{i}", range(1, 6 + i), max_tokens=6 + i, seed=i, temperature=temperature) for i in range(5)]
-    news.append(new("checked", range(1, 20), max_tokens=8, seed=9, logprobs=2, frequency_penalty=0.5))
+    news = [
+        new(f"s{i}", range(1, 6 + i), seed=i, temperature=temperature, **{"max_tokens": 6 + i, **options})
+        for i, options in enumerate(AHEAD)
+    ]
+    stop = alone(engine, news[:1])[0]["s0"].output[3]
+    stopped = {"max_tokens": 20, "ignore_eos": True, "temperature": temperature, "stop_token_ids": (stop,)}
+    news.append(new("stopped", range(1, 6), seed=0, **stopped))
     expected, expected_reported = alone(engine, news)
     reported, outputs = Reported(), {n.seq_id: list[int]() for n in news}
     ended: set[str] = set()
@@ -159,4 +173,5 @@ def test_steps_planned_ahead_give_the_same_tokens(engine: CheckedEngine, new: Ma
             ended |= {output.seq_id} if output.finish_reason else set()
     engine.collect()
     assert outputs == {k: d.output for k, d in expected.items()}
-    assert_alike(reported.output["checked"], expected_reported.output["checked"])
+    for n in news:
+        assert_alike(reported.output[n.seq_id], expected_reported.output[n.seq_id])

@@ -95,15 +95,6 @@ def test_it_learns_any_engine_within_a_few_steps(speed: float) -> None:
     assert model.mean_absolute_error < 0.10
 
 
-def test_it_follows_a_drift() -> None:
-    model = StepTimeModel()
-    teach(model, TRUTH, 500)
-    for factor in (1.3, 0.7):
-        drifted = StepCost(*(getattr(TRUTH, k) * factor for k in TRUTH.__dataclass_fields__))
-        teach(model, drifted, 1000)
-        assert error(model, drifted) < 0.05
-
-
 def test_many_equal_steps_keep_it_stable_and_forget_nothing() -> None:
     model = StepTimeModel()
     teach(model, TRUTH, 500)
@@ -124,15 +115,6 @@ def test_work_much_slower_than_expected_is_learned_and_not_dropped_as_outliers()
 
     teach(model, slow, 200, both)
     assert error(model, slow, both) < 0.10
-
-
-def test_a_single_long_step_changes_nothing() -> None:
-    model = StepTimeModel()
-    teach(model, TRUTH, 500)
-    before = model.predict(make_work((1, 300)))
-    model.observe(make_work((1, 300)), 60.0)
-    teach(model, TRUTH, 16, decodes_only, noise=0.0)
-    assert model.predict(make_work((1, 300))) == pytest.approx(before, rel=0.10)
 
 
 def test_no_coefficient_is_ever_negative() -> None:
@@ -221,14 +203,6 @@ def test_a_drift_of_the_whole_engine_is_followed_within_thirty_steps(factor: flo
     teach(model, TRUTH, 500, noise=0.02)
     teach(model, scaled(factor), 30, noise=0.02, seed=2)
     assert error(model, scaled(factor)) < 0.05
-
-
-def test_a_drift_seen_in_decodes_applies_to_prefills() -> None:
-    model = StepTimeModel()
-    teach(model, TRUTH, 500, noise=0.02)
-    teach(model, scaled(1.3), 60, lambda rng: [(1, rng.randint(10, 900)) for _ in range(rng.randint(1, 60))])
-    prefill = [(300, 0)]
-    assert model.predict(make_work(*prefill)) == pytest.approx(1.3 * duration(TRUTH, *prefill), rel=0.08)
 
 
 def test_one_slow_step_moves_nothing_and_a_lasting_slowness_is_learned() -> None:

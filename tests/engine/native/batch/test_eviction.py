@@ -144,23 +144,11 @@ def test_remaining_sequences_get_their_usual_tokens(make_engine: MakeEngine, evi
     assert {output.seq_id: output.token_ids for output in again.outputs} == {name: expected[name] for name in evictees}
 
 
-def test_sequences_are_evicted_one_after_another(make_engine: MakeEngine) -> None:
-    expected = EvictingStep(make_engine()).tokens
-    step = EvictingStep(make_engine(), lambda plan: {0: {"b"}, 1: {"p", "a"}})
-    assert step.tokens == {"a": (), "b": (), "p": (), "c": expected["c"]}
-
-
 def test_a_step_without_remaining_sequences_ends_at_that_layer(make_engine: MakeEngine) -> None:
     step = EvictingStep(make_engine(), lambda plan: {0: {"b"}, 1: {"p", "a", "c"}})
     assert step.result.evicted == ("a", "p", "b", "c")
     assert step.evictor.num_layers == [2, 2]
     assert EvictingStep(make_engine(), at(0, *"abcp")).evictor.num_layers == [2, 1]
-
-
-def test_a_request_for_a_sequence_outside_of_the_step_has_no_effect(make_engine: MakeEngine) -> None:
-    step = EvictingStep(make_engine(), at(0, "x", "y"))
-    assert step.result.evicted == ()
-    assert all(step.tokens.values())
 
 
 def test_a_model_that_evicts_whole_steps_only_ignores_other_requests(make_engine: MakeEngine) -> None:
@@ -178,12 +166,6 @@ def test_a_request_may_come_before_its_step_but_not_after_it(make_engine: MakeEn
     assert engine.step(StepPlan(1, run=(Run("s", 1),))).evicted == ("s",)
     engine.evict(1, {"s"})
     assert engine.step(StepPlan(2, run=(Run("s", 1),))).evicted == ()
-
-
-def test_a_step_without_runs_evicts_nothing(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    engine.evict(0, {"s"})
-    assert engine.step(StepPlan(0, start=(make_new("s", range(3, 9)),))).evicted == ()
 
 
 def test_an_evicted_prefill_keeps_its_cached_blocks_and_caches_none_of_its_own(make_engine: MakeEngine) -> None:

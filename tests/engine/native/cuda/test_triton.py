@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.native.attention.kernels import AttentionKernels, HeadShape, PagedChunks, PagedRows, Scoring
+from engine.native.attention.kernels import AttentionKernels, HeadShape, Scoring
 from engine.native.kv.cache import LayerShape
 from engine.native.model.probe import LayerSpec
 from engine.native.startup.cuda_trial import find_fault
@@ -20,6 +20,7 @@ from tests.engine.conftest import MakeEngine, ModelDirectory
 from tests.engine.drive import drive, make_new, random_chunks
 from tests.engine.models import VOCAB_SIZE, generate
 from tests.engine.native.cuda.rebuilt import with_graphs, with_kernels
+from tests.engine.native.reference import RandomCache, attend
 from tests.marks import mostly_full
 
 HAS_GPU = torch.cuda.is_available()
@@ -31,7 +32,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning"),
 ]
 
-DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+DEVICE = "cuda" if HAS_GPU else "cpu"
 NUM_BLOCKS = 40
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 0.005, torch.bfloat16: 0.03}
 
@@ -61,45 +62,6 @@ def kernels() -> AttentionKernels:
     return TritonKernels(num_processors=2, min_split=32)  # splits even short contexts
 
 
-class Cache:
-    """A KV cache of random numbers, with a block table for each context."""
-
-    def __init__(self, shape: HeadShape, block_size: int, dtype: torch.dtype, lengths: list[int]) -> None:
-        self.shape, self.block_size, self.lengths = shape, block_size, lengths
-        generator = torch.Generator().manual_seed(3)
-        size = (2 * shape.num_kv_heads * NUM_BLOCKS * block_size, shape.head_dim)
-        self.slots = torch.randn(size, generator=generator).to(DEVICE, dtype)
-        rng = random.Random(5)
-        self.blocks = [rng.sample(range(NUM_BLOCKS), -(-length // block_size)) for length in lengths]
-        num_rows = 64
-        # A strided part of wider rows, like the output of a fused projection.
-        wide = torch.randn(num_rows, 2 * shape.query_width, generator=generator).to(DEVICE, dtype)
-        self.query = wide[:, : shape.query_width].unflatten(1, (-1, shape.head_dim)).transpose(0, 1)
-        self.sinks = torch.randn(shape.num_query_heads, generator=generator).to(DEVICE)
-
-    def context(self, sequence: int) -> Tensor:
-        """Return keys and values of a context: (2, kv_heads, length, head_dim), float32."""
-        pool = self.slots.view(2, self.shape.num_kv_heads, NUM_BLOCKS, self.block_size, self.shape.head_dim)
-        return pool[:, :, self.blocks[sequence]].flatten(2, 3)[:, :, : self.lengths[sequence]].float()
-
-    def rows(self) -> PagedRows:
-        longest = max(map(len, self.blocks))
-        table = torch.tensor([own + [0] * (longest - len(own)) for own in self.blocks], device=DEVICE)
-        return PagedRows(self.slots, table, torch.tensor(self.lengths, device=DEVICE), self.block_size)
-
-
-def attend(query: Tensor, context: Tensor, scoring: Scoring) -> Tensor:
-    """Return the attention (heads, head_dim), float32, of a context's last token with `query` (heads, head_dim)."""
-    keys, values = (part.repeat_interleave(len(query) // len(part), 0) for part in context)
-    scores = torch.einsum("hd,hld->hl", query.float(), keys) * scoring.scaling
-    if scoring.softcap is not None:
-        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-    if scoring.window is not None:
-        scores[:, : max(0, keys.shape[1] - scoring.window)] = float("-inf")
-    columns = scores if scoring.sinks is None else torch.cat((scores, scoring.sinks[:, None]), dim=-1)
-    return torch.einsum("hl,hld->hd", columns.softmax(-1)[:, : keys.shape[1]], values)
-
-
 def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert actual.dtype is dtype
     torch.testing.assert_close(actual.float(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
@@ -109,7 +71,7 @@ def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 def test_decode(kernels: AttentionKernels, case: Any) -> None:
     shape, softcap, window, has_sinks, block_size, dtype = case
     assert kernels.can_attend(shape)
-    cache = Cache(shape, block_size, dtype, [1, block_size, 0, 33, 500])
+    cache = RandomCache(shape, block_size, NUM_BLOCKS, dtype, DEVICE, [1, block_size, 0, 33, 500])
     scoring = Scoring(0.2, softcap, window, cache.sinks if has_sinks else None)
     query = cache.query[:, : len(cache.lengths)]
     attended = kernels.paged_decode(query, shape.num_kv_heads, cache.rows(), scoring)
@@ -124,27 +86,24 @@ def test_decode(kernels: AttentionKernels, case: Any) -> None:
 def test_prefill(kernels: AttentionKernels, case: Any) -> None:
     """The chunks are a whole prompt, the end of a longer prompt and the middle of another."""
     shape, softcap, window, has_sinks, block_size, dtype = case
-    extents = [(0, 5), (70, 83), (30, 69)]
-    cache = Cache(shape, block_size, dtype, [end for _, end in extents])
+    starts = [0, 70, 30]
+    cache = RandomCache(shape, block_size, NUM_BLOCKS, dtype, DEVICE, [5, 83, 69])
     scoring = Scoring(0.2, softcap, window, cache.sinks if has_sinks else None)
-    counts = [end - start for start, end in extents]
-    lines = [(sum(counts[:i]), counts[i], extents[i][0], sum(map(len, cache.blocks[:i]))) for i in range(len(extents))]
-    tables = torch.tensor(sum(cache.blocks, []), device=DEVICE)
-    chunks = PagedChunks(cache.slots, tables, torch.tensor(lines, device=DEVICE), block_size, max(counts))
+    chunks = cache.chunks(starts)
+    counts = [end - start for start, end in zip(starts, cache.lengths, strict=True)]
     query = cache.query[:, : sum(counts)]
     attended = kernels.paged_prefill(query, shape.num_kv_heads, chunks, scoring)
     assert attended is not None
-    for i, (first_row, count, start, _) in enumerate(lines):
-        context = cache.context(i)
+    for i, (start, count) in enumerate(zip(starts, counts, strict=True)):
         for token in {0, count // 2, count - 1}:
-            row = first_row + token
-            seen = context[:, :, : start + token + 1]
+            row = sum(counts[:i]) + token
+            seen = cache.context(i)[:, :, : start + token + 1]
             assert_close(attended[row], attend(query[:, row], seen, scoring), dtype)
 
 
 def test_a_nan_in_a_context_affects_its_own_row_only(kernels: AttentionKernels) -> None:
     shape = HeadShape(2, 1, 16)
-    cache = Cache(shape, 16, torch.float32, [20, 20, 20])
+    cache = RandomCache(shape, 16, NUM_BLOCKS, torch.float32, DEVICE, [20, 20, 20])
     cache.blocks = [[0, 1], [2, 3], [4, 5]]
     cache.slots[3 * 16] = float("nan")
     cache.slots.view(2, NUM_BLOCKS, 16, 16)[:, 5, 4:] = float("nan")  # left by a former owner after the context's end
@@ -156,7 +115,7 @@ def test_a_nan_in_a_context_affects_its_own_row_only(kernels: AttentionKernels) 
 
 
 def test_queries_that_do_not_fit_the_cache_are_refused(kernels: AttentionKernels) -> None:
-    cache = Cache(HeadShape(2, 1, 16), 16, torch.float32, [20])
+    cache = RandomCache(HeadShape(2, 1, 16), 16, NUM_BLOCKS, torch.float32, DEVICE, [20])
     with pytest.raises(ValueError, match="3 rows of queries, but 1 context lengths"):
         kernels.paged_decode(cache.query[:, :3], 1, cache.rows(), Scoring(1.0))
     with pytest.raises(ValueError, match="do not fit this cache"):
@@ -166,7 +125,12 @@ def test_queries_that_do_not_fit_the_cache_are_refused(kernels: AttentionKernels
 
 @pytest.mark.parametrize("dtype", mostly_full(TOLERANCES, torch.bfloat16), ids=str)
 def test_the_trial_accepts_the_kernels(kernels: AttentionKernels, dtype: torch.dtype) -> None:
-    assert find_fault(kernels, [LayerSpec(LayerShape(2, 24), window) for window in (None, 9)], 4, dtype, DEVICE) is None
+    assert (
+        find_fault(
+            kernels, [LayerSpec(LayerShape(2, 24), window) for window in (None, 9)], 4, dtype, torch.device(DEVICE)
+        )
+        is None
+    )
 
 
 @pytest.mark.full

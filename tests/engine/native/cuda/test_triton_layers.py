@@ -14,6 +14,7 @@ from tests.engine.drive import drive, make_new
 from tests.engine.models import generate
 from tests.engine.native.cuda.rebuilt import with_kernels
 from tests.engine.native.cuda.test_triton import DEVICE, HAS_GPU, IS_INTERPRETED
+from tests.engine.native.reference import rms_norm, rotate
 from tests.marks import mostly_full
 
 pytestmark = [
@@ -39,11 +40,6 @@ def randn(*size: int, dtype: torch.dtype) -> Tensor:
 def assert_close(actual: Tensor, expected: Tensor) -> None:
     tolerance = 1e-5 if actual.dtype is torch.float32 else 0.02
     torch.testing.assert_close(actual.float(), expected.float(), atol=tolerance, rtol=tolerance)
-
-
-def rms_norm(x: Tensor, norm: Norm) -> Tensor:
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)).to(x.dtype) * norm.weight
 
 
 @pytest.mark.parametrize(("dtype", "n"), mostly_full(product(DTYPES, (7, 64, 1500)), (torch.bfloat16, 7)))
@@ -85,16 +81,6 @@ def test_rotate_and_write(kernels: LayerKernels, dtype: torch.dtype, rotary: int
     assert int((slots != 0).any(-1).sum()) == rows * 2 * shape.num_kv_heads  # and nowhere else
     with pytest.raises(ValueError, match="do not fit"):
         kernels.rotate_and_write(qkv[:, :-1], shape, slots, slot_ids, cosines, sines, *norms)
-
-
-def rotate(heads: Tensor, norm: Norm | None, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotate (rows, heads, head_dim) as transformers does."""
-    heads = heads if norm is None else rms_norm(heads, norm)
-    rotary = cosines.shape[-1]
-    turned, rest = heads[..., :rotary].float(), heads[..., rotary:]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cosines[:, None].float() + torch.cat((-second, first), dim=-1) * sines[:, None].float()
-    return torch.cat((turned.to(heads.dtype), rest), dim=-1)
 
 
 @pytest.mark.full

@@ -9,7 +9,7 @@ from engine.native.kv.cache import KVCache, LayerShape
 from engine.native.kv.swap import SwapSpace
 from engine.sequences.sequence_table import BlockCopies
 from tests.engine.conftest import MakeEngine
-from tests.engine.drive import drive, make_new
+from tests.engine.drive import make_new
 from tests.engine.models import BLOCK_BYTES
 
 SWAP, RECOMPUTE = PreemptionMode.SWAP, PreemptionMode.RECOMPUTE
@@ -58,27 +58,6 @@ def test_blocks_are_copied_out_before_others_are_copied_back() -> None:
     assert all(map(torch.equal, block(cache, 0), second))
 
 
-def test_a_swapped_sequence_frees_its_blocks_and_recomputes_nothing(make_engine: MakeEngine) -> None:
-    engine = make_engine(swap_bytes=8 * BLOCK_BYTES, kv_cache_bytes=8 * BLOCK_BYTES, prefix_cache=False)
-    assert engine.info.num_swap_blocks == 8
-    assert engine.info.preemption_modes == ("pause", "swap", "recompute")
-    assert engine.info.swap_block_s > 0
-    alone = drive(engine, [make_new("a", range(1, 12), max_tokens=6)])["a"].output
-    first = engine.step(StepPlan(0, start=(make_new("a", range(1, 12), max_tokens=6),), run=(Run("a", 11),)))
-    result = engine.step(StepPlan(1, preempt=(Preempt("a", SWAP),)))
-    assert (result.free_blocks, result.free_swap_blocks) == (8, 5)
-    drive(engine, [make_new("other", range(30, 60), max_tokens=2)])  # uses all blocks that "a" had
-    result = engine.step(StepPlan(2, resume=("a",), run=(Run("a", 1),)))
-    assert (result.free_blocks, result.free_swap_blocks) == (5, 8)
-    (output,) = result.outputs
-    assert output.num_computed_tokens == 12, "one token was run, and nothing computed again"
-    tokens = [*first.outputs[0].token_ids, *output.token_ids]
-    while output.finish_reason is None:
-        (output,) = engine.step(StepPlan(3, run=(Run("a", 1),))).outputs
-        tokens += output.token_ids
-    assert tokens == alone
-
-
 def test_a_resumed_sequence_shares_cached_blocks_again(make_engine: MakeEngine) -> None:
     engine = make_engine(swap_bytes=8 * BLOCK_BYTES, kv_cache_bytes=12 * BLOCK_BYTES)
     news = [make_new(name, range(1, 12), max_tokens=6) for name in "ab"]
@@ -89,26 +68,6 @@ def test_a_resumed_sequence_shares_cached_blocks_again(make_engine: MakeEngine) 
     assert (engine.num_used_blocks, engine.num_used_swap_blocks) == (3, 3)
     engine.step(StepPlan(3, resume=("b",), run=(Run("b", 1),)))
     assert (engine.num_used_blocks, engine.num_used_swap_blocks) == (4, 0)
-
-
-BAD = {
-    "swaps more than host memory holds": StepPlan(1, preempt=(Preempt("a", SWAP), Preempt("b", SWAP))),
-    "swaps twice": StepPlan(1, preempt=(Preempt("a", SWAP), Preempt("a", SWAP))),
-    "recomputes what is swapped": StepPlan(1, preempt=(Preempt("a", SWAP), Preempt("a", RECOMPUTE))),
-    "runs what it swaps": StepPlan(1, preempt=(Preempt("a", SWAP),), run=(Run("a", 1),)),
-}
-
-
-@pytest.mark.parametrize("plan", BAD.values(), ids=BAD.keys())
-def test_a_bad_plan_changes_nothing(plan: StepPlan, make_engine: MakeEngine) -> None:
-    engine = make_engine(swap_bytes=5 * BLOCK_BYTES, prefix_cache=False)
-    news = tuple(make_new(name, range(1, 10)) for name in "ab")
-    engine.step(StepPlan(0, start=news, run=(Run("a", 9), Run("b", 9))))
-    with pytest.raises(PlanError):
-        engine.step(plan)
-    assert (engine.num_used_blocks, engine.num_used_swap_blocks) == (6, 0)
-    a, b = engine.step(StepPlan(2, run=(Run("a", 1), Run("b", 1)))).outputs
-    assert a.token_ids == b.token_ids
 
 
 def test_a_resume_needs_free_blocks(make_engine: MakeEngine) -> None:

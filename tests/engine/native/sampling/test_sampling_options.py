@@ -82,12 +82,6 @@ def news_with_everything(tokenizer: Tokenizer) -> list[NewSequence]:
     ]
 
 
-def test_sequences_with_options_do_not_change_the_tokens_of_others(tokenizer: Tokenizer) -> None:
-    plain = make_new("plain", tokenizer.encode("What is Tidegate?").ids, max_tokens=30, temperature=0.8, seed=5)
-    alone = drive(demo_engine(), [plain])["plain"].output
-    assert drive(demo_engine(), [*news_with_everything(tokenizer), plain])["plain"].output == alone
-
-
 def test_the_state_of_sampling_options_is_freed_with_the_sequence() -> None:
     info = EngineInfo(str(demo_model_path()), 64, 1024, 4, 4, 64, eos_token_ids=(4,))
     pipeline = SamplingPipeline(info)
@@ -129,11 +123,10 @@ def answer(tokenizer: Tokenizer, driven: Driven) -> str:
     return tokenizer.decode(driven.output)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
-def test_a_json_schema_produces_valid_json(temperature: float, tokenizer: Tokenizer) -> None:
+def test_a_json_schema_produces_valid_json(tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode("Give me JSON.").ids
-    options: dict[str, Any] = {"max_tokens": 200, "temperature": temperature, "grammar": JSON_GRAMMAR}
-    news = [make_new(f"s{seed}", prompt, seed=seed, **options) for seed in range(5)]
+    options: dict[str, Any] = {"max_tokens": 200, "grammar": JSON_GRAMMAR}
+    news = [make_new(f"s{i}", prompt, seed=i, temperature=0.5 * i, **options) for i in range(4)]
     plain = make_new("plain", prompt, max_tokens=20)
     for seq_id, driven in drive(demo_engine(), [*news, plain], arrivals_a_step=2).items():
         if seq_id != "plain":
@@ -149,20 +142,7 @@ def test_within_a_grammar_min_tokens_forbids_an_optional_end(tokenizer: Tokenize
     assert {k: len(d.output) - 1 for k, d in drive(demo_engine(), news).items()} == {"0": 0, "1": 1, "7": 7}
 
 
-def test_a_bad_grammar_fails_only_its_sequence(tokenizer: Tokenizer, make_engine: MakeEngine) -> None:
-    prompt = tokenizer.encode("Hello").ids
-    good = [
-        make_new(f"s{i}", prompt, max_tokens=10, seed=i, temperature=1.0, grammar=g)
-        for i, g in enumerate([None, regex("[ab]+")])
-    ]
-    expected = {k: d.output for k, d in drive(demo_engine(), good).items()}
-    bad = [make_new(f"bad{i}", prompt, grammar=grammar) for i, grammar in enumerate(["start: /[/", "{}"])]
-    engine = demo_engine()
-    driven = drive(engine, [bad[0], *good, bad[1]])
-    assert {k: d.output for k, d in driven.items() if k.startswith("s")} == expected
-    assert all("does not compile" in str(driven[new.seq_id].failure) for new in bad)
-    assert engine.num_used_blocks == 0
-    # A model without a tokenizer.
+def test_a_grammar_fails_where_the_model_has_no_tokenizer(make_engine: MakeEngine) -> None:
     failed = drive(make_engine(), [make_new("a", [1, 2], grammar=regex("a")), make_new("b", [1, 2])])
     assert "end-of-sequence" in str(failed["a"].failure)
     assert failed["b"].failure is None
