@@ -55,16 +55,21 @@ async def running(stepper: FakeStepper) -> AsyncIterator[EngineThread]:
         engine.close()
 
 
-async def test_steps_run_in_order_on_one_thread_of_their_own() -> None:
-    stepper = FakeStepper()
-    async with running(stepper) as engine:
-        assert engine.info is INFO
-        for step_id in range(20):
-            engine.submit(StepPlan(step_id))
-            assert (await engine.collect()).step_id == step_id
-    assert len(stepper.threads) == 1
-    assert threading.get_ident() not in stepper.threads
-    assert stepper.num_closed == 1
+async def test_the_engine_is_made_and_steps_run_in_order_on_one_thread_of_their_own() -> None:
+    stepper, made_on = FakeStepper(), set[int]()
+
+    def make() -> FakeStepper:
+        made_on.add(threading.get_ident())
+        return stepper
+
+    engine = EngineThread(make)
+    assert engine.info is INFO
+    for step_id in range(20):
+        engine.submit(StepPlan(step_id))
+        assert (await engine.collect()).step_id == step_id
+    engine.close()
+    assert made_on == stepper.threads != {threading.get_ident()}
+    assert (len(stepper.threads), stepper.num_closed) == (1, 1)
 
 
 async def test_a_grammar_is_compiled_on_another_thread_while_a_step_runs() -> None:
@@ -78,20 +83,6 @@ async def test_a_grammar_is_compiled_on_another_thread_while_a_step_runs() -> No
     assert compiled == ("a", "grammar_0")
 
 
-async def test_the_engine_is_made_on_the_thread_that_runs_it() -> None:
-    stepper, made_on = FakeStepper(), set[int]()
-
-    def make() -> FakeStepper:
-        made_on.add(threading.get_ident())
-        return stepper
-
-    engine = EngineThread(make)
-    engine.submit(StepPlan(1))
-    await engine.collect()
-    engine.close()
-    assert made_on == stepper.threads
-
-
 def test_an_error_while_the_engine_is_made_is_raised() -> None:
     def fail() -> FakeStepper:
         raise ValueError("no such model")
@@ -100,26 +91,21 @@ def test_an_error_while_the_engine_is_made_is_raised() -> None:
         EngineThread(fail)
 
 
-async def test_submit_returns_while_the_step_runs() -> None:
-    release = threading.Event()
-    async with running(FakeStepper(lambda plan: wait_for(release))) as engine:
-        engine.submit(StepPlan(1))
-        with pytest.raises(RuntimeError, match="in flight already"):
-            engine.submit(StepPlan(2))
-        release.set()
-        assert (await engine.collect()).step_id == 1
-
-
 def wait_for(event: threading.Event) -> None:
     assert event.wait(timeout=60)
 
 
-async def test_a_cancelled_collect_loses_nothing() -> None:
+async def test_a_cancelled_collect_of_a_running_step_loses_nothing() -> None:
     release = threading.Event()
     async with running(FakeStepper(lambda plan: wait_for(release))) as engine:
         engine.submit(StepPlan(5))
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(engine.collect(), timeout=0.01)
+        with pytest.raises(RuntimeError, match="in flight already"):
+            engine.submit(StepPlan(6))
+        collecting = asyncio.create_task(engine.collect())
+        await asyncio.sleep(0)
+        collecting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await collecting
         release.set()
         assert (await engine.collect()).step_id == 5
 
@@ -155,6 +141,8 @@ async def test_any_other_error_ends_the_engine(error: type[BaseException]) -> No
             engine.submit(StepPlan(2))
         with pytest.raises(EngineDead):
             await engine.collect()
+        with pytest.raises(EngineDead, match="device lost"):
+            engine.check_alive()
     assert stepper.num_closed == 1
 
 
@@ -167,18 +155,6 @@ async def test_what_ends_between_steps_ends_the_engine() -> None:
             engine.check_alive()
         with pytest.raises(EngineDead):
             engine.submit(StepPlan(1))
-
-
-async def test_a_failed_step_is_no_engine_alive() -> None:
-    def break_down(plan: StepPlan) -> None:
-        raise RuntimeError("device lost")
-
-    async with running(FakeStepper(break_down)) as engine:
-        engine.submit(StepPlan(1))
-        with pytest.raises(EngineDead):
-            await engine.collect()
-        with pytest.raises(EngineDead, match="device lost"):
-            engine.check_alive()
 
 
 async def test_close_finishes_the_step_in_flight_and_may_be_repeated() -> None:
@@ -230,21 +206,13 @@ async def test_an_async_plan_is_launched_while_the_step_before_it_runs() -> None
     launcher = FakeLauncher()
     async with running(launcher) as engine:
         engine.submit(StepPlan(1))
+        with pytest.raises(RuntimeError, match="in flight already"):
+            engine.submit(StepPlan(2))
         engine.submit(StepPlan(2, ahead=True))
         while launcher.launched != [1, 2]:
             await asyncio.sleep(0)
         launcher.let_finish.set()
         assert [(await engine.collect()).step_id for _ in range(2)] == [1, 2]
-
-
-async def test_only_an_async_plan_may_follow_a_running_step() -> None:
-    launcher = FakeLauncher()
-    async with running(launcher) as engine:
-        engine.submit(StepPlan(1))
-        with pytest.raises(RuntimeError, match="in flight already"):
-            engine.submit(StepPlan(2))
-        launcher.let_finish.set()
-        assert (await engine.collect()).step_id == 1
 
 
 async def test_closing_finalizes_launched_steps() -> None:
@@ -258,31 +226,27 @@ async def test_closing_finalizes_launched_steps() -> None:
     assert launcher.num_closed == 1
 
 
-@pytest.mark.parametrize("error", [PlanError("no"), OSError("gone")])
-async def test_an_error_of_a_launch_is_raised_for_its_own_step(error: Exception) -> None:
+@pytest.mark.parametrize(
+    ("error", "waits", "kind"),
+    [(PlanError("no"), False, PlanError), (OSError("gone"), False, EngineDead), (OSError("gone"), True, EngineDead)],
+)
+async def test_an_error_of_a_launch_is_raised_for_its_own_step_or_the_one_before_it(
+    error: Exception, waits: bool, kind: type[Exception]
+) -> None:
+    """`waits`: the step before it is still in flight, and ends with the engine."""
+
     def refuse(plan: StepPlan) -> None:
         if plan.step_id == 2:
             raise error
 
     launcher = FakeLauncher(refuse)
-    launcher.let_finish.set()
     async with running(launcher) as engine:
         engine.submit(StepPlan(1))
-        assert (await engine.collect()).step_id == 1
+        if not waits:
+            launcher.let_finish.set()
+            assert (await engine.collect()).step_id == 1
         engine.submit(StepPlan(2, ahead=True))
-        with pytest.raises(PlanError if isinstance(error, PlanError) else EngineDead):
-            await engine.collect()
-
-
-async def test_a_launch_that_ends_the_engine_fails_the_step_before_it() -> None:
-    def refuse(plan: StepPlan) -> None:
-        if plan.step_id == 2:
-            raise OSError("gone")
-
-    async with running(FakeLauncher(refuse)) as engine:
-        engine.submit(StepPlan(1))
-        engine.submit(StepPlan(2, ahead=True))
-        with pytest.raises(EngineDead):
+        with pytest.raises(kind):
             await engine.collect()
 
 

@@ -20,10 +20,6 @@ async def double_later(items: list[Any]) -> list[Any]:
     return double(items)
 
 
-def crash(items: list[Any]) -> list[Any]:
-    raise RuntimeError("out of order")
-
-
 not_a_function = 3
 
 Answer = Callable[[dict[str, Any]], Awaitable[httpx.Response] | httpx.Response]

@@ -92,12 +92,20 @@ async def test_http_answers_that_fail_the_call(response: httpx.Response, reason:
     assert not failure.is_busy
 
 
-@pytest.mark.parametrize(("status", "excused_s"), [(429, math.inf), (503, 300.0), (502, 30.0), (504, 30.0)])
-async def test_http_says_when_it_is_busy(status: int, excused_s: float) -> None:
-    busy = httpx.Response(status, headers={"retry-after": "7"})
+@pytest.mark.parametrize(
+    ("status", "retry_after", "expected"),
+    [
+        (429, "7", (True, math.inf, 7.0)),
+        (503, "7", (True, 300.0, 7.0)),
+        (502, "7", (True, 30.0, 7.0)),
+        (504, "Wed, 21 Oct 2065 07:28:00 GMT", (True, 30.0, 0.0)),
+    ],
+)
+async def test_http_says_when_it_is_busy(status: int, retry_after: str, expected: tuple[bool, float, float]) -> None:
+    busy = httpx.Response(status, headers={"retry-after": retry_after})
     async with http_endpoint(lambda body: busy) as endpoint:
         failure = await failure_of(endpoint)
-    assert (failure.is_busy, failure.excused_s, failure.retry_after_s) == (True, excused_s, 7.0)
+    assert (failure.is_busy, failure.excused_s, failure.retry_after_s) == expected
 
 
 async def test_an_answer_that_drips_ends_with_the_time_for_the_call() -> None:
@@ -135,12 +143,6 @@ async def test_an_output_that_is_not_utf_8_fails_its_item() -> None:
     assert good == ItemResult('"é"'.encode())
 
 
-async def test_a_retry_after_that_is_a_date_counts_as_none() -> None:
-    busy = httpx.Response(503, headers={"retry-after": "Wed, 21 Oct 2065 07:28:00 GMT"})
-    async with http_endpoint(lambda body: busy) as endpoint:
-        assert (await failure_of(endpoint)).retry_after_s == 0.0
-
-
 @pytest.mark.parametrize(
     ("error", "kind", "reason"),
     [
@@ -166,19 +168,35 @@ async def test_a_function_gets_a_batch_and_its_items_fail_alone(name: str) -> No
     assert results == [ItemResult(b"2"), ItemResult(error="ValueError: 'x' is no number")]
 
 
-async def test_a_function_that_raises_fails_the_call() -> None:
-    assert "RuntimeError: out of order" in str(await failure_of(open_endpoint(f"{HERE}.crash", BATCH, 30.0)))
+def crash(items: list[Any]) -> Any:
+    raise RuntimeError("out of order")
+
+
+async def wait(items: list[Any]) -> Any:
+    await asyncio.Event().wait()
+
+
+async def cancel_itself(items: list[Any]) -> Any:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
+        (crash, "RuntimeError: out of order"),
         (lambda items: None, "NoneType, not a list"),
         (lambda items: items[:1], "1 results for a batch of 4"),
+        (wait, "in time"),
+        (cancel_itself, "CancelledError"),
     ],
 )
-async def test_functions_that_return_no_batch(function: Callable[[list[Any]], Any], reason: str) -> None:
-    assert reason in str(await failure_of(function_endpoint(function)))
+async def test_functions_that_fail_the_call(function: Callable[[list[Any]], Any], reason: str) -> None:
+    endpoint = function_endpoint(function, timeout_s=0.01 if function is wait else 30.0)
+    assert reason in str(await failure_of(endpoint))
+    await endpoint.close()
 
 
 class Untellable(Exception):
@@ -265,29 +283,6 @@ async def test_an_async_function_that_blocks_does_not_block_the_worker() -> None
     await asyncio.sleep(0)  # the call has begun, and this loop still runs
     gate.set()
     assert await calling == [ItemResult(b"1")]
-    await endpoint.close()
-
-
-async def test_an_async_function_is_cancelled_when_its_time_is_over() -> None:
-    async def wait(items: list[Any]) -> list[Any]:
-        await asyncio.Event().wait()
-        return items
-
-    endpoint = function_endpoint(wait, timeout_s=0.01)
-    assert "in time" in str(await failure_of(endpoint))
-    await endpoint.close()
-
-
-async def test_an_async_function_that_cancels_itself_fails_the_call() -> None:
-    async def give_up(items: list[Any]) -> list[Any]:
-        task = asyncio.current_task()
-        assert task is not None
-        task.cancel()
-        await asyncio.sleep(0)
-        return items
-
-    endpoint = function_endpoint(give_up)
-    assert "CancelledError" in str(await failure_of(endpoint))
     await endpoint.close()
 
 

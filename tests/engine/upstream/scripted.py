@@ -7,6 +7,7 @@ one. A script says what happens to each further stream; events say when, so that
 import asyncio
 import contextlib
 import json
+import socket
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -182,9 +183,16 @@ class ScriptedServer:
         writer.write(f"{len(event):x}\r\n".encode() + event + b"\r\n")
 
 
+def bound_socket() -> socket.socket:
+    """Return a socket with a port of its own, which takes no connections yet."""
+    bound = socket.socket()
+    bound.bind(("127.0.0.1", 0))
+    return bound
+
+
 @asynccontextmanager
-async def scripted_server(port: int = 0, **fields: Any) -> AsyncIterator[ScriptedServer]:
-    """Run a scripted server on `port` (0: a free one). Leaving the block cuts all its connections."""
+async def scripted_server(bound: socket.socket | None = None, **fields: Any) -> AsyncIterator[ScriptedServer]:
+    """Run a scripted server on `bound` or a socket of its own. Leaving the block cuts all its connections."""
     state = ScriptedServer(**fields)
     tasks: set[asyncio.Task[None]] = set()
 
@@ -198,7 +206,7 @@ async def scripted_server(port: int = 0, **fields: Any) -> AsyncIterator[Scripte
             tasks.discard(task)
             writer.transport.abort()
 
-    server = await asyncio.start_server(handle, "127.0.0.1", port)
+    server = await asyncio.start_server(handle, sock=bound or bound_socket())
     state.address = Address("127.0.0.1", server.sockets[0].getsockname()[1])
     try:
         yield state

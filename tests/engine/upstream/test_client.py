@@ -1,4 +1,5 @@
 import asyncio
+import socket
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -21,9 +22,18 @@ from engine.streaming import (
 from engine.upstream.client import HttpUpstream
 from engine.upstream.connect import UpstreamConfig, connect
 from engine.upstream.dialects import PLAIN, SGLANG, VLLM
+from engine.upstream.http import Address, HttpSender
 from engine.upstream.metrics import load_of
 from engine.upstream.models import ModelCard
-from tests.engine.upstream.scripted import MODEL, VOCAB, Script, ScriptedServer, scripted_server, tokens_after
+from tests.engine.upstream.scripted import (
+    MODEL,
+    VOCAB,
+    Script,
+    ScriptedServer,
+    bound_socket,
+    scripted_server,
+    tokens_after,
+)
 
 INFO = EngineInfo("model", 512, VOCAB, 16, 1024, 2048)
 CARD = ModelCard(MODEL, "vllm")
@@ -32,6 +42,10 @@ PROMPT = (5, 6, 7)
 
 def client_of(server: ScriptedServer, **options: Any) -> HttpUpstream:
     return HttpUpstream(server.sender, VLLM, CARD, INFO, **options)
+
+
+def client_at(bound: socket.socket) -> HttpUpstream:
+    return HttpUpstream(HttpSender(Address("127.0.0.1", bound.getsockname()[1])), VLLM, CARD, INFO)
 
 
 def request(max_tokens: int = 6, output: tuple[int, ...] = (), **sampling: Any) -> StreamRequest:
@@ -122,12 +136,12 @@ async def test_statuses_say_whether_another_attempt_makes_sense(kind: type[Excep
 
 
 async def test_a_server_that_is_not_there_is_unreachable() -> None:
-    async with scripted_server() as server:
-        upstream = client_of(server)
-    with pytest.raises(UpstreamUnreachable, match="does not take connections"):
-        await collect(upstream, request())
-    with pytest.raises(UpstreamUnreachable):
-        await upstream.load()
+    with bound_socket() as bound:
+        upstream = client_at(bound)
+        with pytest.raises(UpstreamUnreachable, match="does not take connections"):
+            await collect(upstream, request())
+        with pytest.raises(UpstreamUnreachable):
+            await upstream.load()
 
 
 async def test_what_is_not_http_is_a_lost_stream() -> None:
@@ -136,12 +150,10 @@ async def test_what_is_not_http_is_a_lost_stream() -> None:
         await writer.drain()
         writer.close()
 
-    async with scripted_server() as server:
-        pass
-    other = await asyncio.start_server(babble, "127.0.0.1", server.address.port)
-    async with other:
+    bound = bound_socket()
+    async with await asyncio.start_server(babble, sock=bound):
         with pytest.raises(UpstreamLost, match="not HTTP"):
-            await collect(client_of(server), request())
+            await collect(client_at(bound), request())
 
 
 async def test_the_servers_own_metrics_tell_its_load() -> None:

@@ -10,7 +10,7 @@ from engine.interface import SamplingParams
 from engine.streaming import StreamRequest
 from engine.upstream.connect import UpstreamConfig, connect
 from engine.upstream.http import Address, BadUrl
-from tests.engine.upstream.scripted import Script, ScriptedServer, scripted_server
+from tests.engine.upstream.scripted import Script, ScriptedServer, bound_socket, scripted_server
 
 
 def config(server: ScriptedServer, **fields: Any) -> UpstreamConfig:
@@ -26,9 +26,7 @@ async def test_the_server_tells_its_kind_and_its_model() -> None:
 
 
 async def test_it_waits_for_a_server_that_comes_later() -> None:
-    async with scripted_server() as server:
-        pass
-    attempts, third = 0, asyncio.Event()
+    attempts, third, bound = 0, asyncio.Event(), bound_socket()
 
     async def sleep(seconds: float) -> None:
         nonlocal attempts
@@ -38,9 +36,10 @@ async def test_it_waits_for_a_server_that_comes_later() -> None:
             await running.wait()
 
     running = asyncio.Event()
-    connecting = asyncio.create_task(connect(config(server), sleep))
+    url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+    connecting = asyncio.create_task(connect(UpstreamConfig(url, str(demo_model_path())), sleep))
     await third.wait()
-    async with scripted_server(port=server.address.port):
+    async with scripted_server(bound):
         running.set()
         assert (await connecting).info.device == "vllm"
 
