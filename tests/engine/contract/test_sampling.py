@@ -109,42 +109,6 @@ def test_the_distribution_of_samples_is_the_models(computing_engine: CheckedEngi
         assert abs(drawn.count(token_id) - count * probability) <= 5 * deviation + 1
 
 
-# -- options that allow or forbid tokens -------------------------------------------------------------------------------
-
-
-def sampled(engine: CheckedEngine, new: MakeNew, **options: Any) -> list[Driven]:
-    base: dict[str, Any] = {"max_tokens": 15, "temperature": 1.3, "ignore_eos": True, **options}
-    return [*drive(engine, [new(f"s{seed}", PROMPT, seed=seed, **base) for seed in range(6)]).values()]
-
-
-def test_only_allowed_tokens_are_sampled(computing_engine: CheckedEngine, new: MakeNew) -> None:
-    tokens = {t for d in sampled(computing_engine, new, allowed_token_ids=(5, 6, 7, 8)) for t in d.output}
-    assert tokens == {5, 6, 7, 8}
-
-
-def test_bad_words_are_not_sampled(computing_engine: CheckedEngine, new: MakeNew) -> None:
-    few = {"allowed_token_ids": (5, 6, 7)}
-    free = [pair for d in sampled(computing_engine, new, **few) for pair in zip(d.output, d.output[1:], strict=False)]
-    driven = sampled(computing_engine, new, **few, bad_words=((7,), (5, 6)))
-    pairs = {pair for d in driven for pair in zip(d.output, d.output[1:], strict=False)}
-    assert (5, 6) in free and (6, 5) in pairs
-    assert (5, 6) not in pairs and 7 not in {token for pair in pairs for token in pair}
-
-
-def test_narrow_sampling_is_greedy(computing_engine: CheckedEngine, new: MakeNew) -> None:
-    greedy = drive(computing_engine, [new("greedy", PROMPT, max_tokens=15, ignore_eos=True)])["greedy"].output
-    for options in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
-        assert [d.output for d in sampled(computing_engine, new, **options)] == [greedy] * 6
-
-
-@pytest.mark.parametrize("option", ["presence_penalty", "frequency_penalty"])
-def test_penalties_prevent_repetition(computing_engine: CheckedEngine, new: MakeNew, option: str) -> None:
-    few = {"allowed_token_ids": tuple(range(5, 20))}
-    free = [len(set(d.output)) for d in sampled(computing_engine, new, **few)]
-    distinct = [len(set(d.output)) for d in sampled(computing_engine, new, **few, **{option: 100.0})]
-    assert min(distinct) == 15 > max(free)
-
-
 # -- grammars ----------------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,6 @@ import pytest
 
 from engine.interface import (
     EngineInfo,
-    FinishReason,
     NewSequence,
     Preempt,
     PreemptionMode,
@@ -49,19 +48,6 @@ class Driver:
 
 def new(seq_id: str, prompt: int, **sampling: Any) -> NewSequence:
     return NewSequence(seq_id, (7,) * prompt, SamplingParams(**sampling))
-
-
-async def test_a_sequence_from_its_prompt_to_its_last_token() -> None:
-    driver = Driver()
-    result = await driver.start(prompt=8, max_tokens=3, seed=5)
-    tokens = list(result.outputs[0].token_ids)
-    assert result.free_blocks == 18
-    while not result.outputs[0].finish_reason:
-        result = await driver.step(run=(Run("s", 1),))
-        tokens += result.outputs[0].token_ids
-    assert tokens == [modeled_token(5, i, 100) for i in range(3)]
-    assert result.outputs[0].finish_reason is FinishReason.LENGTH
-    assert result.free_blocks == 20 and driver.engine.num_used_blocks == 0
 
 
 @pytest.mark.parametrize("mode", PreemptionMode)

@@ -221,20 +221,6 @@ def test_full_blocks_are_found_and_one_token_at_least_is_computed(prompt: int, c
     assert (chunk.num_cached, chunk.start, chunk.num_tokens) == (cached, cached, prompt - cached)
 
 
-def test_other_salts_find_nothing() -> None:
-    driver = Driver()
-    driver.start("first", 15, cache_salt="one")
-    assert driver.start("other", 15, cache_salt="two").num_cached == 0
-    assert driver.start("same", 15, cache_salt="one").num_cached == 12
-
-
-def test_blocks_are_found_only_after_they_are_computed() -> None:
-    driver = Driver()
-    new = [NewSequence(s, (1,) * 9, SamplingParams(max_tokens=2)) for s in "ab"]
-    together = StepPlan(0, start=tuple(new), run=(Run("a", 9), Run("b", 9)))
-    assert [c.num_cached for c in driver.table.begin(together)] == [0, 0]
-
-
 def test_a_recomputed_sequence_takes_blocks_that_are_still_cached() -> None:
     driver = Driver()
     driver.start("s", 10)

@@ -5,8 +5,6 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.interface import EngineInfo, NewSequence, Run, SamplingParams, StepPlan
-from engine.modeled.engine import ModeledEngine
 from engine.step_time.cost import StepCost, StepWork
 from engine.step_time.model import StepTimeModel
 
@@ -53,37 +51,6 @@ def error(model: StepTimeModel, truth: StepCost, mix: Mix = mixed) -> float:
     rng = random.Random(99)
     steps = [mix(rng) for _ in range(200)]
     return sum(abs(model.predict(make_work(*r)) / duration(truth, *r) - 1) for r in steps) / len(steps)
-
-
-async def test_it_learns_the_modeled_engine_from_its_steps() -> None:
-    """The model sees plans and results only."""
-
-    async def no_time(seconds: float) -> None:
-        pass
-
-    engine = ModeledEngine(EngineInfo("m", MAX_LEN, 1000, 16, 10_000, 4096), no_time, TRUTH, noise=0.05)
-    model, rng = StepTimeModel(), random.Random(3)
-    known: dict[str, tuple[int, int]] = {}  # id: (computed, tokens)
-    for step in range(400):
-        start: tuple[NewSequence, ...] = ()
-        if step % 3 == 0 and len(known) < 40:
-            start = (NewSequence(f"s{step}", (5,) * rng.randint(16, 600), SamplingParams(max_tokens=MAX_LEN)),)
-            known[f"s{step}"] = (0, len(start[0].prompt_token_ids))
-        runs, work = [], StepWork()
-        for seq_id, (computed, total) in known.items():
-            num_tokens = min(total - computed, 256)
-            runs.append(Run(seq_id, num_tokens))
-            work.add(num_tokens, computed)
-        engine.submit(StepPlan(step, start=start, run=tuple(runs)))
-        result = await engine.collect()
-        for output in result.outputs:
-            total = known[output.seq_id][1] + len(output.token_ids)
-            known[output.seq_id] = (output.num_computed_tokens, total)
-        model.observe(work, result.elapsed_s)
-    assert error(model, TRUTH) < 0.05
-    learned = model.cost()
-    assert learned.step_s == pytest.approx(TRUTH.step_s, rel=0.15)
-    assert learned.prefill_token_s == pytest.approx(TRUTH.prefill_token_s, rel=0.15)
 
 
 @pytest.mark.parametrize("speed", [0.1, 1.0, 20.0], ids=["GPU", "as it is", "slow CPU"])

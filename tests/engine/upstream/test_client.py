@@ -224,13 +224,6 @@ async def test_tokens_without_the_log_probabilities_that_were_asked_for_are_a_lo
             await collect(client_of(server), request(logprobs=2))
 
 
-async def test_without_priority_scheduling_no_priority_is_sent() -> None:
-    async with scripted_server(priorities=False) as server:
-        with pytest.raises(UpstreamRefused, match="priority"):
-            await collect(client_of(server), request())
-        assert await collect(client_of(server, with_priority=False), request()) == tokens_after(PROMPT, 6)
-
-
 def test_what_is_the_same_when_it_begins_again() -> None:
     sampled, greedy = SamplingParams(8), SamplingParams(8, temperature=0.0)
     assert client_of(ScriptedServer()).can_repeat(sampled)

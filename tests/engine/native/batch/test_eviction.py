@@ -29,7 +29,6 @@ from tests.engine.models import CONFIGS, POISON, family, save_model
 from tests.engine.native.cpu.compiled import has_compiler, library_with
 from tests.engine.native.cpu.test_native_layer import CONFIGS as NATIVE_CONFIGS
 from tests.engine.native.execution.test_oom_split import ScarceMemory
-from tests.engine.native.sampling.test_sampling_options import demo_engine, regex
 from tests.marks import mostly_full
 
 MAX_TOKENS = 8
@@ -71,22 +70,6 @@ def test_eviction_changes_neither_samples_nor_log_probabilities(make_engine: Mak
         assert report_of(engine, news, disturbed) == alone
         assert sum(map(bool, evictor.evicted)) >= 3
         assert engine.num_used_blocks == 0
-
-
-def test_a_grammar_keeps_its_state() -> None:
-    engine, alone = demo_engine(), demo_engine()
-    news = [
-        make_new(f"s{i}", range(20, 30 + i), max_tokens=12, seed=i, temperature=1.0, grammar=regex(pattern))
-        for i, pattern in enumerate(["(yes|no)+", "[a-f]{5,9}", "[0-9]+x"])
-    ]
-    expected = report_of(alone, news, drive_plainly)
-    evictor = Evictor(engine, at_random(random.Random(6), engine._runner.num_layers))
-
-    def disturbed(_: Any, news: list[NewSequence], after: Any) -> dict[str, Driven]:
-        return drive(evictor, news, arrivals_a_step=1, after_step=after)
-
-    assert report_of(engine, news, disturbed) == expected
-    assert sum(map(bool, evictor.evicted)) >= 3
 
 
 def drive_plainly(engine: Any, news: list[NewSequence], after: Any) -> dict[str, Driven]:

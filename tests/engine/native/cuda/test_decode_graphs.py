@@ -9,12 +9,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from engine.interface import NewSequence, PreemptionMode, Run, StepPlan
+from engine.interface import NewSequence, Run, StepPlan
 from engine.native.batch.packing import StepBatch, pack_step
 from engine.native.cuda.decode_graphs import CaptureFailure, DecodeGraphs, bucket_sizes
 from engine.sequences.sequence_table import SequenceTable
 from tests.engine.conftest import MakeEngine, ModelDirectory
-from tests.engine.drive import drive, make_new, random_chunks, random_preemption
+from tests.engine.drive import drive, make_new
 from tests.engine.models import VOCAB_SIZE, generate
 from tests.engine.native.cuda.rebuilt import RerunGraph, plain_ring, with_graphs
 
@@ -48,18 +48,6 @@ def test_tokens_are_those_of_generate(name: str, make_engine: MakeEngine, model_
     # After the prefill and steps of 11, 10 and 9 rows: 8, 7 … 1.
     assert {size: graph.num_replays for size, graph in graphs.items()} == {8: 4, 4: 2, 2: 1, 1: 1}
     assert engine.num_used_blocks == 0
-
-
-def test_preemption_and_arrivals_change_no_token(make_engine: MakeEngine, model_directory: ModelDirectory) -> None:
-    engine, _, graphs = with_graphs(make_engine("llama", optimize=False), SIZES)
-    rng = random.Random(5)
-    preempt = random_preemption(rng, 0.2, PreemptionMode.PAUSE, PreemptionMode.RECOMPUTE)
-    prompts = make_prompts(6)
-    news = [make_new(k, p, max_tokens=16) for k, p in prompts.items()]
-    driven = drive(engine, news, random_chunks(rng, 3), preempt, arrivals_a_step=2)
-    expected = {k: generate(model_directory("llama")[1], p, 16) for k, p in prompts.items()}
-    assert {k: tuple(d.output) for k, d in driven.items()} == expected
-    assert sum(graph.num_replays for graph in graphs.values()) > 10
 
 
 def test_a_prompt_computed_token_by_token_samples_its_last_row_only(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.factory import build_torch_engine
-from engine.interface import NewSequence, PreemptionMode, StepResult
+from engine.interface import NewSequence, PreemptionMode
 from engine.native.batch.packing import StepBatch
 from engine.native.execution.model_runner import ModelRunner
 from engine.native.execution.oom_split import cut, is_out_of_memory
@@ -73,23 +73,6 @@ def test_tokens_are_the_same_with_little_memory(
     assert engine.num_used_blocks == 0
     preempt = random_preemption(random.Random(1), 0.2, PreemptionMode.PAUSE, PreemptionMode.RECOMPUTE)
     assert outputs(drive(preempting, make_news(), random_chunks(random.Random(1), 9), preempt)) == expected
-
-
-def test_every_prompt_token_is_scored_once_however_the_step_is_cut(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_engine()
-    scarce = ScarceMemory(monkeypatch)
-    scarce.most_rows = 3
-    news = make_news()
-    scored: dict[str, list[int]] = {new.seq_id: [] for new in news}
-
-    def collect(result: StepResult) -> None:
-        for output in result.outputs:
-            scored[output.seq_id] += [entry.token_id for entry in output.prompt_logprobs]
-
-    drive(engine, news, after_step=collect)
-    assert scored == {new.seq_id: list(new.prompt_token_ids[1:]) for new in news}
 
 
 def test_a_sequence_that_never_fits_fails_alone(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
