@@ -22,7 +22,6 @@ from tests.scheduler.world import Answer, World, played_by, run_world
 
 TIERS = make_tiers(bulk={"batch_size": fixed(64)}, batch={"batch_size": fixed(64)})
 POISON = 999  # a token that only deadly prompts have
-STEP_S = 0.02  # longer than any decode step of the tests
 
 
 def big_info(**changes: Any) -> EngineInfo:
@@ -186,23 +185,6 @@ def test_a_gateways_death_costs_no_token_of_a_job_that_the_next_one_asks_for_lat
     assert total - 4 * 900 <= 4, "at most the tokens of the step in which it was dropped"
 
 
-def test_a_part_that_ended_when_its_gateway_was_dead_is_not_generated_again() -> None:
-    async def story(world: World, workers: Succession) -> int:
-        gateways = Gateways(world)
-        gateway_id = await gateways.ask(1, 200, Delivery.AT_END)
-        await world.clock.sleep(0.3)
-        gateways.end(gateway_id)
-        while len(world.core.held):
-            await world.clock.sleep(0.1)
-        [life] = workers.lives
-        assert life.num_new_tokens == 200
-        [answer] = await gateways.ask_to_the_end(1, 200, Delivery.AT_END)
-        assert answer.token_ids == expected_tokens(answer.request)
-        return sum(life.num_new_tokens for life in workers.lives)
-
-    assert play(story) == 201, "only the last token"
-
-
 @played_by(play)
 async def test_a_request_with_log_probabilities_begins_again(world: World, workers: Succession, /) -> None:
     asked = asyncio.create_task(world.ask("r", "batch", 40, 600, delivery=Delivery.AT_END, logprobs=0))
@@ -266,29 +248,6 @@ def ran_alone(workers: Succession, request_id: str) -> bool:
     return len(steps[-1].run) == 1
 
 
-def test_two_deadly_requests_are_both_found() -> None:
-    async def story(world: World, workers: Succession) -> None:
-        innocents = asyncio.create_task(ask_all(world, [f"r{i}" for i in range(12)], prompt=30, max_tokens=40))
-        ends = await asyncio.gather(ask_deadly(world, "one"), ask_deadly(world, "two"))
-        assert [answer.events[-1].code for answer in ends] == [WORKER_DIED] * 2
-        assert workers.deaths <= 8
-        for answer in await innocents:
-            assert answer.token_ids == expected_tokens(answer.request)
-
-    play(story, deadly_from(0))
-
-
-def test_a_deadly_chat_is_given_up_too() -> None:
-    async def story(world: World, workers: Succession) -> None:
-        bulk = asyncio.create_task(ask_all(world, [f"r{i}" for i in range(8)], prompt=30, max_tokens=60))
-        poison = await ask_deadly(world, tier="realtime")
-        assert poison.events[-1].code == WORKER_DIED
-        for answer in await bulk:
-            assert answer.token_ids == expected_tokens(answer.request)
-
-    play(story, deadly_from(0))
-
-
 @played_by(play)
 async def test_a_suspect_that_survives_alone_gives_its_whole_output_beside_other_work(
     world: World, workers: Succession, /
@@ -310,18 +269,6 @@ async def test_a_suspect_that_survives_alone_gives_its_whole_output_beside_other
     assert not mixed
     await world.ask("later", max_tokens=1)
     assert not world.queue._shared.alone, "the suspect is not blamed for later deaths"
-
-
-@played_by(play)
-async def test_a_chat_keeps_its_pace_while_a_suspect_runs_alone(world: World, workers: Succession, /) -> None:
-    suspect = world.request("suspect", "batch", 30, 200)
-    async with await world.submit(suspect):
-        world.queue._shared.records["suspect"].attempt = 3
-        await world.clock.sleep(0.2)
-        chat = await world.ask("chat", max_tokens=20)
-    assert chat.ended_s is not None
-    assert chat.ttft_s < 5 * STEP_S
-    assert chat.ended_s - chat.submitted_s < 20 * 2 * STEP_S
 
 
 @played_by(play)

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.interface import FinishReason
-from engine.step_time.cost import StepCost
 from scheduler.request import Receipt
 from scheduler.request_state import RequestState
 from tests.scheduler.builders import FAST, MAX_PREEMPTIONS, expected_tokens, fixed, make_info, make_tiers
@@ -290,21 +289,3 @@ def _time_share(world: World, tier: str) -> float:
 def _longest_gap(world: World, tier: str) -> float:
     times = [now for now, plan in world.core.plans if any(r.seq_id.startswith(tier) for r in plan.run)]
     return max(b - a for a, b in zip([0.0, *times], [*times, world.clock.now()], strict=True))
-
-
-def test_bulk_gets_engine_time_on_a_slow_engine_too() -> None:
-    """The deficit's ceiling must not lie below the length of one bulk step (2 s with a TTFT SLO of 20 s)."""
-
-    async def story(world: World) -> float:
-        flood = [asyncio.create_task(_endless(world, i)) for i in range(20)]
-        bulk = asyncio.create_task(world.ask("bulk-0", "bulk", 64, 100))
-        await world.clock.sleep(60)
-        share = _time_share(world, "bulk")
-        for task in (*flood, bulk):
-            task.cancel()
-        await asyncio.gather(*flood, bulk, return_exceptions=True)
-        return share
-
-    slow = StepCost(step_s=0.2, prefill_token_s=0.002, attend_s=0.0, context_token_s=0.0, decode_s=0.005)
-    tiers = make_tiers(realtime={"slo": {"ttft_p99_ms": 20_000, "itl_p99_ms": 2000}, "queue_limit": 1000})
-    assert run_world(story, tiers=tiers, cost=slow, known=slow) > 0

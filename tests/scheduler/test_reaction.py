@@ -28,21 +28,6 @@ def _next_plan(world: World, now: float) -> StepPlan:
     return next(plan for at, plan in world.core.plans if at > now)
 
 
-@pytest.mark.parametrize("step_eviction", list(StepEviction))
-def test_an_arrival_is_in_the_very_next_step_and_bulk_loses_no_token(step_eviction: StepEviction) -> None:
-    async def story(world: World) -> None:
-        bulk = await _bulk(world)
-        arrived_s = world.clock.now()
-        answer = await world.ask("rt", max_tokens=3)
-        assert "rt" in ran(_next_plan(world, arrived_s))
-        assert answer.token_ids == expected_tokens(answer.request)
-        await asyncio.gather(*bulk)
-        for name in LONG_STEP:
-            assert world.answers[name].token_ids == expected_tokens(world.answers[name].request)
-
-    run_world(story, known=FAST, info=make_info(step_eviction=step_eviction))
-
-
 @pytest.mark.parametrize("step_eviction", [StepEviction.STEPS, StepEviction.ROWS])
 def test_an_arrival_ends_the_running_step_early_and_its_bulk_comes_back_in_order(
     step_eviction: StepEviction,

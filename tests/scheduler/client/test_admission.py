@@ -112,13 +112,6 @@ def test_a_herd_comes_back_at_the_rate_at_which_requests_end() -> None:
     assert waits_s == pytest.approx([waits_s[0] + n / 4 for n in range(20)])
 
 
-def test_a_tier_without_a_ttft_slo_has_patience_too() -> None:
-    patient = make_tiers(realtime={"slo": {"itl_p99_ms": 100}, "admission": {"patience_ms": 2000}})
-    admission, request = make_admission(patient), make_request("a", prompt=0)
-    assert attempt(admission, request, ahead=Backlog(1, 1900)) is None
-    assert attempt(admission, request, ahead=Backlog(1, 2100)) is not None
-
-
 def test_prompts_that_are_late_by_themselves_are_ahead_of_nobody() -> None:
     """Workers let others pass them. Many short prompts are ahead, though the last of them will be late."""
     patient = make_tiers(realtime={"admission": {}})
@@ -161,13 +154,6 @@ def test_trap_4_a_burst_is_counted_before_the_heartbeats_know_of_it() -> None:
     assert attempt(admission, make_request("next", prompt=1)) is None
 
 
-def test_a_burst_of_small_requests_is_counted_by_its_slots() -> None:
-    admission = make_admission(tiers())
-    outcomes = [submit(admission, make_request(f"r{n}", prompt=1)) for n in range(30)]
-    admitted = sum(isinstance(o, Ticket) for o in outcomes)
-    assert admitted == 8, "as many as there are slots: within 0.5 s, one more becomes free"
-
-
 @pytest.mark.trap(7)
 def test_trap_7_what_closes_bulk_does_not_close_what_is_above() -> None:
     saturated = replace(IDLE, prompt_tokens=10**6, output_tokens=10**6, slots_free=-100)
@@ -194,14 +180,6 @@ def test_trap_8_without_a_prediction_nothing_is_refused(unknown: str) -> None:
     admission = make_admission(known, realtime=None if unknown == "nothing" else IDLE)
     now = 60.0 if unknown == "stale" else 0.0
     assert attempt(admission, make_request("a", prompt=10**5), ahead=Backlog(10**5, 10**8), now=now) is None
-
-
-@pytest.mark.trap(8)
-def test_trap_8_a_closed_tier_stays_closed_without_a_prediction_but_admits() -> None:
-    admission = make_admission(tiers())
-    assert attempt(admission, make_request("a", prompt=0), ahead=Backlog(1, 510)) is not None
-    assert attempt(admission, make_request("a", prompt=0), ahead=Backlog(1, 510), now=60.0) is None
-    assert admission.is_closed("realtime"), "until a prediction says otherwise"
 
 
 def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:

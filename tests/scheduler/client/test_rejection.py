@@ -49,12 +49,6 @@ def test_an_overloaded_tier_says_what_was_predicted_and_when_to_try_again() -> N
     assert (rejected.reason, rejected.retry_after_s) == (RejectReason.OVERLOADED, pytest.approx(4.0))
 
 
-def test_a_patient_tier_names_its_patience() -> None:
-    rejected = rejection.overloaded(PATIENT, 44.0)
-    assert "about 44 s, and the patience is 10 s." in rejected.message
-    assert rejected.retry_after_s == pytest.approx(36), "until the prediction is at 80 % of the patience"
-
-
 def test_a_closed_tier_says_when_it_opens_again() -> None:
     assert "0.45 s, and the tier opens again at 0.4 s." in rejection.overloaded(TIER, 0.45).message
 
@@ -110,15 +104,6 @@ def test_a_crowd_that_is_refused_comes_back_spread_out(predicted_s: float, limit
         window_s = max(MIN_RETRY_S, min(told.spread_s, MAX_RETRY_S / 2)) / 4
         crowd = max(sum(0 <= later - first < window_s for later in returns_s) for first in returns_s)
         assert crowd < 60, "not even in the busiest quarter do most of them come back"
-
-
-def test_clients_that_are_refused_get_places_one_after_the_other() -> None:
-    returns = Returns()
-    places = [returns.next_s("realtime", 100.0, 2.0, 0.5) for _ in range(4)]
-    assert places == [2.0, 2.5, 3.0, 3.5]
-    assert returns.next_s("other", 100.0, 2.0, 0.5) == 2.0, "each tier has its own places"
-    assert returns.next_s("realtime", 101.0, 5.0, 0.5) == 5.0, "never before there is room"
-    assert returns.next_s("realtime", 200.0, 2.0, 0.5) == 2.0, "places that are past are not waited for"
 
 
 def test_places_end_where_clients_would_give_up() -> None:

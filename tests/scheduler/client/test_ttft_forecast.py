@@ -68,17 +68,6 @@ def test_requests_beyond_the_free_slots_wait_for_the_drain_rate() -> None:
     assert forecast.wait_s(Backlog(6, 0, 0)) == pytest.approx(1.0), "four more, at four per second"
 
 
-def test_without_a_drain_rate_slots_do_not_count() -> None:
-    forecast = first_token([make_request()], replace(CAPACITY, drain_per_s=0.0), 8, TierUsage(), 1.0)
-    assert forecast.limit(()).max_requests == math.inf
-    assert forecast.wait_s(Backlog(1000, 0, 0)) == pytest.approx(0.2)
-
-
-def test_cached_prompts_take_less() -> None:
-    forecast = first_token([make_request(prompt=50)], CAPACITY, 8, TierUsage(cached_share=0.8), 1.0)
-    assert forecast.prompt_token_s == pytest.approx(0.2 / 1000)
-
-
 def test_a_request_too_long_for_the_slo_is_admitted_when_little_waits() -> None:
     """It can never be in time. Otherwise it would be rejected for ever."""
     forecast = first_token(
@@ -163,14 +152,6 @@ def test_rates_of_several_workers_add_up() -> None:
     assert together.slots("realtime") == 16
 
 
-def test_held_work_shrinks_with_the_age_of_a_heartbeat() -> None:
-    known = heartbeats(status())
-    aged = known.capacity("realtime", 0.15)
-    assert aged is not None and aged.prompt_tokens == 50
-    later = known.capacity("realtime", 1.5)
-    assert later is not None and (later.prompt_tokens, later.slots_free) == (0, 8), "at most all slots"
-
-
 @pytest.mark.parametrize(("age_ms", "lag_s"), [(100, 0.1), (-5000, 0.0), (60_000, MAX_LAG_S)])
 def test_a_wrong_clock_changes_the_age_by_at_most_a_second(age_ms: int, lag_s: float) -> None:
     known = Heartbeats()
@@ -197,9 +178,3 @@ def test_trap_8_an_old_heartbeat_is_not_used() -> None:
 )
 def test_trap_8_one_worker_without_a_capacity_makes_the_sum_unknown(capacity: TierCapacity | None) -> None:
     assert heartbeats(status("a"), status("b", capacity)).capacity("realtime", 0.0) is None
-
-
-@pytest.mark.trap(8)
-def test_trap_8_no_worker_and_an_unknown_tier_are_unknown() -> None:
-    assert heartbeats().capacity("realtime", 0.0) is None
-    assert heartbeats(status()).capacity("gold", 0.0) is None

@@ -135,14 +135,6 @@ def test_urgent_bulk_may_use_all_that_the_slo_leaves() -> None:
     assert limit_s(controller, decoding, COST, 1.0, "batch") == found[0], "it is the other tier's deadline"
 
 
-def test_urgent_bulk_slows_first_tokens_down_more() -> None:
-    controller, extra = SLAController(make_tiers()), []
-    for urgency in (0.0, 1.0):
-        controller.set_urgency("bulk", urgency)
-        extra.append(budgets_of(controller, [make_state("rt")])["bulk"].limit.extra_share)
-    assert 0 < extra[0] < extra[1] <= 1
-
-
 # -- what cannot be in time ----------------------------------------------------------------------------------------
 
 
@@ -156,11 +148,6 @@ def test_a_tier_that_is_far_behind_serves_prompts_in_order_and_in_longer_steps()
     behind = interactive_budget(many)
     assert behind.overloaded
     assert behind.limit.total_s(0.05) > 0.5 > interactive_budget(few).limit.total_s(0.05), "the TTFT SLO is 0.5 s"
-
-
-def test_one_first_token_that_is_much_too_late_is_enough() -> None:
-    waiting = make_state("rt")
-    assert [interactive_budget([waiting], now).overloaded for now in (0.0, 0.6, 10.0)] == [False, False, True]
 
 
 def test_decodes_slow_prefills_down_and_so_the_tier_is_behind_sooner() -> None:
@@ -188,13 +175,6 @@ def test_the_batch_size_does_not_hold_back_late_first_tokens_unless_it_is_pinned
     waiting = [make_state("rt")]
     assert [interactive_budget(waiting, now).max_num_seqs for now in (0.1, 0.6)] == [64, 256]
     assert interactive_budget(waiting, 0.6, pinned={"batch_size": 8}).max_num_seqs == 8
-
-
-def test_more_bulk_runs_alone_than_beside_decodes() -> None:
-    decoding, controller = [make_decode("a", "realtime", last_token_s=1.0)], SLAController(make_tiers())
-    for cost in (QUICK, COST):
-        beside_s = limit_s(controller, decoding, cost, now=1.0) - cost.step_s - cost.decode(32)
-        assert 0 <= beside_s < limit_s(controller, cost=cost) - cost.step_s
 
 
 def test_without_slack_bulk_gets_no_more_than_an_empty_step() -> None:

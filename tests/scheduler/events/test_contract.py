@@ -108,18 +108,6 @@ async def test_a_gateway_gets_only_its_own_messages(channel: EventChannel) -> No
     assert await take(channel, "h", 1) == [[tokens(2)]]
 
 
-async def test_publishing_to_an_unknown_gateway_fails(channel: EventChannel) -> None:
-    assert await channel.publish("nobody", [tokens(1)]) is False
-
-
-async def test_opening_again_drops_old_messages(channel: EventChannel) -> None:
-    await channel.open("g")
-    await channel.publish("g", [tokens(1)])
-    await channel.open("g")
-    await channel.publish("g", [tokens(2)])
-    assert await take(channel, "g", 1) == [[tokens(2)]]
-
-
 async def test_listening_needs_an_open_channel(channel: EventChannel) -> None:
     with pytest.raises(RuntimeError, match="listen before open"):
         await take(channel, "g", 1)

@@ -48,10 +48,6 @@ def form(
 # -- order ---------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_to_do_is_an_empty_plan() -> None:
-    assert form([]).is_empty
-
-
 def test_higher_tiers_first_then_decodes_then_prefills_by_deadline() -> None:
     states = [
         make_state("late", "realtime", deadline_ms=2),
@@ -149,11 +145,6 @@ def test_newcomers_wait_for_others_beside_other_work() -> None:
     assert list(ran(form(states, now=1.021, bulk=WAIT))) == ["busy", "new"]
 
 
-def test_a_full_batch_does_not_wait() -> None:
-    states = [make_decode("busy", "realtime"), *(make_state(f"new{i}", "bulk", claimed_s=1.0) for i in range(4))]
-    assert len(form(states, now=1.0, bulk=WAIT).run) == 5
-
-
 @pytest.mark.parametrize("busy", [make_decode("busy", "realtime"), make_decode("busy", "bulk")], ids=["same", "below"])
 def test_interactive_newcomers_never_wait_where_the_engine_is_busy(busy: RequestState) -> None:
     """Requests that arrive during a step share the next one anyway."""
@@ -166,11 +157,6 @@ def test_an_idle_engine_waits_only_where_another_arrival_is_worth_it(arrival_gap
     plan = form([make_state("new", claimed_s=1.0)], now=1.01, realtime=replace(WAIT, arrival_gap_s=arrival_gap_s))
     assert plan.is_empty == waits
     assert ran(form([make_state("new", claimed_s=1.0)], now=1.021, realtime=replace(WAIT, arrival_gap_s=arrival_gap_s)))
-
-
-def test_preempted_sequences_never_wait_for_others() -> None:
-    states = [make_decode("busy", "bulk"), make_state("lost", "bulk", Status.PREEMPTED, claimed_s=1.0)]
-    assert set(ran(form(states, now=1.0, bulk=WAIT))) == {"busy", "lost"}
 
 
 # -- which prefill first -------------------------------------------------------------------------------------------
@@ -193,17 +179,6 @@ def test_prompts_that_can_be_in_time_go_before_a_huge_one_that_cannot() -> None:
 # -- pausing -------------------------------------------------------------------------------------------------------
 
 PAUSED = budget(decodes_only=True)
-
-
-def test_a_paused_tier_keeps_its_kv() -> None:
-    states = [make_state("rt"), make_decode("b0"), make_decode("b1"), make_state("b2", "bulk")]
-    plan = form(states, bulk=PAUSED)
-    assert preempted(plan) == {"b0": "pause", "b1": "pause"}
-    assert list(ran(plan)) == ["rt"]
-
-
-def test_a_paused_sequence_is_not_paused_again() -> None:
-    assert not form([make_state("rt"), make_decode("b", status=Status.PAUSED)], bulk=PAUSED).preempt
 
 
 def test_paused_bulk_resumes_and_the_sequence_that_sat_out_longest_goes_first() -> None:

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -71,23 +70,6 @@ def test_the_others_wait_for_a_long_beginning_until_it_is_computed_in_chunks() -
     assert "q1" in [seq_id for run in runs[3:] for seq_id in run]
     world.run()
     assert cached(world) == SHARED
-
-
-@pytest.mark.parametrize(
-    "apart",
-    [{"cache_salt": "b"}, {"adapter": "lora"}],
-    ids=["another salt", "another adapter"],
-)
-def test_requests_that_share_no_blocks_do_not_wait(apart: dict[str, Any]) -> None:
-    world = stepped(adapters=("lora",))
-    world.accept(asking(0), asking(1, **apart))
-    assert [run.seq_id for run in world.step().run] == ["q0", "q1"]
-
-
-def test_interactive_requests_never_wait_for_each_other() -> None:
-    world = stepped()
-    world.accept(asking(0, "realtime"), asking(1, "realtime"))
-    assert [run.seq_id for run in world.step().run] == ["q0", "q1"]
 
 
 def test_without_a_prefix_cache_nothing_waits() -> None:

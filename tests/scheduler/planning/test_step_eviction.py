@@ -36,10 +36,6 @@ def test_a_step_that_lasts_longer_than_predicted_is_about_to_end() -> None:
     assert not weigh_eviction(BULK_ONLY, 1.5, LAYERS).pays
 
 
-def test_a_tiny_saving_is_not_worth_an_eviction() -> None:
-    assert not weigh_eviction(StepTiming(1.0, 0.002, 0.0), 1.0, LAYERS).pays
-
-
 @given(st.floats(0, 1), st.floats(0.001, 1), st.floats(0, 1))
 def test_an_eviction_that_pays_never_wastes_more_than_it_is_worth(
     progress: float, step_s: float, kept_share: float

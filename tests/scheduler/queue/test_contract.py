@@ -72,11 +72,6 @@ async def test_claims_follow_the_order_and_the_limits_of_the_mapping(handles: Ha
     }
 
 
-async def test_an_empty_queue_yields_no_claims(handles: Handles) -> None:
-    assert await handles().claim({"realtime": 5}, LEASE_S) == []
-    assert await handles().claim({}, LEASE_S) == []
-
-
 async def test_a_repeated_put_changes_nothing(handles: Handles) -> None:
     queue = handles()
     await queue.put([make_request("a", deadline_ms=START_MS + 5), make_request("a", deadline_ms=START_MS + 9)])
@@ -98,25 +93,10 @@ async def test_put_is_all_or_none_against_the_limit(handles: Handles) -> None:
     assert await queue.depths(["realtime"]) == {"realtime": 3}
 
 
-async def test_a_put_of_known_requests_is_never_refused(handles: Handles) -> None:
-    await handles().put([make_request("a")], limit=1)
-    assert await handles().put([make_request("a")], limit=1) is None
-    assert await handles().put([], limit=0) is None
-
-
 async def test_one_put_is_for_one_tier(handles: Handles) -> None:
     with pytest.raises(ValueError, match="one tier"):
         await handles().put([make_request("a"), make_request("b", tier="bulk")])
     assert await handles().depths(["realtime", "bulk"]) == {"realtime": 0, "bulk": 0}
-
-
-async def test_limits_count_waiting_requests_only_and_requeued_work_is_exempt(handles: Handles) -> None:
-    queue = handles()
-    await queue.put([make_request("a")], limit=1)
-    [claimed] = await queue.claim({"realtime": 1}, LEASE_S)
-    assert await queue.put([make_request("b")], limit=1) is None
-    assert await queue.release([lease_of(claimed)]) == [True]
-    assert await queue.depths(["realtime"]) == {"realtime": 2}
 
 
 @pytest.mark.trap(3)
@@ -268,17 +248,6 @@ async def test_a_lease_seems_to_be_over_when_the_clock_was_set_back(handles: Han
     assert await queue.expired_leases(LEASE_S) == {}
     clock.advance(-3600)
     assert list(await queue.expired_leases(LEASE_S)) == ["a"]
-
-
-async def test_fences_of_one_id_grow_even_when_it_was_forgotten_between(handles: Handles) -> None:
-    queue = handles()
-    fences = []
-    for _ in range(3):
-        await queue.put([make_request("a")])
-        [claimed] = await queue.claim({"realtime": 1}, LEASE_S)
-        fences.append(claimed.fence)
-        await queue.ack([lease_of(claimed)])
-    assert fences == sorted(set(fences))
 
 
 async def test_requeue_worker_returns_what_that_worker_holds(handles: Handles) -> None:

@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from scheduler.queue.base import Queue
 from scheduler.request import Checkpoint, Claimed, Lease
 from scheduler.store import connection, keys
-from tests.scheduler.queue.harness import Handles, ManualClock, ids, lease_of, make_request
+from tests.scheduler.queue.harness import Handles, ManualClock, lease_of, make_request
 
 LEASE_S = 10.0
 
@@ -44,13 +44,6 @@ async def test_the_next_claim_gets_what_was_checkpointed(handles: Handles) -> No
         "a": (5, 2**32 - 1, 7),
         "b": (1,),
     }
-
-
-async def test_a_checkpoint_survives_a_release(handles: Handles) -> None:
-    [a] = await claimed(handles, "a")
-    await handles("w1").checkpoint([Checkpoint(lease_of(a), 0, (4, 4))])
-    await handles("w1").release([lease_of(a)])
-    assert [c.output_token_ids for c in await claim(handles("w2"))] == [(4, 4)]
 
 
 async def test_only_the_holder_of_the_lease_writes(handles: Handles) -> None:
@@ -267,11 +260,3 @@ async def test_marks_concern_one_claim_of_one_worker(handles: Handles) -> None:
     await handles("w1").note_step({lease_of(c): True for c in (a, b)}, None)  # it only seemed dead
     await die(handles, "silence", "w2")
     assert attempts(await claim(handles("w1"))) == {"a": 2, "b": 3}
-
-
-async def test_a_mark_of_a_lost_lease_has_no_effect(handles: Handles) -> None:
-    [a] = await claimed(handles, "a")
-    await handles("w1").note_step({Lease("a", a.fence + 1): True, Lease("unknown", 1): True}, None)
-    await die(handles, "silence")
-    found = await claim(handles("w2"))
-    assert (ids(found), attempts(found)) == (["a"], {"a": 2})

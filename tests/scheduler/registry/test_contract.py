@@ -54,18 +54,6 @@ async def test_the_state_of_the_controllers_is_kept_too(registry: WorkerRegistry
     assert await registry.sla() == {"w2": "{}"}
 
 
-async def test_the_latest_announcement_counts(registry: WorkerRegistry) -> None:
-    await registry.announce(status("w1", running=1), "a 1\n")
-    await registry.announce(status("w1", running=2), "a 2\n")
-    assert await registry.workers() == [status("w1", running=2)]
-    assert await registry.metrics() == {"w1": "a 2\n"}
-
-
-async def test_a_new_registry_is_empty(registry: WorkerRegistry) -> None:
-    assert await registry.workers() == []
-    assert await registry.metrics() == {}
-
-
 async def test_a_worker_that_withdraws_is_gone_at_once(registry: WorkerRegistry) -> None:
     await registry.announce(status("w1"), "")
     await registry.withdraw("w1")

@@ -246,14 +246,6 @@ async def test_a_part_that_is_silent_is_named_and_nothing_changes(
     assert isinstance(await part.changes.change(document(chat=9, bulk=9), "test"), Applied)
 
 
-async def test_a_part_that_votes_and_then_falls_silent_is_named(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "TIMEOUT_S", 0.2)
-    part = await start("a")
-    await part.store.report(Follower("worker 7", generation=part.generation, looked_at=10**9))
-    assert await part.changes.change(document(chat=9, bulk=9), "test") == Late(("worker 7",), in_force=True)
-    assert part.limits == {"chat": 9, "bulk": 9}
-
-
 # -- starting ------------------------------------------------------------------------------------------------------
 
 
@@ -274,13 +266,6 @@ async def test_the_first_part_to_start_uses_its_own_file(start: Start, redis_cli
     assert part.limits == {"chat": 1, "bulk": 2}
     assert part.follower.in_force.source == str(path)
     assert part.generation > yesterday.generation
-
-
-async def test_parts_that_start_together_agree(start: Start, tmp_path: Path) -> None:
-    files = [write(tmp_path / f"{i}.yaml", document(chat=i, bulk=i)) for i in range(1, 6)]
-    parts = await asyncio.gather(*(start(f"part {i}", path) for i, path in enumerate(files)))
-    await until(lambda: len({part.generation for part in parts}) == 1)
-    assert len({part.limits["chat"] for part in parts}) == 1
 
 
 async def test_tiers_that_cannot_be_used_here_are_logged_and_ignored(

@@ -59,11 +59,6 @@ async def client(server: Server) -> AsyncIterator[Redis]:
     await client.aclose()
 
 
-async def test_replies_are_bytes(redis_client: Redis) -> None:
-    await redis_client.set("key", b"\x00\xff")
-    assert await redis_client.get("key") == b"\x00\xff"
-
-
 async def test_commands_survive_a_restart_of_the_server(server: Server, client: Redis) -> None:
     await server.start()
     await client.set("key", "value")
@@ -114,16 +109,6 @@ def test_the_backoff_stays_within_its_bound_after_any_number_of_failures() -> No
     assert all(0 <= backoff.compute(failures) <= connection.MAX_BACKOFF_S for failures in (1, 10, 1023, 1024, 10**6))
 
 
-async def test_durable_writes_survive_a_kill_of_the_server(server: Server, client: Redis) -> None:
-    await server.start()
-    for n in range(500):
-        await client.set(f"key-{n}", n)
-    assert await durable(client) is True
-    server.end(signal.SIGKILL)
-    await server.start()
-    assert [await client.get(f"key-{n}") for n in range(500)] == [b"%d" % n for n in range(500)]
-
-
 async def test_durable_covers_the_writes_of_other_connections(server: Server, client: Redis) -> None:
     """WAITAOF alone returns at once on a connection that has written nothing."""
     await server.start("--appendfsync", "no")
@@ -171,19 +156,6 @@ async def test_many_waits_for_the_disk_leave_connections_to_others(server: Serve
 
 async def _num_blocked(client: Redis, count: int) -> bool:
     return bool((await client.info("clients"))["blocked_clients"] == count)
-
-
-async def test_a_wait_for_the_disk_begins_after_the_write(server: Server, client: Redis) -> None:
-    """Waits that begin while others are under way do not share what those have confirmed."""
-    await server.start("--appendfsync", "no")
-    waits = [asyncio.create_task(durable(client, timeout_s=4.5)) for _ in range(ROUNDS)]
-    await until(lambda: _num_blocked(client, 1))
-    await client.set("late", "value")
-    late = asyncio.create_task(durable(client, "late", timeout_s=4.5))
-    await until(lambda: _num_blocked(client, 2))
-    await client.config_set("appendfsync", "always")
-    await client.set("key", "value")
-    assert await asyncio.gather(*waits, late) == [True] * (ROUNDS + 1)
 
 
 async def test_a_task_that_sends_commands_can_be_cancelled_at_any_moment(redis_client: Redis) -> None:

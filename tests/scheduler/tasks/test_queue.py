@@ -65,11 +65,6 @@ async def test_a_task_goes_from_queued_over_running_to_done(
     assert left == {keys.ENDED_TASK_PREFIX + task.id, "tidegate:tasks:sequence"}
 
 
-async def test_an_unknown_task_is_not_found(queue: TaskQueue) -> None:
-    assert await queue.find(["task_x"]) == [None]
-    assert await queue.find([]) == []
-
-
 async def test_a_full_queue_takes_none_of_a_list(queue: TaskQueue) -> None:
     await queue.put([make_task() for _ in range(8)], limit=10)
     refused = await queue.put([make_task() for _ in range(3)], limit=10)
@@ -194,15 +189,6 @@ async def test_the_oldest_dead_letters_go_when_all_have_too_many_bytes(
     )
 
 
-async def test_dead_letters_that_have_expired_do_not_count(queue: TaskQueue, clock: ManualClock) -> None:
-    tasks = [make_task(b"7" * 1000) for _ in range(3)]
-    for claimed in await put_and_claim(queue, tasks):
-        await queue.end([dead(claimed)])
-        clock.advance(keys.DEAD_TTL_S / 2 + 1)
-    listed = await queue.dead("", limit=10)
-    assert listed is not None and len(listed) == 2
-
-
 async def test_one_owner_does_not_fill_the_store(redis_client: Redis, clock: ManualClock) -> None:
     queue = TaskQueue(redis_client, clock, "w1", max_bytes=5000)
     assert await queue.put([make_task(b"1" * 2000, owner="ann") for _ in range(2)], 100) is None
@@ -210,17 +196,6 @@ async def test_one_owner_does_not_fill_the_store(redis_client: Redis, clock: Man
     assert isinstance(refused, TooManyBytes) and 4000 < refused.held < 5000 == refused.limit
     assert len(await queue.claim({"realtime": 100}, LEASE_S)) == 2, "none of a list"
     assert await queue.put([make_task(b"1" * 2000, owner="ben")], 100) is None
-
-
-async def test_a_repeated_put_counts_once(redis_client: Redis, clock: ManualClock) -> None:
-    queue, task = TaskQueue(redis_client, clock, "w1", max_bytes=3000), make_task(b"1" * 2000)
-    assert [await queue.put([task], 100) for _ in range(3)] == [None] * 3
-
-
-async def test_a_full_queue_holds_no_bytes_of_what_it_has_refused(redis_client: Redis, clock: ManualClock) -> None:
-    queue = TaskQueue(redis_client, clock, "w1", max_bytes=3000)
-    assert isinstance(await queue.put([make_task(b"1" * 2000) for _ in range(1)], 0), QueueFull)
-    assert await redis_client.hgetall(keys.TASK_BYTES) == {}  # type: ignore[misc]
 
 
 async def test_a_dead_letter_waits_until_its_owner_has_room(redis_client: Redis, clock: ManualClock) -> None:

@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 
 from engine.interface import EngineDead
-from engine.modeled.engine import ModeledEngine
 from scheduler.control.feedback import UPDATE_S
-from scheduler.drivers.steps.driver import StepDriver
 from scheduler.registry.heartbeat_monitor import CHECK_S, GATEWAY_SILENT_S
-from scheduler.request import Claimed, Delivery, EventKind, Lease, TokenEvent
+from scheduler.request import Claimed, Delivery, Lease, TokenEvent
 from scheduler.worker.claimer import LISTEN_S
 from scheduler.worker.leases import LEASE_S
-from tests.scheduler.builders import FAST, expected_tokens, fixed, make_core, make_info, make_tiers, preempted, ran
+from tests.scheduler.builders import FAST, expected_tokens, fixed, make_info, make_tiers, preempted, ran
 from tests.scheduler.world import Answer, World, played_by, run_world
 
 STEP_S = 0.02  # about what a step of a few sequences takes
@@ -110,16 +108,6 @@ def test_events_are_published_before_their_lease_is_acknowledged() -> None:
 
 
 @played_by(run_world)
-async def test_requests_of_a_gateway_that_is_gone_are_dropped(world: World) -> None:
-    await world.queue.put([world.request("orphan", max_tokens=400, reply_to="gone")])
-    await world.clock.sleep(5 * STEP_S)
-    assert len(world.core.held) == 0
-    assert world.engine.num_used_blocks == 0
-    assert not world.queue._shared.records
-    assert world.core.held.counts["cancelled"] == 1
-
-
-@played_by(run_world)
 async def test_requests_that_report_only_at_their_end_are_dropped_with_their_gateway_too(world: World) -> None:
     orphan = world.request("orphan", max_tokens=400, reply_to="gone", delivery=Delivery.AT_END)
     await world.queue.put([orphan])
@@ -134,14 +122,6 @@ async def test_a_finished_answer_for_a_gateway_that_is_gone_is_acknowledged(worl
     await world.queue.put([world.request("orphan", reply_to="gone", delivery=Delivery.AT_END)])
     await world.clock.sleep(1.0)
     assert world.core.held.counts["finished"] == 1
-    assert not world.queue._shared.records
-
-
-@played_by(run_world)
-async def test_a_request_that_can_never_run_fails_at_once_and_is_acknowledged(world: World) -> None:
-    answer = await world.ask("long", prompt=600)
-    assert [(e.kind, bool(e.error)) for e in answer.events] == [(EventKind.FAILED, True)]
-    await world.settle()
     assert not world.queue._shared.records
 
 
@@ -207,22 +187,6 @@ async def test_a_renewal_that_was_overtaken_does_not_drop_the_newer_lease(world:
     answer = await asked
     assert record_.fence == newer.fence, "the renewal happened"
     assert answer.token_ids == expected_tokens(answer.request)
-
-
-@pytest.mark.trap(3)
-@played_by(run_world, tiers=make_tiers(bulk={"queue_limit": 6}), known=FAST)
-async def test_a_dead_workers_requests_return_to_a_queue_that_is_full(world: World) -> None:
-    """Trap 3: a requeue is exempt from the queue's limit."""
-    bulk = [asyncio.create_task(world.ask(f"b{i}", "bulk", max_tokens=60)) for i in range(6)]
-    await world.clock.sleep(0.5)
-    bulk += [asyncio.create_task(world.ask(f"c{i}", "bulk", max_tokens=60)) for i in range(6)]
-    await world.settle()
-    await world.kill_worker()
-    assert all(0 < len(world.answers[f"b{i}"].token_ids) < 60 for i in range(6))
-    engine = ModeledEngine(make_info(), world.clock.sleep, FAST)
-    world.begin_worker(StepDriver(make_core(world.tiers), engine), engine)
-    for answer in await asyncio.gather(*bulk):
-        assert answer.token_ids == expected_tokens(answer.request)
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------
@@ -359,15 +323,6 @@ async def test_the_heartbeat_shows_each_tier(world: World) -> None:
     [status] = await world.registry.workers()
     assert status.tiers["bulk"].running == 0
     assert status.tiers["bulk"].finished_per_s > 0
-
-
-@played_by(run_world)
-async def test_the_controller_observes_latencies_and_ends(world: World) -> None:
-    await asyncio.gather(*(world.ask(f"r{i}", max_tokens=30) for i in range(30)))
-    output = world.core.controller.outputs(world.clock.now())["realtime"]
-    assert output.ttft_p99_s is not None and 0 < output.ttft_p99_s < 1
-    assert output.itl_p99_s is not None and 0 < output.itl_p99_s < 0.1
-    assert output.attainment == 1.0
 
 
 async def _bulk_share_under_a_flood(world: World, bulk: list[asyncio.Task[Answer]]) -> float:

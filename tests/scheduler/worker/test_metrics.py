@@ -92,13 +92,6 @@ def test_counters_and_targets_are_there_before_the_first_event() -> None:
     assert value(registry, "slo_target_seconds", tier="bulk", metric="ttft", quantile="0.99") is None
 
 
-def test_two_workers_in_one_process_do_not_share_metrics() -> None:
-    (one, first), (_, second) = make_metrics(), make_metrics()
-    one.record_cancelled("bulk")
-    finished = [value(r, "requests_finished_total", tier="bulk", reason="cancelled") for r in (first, second)]
-    assert finished == [1, 0]
-
-
 def test_a_report_becomes_latencies_and_counts() -> None:
     metrics, registry = make_metrics()
     samples = [Sample("queue", "bulk", 0.1), Sample("ttft", "bulk", 0.2), Sample("itl", "bulk", 0.01)]

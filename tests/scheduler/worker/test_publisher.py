@@ -103,11 +103,6 @@ async def test_closing_sends_everything_first(rig: Rig) -> None:
 
 
 @played_by(play)
-async def test_closing_an_idle_publisher_ends_it(rig: Rig) -> None:
-    await rig.clock.sleep(1.0)
-
-
-@played_by(play)
 async def test_only_unfinished_requests_of_a_missing_gateway_are_dropped(rig: Rig) -> None:
     leases = await rig.put("ended", "open")
     rig.publisher.send(report(token(0, "ended"), token(0, "open"), reply_to="gone"))

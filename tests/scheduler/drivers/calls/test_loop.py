@@ -6,14 +6,11 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from structlog.testing import capture_logs
 
 from engine.static.interface import CallFailed, EndpointHangs, ItemResult, Unreachable
 from scheduler.drivers.calls.lanes import MAX_TRIES
 from scheduler.drivers.calls.settled import WORKER_DIED
 from scheduler.tasks.task import TaskState
-from scheduler.worker.leases import RENEW_S
-from tests.refusals import refusing
 from tests.scheduler.drivers.calls.stand import BATCH, Stand, echo
 from tests.waiting import until
 
@@ -30,13 +27,6 @@ async def test_tasks_get_their_own_results(stand: Stand) -> None:
     assert [len(call) for call in stand.endpoint.calls] == [BATCH, 3]
     assert stand.metric("batch_padding_slots_total") == BATCH - 3
     assert stand.metric("tasks_ended_total", tier="realtime", state="done") == BATCH + 3
-
-
-async def test_a_clock_that_is_behind_does_not_hold_tasks_up(stand: Stand) -> None:
-    """A batch that is not full starts after its timer, also if its tasks seem to come from the future."""
-    tasks = await stand.put(numbers(2), age_ms=-3_600_000)
-    stand.start()
-    assert {s.state for s in await stand.ended(tasks)} == {TaskState.DONE}
 
 
 async def test_under_load_batches_are_full(stand: Stand) -> None:
@@ -104,20 +94,6 @@ async def test_a_busy_endpoint_gets_the_same_batch_again(stand: Stand) -> None:
     assert stand.metric("endpoint_calls_total", outcome="busy") == 1
 
 
-async def test_a_busy_endpoint_makes_no_dead_letters(stand: Stand) -> None:
-    """The reason for a busy answer is not an item, however many calls get one."""
-
-    def busy(items: Sequence[bytes]) -> list[ItemResult]:
-        raise CallFailed("503", excused_s=math.inf)
-
-    stand.endpoint.script = busy
-    stand.start()
-    tasks = await stand.put(numbers(BATCH))
-    await until(lambda: len(stand.endpoint.calls) > 2 * MAX_TRIES)
-    stand.endpoint.script = echo
-    assert {(s.state, s.attempts) for s in await stand.ended(tasks)} == {(TaskState.DONE, 1)}
-
-
 async def test_an_item_that_breaks_the_server_behind_a_proxy_ends_alone(stand: Stand) -> None:
     """The proxy says 502 then. That excuses an item only for a while, if the endpoint serves others."""
 
@@ -136,20 +112,6 @@ async def test_an_item_that_breaks_the_server_behind_a_proxy_ends_alone(stand: S
     assert (bad.state, bad.error) == (TaskState.DEAD, "502")
 
 
-async def test_a_long_outage_behind_a_proxy_costs_no_tries(stand: Stand) -> None:
-    def away(items: Sequence[bytes]) -> list[ItemResult]:
-        raise CallFailed("502", excused_s=0.5)
-
-    stand.endpoint.script = away
-    tasks = await stand.put(numbers(3 * BATCH))
-    stand.start()
-    await until(lambda: bool(stand.endpoint.calls) and len(stand.endpoint.calls[-1]) == 1)
-    count = len(stand.endpoint.calls)
-    await until(lambda: len(stand.endpoint.calls) > count + 2 * MAX_TRIES)
-    stand.endpoint.script = echo
-    assert {(s.state, s.attempts) for s in await stand.ended(tasks)} == {(TaskState.DONE, 1)}
-
-
 async def test_isolated_tasks_of_a_busy_endpoint_leave_the_others_their_calls(stand: Stand) -> None:
     """Isolated tasks get their share of the calls, also while the endpoint is busy whenever it gets them."""
     answers = iter([CallFailed("500")])
@@ -166,23 +128,6 @@ async def test_isolated_tasks_of_a_busy_endpoint_leave_the_others_their_calls(st
     others = await stand.put(numbers(40 * BATCH), "bulk")
     assert {s.state for s in await stand.ended(others)} == {TaskState.DONE}
     assert (await stand.states(first))[0].state in (TaskState.QUEUED, TaskState.RUNNING)
-
-
-async def test_a_call_outlasts_a_store_that_refuses_writes(stand: Stand, valkey_url: str) -> None:
-    """The call goes on, and its results are written when the store takes writes again."""
-    stand.endpoint.gate.clear()
-    tasks = await stand.put(numbers(BATCH))
-    _, running = stand.start()
-    await until(lambda: bool(stand.endpoint.calls))
-    with refusing(valkey_url), capture_logs() as said:
-        began_s = stand.clock.now()
-        await until(lambda: stand.clock.now() - began_s > 2 * RENEW_S)  # heartbeats and renewals were refused meanwhile
-        stand.endpoint.gate.set()
-        await until(lambda: stand.metric("endpoint_calls_total", outcome="ok") == 1)
-        assert not running.done()
-    assert [entry["event"] for entry in said].count("the store is away; a call under way goes on") == 1
-    assert {(s.state, s.attempts) for s in await stand.ended(tasks)} == {(TaskState.DONE, 1)}
-    assert len(stand.endpoint.calls) == 1
 
 
 async def test_draining_ends_the_call_under_way_and_claims_no_more(stand: Stand) -> None:
@@ -258,25 +203,6 @@ async def test_an_item_that_kills_workers_ends_alone(stand: Stand) -> None:
     *good, bad = await stand.ended(tasks)
     assert {s.state for s in good} == {TaskState.DONE}
     assert (bad.state, bad.error) == (TaskState.DEAD, WORKER_DIED)
-
-
-async def test_two_workers_share_the_tasks_of_a_third_that_is_killed(stand: Stand) -> None:
-    """Nobody starts the third worker again: the others notice that its heartbeats have stopped."""
-    stand.endpoint.gate.clear()
-    tasks = await stand.put(numbers(BATCH))
-    _, running = stand.start("w3")
-    await until(lambda: bool(stand.endpoint.calls))
-    stand.start("w1")
-    stand.start("w2")
-    await until(lambda: _are_announced(stand, 3))
-    await asyncio.sleep(0)
-    await stand.kill(running)
-    stand.endpoint.gate.set()
-    assert {s.state for s in await stand.ended(tasks)} == {TaskState.DONE}
-
-
-async def _are_announced(stand: Stand, count: int) -> bool:
-    return len(await stand.registry.workers()) == count
 
 
 @pytest.mark.parametrize("seed", [1])

@@ -36,19 +36,6 @@ def small(num_blocks: int = 16) -> SteppedCore:
 # -- reaction ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_arrival_during_a_step_is_in_the_very_next_one_and_bulk_is_paused() -> None:
-    stepped = SteppedCore()
-    stepped.accept(*(make_request(f"b{i}", "bulk", max_tokens=50) for i in range(8)))
-    for _ in range(3):
-        stepped.step()
-    stepped.submit()
-    stepped.accept(make_request("rt", max_tokens=3))
-    stepped.collect()
-    plan = stepped.step()
-    assert ran(plan) == {"rt": 32}
-    assert preempted(plan) == {f"b{i}": "pause" for i in range(8)}
-
-
 def test_bulk_pauses_with_its_kv_on_the_device_and_resumes_in_order() -> None:
     stepped = SteppedCore()
     stepped.accept(*(make_request(f"b{i}", "bulk", max_tokens=50) for i in range(4)))
@@ -115,16 +102,6 @@ def test_a_victim_stays_held_and_loses_its_kv_a_bounded_number_of_times() -> Non
     assert stepped.core.life("b").num_preemptions == MAX_PREEMPTIONS
     assert stepped.tokens("b") == expected_tokens(bulk)
     assert stepped.core.held.counts["finished"] == 7
-
-
-def test_a_sequence_with_exhausted_preemptions_and_a_newcomer_do_not_wait_for_each_other() -> None:
-    stepped = small()
-    stepped.accept(make_request("b", "bulk", prompt=200, max_tokens=50))
-    stepped.step()
-    stepped.core.life("b").num_preemptions = 3
-    stepped.accept(make_request("rt", prompt=100, max_tokens=2))
-    stepped.run()
-    assert stepped.core.held.counts["finished"] == 2
 
 
 @pytest.mark.trap(3)
@@ -331,13 +308,6 @@ def test_a_cancelled_sequence_is_aborted_by_the_next_plan() -> None:
     assert stepped.engine.num_used_blocks == 3
 
 
-def test_cancelling_a_waiting_request_needs_no_abort() -> None:
-    stepped = SteppedCore()
-    stepped.accept(make_request("gone"))
-    stepped.core.held.cancel(["gone"])
-    assert stepped.step().is_empty
-
-
 def test_a_sequence_that_ends_before_its_abort_is_not_aborted() -> None:
     stepped = SteppedCore()
     stepped.accept(make_request("last", max_tokens=1))
@@ -438,14 +408,6 @@ def test_a_request_whose_attempts_all_end_its_worker_is_given_up() -> None:
     assert (event.kind, event.request_id) == (EventKind.FAILED, "poison")
     assert "given up" in event.error
     assert report.leases == [Lease("poison", 2)], "acknowledged: it is not requeued"
-
-
-def test_a_request_that_may_outgrow_the_kv_cache_is_refused() -> None:
-    stepped = SteppedCore(make_core(info=make_info(num_blocks=16, max_model_len=512)))
-    stepped.accept(make_request("big", prompt=200, max_tokens=100), make_request("fits", prompt=200, max_tokens=56))
-    assert stepped.events[0].error == "Prompt and output together may outgrow the 256 tokens that the engine holds."
-    stepped.run()
-    assert stepped.core.held.counts == {"accepted": 2, "failed": 1, "finished": 1}
 
 
 def test_the_model_length_ends_a_sequence() -> None:
@@ -575,15 +537,6 @@ def test_a_bulk_tier_at_its_limits_never_stops_interactive_claims() -> None:
     limits = stepped.core.claim_limits(stepped.now)
     assert limits["realtime"] == 64 + PREFETCH
     assert "bulk" not in limits
-
-
-def test_release_gives_every_lease_back() -> None:
-    stepped = SteppedCore()
-    stepped.accept(make_request("started"), make_request("waiting"))
-    stepped.step()
-    assert set(stepped.core.held.release_all()) == {Lease("started", 1), Lease("waiting", 2)}
-    assert len(stepped.core.held) == 0
-    assert stepped.core.held.counts["released"] == 2
 
 
 def test_release_gives_back_requests_that_were_refused_but_not_reported() -> None:

@@ -1,6 +1,5 @@
 """The step log can be read back, also when it was cut short or rotated; other files are refused."""
 
-import json
 from itertools import pairwise
 from pathlib import Path
 
@@ -42,14 +41,6 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert records.entries[0].work == StepWork(48, 1152.0, 1, 3, 1)
 
 
-def test_each_line_is_one_json_object(tmp_path: Path) -> None:
-    write(tmp_path / "steps", make_entry(1), make_entry(2))
-    lines = [json.loads(line) for line in (tmp_path / "steps").read_text(encoding="utf-8").splitlines()]
-    assert "engine" in lines[0]
-    assert lines[1]["tiers"] == {"realtime": 1, "bulk": 3}
-    assert [line["t"] for line in lines[1:]] == [8.5, 9.5]
-
-
 def test_a_second_run_appends(tmp_path: Path) -> None:
     write(tmp_path / "steps", make_entry(1))
     write(tmp_path / "steps", make_entry(2))
@@ -73,11 +64,6 @@ def test_the_log_is_bounded_and_loses_its_oldest_steps(tmp_path: Path) -> None:
     kept = [e.context_tokens for e in read_step_log(path).entries]
     assert kept == list(range(1000 - len(kept), 1000)), "the newest, in order, over both files"
     assert len(kept) > 80
-
-
-def test_a_reader_takes_the_newest_of_many(tmp_path: Path) -> None:
-    write(tmp_path / "steps", *(make_entry(i) for i in range(50)))
-    assert [e.context_tokens for e in read_step_log(tmp_path / "steps", most=3).entries] == [47, 48, 49]
 
 
 def test_a_line_cut_short_by_a_crash_is_left_out(tmp_path: Path) -> None:

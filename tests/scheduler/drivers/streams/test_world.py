@@ -296,16 +296,6 @@ def test_after_its_last_attempt_a_request_ends_with_a_clear_error() -> None:
     assert "sent no token for 2 s. The request was given up after 4 attempts." in answer.events[-1].error
 
 
-def test_refusals_lower_what_is_sent_and_lose_nothing() -> None:
-    async def story(world: World) -> tuple[list[Answer], float]:
-        world.engine.refuses = True
-        return await bulk(world, 12, 10.0), world.core.limit.value
-
-    answers, limit = play(story, places=6)
-    assert answers and all(is_right(answer) for answer in answers)
-    assert limit <= 10
-
-
 def test_a_request_that_is_always_refused_as_busy_stops_no_others_and_is_given_up() -> None:
     async def story(world: World) -> tuple[list[Answer], list[Answer]]:
         flood = asyncio.create_task(bulk(world, 2, 60.0))
@@ -343,20 +333,6 @@ def test_a_request_that_is_refused_until_its_deadline_ends_then() -> None:
     assert 20 < seconds < 25
 
 
-def test_a_busy_server_keeps_its_requests_until_it_has_a_place() -> None:
-    """However many refusals there are: all are refused alike."""
-
-    async def story(world: World) -> list[Answer]:
-        world.engine.refusals[""] = UpstreamBusy("The server answered 503: no place.")
-        asked = [asyncio.create_task(world.ask(f"b{i}", "bulk")) for i in range(10)]
-        await world.clock.sleep(60.0)
-        assert len(world.engine.refused) > 10
-        del world.engine.refusals[""]
-        return await asyncio.gather(*asked)
-
-    assert all(is_right(answer) for answer in play(story))
-
-
 def test_a_bug_in_the_probe_ends_the_worker_and_not_the_probe_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail(self: ModeledUpstream) -> None:
         raise ValueError("a bug")
@@ -367,15 +343,6 @@ def test_a_bug_in_the_probe_ends_the_worker_and_not_the_probe_alone(monkeypatch:
     monkeypatch.setattr(ModeledUpstream, "load", fail)
     with pytest.raises(ValueError, match="a bug"):
         play(story)
-
-
-@played_by(play)
-async def test_a_cancelled_request_is_hung_up(world: World) -> None:
-    async with await world.submit(world.request("r", "bulk", 32, 500)):
-        await world.clock.sleep(1.0)
-        assert world.engine.running
-    await world.clock.sleep(1.0)
-    assert not world.engine.running
 
 
 @played_by(play)
