@@ -16,7 +16,7 @@ from bench.facade import Facade
 from bench.fuzz.command import Fuzz
 from bench.images.command import Images
 from bench.isolation.command import Isolation
-from bench.peers.commands import ClosedLoops, Frontier
+from bench.peers.command import ClosedLoops
 from bench.readme_figures import ReadmeFigures
 from bench.simulator_accuracy import SimulatorAccuracy
 from bench.store_throughput import Store
@@ -30,10 +30,10 @@ FORMER_NAMES = {"coserve": "isolation", "engine": "engines", "queue": "store", "
 class Bench(BaseSettings):
     """Experiments that compare Tidegate with other systems, with other policies and with its own simulator.
 
-    Experiments on a server. isolation: interactive and bulk traffic together under several policies, judged by goals.
+    Experiments on a server. isolation: interactive and bulk traffic together under several policies, judged by goals;
+    with --experiment frontier, what bulk gets against how much slower interactive answers become.
 
     Experiments on our server and vLLM's, which take turns. closed-loops: throughput and first tokens with many streams.
-    frontier: what bulk gets against how much slower interactive answers become.
 
     Experiments on an engine. engines: our engine compared with other systems. soak: an engine under random load
     for a long time.
@@ -61,7 +61,6 @@ class Bench(BaseSettings):
 
     isolation: CliSubCommand[Isolation]
     closed_loops: CliSubCommand[ClosedLoops]
-    frontier: CliSubCommand[Frontier]
     engines: CliSubCommand[Engines]
     soak: CliSubCommand[Soak]
     store: CliSubCommand[Store]

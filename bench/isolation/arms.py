@@ -5,6 +5,7 @@ separate arms, without a tiers document. Knows documents, SLOs and pinned values
 except that it reads the arm files of this package.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -24,19 +25,22 @@ INTERACTIVE, BULK = "interactive", "bulk"
 BOTH = (INTERACTIVE, BULK)
 OURS_ALONE, BULK_ALONE, FIRST_COME, STRICT, STATIC, AIMD, OURS = "A0", "A1", "A2", "A3", "A4", "A5", "OURS"
 BEST_EFFORT = "BE"
+BULK_SHIPPED, UNLIMITED = "B0", "FREE"
+SLOWDOWN = "S"  # S1.25: our tiers with a `max_slowdown` of 1.25
 PEER_ALONE, PEER_BULK, PEER = "X0", "XB", "X1"
-OWN_ARMS = (OURS_ALONE, BULK_ALONE, FIRST_COME, STRICT, STATIC, AIMD, BEST_EFFORT, OURS)
-OUR_TIERS = (OURS_ALONE, BEST_EFFORT, OURS)
-ARMS_WITH_SLOS = (*OUR_TIERS, AIMD)
+OUR_TIERS = (OURS_ALONE, BULK_SHIPPED, BEST_EFFORT, OURS, UNLIMITED)
+OWN_ARMS = (BULK_ALONE, FIRST_COME, STRICT, STATIC, AIMD, *OUR_TIERS)
 TITLES = {
     OURS_ALONE: "interactive alone",
     BULK_ALONE: "bulk alone",
+    BULK_SHIPPED: "bulk alone, as configured",
     FIRST_COME: "first come, first served",
     STRICT: "strict priority only",
     STATIC: "best static budget",
     AIMD: "feedback (AIMD) only",
     BEST_EFFORT: "best effort: no deadlines told",
     OURS: "Tidegate",
+    UNLIMITED: "Tidegate without limits on bulk",
     PEER_ALONE: "peer, interactive alone",
     PEER_BULK: "peer, bulk alone",
     PEER: "peer, with its priorities",
@@ -66,7 +70,8 @@ class Arm:
     @property
     def title(self) -> str:
         """The arm's description in a report; empty if its name says everything."""
-        return TITLES.get(self.name, "")
+        slowdown = slowdown_of(self.name)
+        return TITLES.get(self.name, "" if slowdown is None else f"max_slowdown {slowdown:g}")
 
     @property
     def is_peer(self) -> bool:
@@ -114,24 +119,60 @@ class ArmBuilder:
     def build(self, name: str) -> Arm:
         if name in (PEER_ALONE, PEER_BULK, PEER):
             return Arm(name, _roles(name), None)
-        tiers = self.ours if name in OUR_TIERS else read_arm_file(_FILES[name])
-        if name in ARMS_WITH_SLOS:
+        slowdown = slowdown_of(name)
+        is_ours = name in OUR_TIERS or slowdown is not None
+        keeps_slo = is_ours or name == AIMD
+        tiers = self.ours if is_ours else read_arm_file(_FILES[name])
+        if keeps_slo:
             tiers = with_slo(tiers, self.slo)
+        if slowdown is not None:
+            tiers = with_max_slowdown(tiers, slowdown)
+        if name == UNLIMITED:
+            tiers = without_limit(tiers)
         if name == STATIC and self.budget is not None:
             tiers = with_static_budget(tiers, self.budget)
         if self.premium is not None and name != FIRST_COME:  # A2 has one tier for all requests
-            tiers = with_premium_tier(tiers, self.premium if name in ARMS_WITH_SLOS else {})
+            tiers = with_premium_tier(tiers, self.premium if keeps_slo else {})
         return Arm(name, _roles(name), tiers, ("deadline_ms",) if name == BEST_EFFORT else ())
 
     def build_all(self, wanted: Sequence[str]) -> list[Arm]:
         """Return the wanted arms in the order of the report."""
-        return [self.build(name) for name in TITLES if name in wanted]
+        return [self.build(name) for name in sorted(set(wanted), key=_place)]
+
+
+def slowdown_of(name: str) -> float | None:
+    """Return the `max_slowdown` that an arm such as S1.25 sets; None for other arms."""
+    found = re.fullmatch(rf"{SLOWDOWN}([1-9]\d*(?:\.\d+)?)", name)
+    return None if found is None else float(found[1])
+
+
+def _place(name: str) -> tuple[int, float]:
+    """Return where an arm stands in a report: arms with a `max_slowdown` before those without limits on bulk."""
+    names = list(TITLES)
+    slowdown = slowdown_of(name)
+    return (names.index(name), 0.0) if slowdown is None else (names.index(OURS), slowdown)
 
 
 def _roles(name: str) -> tuple[str, ...]:
     if name in (OURS_ALONE, PEER_ALONE):
         return (INTERACTIVE,)
-    return (BULK,) if name in (BULK_ALONE, PEER_BULK) else BOTH
+    return (BULK,) if name in (BULK_ALONE, BULK_SHIPPED, PEER_BULK) else BOTH
+
+
+def without_limit(document: Document) -> Document:
+    """Return the document with steps that interactive deadlines do not limit, in which bulk has its full rate."""
+    changed = deepcopy(document)
+    changed["controller"] = {**(changed.get("controller") or {}), "feed_forward": False}
+    return changed
+
+
+def with_max_slowdown(document: Document, value: float) -> Document:
+    """Return the document in which every tier with an SLO has this `max_slowdown`."""
+    changed = deepcopy(document)
+    for tier in changed["tiers"].values():
+        if has_slo(tier):
+            tier["max_slowdown"] = value
+    return changed
 
 
 def with_slo(document: Document, slo: Targets) -> Document:

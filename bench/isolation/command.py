@@ -13,7 +13,7 @@ import yaml
 from pydantic import AliasChoices, BaseModel, Field
 
 from bench.isolation.admin import Systems, tiers_in_force, tiers_restored
-from bench.isolation.arms import OWN_ARMS, Document
+from bench.isolation.arms import OWN_ARMS, Document, slowdown_of
 from bench.isolation.experiments import EXPERIMENTS, ExperimentName
 from bench.isolation.results.record import Drawings, isolation_record
 from bench.isolation.results.result import Result
@@ -46,8 +46,12 @@ class Isolation(BaseModel):
     Reports goals and tables, and writes a page with plots.
     """
 
-    experiment: ExperimentName = Field("isolation", description="isolation, overload (1.5 ×), step (3 ×) or deadlines.")
-    arms: str = Field("", description="Arms to run, such as A0,A1,A2,OURS; empty: all of the experiment.")
+    experiment: ExperimentName = Field(
+        "isolation", description="isolation, overload (1.5 ×), step (3 ×), deadlines or frontier."
+    )
+    arms: str = Field(
+        "", description="Arms to run, such as A0,A1,OURS,S1.25 (`max_slowdown` 1.25); empty: the experiment's."
+    )
     url: str = Field("", description="A running Tidegate; empty: one is started.")
     model: Path | None = Field(None, description="Model directory to serve; unset: --shape.")
     shape: str = Field("135m", description="Shape to serve with random weights; demo: the shipped demo model.")
@@ -184,7 +188,7 @@ class Isolation(BaseModel):
 
     def _arm_names(self) -> list[str]:
         names = [name.strip().upper() for name in self.arms.split(",") if name.strip()]
-        if unknown := [name for name in names if name not in OWN_ARMS]:
+        if unknown := [name for name in names if name not in OWN_ARMS and slowdown_of(name) is None]:
             raise TargetError(f"there is no arm {unknown[0]}: {', '.join(OWN_ARMS)} are known")
         return names
 

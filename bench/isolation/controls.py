@@ -49,7 +49,7 @@ def controls_of(seen: Evidence) -> list[Control]:
             return _deadline_controls(seen)
         case "step":
             return _step_controls(seen)
-        case "overload":
+        case "overload" | "frontier":
             return []
 
 

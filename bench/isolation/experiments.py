@@ -6,11 +6,22 @@ Loads are multiples of the solo goodput: the highest load at which interactive t
 from dataclasses import dataclass
 from typing import Literal
 
-from bench.isolation.arms import AIMD, BEST_EFFORT, BULK_ALONE, FIRST_COME, OURS, OURS_ALONE, STATIC, STRICT
+from bench.isolation.arms import (
+    AIMD,
+    BEST_EFFORT,
+    BULK_ALONE,
+    BULK_SHIPPED,
+    FIRST_COME,
+    OURS,
+    OURS_ALONE,
+    STATIC,
+    STRICT,
+    UNLIMITED,
+)
 from loadtest.traffic.scenario import Scenario, TrafficClass
 from loadtest.traffic.scenario_arrivals import OpenLoop, Spike
 
-ExperimentName = Literal["isolation", "overload", "step", "deadlines"]
+ExperimentName = Literal["isolation", "overload", "step", "deadlines", "frontier"]
 OVERLOAD_S = 60.0  # seconds of overload for which the goal is stated
 
 
@@ -44,6 +55,7 @@ class Experiment:
     profile: LoadProfile
     is_steady: bool  # the scenario's own waves and bursts are left out, so that only `profile` changes the load
     has_premium: bool = False  # `priority` requests have a separate tier above the default tier
+    has_own_load: bool = False  # the scenario's load is the unit of load; the solo goodput is not searched for
 
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -81,6 +93,15 @@ EXPERIMENTS: dict[str, Experiment] = {
             (BEST_EFFORT, OURS),
             LoadProfile(0.4),
             is_steady=True,
+        ),
+        Experiment(
+            "frontier",
+            "Bulk harvest against the slowdown of interactive traffic",
+            "peers",
+            (OURS_ALONE, BULK_ALONE, BULK_SHIPPED, OURS, "S1.1", "S1.25", "S1.5", "S2", "S4", UNLIMITED),
+            LoadProfile(1.0),
+            is_steady=False,
+            has_own_load=True,
         ),
     )
 }

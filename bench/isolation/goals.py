@@ -4,17 +4,22 @@ Each goal has two bounds: `target` must be reached, and `goal` is the stricter b
 lists all goals, including those that it does not measure. A goal does not count if its negative control did not fail.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from bench.isolation.arms import OURS, STATIC, STRICT
+import numpy as np
+
+from bench.isolation.arms import BULK_ALONE, BULK_SHIPPED, OURS, STATIC, STRICT
 from bench.isolation.controls import TTFT_P50_TARGET, TTFT_P99_TARGET, Control, Evidence, controls_of
 from bench.isolation.experiments import ExperimentName
-from bench.isolation.summary import compare_all
+from bench.isolation.summary import ArmSummary, compare_all
 from loadtest.estimates import Estimate
 
 Verdict = Literal["goal", "target", "missed", "not measured", "does not count"]
 SAMPLES_FOR_P99 = 3000  # TTFT samples that a claim about a p99 needs: 30 of them are above the p99
+# Target and goal of bulk's harvest, by the slowdown of whole interactive answers.
+HARVEST_GOALS = {1.25: (0.42, 0.45), 1.5: (0.5, 0.55), 2.0: (0.6, 0.65), 4.0: (0.8, 0.85)}
 ISOLATION_LOAD = 0.5  # load for which the isolation goals are stated, as a share of the solo goodput
 
 
@@ -67,6 +72,7 @@ def judge(seen: Evidence) -> tuple[list[Goal], list[Control]]:
         *_engine(seen),
         _settling(seen, did_not_fail),
         _jobs(seen, did_not_fail),
+        *_frontier(seen),
         _simulator(),
     ]
     return goals, controls
@@ -186,6 +192,47 @@ def _jobs(seen: Evidence, control_did_not_fail: bool) -> Goal:
     jobs = seen.arms[OURS].jobs
     measured = replace(goal, measured=jobs.share, note=f"of {jobs.offered} admitted")
     return _checked_by_control(measured, "best effort", control_did_not_fail)
+
+
+def _frontier(seen: Evidence) -> list[Goal]:
+    """Return the goals of bulk's harvest: its tokens/s ÷ its full rate with nobody else there."""
+    goals = [
+        Goal(f"bulk harvest at an E2E slowdown of {slowdown:g}", target, goal, higher_is_better=True)
+        for slowdown, (target, goal) in HARVEST_GOALS.items()
+    ]
+    idle = Goal("bulk with nobody else there ÷ unlimited", 0.9, 0.97, higher_is_better=True)
+    points = [(x, y) for name, x, y in frontier_points(seen.arms) if not seen.arms[name].arm.is_peer]
+    if seen.experiment != "frontier" or not points:
+        return [_measured_elsewhere(goal, seen, "frontier") for goal in (*goals, idle)]
+    found = [
+        replace(g, measured=harvest_at(slowdown, points)) for g, slowdown in zip(goals, HARVEST_GOALS, strict=True)
+    ]
+    full = seen.arms[BULK_ALONE].bulk_tokens_per_s
+    shipped = seen.arms.get(BULK_SHIPPED)
+    return [*found, replace(idle, measured=shipped.bulk_tokens_per_s / full if shipped and full else None)]
+
+
+def frontier_points(arms: Mapping[str, ArmSummary]) -> list[tuple[str, float, float]]:
+    """Return (arm, E2E p50 ÷ alone, bulk's tokens/s ÷ bulk alone) of each mixed arm of which both are known."""
+    return [
+        (name, c.latency.e2e_p50.value, c.bulk_kept)
+        for name, c in compare_all(arms).items()
+        if c.latency.e2e_p50 is not None and c.bulk_kept is not None
+    ]
+
+
+def harvest_at(slowdown: float, points: Sequence[tuple[float, float]]) -> float:
+    """Return the harvest at a slowdown, by straight lines between the (slowdown, harvest) of `points`.
+
+    Without bulk, the slowdown is 1 and the harvest 0. A point that is slower than another and harvests less is left
+    out.
+    """
+    at, best = [1.0], [0.0]
+    for x, y in sorted(points):
+        if y > best[-1]:
+            at.append(max(x, 1.0))
+            best.append(y)
+    return float(np.interp(slowdown, at, best))
 
 
 def _simulator() -> Goal:

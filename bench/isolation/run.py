@@ -124,11 +124,11 @@ def check_answers(part: Part) -> None:
 async def _unit_of_load(config: ExperimentConfig, trials: Trials, builder: ArmBuilder) -> tuple[Goodput | None, float]:
     """Return the result of the search for the solo goodput (None without a search), and the unit of load.
 
-    The unit is expressed as a multiple of the scenario's load. It is `config.clients` if that is given. Otherwise, it
-    is the solo goodput, or the lowest load that was tried if no load held.
+    The unit is a multiple of the scenario's load. It is `config.clients` if that is given, and 1 if the experiment
+    keeps the scenario's load. Otherwise, it is the solo goodput, or the lowest load that was tried if no load held.
     """
-    if config.clients is not None:
-        return None, config.clients
+    if config.clients is not None or config.experiment.has_own_load:
+        return None, config.clients or 1.0
     usual = replace(config.timing, duration_s=config.search_s, rounds=1)
     searching = replace(trials, timing=usual)
     goodput = await searching.search_goodput(builder.build(OURS_ALONE), config.search_budget_s)
@@ -143,7 +143,7 @@ async def _sweep(config: ExperimentConfig, trials: Trials, builder: ArmBuilder) 
 def _arm_names(config: ExperimentConfig, systems: Systems) -> list[str]:
     names = list(config.wanted or config.experiment.arms)
     if systems.peer is not None:
-        names += [PEER_ALONE, PEER_BULK, PEER] if config.experiment.name == "isolation" else [PEER]
+        names += [PEER_ALONE, PEER_BULK, PEER] if config.experiment.name in ("isolation", "frontier") else [PEER]
     return names
 
 

@@ -12,7 +12,7 @@ from time import perf_counter, process_time
 from bench.isolation.admin import wait_until_quiet
 from bench.isolation.rounds import Progress, order_of_round
 from bench.peers.arms import Servers, service_tier
-from bench.peers.processes import CpuMeter
+from bench.peers.idle_servers import CpuMeter
 from loadtest.client.answer import Outcome
 from loadtest.client.http import Target, TargetError, completion_body, send
 from loadtest.client.runner import ArmRun

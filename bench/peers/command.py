@@ -1,8 +1,9 @@
-"""The flags that the comparisons over HTTP have in common, and the servers that they start.
+"""`python -m bench closed-loops`: its flags, and the servers that it starts.
 
-Our server and vLLM's server get the same weights. Knows flags and command lines; does not know what is measured.
+Our server and vLLM's server get the same weights. Knows flags and command lines; the load is in `closed_loops`.
 """
 
+import re
 import shlex
 import tempfile
 from collections.abc import AsyncIterator, Sequence
@@ -19,8 +20,11 @@ from bench.isolation.servers import (
     vllm_server_environment,
     write_word_tokenizer,
 )
-from bench.peers.arms import VLLM, Servers, ours_of
+from bench.peers.arms import ARMS, VLLM, Servers, ours_of, parse_arms
+from bench.peers.closed_loops import Loops, run_closed_loops
+from bench.peers.closed_loops_report import loops_record
 from loadtest.client.http import TargetError
+from loadtest.client.runner import MAX_IN_FLIGHT
 from loadtest.commands import ModelCommand
 from loadtest.model_shapes import ShapeError, read_config
 from loadtest.running import (
@@ -37,9 +41,19 @@ from loadtest.serving import Server, serving
 MAX_MODEL_LEN = 2048  # context of vLLM's server in tokens; its KV memory must hold one request of this length
 
 
-class PeerCommand(ModelCommand):
-    """The flags of a comparison over HTTP. A subclass measures and reports in `measure`."""
+class ClosedLoops(ModelCommand):
+    """Closed loops of some numbers of streams, on our server in two service tiers and on vLLM's server.
 
+    The arms take turns on the same weights. Reports tokens per second, first tokens, gaps and ratios to vLLM, judged by
+    goals.
+    """
+
+    arms: str = Field(",".join(ARMS), description="Arms to compare: default and flex are our service tiers.")
+    streams: str = Field("8,32,64,128", pattern=r"^[1-9]\d*(,[1-9]\d*)*$", description="Numbers of streams.")
+    requests_per_stream: int = Field(3, ge=1, le=1000, description="Requests that a stream sends one after another.")
+    prompt_tokens: str = Field("32-256", description="Lowest and highest length of a prompt, in tokens.")
+    new_tokens: int = Field(64, ge=1, le=100_000, description="New tokens of a request.")
+    rounds: int = Field(2, ge=1, le=100, description="Times that every arm gets every number of streams.")
     url: str = Field("", description="A running Tidegate; empty: one is started with the shipped tiers.")
     server_flags: str = Field("", description="More flags for `tidegate serve`, in one string.")
     peer_url: str = Field("", description="A running vLLM server with the same model, in place of --vllm-python.")
@@ -58,18 +72,36 @@ class PeerCommand(ModelCommand):
 
     async def measure(self) -> None:
         """Measure and report. Raises `TargetError` or `ShapeError` for errors that the user can correct."""
-        raise NotImplementedError
+        arms, loops = parse_arms(self.arms), self._loops()
+        async with self.servers(arms) as servers:
+            parts = await run_closed_loops(servers, arms, loops, print_progress)
+            model = servers.all[0].target.model
+        self.conclude(loops_record(parts, loops, arms), model)
+
+    def _loops(self) -> Loops:
+        streams = tuple(int(number) for number in self.streams.split(","))
+        if max(streams) > MAX_IN_FLIGHT:
+            raise TargetError(f"--streams: at most {MAX_IN_FLIGHT}, since each stream is an open connection")
+        return Loops(
+            streams[:1] if self.quick else streams,
+            self.requests_per_stream,
+            parse_range(self.prompt_tokens),
+            self.new_tokens,
+            1 if self.quick else self.rounds,
+            self.settle,
+            self.seed,
+        )
 
     @asynccontextmanager
-    async def servers(self, arms: Sequence[str], policy: str = "fcfs") -> AsyncIterator[Servers]:
-        """Run the servers that the arms need until the block ends. `policy` is vLLM's scheduling policy.
+    async def servers(self, arms: Sequence[str]) -> AsyncIterator[Servers]:
+        """Run the servers that the arms need until the block ends.
 
         All of them run all the time; the report shows what those cost that are not measured.
         """
         async with AsyncExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidegate-peers-")))
             ours = await self._ours(stack, folder) if ours_of(arms) else None
-            vllm = await self._vllm(stack, folder, policy) if VLLM in arms else None
+            vllm = await self._vllm(stack, folder) if VLLM in arms else None
             yield Servers(ours, vllm)
 
     async def _ours(self, stack: AsyncExitStack, folder: Path) -> Server:
@@ -84,13 +116,13 @@ class PeerCommand(ModelCommand):
         ours = serving_tidegate(model_dir, "auto", folder, self.threads, flags, vllm_python)
         return await stack.enter_async_context(ours)
 
-    async def _vllm(self, stack: AsyncExitStack, folder: Path, policy: str) -> Server:
+    async def _vllm(self, stack: AsyncExitStack, folder: Path) -> Server:
         if self.peer_url:
             return Server(await running_server(self.peer_url, self.allow_remote))
         if self.vllm_python is None:
             raise TargetError("the arm vllm needs --vllm-python or --peer-url; --arms can leave it out")
         print_progress("starting vLLM; it may compile for minutes")
-        flags = ["--dtype", self.dtype, "--max-model-len", str(MAX_MODEL_LEN), "--scheduling-policy", policy]
+        flags = ["--dtype", self.dtype, "--max-model-len", str(MAX_MODEL_LEN), "--scheduling-policy", "fcfs"]
         command = vllm_command(
             self.vllm_python, self._served_model(folder), "auto", [*flags, *shlex.split(self.vllm_flags)]
         )
@@ -109,3 +141,15 @@ class PeerCommand(ModelCommand):
                 (served / file.name).symlink_to(file)
             write_word_tokenizer(served, read_config(model_dir)["vocab_size"])
         return served
+
+
+def parse_range(text: str) -> tuple[int, int]:
+    """Return the bounds of a range such as `32-256`, or of a single number. Raises `TargetError`."""
+    found = re.fullmatch(r"([1-9]\d*)(?:-([1-9]\d*))?", text.strip())
+    if found is None:
+        raise TargetError(f"--prompt-tokens: {text!r} is not a range such as 32-256")
+    low = int(found[1])
+    high = int(found[2] or low)
+    if low > high:
+        raise TargetError(f"--prompt-tokens: {text!r} must begin with the lower bound")
+    return low, high

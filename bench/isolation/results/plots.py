@@ -8,7 +8,8 @@ from collections.abc import Iterable
 import numpy as np
 from matplotlib.figure import Figure
 
-from bench.isolation.arms import OURS
+from bench.isolation.arms import OURS, SLOWDOWN
+from bench.isolation.goals import HARVEST_GOALS, frontier_points
 from bench.isolation.results.record import ARMS, OVER_TIME, Drawings
 from bench.isolation.results.result import Result
 from bench.isolation.rounds import Part
@@ -25,7 +26,8 @@ BIN_S = 5.0  # seconds; width of the bins of arrivals whose attainment is drawn
 
 
 def draw_experiment(result: Result) -> Drawings:
-    by_arm = (_harvest_by_arm(result), *distribution_drawings(figures_of(_measurement(result, ("interactive",)))))
+    trade_off = _frontier(result) if result.experiment.name == "frontier" else _harvest_by_arm(result)
+    by_arm = (trade_off, *distribution_drawings(figures_of(_measurement(result, ("interactive",)))))
     over_time = time_drawings(_measurement(result, ("interactive", "bulk"), first_mixed_parts=True))
     if result.experiment.profile.factor != 1.0:
         over_time = (Drawing(_attainment_over_time(result), "Within the SLO, all rounds"), *over_time)
@@ -41,6 +43,17 @@ def _harvest_by_arm(result: Result) -> Drawing:
     ]
     axes = ("bulk tokens/s", "interactive within the SLO, %")
     return trade_off_drawing("What interactive gets, and what bulk gets", axes, points, goal=100 * GOAL)
+
+
+def _frontier(result: Result) -> Drawing:
+    """Draw each mixed arm as a point: bulk's harvest against the slowdown of whole answers."""
+    points = [
+        TradeOff(arm.removeprefix(SLOWDOWN), x, y, is_ours=not result.arms[arm].arm.is_peer)
+        for arm, x, y in frontier_points(result.arms)
+    ]
+    goals = [(slowdown, goal) for slowdown, (_, goal) in HARVEST_GOALS.items()]
+    axes = ("E2E p50 ÷ alone", "bulk tokens/s ÷ bulk alone")
+    return trade_off_drawing("Harvest against slowdown", axes, points, goals=goals, is_log=True)
 
 
 def _measurement(result: Result, roles: Iterable[str], first_mixed_parts: bool = False) -> Measurement:

@@ -11,8 +11,8 @@ import pytest
 from bench.peers.arms import Servers
 from bench.peers.closed_loops import LoopPart, Loops, plan_loops
 from bench.peers.closed_loops_report import loop_goals, loops_record
-from bench.peers.commands import ClosedLoops, parse_range
-from bench.peers.processes import CpuMeter, tree_cpu_s
+from bench.peers.command import ClosedLoops, parse_range
+from bench.peers.idle_servers import CpuMeter, tree_cpu_s
 from loadtest.client.answer import Outcome
 from loadtest.client.http import Target, TargetError
 from loadtest.reporting.writers import render_text
