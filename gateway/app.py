@@ -4,6 +4,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -131,6 +132,7 @@ async def _running(gateway: Gateway) -> AsyncIterator[None]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@cache
 def _version() -> str:
     try:
         return version("tidegate")

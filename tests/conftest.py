@@ -4,23 +4,46 @@ Properties try the same few examples in each run. With TIDEGATE_TEST_PROFILE=ful
 property whose examples are costly takes a share: `settings(max_examples=settings().max_examples // 4)`.
 """
 
+import gc
 import os
+import sys
 from collections.abc import AsyncIterator, Iterator
+from functools import cache
 
 import pytest
 import redis as sync_redis
+import redis.utils
+import structlog
 from hypothesis import HealthCheck, settings
 from redis.asyncio import Redis
 
 from scheduler.store import connection, keys
 from tidegate.valkey import running_valkey
 
+# Plain lines: the default of structlog draws tracebacks with all their variables, for seconds.
+structlog.configure(
+    processors=[
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.format_exc_info,
+        structlog.processors.KeyValueRenderer(),
+    ],
+    logger_factory=lambda *args: structlog.PrintLogger(sys.stderr),  # what commands print goes to stdout
+)
+
 OFF = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]  # properties empty the store themselves
 settings.register_profile("usual", deadline=None, suppress_health_check=OFF, derandomize=True, max_examples=40)
 settings.register_profile("full", deadline=None, suppress_health_check=OFF, derandomize=False, max_examples=200)
 settings.load_profile(os.environ.get("TIDEGATE_TEST_PROFILE", "usual"))
 
+redis.utils.get_lib_version = cache(redis.utils.get_lib_version)  # each new connection reads the package's metadata
+
 PERMANENT_KEYS = {keys.SEQUENCE, keys.DURABLE, keys.PROBE}
+
+
+def pytest_collection_finish() -> None:
+    """Leave all that was imported out of garbage collections, which would take milliseconds each."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

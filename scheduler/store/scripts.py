@@ -1,5 +1,6 @@
 """The one loader of Redis scripts, which are .lua files next to the Python modules that call them."""
 
+from functools import cache
 from importlib import resources
 
 from redis.asyncio import Redis
@@ -14,6 +15,7 @@ def load_script(client: Redis, package: str, *names: str, prelude: str = "") -> 
     return client.register_script("\n".join((prelude, *(script_text(package, name) for name in names))))
 
 
+@cache
 def script_text(package: str, name: str) -> str:
     """Return the text of the file `<name>.lua` of `package`."""
     return (resources.files(package) / f"{name}.lua").read_text(encoding="utf-8")

@@ -1,7 +1,4 @@
-"""A gateway with files and batches only: the real routes, stores and Valkey, with scripted completions.
-
-`running_gateway` runs one together with the official client. Several can share one store and data directory.
-"""
+"""A gateway with scripted answers to the lines of batches, and what tests of files and batches say to it."""
 
 import asyncio
 import contextlib
@@ -10,40 +7,26 @@ import json
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Self
+from unittest import mock
 
-import httpx
-import openai
 import structlog
-from fastapi import FastAPI
 from openai.types import Batch as ApiBatch
 from redis.asyncio import Redis
 
-from gateway.fairness import UnderWay
-from gateway.files.storage import Storage
-from gateway.files.store import FileStore
-from gateway.http.download import MAX_DOWNLOADS, MAX_DOWNLOADS_OF_KEY
 from gateway.identity import ApiKey, Keyring
-from gateway.jobs.batches.model import Batch
-from gateway.jobs.batches.service import BatchService
-from gateway.jobs.idempotency.store import IdempotencyStore
+from gateway.jobs.batches import service
 from gateway.jobs.uploads.service import UploadService
-from gateway.jobs.webhooks.sender import WebhookSender
 from gateway.jobs.webhooks.service import WebhookService
-from gateway.jobs.webhooks.store import EventStore
-from gateway.keys.webhook_target import TargetPolicy
-from gateway.protocol import errors
-from gateway.protocol.json_body import BodyReader
 from gateway.requests.prepare.placement import Placement
-from gateway.routes.jobs import batches as batch_routes
-from gateway.routes.jobs import files as file_routes
-from gateway.routes.jobs import uploads as upload_routes
+from gateway.requests.tokens.tokenizer import Tokenizer
 from scheduler.config import load_tiers
 from scheduler.registry.worker_status import WorkerStatus
 from scheduler.request import JobDeadline
+from tests.gateway.stand import Stand, make_stand
+from tests.gateway.tiny_model import pretrained
 from tests.waiting import until
 
 MODEL = "tide-1"
@@ -128,17 +111,22 @@ class ScriptedCompletions:
 
 
 @dataclass(slots=True)
-class OfflineGateway:
-    client: openai.AsyncOpenAI
-    http: httpx.AsyncClient
-    files: FileStore
-    batches: BatchService
-    uploads: UploadService
-    webhooks: WebhookService  # a test that wants deliveries runs `webhooks.follow()`
-    webhook_results: list[str]  # of each attempt
+class OfflineGateway(Stand):
+    """A stand, of which only the batches run, and the words of its tests."""
+
     completions: ScriptedCompletions
     clock: ShiftedClock
-    app: FastAPI
+
+    @property
+    def uploads(self) -> UploadService:
+        assert self.gateway.uploads is not None
+        return self.gateway.uploads
+
+    @property
+    def webhooks(self) -> WebhookService:
+        """A test that wants deliveries runs its `follow()`."""
+        assert self.gateway.webhooks is not None
+        return self.gateway.webhooks
 
     def as_key(self, name: str) -> Self:
         """Return the same gateway, called with the key of that name (see `keyring`)."""
@@ -215,6 +203,13 @@ def secret_of(name: str) -> str:
     return f"sk-{name.encode().hex()}"
 
 
+class WordTokenizer(Tokenizer):
+    """Counts words instead of tokens."""
+
+    async def count(self, texts: Sequence[str]) -> int:
+        return sum(len(text.split()) for text in texts)
+
+
 def make_gateway(
     redis: Redis,
     data_dir: Path,
@@ -222,85 +217,45 @@ def make_gateway(
     keys: Keyring | None = None,
     completions: ScriptedCompletions | None = None,
     clock: ShiftedClock | None = None,
-    max_lines: int = 100_000,
-    max_unfinished: int = 200,
-    max_lines_in_flight: int = 256,
-    lock_ttl_s: float = 6.0,
-    max_body_bytes: int = 16 * 2**20,
-    reserve_bytes: int = 0,
-    files_quota_mb: int | None = None,
-    storage: Storage | None = None,
-    workers: Sequence[WorkerStatus] = (),
-    webhook_secret: str | None = None,
+    **settings: Any,
 ) -> OfflineGateway:
-    clock, keys = clock or ShiftedClock(), keys or Keyring()
-    completions = completions or ScriptedCompletions()
-    files = FileStore(redis, data_dir, clock, reserve_bytes, storage)
-    policy, results = TargetPolicy(allow_loopback=True), list[str]()
-    webhooks = WebhookService(
-        EventStore(redis), WebhookSender(policy), policy, keys, webhook_secret, clock, results.append
-    )
-
-    async def announce(batch: Batch) -> None:
-        await webhooks.announce(f"batch.{batch.status}", batch.id, batch.metadata, batch.owner)
-
-    batches = BatchService(
+    """Return a gateway with the shipped tiers. `completions` answers the lines of its batches."""
+    clock, completions = clock or ShiftedClock(), completions or ScriptedCompletions()
+    stand = make_stand(
         redis,
-        files,
-        completions,
-        TIERS,
-        (MODEL, "other"),
-        clock,
-        keyring=keys,
-        count_tokens=_count_words,
-        max_lines=max_lines,
-        max_unfinished=max_unfinished,
-        max_lines_in_flight=max_lines_in_flight,
-        lock_ttl_s=lock_ttl_s,
-        max_body_bytes=max_body_bytes,
-        workers=lambda: workers,
-        on_end=announce,
-    )
-    uploads = UploadService(redis, files, clock)
-    app = FastAPI()
-    errors.install(app)
-    app.include_router(file_routes.router)
-    app.include_router(upload_routes.router)
-    app.include_router(batch_routes.router)
-    app.state.body_reader = BodyReader(16 * max_body_bytes)
-    app.state.downloads = UnderWay(MAX_DOWNLOADS, MAX_DOWNLOADS_OF_KEY)
-    app.state.gateway = SimpleNamespace(
-        files=files,
-        batches=batches,
-        uploads=uploads,
-        webhooks=webhooks,
+        data_dir,
         tiers=TIERS,
         keyring=keys,
-        files_quota_mb=files_quota_mb,
-        idempotency=IdempotencyStore(redis, clock),
+        clock=clock,
+        lines=completions,
+        tokenizer=WordTokenizer(pretrained(), max_model_len=4096),
+        served_model_name=[MODEL, "other"],
+        webhook_allow_private=keys is not None,
+        **settings,
     )
-    # Any: newer openai clients are typed against httpx2. No TLS here: building a TLS context takes 50 ms.
-    http: Any = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost", verify=False)
-    client = openai.AsyncOpenAI(
-        base_url="http://localhost/v1",
-        api_key="-",
-        http_client=http,
-        max_retries=0,
-        _strict_response_validation=True,
-    )
-    return OfflineGateway(client, http, files, batches, uploads, webhooks, results, completions, clock, app)
-
-
-async def _count_words(texts: Sequence[str]) -> int:
-    return sum(len(text.split()) for text in texts)
+    return OfflineGateway(*(getattr(stand, f.name) for f in fields(Stand)), completions, clock)
 
 
 @contextlib.asynccontextmanager
-async def running_gateway(redis: Redis, data_dir: Path, **settings: Any) -> AsyncIterator[OfflineGateway]:
-    gateway = make_gateway(redis, data_dir, **settings)
-    await gateway.batches.start()
+async def running_gateway(
+    redis: Redis,
+    data_dir: Path,
+    *,
+    workers: Sequence[WorkerStatus] = (),
+    lock_ttl_s: float = service.LOCK_TTL_S,
+    max_lines_in_flight: int = service.MAX_LINES_IN_FLIGHT,
+    **settings: Any,
+) -> AsyncIterator[OfflineGateway]:
+    """Run the batches of a gateway beside these workers, and nothing else of it."""
+    with mock.patch.multiple(service, LOCK_TTL_S=lock_ttl_s, MAX_LINES_IN_FLIGHT=max_lines_in_flight):
+        stand = make_gateway(redis, data_dir, **settings)
+    for status in workers:
+        await stand.worker.registry.announce(status, "")
+    await stand.gateway.client.start()
+    await stand.batches.start()
     try:
-        yield gateway
+        yield stand
     finally:
-        await gateway.batches.close()
-        await gateway.http.aclose()
+        await stand.batches.close()
+        await stand.gateway.client.close()
+        await stand.client.close()

@@ -14,7 +14,8 @@ from gateway.identity import ApiKey, Keyring, demotion_of, patient_service_tier
 from scheduler.registry.worker_status import TierCapacity
 from scheduler.request import Request, TokenEvent
 from tests.gateway.protocol.test_errors import CHAT, error_of
-from tests.gateway.stand import Stand, answer_with, make_tiers, running_stand
+from tests.gateway.scripted_worker import answer_with
+from tests.gateway.stand import Stand, make_tiers, running_stand
 from tests.waiting import until
 
 SLOW = TierCapacity(step_s=0.01, slots_free=64, prefill_tokens_per_s=10.0, output_tokens_per_s=10.0)

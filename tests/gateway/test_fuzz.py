@@ -15,18 +15,25 @@ from hypothesis import given, settings
 from redis.asyncio import Redis
 
 from gateway import store_keys
-from gateway.jobs.responses.store import ResponseStore
 from scheduler.store import keys
 from tests.gateway.fuzzing import HEADERS, PARTS, bodies
-from tests.gateway.offline import ShiftedClock
-from tests.gateway.stand import MODEL, Stand, running_stand
+from tests.gateway.stand import Stand, running_stand
+from tests.gateway.tiny_model import MODEL
 from tests.waiting import until
 
 EXAMPLES = os.environ.get("TIDEGATE_FUZZ_EXAMPLES", "")
-BOUNDED = settings(max_examples=int(EXAMPLES or 50), derandomize=not EXAMPLES)
+BOUNDED = settings(max_examples=int(EXAMPLES or 15), derandomize=not EXAMPLES)
 BROKEN = (500, 502, 504)  # 503 is an honest answer: the tier's queue is full
 
-LASTING_KEYS = {keys.SEQUENCE, keys.DURABLE, store_keys.RESPONSES_SIZES, store_keys.RESPONSES_BYTES}
+LASTING_KEYS = {
+    store_keys.STORAGE,
+    keys.SEQUENCE,
+    keys.DURABLE,
+    keys.TIERS,
+    keys.FOLLOWERS,
+    store_keys.RESPONSES_SIZES,
+    store_keys.RESPONSES_BYTES,
+}
 
 
 def check_answer(response: httpx.Response) -> None:
@@ -54,8 +61,7 @@ async def check_nothing_is_left(stand: Stand, redis: Redis) -> None:
 
 @pytest.mark.parametrize("path", PARTS)
 async def test_a_body_with_faults_is_answered_or_refused(redis_client: Redis, path: str) -> None:
-    store = ResponseStore(redis_client, ShiftedClock(), ttl_s=3600.0, max_bytes=2**20)
-    async with running_stand(metered=redis_client, redis=redis_client, responses=store) as stand:
+    async with running_stand(redis=redis_client) as stand:
         loop, threads = asyncio.get_running_loop(), threading.active_count()
 
         async def send(body: bytes, headers: dict[str, Any]) -> None:

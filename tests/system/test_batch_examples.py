@@ -18,6 +18,8 @@ from tests.gateway.offline import jsonl, line
 from tests.system.server import Server, free_port
 from tests.waiting import until
 
+pytestmark = pytest.mark.full
+
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
 PAGE = Path(__file__).parents[2] / "docs" / "batch.md"
 SECRET = "whsec_QUJDREVGR0hJSktMTU5PUFFSU1RVVldYWVo="

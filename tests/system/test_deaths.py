@@ -16,7 +16,7 @@ from openai import APIError, AsyncOpenAI
 from tests.system.nonces import ask, ask_streamed, body, make_nonce
 from tests.system.server import Server, make_client, running, wait_for
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(180)]
 
 NUM_LINES = 900
 

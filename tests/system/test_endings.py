@@ -13,7 +13,7 @@ from openai import APIError
 from tests.system.server import Server, make_client, running, wait_for
 from tests.system.streams import ended_by_the_server, long_streams, stream_to_its_end
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(180)]
 
 SLA_STREAM = "/admin/sla/stream"
 

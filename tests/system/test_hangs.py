@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 from pathlib import Path
 
 import psutil
@@ -11,22 +10,12 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.system.nonces import MODEL, ask
-from tests.system.server import Server, make_client, run_to_end, running, wait_for
+from tests.system.server import Server, make_client, running, wait_for
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(180)]
 
 PROMPTS = [f"Tidegate {n}" for n in range(4)]
 WATCHDOG = "from tidegate import cli, supervisor; supervisor.WATCHDOG_S = {}; cli.main()"  # 15 s in what users run
-
-
-def test_a_port_in_use_ends_serve_within_five_seconds_with_one_sentence(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = str(other.getsockname()[1])
-        ended = run_to_end("serve", "--port", port, "--data-dir", str(tmp_path))
-    assert ended.returncode == 78
-    [line] = [line for line in ended.stderr.splitlines() if '"error"' in line]
-    assert f":{port}" in line and "--port" in line
-    assert "started" not in ended.stderr, "no part was started"
 
 
 async def write(client: AsyncOpenAI, prompt: str, begun: asyncio.Semaphore) -> str:

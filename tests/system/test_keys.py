@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 from tests.system.nonces import MODEL
 from tests.system.server import Server, run_to_end, running, wait_for
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(120)]
 
 OPERATOR = {"authorization": "Bearer sk-operator"}
 HI: Any = [{"role": "user", "content": "hi"}]

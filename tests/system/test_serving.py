@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from openai import APIError, AsyncOpenAI, BadRequestError, NotFoundError
+from openai import APIError, AsyncOpenAI
 from redis.asyncio import Redis
 
 from tests.system.nonces import MODEL, ask, ask_streamed, make_nonce
@@ -72,6 +72,7 @@ async def test_a_common_prompt_prefix_is_computed_once_for_each_cache_salt(clien
     assert await cached_tokens("theirs") == 0
 
 
+@pytest.mark.full
 async def test_two_hundred_requests_at_once_see_no_error(client: AsyncOpenAI) -> None:
     """They miss the SLO and wait their turn."""
 
@@ -84,16 +85,7 @@ async def test_two_hundred_requests_at_once_see_no_error(client: AsyncOpenAI) ->
     assert await asyncio.gather(*(tokens(n) for n in range(200))) == [16] * 200
 
 
-async def test_two_hundred_chats_at_once_with_the_clients_defaults_are_all_answered(client: AsyncOpenAI) -> None:
-    nonces = [make_nonce(random.Random(i)) for i in range(200)]
-    asking = (
-        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": f"Repeat: {nonce}"}])
-        for nonce in nonces
-    )
-    answers = await asyncio.gather(*asking)
-    assert all(answer.choices[0].finish_reason in ("stop", "length") for answer in answers)
-
-
+@pytest.mark.full
 async def test_seeded_sampling_repeats_itself(client: AsyncOpenAI) -> None:
     async def sample(seed: int) -> str:
         answer = await client.completions.create(
@@ -150,45 +142,12 @@ async def test_metrics_of_worker_and_gateway_are_in_one_page(server: Server, cli
     assert server.metric("tidegate_controller_batch_size", tier="bulk") > 0
 
 
-@pytest.mark.parametrize(
-    ("payload", "status", "code"),
-    [
-        (b"{", 400, "invalid_json"),
-        (b'{"model": "tidegate-demo"}', 400, "missing_required_parameter"),
-        (b'{"model": "nope", "messages": [{"role": "user", "content": "x"}]}', 404, "model_not_found"),
-        (b'{"model": "tidegate-demo", "messages": [{"role": "user", "content": "x"}], "n": 0}', 400, None),
-        (b'{"model": "tidegate-demo", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1e99}', 400, None),
-        (b'{"model": "tidegate-demo", "messages": "hello"}', 400, None),
-    ],
-)
-async def test_invalid_input_gets_an_error_in_openais_format(
-    server: Server, payload: bytes, status: int, code: str | None
-) -> None:
-    async with httpx.AsyncClient(timeout=30) as http:
-        headers = {"content-type": "application/json"}
-        answer = await http.post(f"{server.base_url}/chat/completions", content=payload, headers=headers)
-    error = answer.json()["error"]
-    assert answer.status_code == status
-    assert set(error) == {"message", "type", "param", "code"}
-    assert code is None or error["code"] == code
-
-
-async def test_too_long_a_prompt_is_refused_with_its_reason(client: AsyncOpenAI) -> None:
-    with pytest.raises(BadRequestError) as caught:
-        await ask(client, "x y " * 4000)
-    assert caught.value.code == "context_length_exceeded"
-
-
-async def test_an_unknown_model_is_not_found(client: AsyncOpenAI) -> None:
-    with pytest.raises(NotFoundError):
-        await client.models.retrieve("nope")
-
-
 def snippets(page: Path) -> list[str]:
     """Return the blocks of Python on a page."""
     return re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("page", "number", "lines"),
     [
@@ -220,6 +179,7 @@ def test_no_python_for_newcomers_is_left_out(page: Path, count: int) -> None:
     assert len(snippets(page)) == count
 
 
+@pytest.mark.full
 def test_two_servers_cannot_share_a_data_directory(server: Server) -> None:
     with running(server.data_dir) as second:
         assert second.process.wait(60) == 78
@@ -227,6 +187,7 @@ def test_two_servers_cannot_share_a_data_directory(server: Server) -> None:
     server.wait_until_ready()
 
 
+@pytest.mark.full
 def test_a_gateway_with_files_of_its_own_is_refused(server: Server, tmp_path: Path) -> None:
     """Its sweep would take the other gateways' files for leftovers, and theirs its own."""
     ended = run_to_end("gateway", "--redis-url", server.socket_url, "--port", "0", "--data-dir", str(tmp_path))
@@ -234,6 +195,7 @@ def test_a_gateway_with_files_of_its_own_is_refused(server: Server, tmp_path: Pa
     assert "tidegate adopt" in ended.stderr and str(tmp_path) in ended.stderr
 
 
+@pytest.mark.full
 @pytest.mark.timeout(180)
 async def test_parts_run_alone_on_an_existing_store(server: Server, tmp_path: Path) -> None:
     """`tidegate gateway` and `tidegate worker` on the Valkey of a running server, which they do not disturb."""

@@ -10,7 +10,7 @@ import pytest
 from tests.system.server import running, wait_for
 from tidegate.valkey import running_valkey
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(180)]
 
 
 def test_two_servers_share_a_store_and_survive_its_outage(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from scheduler.store.errors import CAUSES
 from tests.refusals import limitable_valkey, refusing
 from tests.system.server import make_client, running
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(180)]
 
 LINES = 300
 CHAT = {"model": "tidegate-demo", "messages": [{"role": "user", "content": "Count."}]}

@@ -7,6 +7,8 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError
 from pydantic import BaseModel, Field
 
+pytestmark = pytest.mark.full
+
 MODEL = "tidegate-demo"
 HI: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
 WEATHER = {
@@ -44,15 +46,6 @@ async def test_a_forced_call_as_a_stream(client: AsyncOpenAI) -> None:
     assert kinds.count("tool_calls.function.arguments.done") == 1
     calls = final.choices[0].message.tool_calls
     assert calls is not None and set(json.loads(calls[0].function.arguments)) == {"city", "unit"}
-
-
-async def test_tools_that_may_not_be_called_change_nothing(client: AsyncOpenAI) -> None:
-    question: Any = [{"role": "user", "content": "Repeat: haqazu"}]
-    plain = await client.chat.completions.create(model=MODEL, messages=question, temperature=0)
-    answer = await client.chat.completions.create(
-        model=MODEL, messages=question, tools=TOOLS, tool_choice="none", temperature=0
-    )
-    assert answer.choices[0].message == plain.choices[0].message
 
 
 async def test_a_parsed_answer(client: AsyncOpenAI) -> None:

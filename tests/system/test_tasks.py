@@ -13,7 +13,7 @@ import pytest
 
 from tests.system.server import Server, running, wait_for
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(120)]
 
 BATCH = 8
 

@@ -17,7 +17,7 @@ from tests.system.nonces import MODEL, ask
 from tests.system.server import Server, running, wait_for
 from tests.waiting import until
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(120)]
 
 ONE = {"min": 1, "start": 1, "max": 1}
 
@@ -125,16 +125,3 @@ def test_a_mistake_is_refused_and_the_old_tiers_stay(server: Server, file: Path)
 
     wait_for(both_have_logged_it)
     assert in_force(server) == before
-
-
-def test_the_state_of_the_controller_is_shown(server: Server) -> None:
-    size = {"min": 2, "start": 3, "max": 5}
-    assert post(server, tiers(ttft_p99_ms=650, batch_size=size)).status_code == 200
-    knob = {"value": 3, "chosen": 3, "min": 2, "max": 5, "pinned": False, "dry_run": False}
-
-    def shown() -> bool:
-        [worker] = httpx.get(f"{server.root}/admin/sla", timeout=10).json()["workers"]
-        known = worker["tiers"]
-        return set(known) == {"chat", "bulk"} and known["bulk"]["knobs"]["batch_size"] == knob
-
-    wait_for(shown)

@@ -8,10 +8,10 @@ import pytest
 import trustme
 
 from tests.gateway.http.test_tls import trusting, write_certificate
-from tests.system.server import run_to_end, running, wait_for
+from tests.system.server import running, wait_for
 from tidegate.valkey import running_valkey
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(120)]
 
 
 def answers(url: str, authority: trustme.CA) -> bool:
@@ -38,10 +38,3 @@ def test_a_gateway_serves_https_only_and_reads_a_renewed_certificate_on_sighup(t
             write_certificate(tmp_path, second)
             gateway.process.send_signal(signal.SIGHUP)
             wait_for(lambda: answers(health, second), what="the renewed certificate")
-
-
-def test_serve_with_a_bad_certificate_ends_before_it_starts_anything(tmp_path: Path) -> None:
-    missing = tmp_path / "cert.pem"
-    ended = run_to_end("serve", "--port", "0", "--data-dir", str(tmp_path), "--ssl-certfile", str(missing))
-    assert ended.returncode == 78
-    assert f"{missing} does not exist" in ended.stderr and '"started"' not in ended.stderr

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -10,7 +9,9 @@ import pytest_asyncio
 from openai import AsyncOpenAI, BadRequestError
 
 from tests.engine.upstream.scripted import Script, ScriptedServer, scripted_server, tokens_after
-from tests.system.server import START_TIMEOUT_S, Server, free_port, make_client, run_to_end, running, wait_for
+from tests.system.server import START_TIMEOUT_S, Server, free_port, make_client, running, wait_for
+
+pytestmark = pytest.mark.full
 
 KILL_LIMIT_S = 5.0  # after the worker's SIGKILL, the upstream must run nothing of it
 
@@ -82,38 +83,6 @@ async def test_what_the_upstream_cannot_do_is_refused_by_name(client: AsyncOpenA
     assert upstream.bodies == []
 
 
-@pytest.mark.parametrize("how", ["cut", "half", "end", "error"])
-async def test_a_stream_that_breaks_off_is_continued(client: AsyncOpenAI, upstream: ScriptedServer, how: str) -> None:
-    upstream.scripts.append(Script(after=5, then=how))
-    assert await ask(client, [40, 41]) == tokens_after([40, 41], 20)
-    assert [len(body["prompt"]) for body in upstream.bodies] == [2, 7]
-
-
-async def test_an_upstream_without_a_place_is_asked_again(client: AsyncOpenAI, upstream: ScriptedServer) -> None:
-    upstream.scripts.extend([Script(status=503), Script(status=429, headers={"Retry-After": "1"})])
-    assert await ask(client, [50, 51]) == tokens_after([50, 51], 20)
-
-
-@pytest.mark.parametrize("tier", ["default", "flex"])
-async def test_what_the_upstream_refuses_is_the_clients_fault(
-    client: AsyncOpenAI, upstream: ScriptedServer, tier: str
-) -> None:
-    upstream.scripts.append(Script(status=400, body="too many\nstop words " + 500 * "x"))
-    with pytest.raises(BadRequestError, match="answered 400: too many stop words x+") as caught:
-        await ask(client, [55, 56], tier=tier)
-    assert (caught.value.code, caught.value.type) == ("upstream_refused", "invalid_request_error")
-    assert len(caught.value.message) < 500
-    assert len(upstream.bodies) == 1
-
-
-async def test_a_client_that_leaves_is_hung_up(client: AsyncOpenAI, upstream: ScriptedServer) -> None:
-    upstream.scripts.append(Script(after=3, then="hang"))
-    stream = await client.completions.create(model="tidegate-demo", prompt=[60, 61], max_tokens=20, stream=True)
-    await anext(aiter(stream))
-    await stream.close()
-    await upstream.wait_until("num_hung_up", 1)
-
-
 async def test_an_upstream_that_dies_and_comes_back_loses_nothing(
     server: Server, client: AsyncOpenAI, upstream_port: int
 ) -> None:
@@ -168,11 +137,3 @@ async def test_a_killed_worker_leaves_nothing_running_at_the_upstream(
         await upstream.wait_until("num_open", 0)
     upstream.gate.set()
     assert await asyncio.gather(*asked) == [tokens_after([80 + i, 81], 20) for i in range(4)]
-
-
-def test_an_upstream_needs_its_engine(tmp_path: Path) -> None:
-
-    done = run_to_end("serve", "--engine", "openai")
-    assert done.returncode == 2 and "--upstream http://HOST:PORT" in done.stderr
-    done = run_to_end("serve", "--upstream", "http://127.0.0.1:1")
-    assert done.returncode == 2 and "--engine openai" in done.stderr

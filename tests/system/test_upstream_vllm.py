@@ -21,6 +21,7 @@ from tests.system.server import Server, free_port, make_client, running, wait_fo
 
 START_S = 180.0
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM has an environment of its own: make test-vllm"),
     pytest.mark.timeout(400),
 ]

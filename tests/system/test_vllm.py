@@ -15,7 +15,7 @@ from tests.system.nonces import ask, ask_streamed, make_nonce
 from tests.system.server import Server, make_client, running, wait_for
 from tests.system.test_deaths import batch_answers, expected, submit_batch
 
-pytestmark = [NEEDS_VLLM, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.full, NEEDS_VLLM, pytest.mark.timeout(300)]
 
 START_TIMEOUT_S = 240.0  # vLLM's imports take most of it on a busy machine
 FLAGS = f"--enforce-eager --gpu-memory-utilization 0.2 --tensor-parallel-size {VLLM_PROCESSES}"

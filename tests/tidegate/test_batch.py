@@ -4,13 +4,11 @@ import asyncio
 import csv
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 from redis.asyncio import Redis
 from starlette.datastructures import Headers
 from starlette.responses import FileResponse
@@ -19,24 +17,10 @@ from gateway.jobs.batches.input.checks import MAX_LINES, LineError
 from gateway.routes.jobs.files import MAX_BATCH_BYTES
 from tests.gateway.jobs.batches.test_forecasts import WORKER
 from tests.gateway.offline import MODEL, OfflineGateway, jsonl, line, lines, running_gateway
-from tests.waiting import until
+from tests.gateway.stand import served
 from tidegate.batch import server, work
 from tidegate.batch.command import run_batch
 from tidegate.batch.plan import duration
-
-
-@asynccontextmanager
-async def _serving(gateway: OfflineGateway) -> AsyncIterator[str]:
-    config = uvicorn.Config(gateway.app, port=0, log_config=None, ws="none", timeout_graceful_shutdown=1)
-    running = uvicorn.Server(config)
-    task = asyncio.create_task(running.serve())
-    try:
-        await until(lambda: running.started or task.done())
-        port = running.servers[0].sockets[0].getsockname()[1]
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        running.should_exit = True
-        await task
 
 
 @dataclass
@@ -51,8 +35,8 @@ class CommandLine:
 
 @pytest.fixture
 async def batch(redis_client: Redis, tmp_path: Path) -> AsyncIterator[CommandLine]:
-    async with running_gateway(redis_client, tmp_path / "data") as gateway, _serving(gateway) as url:
-        yield CommandLine(gateway, url)
+    async with running_gateway(redis_client, tmp_path / "data") as gateway, served(gateway) as url:
+        yield CommandLine(gateway, f"{url}/v1")
 
 
 def _written(path: Path, content: bytes | str) -> Path:
@@ -354,15 +338,15 @@ async def test_a_plan_says_what_the_server_expects(
     source = _written(tmp_path / "in.jsonl", jsonl([line(f"q{n}", body=body) for n in range(1000)]))
     async with (
         running_gateway(redis_client, tmp_path / "data", workers=[WORKER]) as gateway,
-        _serving(gateway) as url,
+        served(gateway) as url,
     ):
-        assert await CommandLine(gateway, url)("plan", source, "--window", "1h") == 0
+        assert await CommandLine(gateway, f"{url}/v1")("plan", source, "--window", "1h") == 0
         printed = capsys.readouterr().out
-        assert await CommandLine(gateway, url)("submit", source, "--window", "1h") == 1
+        assert await CommandLine(gateway, f"{url}/v1")("submit", source, "--window", "1h") == 1
         assert "The earliest feasible completion_window is '103m'" in capsys.readouterr().err
-        assert await CommandLine(gateway, url)("submit", source, "--window", "1h", "--best-effort") == 0
+        assert await CommandLine(gateway, f"{url}/v1")("submit", source, "--window", "1h", "--best-effort") == 0
         batch_id = capsys.readouterr().out.strip()
-        assert await CommandLine(gateway, url)("status", batch_id) == 0
+        assert await CommandLine(gateway, f"{url}/v1")("status", batch_id) == 0
     assert f"1000 requests for /v1/chat/completions ({MODEL}), in 1 batch(es)." in printed
     assert "Output tokens: about 1 M (from 1 M to 1 M)." in printed and "Time: about 5 h 33 min" in printed
     assert "Earliest window: 103m; 1h is not feasible" in printed

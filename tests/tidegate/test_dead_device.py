@@ -20,7 +20,7 @@ from scheduler.request import Request, TokenEvent
 from tests.waiting import until
 from tidegate.settings import WorkerSettings
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(120)]
 
 # The shipped worker with two changes: it serves only when told to, and its device fails after a number of steps with
 # requests.

@@ -12,8 +12,11 @@ from engine.static.http_endpoint import HttpEndpoint
 from engine.static.interface import CallFailed, ItemResult
 from scheduler.request import EventKind, Request, TokenEvent
 from scheduler.tasks.task import TaskState
+from tests.gateway.jobs.tasks.test_tasks import TASK_WORKER
 from tests.gateway.offline import jsonl
-from tests.gateway.stand import MODEL, Stand, answer_with, running_stand
+from tests.gateway.scripted_worker import answer_with
+from tests.gateway.stand import Stand, running_stand
+from tests.gateway.tiny_model import MODEL
 from tests.scheduler.drivers.calls.stand import Stand as TaskStand
 from tests.scheduler.tasks.builders import make_task
 from tests.tidegate.test_tracing import CLIENT, NOT_SAMPLED, SAMPLED, TRACE, Recorder, id_of
@@ -52,10 +55,7 @@ async def traced_batch(
     redis: Redis, data_dir: Path, lines: Sequence[dict[str, object]], traceparent: str = SAMPLED, script: Any = "Hi!"
 ) -> tuple[Recorder, str, list[Request]]:
     recorder = Recorder("gateway")
-    tracing = recorder.tracing
-    async with running_stand(
-        script, redis=redis, data_dir=data_dir, tracing=tracing.middleware, batch_tracer=tracing.batches()
-    ) as stand:
+    async with running_stand(script, redis=redis, data_dir=data_dir, tracing=recorder.tracing) as stand:
         batch_id = await run_batch(stand, lines, traceparent)
         sampled = traceparent == SAMPLED  # the span is recorded after clients see the end
         await until(lambda: not sampled or bool(recorder.spans(f"batch {MODEL}")))
@@ -133,7 +133,7 @@ async def test_without_traces_a_batch_has_none(redis_client: Redis, tmp_path: Pa
 
 async def test_a_task_keeps_the_trace_of_its_creation_through_the_store(redis_client: Redis) -> None:
     recorder = Recorder("gateway")
-    async with running_stand(tasks=redis_client, tracing=recorder.tracing.middleware) as stand:
+    async with running_stand(redis=redis_client, workers=[TASK_WORKER], tracing=recorder.tracing) as stand:
         created = await stand.post("/v1/tasks", {"inputs": [1, 2]}, headers={"traceparent": SAMPLED})
         assert created.status_code == 202 and stand.gateway.tasks is not None
         ids = [task["id"] for task in created.json()["data"]]

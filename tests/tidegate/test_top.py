@@ -18,7 +18,7 @@ from rich.console import Console
 
 from gateway.identity import Keyring
 from tests.gateway.routes.test_admin import key
-from tests.gateway.stand import Stand, running_stand
+from tests.gateway.stand import Stand, serving_stand
 from tests.test_architecture import ROOT
 from tidegate.top.command import run_top
 from tidegate.top.view import screen
@@ -88,7 +88,7 @@ def test_what_is_not_known_is_a_dash_and_what_is_missing_is_said() -> None:
 async def test_once_prints_a_real_server_and_needs_an_administrators_key(capsys: pytest.CaptureFixture[str]) -> None:
     keyring = Keyring([key("root", admin=True), key("user")])
     with structlog.testing.capture_logs():  # else the gateway's log would be in the output
-        async with running_stand(keyring=keyring) as stand:
+        async with serving_stand(keyring=keyring) as stand:
             await look_with_keys(stand, capsys)
 
 
@@ -121,7 +121,7 @@ def test_a_server_that_is_away_is_named(capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.parametrize("ending", [b"q", b"\x03"])
 async def test_in_a_terminal_it_goes_on_until_q_or_ctrl_c(ending: bytes) -> None:
-    async with running_stand() as stand:
+    async with serving_stand() as stand:
         seen, code = await asyncio.to_thread(in_terminal, ["--base-url", stand.url, "--interval-s", "0.2"], ending)
     assert seen.count("realtime") >= 2, "it is drawn again"
     assert code == 0

@@ -17,7 +17,8 @@ import structlog
 
 from gateway.http.trace import CURRENT_TRACE
 from scheduler.worker.request_intake import RequestTracer
-from tests.gateway.stand import MODEL, Stand, running_stand
+from tests.gateway.stand import Stand, running_stand
+from tests.gateway.tiny_model import MODEL
 from tests.scheduler.world import World, run_world
 from tidegate.tracing.start import TracingError, traced
 
@@ -69,7 +70,7 @@ async def test_the_gateways_span_goes_on_with_the_clients_trace_and_says_what_wa
     stream: bool,
 ) -> None:
     recorder = Recorder("gateway")
-    async with running_stand("Hello there!", tracing=recorder.tracing.middleware) as stand:
+    async with running_stand("Hello there!", tracing=recorder.tracing) as stand:
         answer = await ask(stand, stream=stream, service_tier="flex")
         [served] = stand.worker.served
     span = recorder.span(f"chat {MODEL}")
@@ -90,7 +91,7 @@ async def test_the_gateways_span_goes_on_with_the_clients_trace_and_says_what_wa
 
 async def test_preparation_and_output_are_children_in_order() -> None:
     recorder = Recorder("gateway")
-    async with running_stand(tracing=recorder.tracing.middleware) as stand:
+    async with running_stand(tracing=recorder.tracing) as stand:
         await ask(stand)
     root, prepare, output = (recorder.span(n) for n in (f"chat {MODEL}", "tidegate.prepare", "tidegate.output"))
     assert {prepare.parent.span_id, output.parent.span_id} == {root.context.span_id}
@@ -106,7 +107,7 @@ async def test_refusals_have_a_span_and_only_the_servers_own_are_errors(
     changes: dict[str, Any], with_worker: bool, status: int, is_error: bool
 ) -> None:
     recorder = Recorder("gateway")
-    async with running_stand(tracing=recorder.tracing.middleware, with_worker=with_worker) as stand:
+    async with running_stand(tracing=recorder.tracing, with_worker=with_worker) as stand:
         assert (await ask(stand, **changes)).status_code == status
     [root] = [span for span in recorder.spans() if span.kind.name == "SERVER"]
     assert root.attributes["http.response.status_code"] == status
@@ -116,7 +117,7 @@ async def test_refusals_have_a_span_and_only_the_servers_own_are_errors(
 
 async def test_what_the_client_does_not_sample_is_not_recorded_but_passed_on() -> None:
     recorder = Recorder("gateway")
-    async with running_stand(tracing=recorder.tracing.middleware) as stand:
+    async with running_stand(tracing=recorder.tracing) as stand:
         await ask(stand, NOT_SAMPLED)
         assert stand.worker.served[0].traceparent.startswith(f"00-{TRACE}-")
         assert stand.worker.served[0].traceparent.endswith("-00")
@@ -127,7 +128,7 @@ async def test_what_the_client_does_not_sample_is_not_recorded_but_passed_on() -
 
 async def test_other_endpoints_and_other_requests_have_no_trace() -> None:
     recorder = Recorder("gateway")
-    async with running_stand(tracing=recorder.tracing.middleware) as stand:
+    async with running_stand(tracing=recorder.tracing) as stand:
         await stand.http.get("/v1/models")
         await stand.post("/tokenize", {"prompt": "a"})
         assert CURRENT_TRACE.get() is None
@@ -258,7 +259,7 @@ async def test_spans_reach_a_collector_before_the_process_ends(monkeypatch: pyte
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
         with traced("gateway", "gateway 8000", False) as tracing:
             assert tracing is not None, "the environment alone is enough"
-            async with running_stand(tracing=tracing.middleware) as stand:
+            async with running_stand(tracing=tracing) as stand:
                 await ask(stand)
     names = {span.name for _, resource in received for scope in resource.scope_spans for span in scope.spans}
     assert names == {f"chat {MODEL}", "tidegate.prepare", "tidegate.output"}

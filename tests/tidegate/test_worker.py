@@ -325,6 +325,7 @@ def spin_count(settings: WorkerSettings, **environment: str) -> str:
     return str(count)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(torch_openmp() is None, reason="this torch does not use GNU OpenMP")
 def test_the_threads_of_a_workers_engine_spin_only_briefly(settings: WorkerSettings) -> None:
     assert spin_count(settings) == str(SPIN_COUNT)

@@ -42,6 +42,8 @@ from scheduler.registry.worker_status import WorkerStatus
 from scheduler.store.durability import LOST
 from scheduler.store.errors import NotDurable
 
+LOCK_TTL_S = 6.0  # seconds for which a batch stays locked by a gateway that has died
+MAX_LINES_IN_FLIGHT = 256  # lines of all batches of a gateway that run at the same time
 _CANCELLED = (BatchStatus.CANCELLING, BatchStatus.CANCELLED)
 
 
@@ -80,11 +82,9 @@ def _traced(on_end: OnEnd, tracer: BatchTracer) -> OnEnd:
 class BatchService:
     """The service that creates, runs, lists and cancels the batches of one gateway.
 
-    `max_lines` is the limit of one batch, and `max_unfinished` that of the unfinished batches of one key.
-    `max_lines_in_flight` limits how many lines of all batches together run at the same time. `lock_ttl_s` is the
-    lifetime of a batch's lock in seconds. `on_end` is called with each batch that is over, at least once. `keyring` has
-    the weights and limits of the keys that own batches, and `count_tokens` counts the tokens of prompts against these
-    limits (None: no limits).
+    `max_lines` is the limit of one batch, and `max_unfinished` that of the unfinished batches of one key. `on_end` is
+    called with each batch that is over, at least once. `keyring` has the weights and limits of the keys that own
+    batches, and `count_tokens` counts the tokens of prompts against these limits (None: no limits).
     """
 
     def __init__(
@@ -100,8 +100,6 @@ class BatchService:
         count_tokens: CountTokens | None = None,
         max_lines: int = MAX_LINES,
         max_unfinished: int = 200,
-        max_lines_in_flight: int = 256,
-        lock_ttl_s: float = 6.0,
         max_body_bytes: int = MAX_LINE_BYTES,
         workers: Callable[[], Sequence[WorkerStatus]] = list,
         dead_letters: DeadLetters | None = None,
@@ -121,15 +119,15 @@ class BatchService:
         self._scans: dict[str, InputScan] = {}  # of batches that are launched at this moment
         self._clock = clock
         self._keyring = keyring or Keyring()
-        self._window = LineWindow(max_lines_in_flight, self._share_of, MAX_BODIES * max_body_bytes)
+        self._window = LineWindow(MAX_LINES_IN_FLIGHT, self._share_of, MAX_BODIES * max_body_bytes)
         self._quota = TokenQuota(redis, self._keyring, count_tokens)
-        self._lock_ttl_s = lock_ttl_s
+        self._lock_ttl_s = LOCK_TTL_S
         self._max_lines = max_lines
         self._max_unfinished = max_unfinished
         self._max_body_bytes = max_body_bytes
         self._on_end = on_end if tracer is None else _traced(on_end, tracer)
         count_late = self._forecasts.count_late
-        self._maintenance = BatchMaintenance(self._store, files, self._make_run, clock, lock_ttl_s, count_late)
+        self._maintenance = BatchMaintenance(self._store, files, self._make_run, clock, LOCK_TTL_S, count_late)
 
     async def start(self) -> None:
         await self._maintenance.start()

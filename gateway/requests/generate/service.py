@@ -50,7 +50,6 @@ class CompletionService:
         *,
         defaults: SamplingDefaults = OPENAI_DEFAULTS,
         draw_seed: Callable[[], int] = draw_seed,
-        ping_s: float = PING_S,
         trusts_templates: bool = False,
         tool_parser: str = "auto",
         metering: Metering | None = None,
@@ -69,7 +68,6 @@ class CompletionService:
         self._tokenizer = tokenizer
         self._lock = FairLock()
         self._metrics = metrics
-        self._ping_s = ping_s
         self._metering = metering
         self._dead_letters = dead_letters
         model = Model(
@@ -126,7 +124,7 @@ class CompletionService:
         trace = CURRENT_TRACE.get()
         if trace is not None:
             trace.note_submitted()
-        shared = (self._tokenizer, self._clock, self._ping_s, self._lock)
+        shared = (self._tokenizer, self._clock, PING_S, self._lock)
         return Generation(prepared, tokens, *shared, account, trace, self._dead_letters)
 
     async def _enqueue(self, prepared: PreparedRequest) -> tuple[PreparedRequest, TokenStream]:

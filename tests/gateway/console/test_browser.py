@@ -16,7 +16,9 @@ from gateway.identity import ApiKey, Keyring
 from scheduler.request import EventKind, Request, TokenEvent
 from scheduler.store import connection
 from tests.gateway.console.chromium import CHROMIUM, Browser, Page, running_browser
-from tests.gateway.stand import MODEL, Stand, running_stand, token_by_token, token_ids
+from tests.gateway.scripted_worker import token_by_token
+from tests.gateway.stand import Stand, serving_stand
+from tests.gateway.tiny_model import MODEL, token_ids
 from tests.scheduler.builders import make_tiers
 from tests.scheduler.world import World, run_world
 from tests.waiting import until
@@ -93,10 +95,11 @@ def answer(request: Request) -> Sequence[TokenEvent]:
 async def open_stand(valkey_url: str, tmp_path: Path, keyring: Keyring | None = None) -> AsyncIterator[Stand]:
     """Run a gateway with everything that the console shows, and a worker that answers `ANSWER`."""
     redis = connection.connect(valkey_url)
-    administered = (redis, tmp_path / "tiers.yaml")
     async with (
         redis,
-        running_stand(answer, administered=administered, redis=redis, data_dir=tmp_path, keyring=keyring) as stand,
+        serving_stand(
+            answer, redis=redis, tiers_file=tmp_path / "tiers.yaml", data_dir=tmp_path, keyring=keyring
+        ) as stand,
     ):
         yield stand
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from gateway.console import page
 from gateway.identity import ApiKey, Keyring
-from tests.gateway.stand import MODEL, running_stand
+from tests.gateway.stand import running_stand
+from tests.gateway.tiny_model import MODEL
 from tidegate.settings import GatewaySettings
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}

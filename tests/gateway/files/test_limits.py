@@ -18,6 +18,7 @@ from gateway.http.multipart import MAX_FORM_BYTES
 from gateway.identity import Keyring
 from scheduler.store.errors import NotDurable
 from tests.gateway.offline import OfflineGateway, jsonl, keyring, lines, running_gateway, secret_of
+from tests.gateway.stand import Bytes
 
 RESERVE = 100 * 2**20
 MB = 2**20
@@ -26,7 +27,9 @@ MB = 2**20
 @pytest.fixture
 async def gateway(redis_client: Redis, tmp_path: Path) -> AsyncIterator[OfflineGateway]:
     keys = keyring(one=None, two=None)
-    async with running_gateway(redis_client, tmp_path, keys=keys, reserve_bytes=RESERVE, files_quota_mb=2) as gateway:
+    async with running_gateway(
+        redis_client, tmp_path, keys=keys, disk_reserve_mb=Bytes(RESERVE), files_quota_mb=2
+    ) as gateway:
         yield gateway
 
 

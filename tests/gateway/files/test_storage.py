@@ -25,7 +25,7 @@ def s3_address() -> Iterator[Address]:
         yield address
 
 
-@pytest.fixture(params=["local", "memory", "s3"])
+@pytest.fixture(params=["local", "memory", pytest.param("s3", marks=pytest.mark.full)])
 def storage(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Storage:
     if request.param == "local":
         return LocalStorage(tmp_path)

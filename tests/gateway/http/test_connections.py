@@ -18,7 +18,8 @@ from gateway.http.server.connections import (
     ConnectionTable,
     default_max_connections,
 )
-from tests.gateway.stand import MODEL, Stand, running_stand
+from tests.gateway.stand import Bytes, Stand, serving_stand
+from tests.gateway.tiny_model import MODEL
 from tests.waiting import until
 
 SOON = 0.2  # seconds; a timeout that a test waits for
@@ -92,7 +93,7 @@ def closed(stand: Stand, reason: str) -> float:
 
 @pytest.mark.parametrize("data", [b"", b"GET", HALF_OPEN, b"\r\n", b"GET / HTTP/1.0\r\n", HEALTH + HALF_OPEN])
 async def test_headers_must_come_in_time(data: bytes) -> None:
-    async with running_stand(limits=replace(LIMITS, receive_timeout_s=SOON)) as stand, connected(stand) as client:
+    async with serving_stand(limits=replace(LIMITS, receive_timeout_s=SOON)) as stand, connected(stand) as client:
         await client.send(data)
         if data.startswith(HEALTH):
             assert (await client.answer())[0] == 200
@@ -104,7 +105,7 @@ async def test_headers_must_come_in_time(data: bytes) -> None:
 
 
 async def test_headers_byte_by_byte_do_not_gain_time() -> None:
-    async with running_stand(limits=replace(LIMITS, receive_timeout_s=SOON)) as stand, connected(stand) as client:
+    async with serving_stand(limits=replace(LIMITS, receive_timeout_s=SOON)) as stand, connected(stand) as client:
         await client.send(HALF_OPEN + b"X-Slow: ")
 
         async def trickle() -> None:
@@ -123,26 +124,26 @@ async def test_headers_byte_by_byte_do_not_gain_time() -> None:
     ids=["one value", "many headers", "one name"],
 )
 async def test_large_headers_are_refused_while_they_come(header: bytes) -> None:
-    async with running_stand(limits=LIMITS) as stand, connected(stand) as client:
+    async with serving_stand(limits=LIMITS) as stand, connected(stand) as client:
         await client.send(HALF_OPEN + header)
         status, body = await client.answer()
         assert (status, body and body["error"]["code"]) == (431, "headers_too_large")
 
 
 async def test_a_large_request_line_is_refused() -> None:
-    async with running_stand(limits=LIMITS) as stand, connected(stand) as client:
+    async with serving_stand(limits=LIMITS) as stand, connected(stand) as client:
         assert await client.ask(b"GET /" + b"a" * 2**17) == 431
 
 
 async def test_large_trailers_are_refused() -> None:
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n"
-    async with running_stand(limits=LIMITS) as stand, connected(stand) as client:
+    async with serving_stand(limits=LIMITS) as stand, connected(stand) as client:
         assert await client.ask(head + b"2\r\n{}\r\n0\r\nX-A: " + b"a" * 2**17) == 431
 
 
 async def test_headers_just_below_the_limit_are_accepted_in_any_pieces() -> None:
     filler = b"X-A: " + b"a" * (2**16 - len(HEALTH) - len(b"X-A: \r\n")) + b"\r\n\r\n"
-    async with running_stand(limits=LIMITS) as stand, connected(stand) as client:
+    async with serving_stand(limits=LIMITS) as stand, connected(stand) as client:
         for _ in range(3):  # the bytes of one request do not count for the next
             assert await client.ask(HALF_OPEN + filler) == 200
         await client.send((HALF_OPEN + filler)[:40_000])
@@ -151,7 +152,7 @@ async def test_headers_just_below_the_limit_are_accepted_in_any_pieces() -> None
 
 
 async def test_bodies_must_come_at_a_rate() -> None:
-    async with running_stand(limits=replace(LIMITS, receive_timeout_s=SOON)) as stand, connected(stand) as client:
+    async with serving_stand(limits=replace(LIMITS, receive_timeout_s=SOON)) as stand, connected(stand) as client:
         assert await client.ask(post(b"{", length=1000)) == 408
         assert await client.is_closed()
         assert closed(stand, "slow_body") == 1
@@ -160,7 +161,7 @@ async def test_bodies_must_come_at_a_rate() -> None:
 
 async def test_a_fast_part_of_a_body_pays_for_no_silence() -> None:
     limits = replace(LIMITS, receive_timeout_s=SOON, body_bytes_per_s=1.0)
-    async with running_stand(limits=limits) as stand, connected(stand) as client:
+    async with serving_stand(limits=limits) as stand, connected(stand) as client:
         assert await client.ask(post(CHAT)[:-1]) == 408
 
 
@@ -198,10 +199,10 @@ async def test_a_body_that_keeps_the_rate_is_read_however_long_it_takes(monkeypa
 
 async def test_the_rest_of_a_refused_body_must_come_soon() -> None:
     limits = replace(LIMITS, receive_timeout_s=SOON)
-    async with running_stand(limits=limits, max_body_bytes=100) as stand, connected(stand) as client:
+    async with serving_stand(limits=limits, max_body_mb=Bytes(100)) as stand, connected(stand) as client:
         assert await client.ask(post(b"{", length=10**6)) == 413
         assert await client.is_closed()
-    async with running_stand(limits=LIMITS, max_body_bytes=100) as stand, connected(stand) as client:
+    async with serving_stand(limits=LIMITS, max_body_mb=Bytes(100)) as stand, connected(stand) as client:
         assert await client.ask(post(b"{", length=200)) == 413
         await client.send(b" " * 199)
         assert await client.ask(HEALTH) == 200  # the connection can be used again
@@ -210,7 +211,7 @@ async def test_the_rest_of_a_refused_body_must_come_soon() -> None:
 async def test_clients_that_send_nothing_keep_nobody_out() -> None:
     limits = replace(LIMITS, max_connections=20, max_per_address=20)
     with structlog.testing.capture_logs() as logs:
-        async with running_stand(limits=limits) as stand, many(stand, 60, HALF_OPEN):
+        async with serving_stand(limits=limits) as stand, many(stand, 60, HALF_OPEN):
             async with connected(stand) as client:
                 assert await client.ask(HEALTH) == 200
             assert closed(stand, "replaced") == 41
@@ -219,7 +220,7 @@ async def test_clients_that_send_nothing_keep_nobody_out() -> None:
 
 async def test_idle_connections_make_room_after_half_open_ones() -> None:
     limits = replace(LIMITS, max_connections=10, max_per_address=10)
-    async with running_stand(limits=limits) as stand, connected(stand) as idle:
+    async with serving_stand(limits=limits) as stand, connected(stand) as idle:
         assert await idle.ask(HEALTH) == 200
         async with many(stand, 30, HALF_OPEN):
             assert await idle.ask(HEALTH) == 200
@@ -230,7 +231,7 @@ async def test_idle_connections_make_room_after_half_open_ones() -> None:
 
 async def test_busy_connections_are_kept_and_new_ones_refused() -> None:
     limits = replace(LIMITS, max_connections=3, max_per_address=3)
-    async with running_stand(limits=limits) as stand:
+    async with serving_stand(limits=limits) as stand:
         stand.worker.gate.clear()
         async with many(stand, 3, post(CHAT)) as clients:
             await until(lambda: len(stand.worker.served) == 3)
@@ -243,7 +244,7 @@ async def test_busy_connections_are_kept_and_new_ones_refused() -> None:
 
 async def test_one_address_cannot_take_every_connection() -> None:
     limits = replace(LIMITS, max_connections=10, max_per_address=3)
-    async with running_stand(limits=limits) as stand:
+    async with serving_stand(limits=limits) as stand:
         stand.worker.gate.clear()
         async with many(stand, 3, post(CHAT), source="127.0.0.2"):
             await until(lambda: len(stand.worker.served) == 3)
@@ -255,7 +256,7 @@ async def test_one_address_cannot_take_every_connection() -> None:
 
 async def test_a_proxy_may_have_many_connections() -> None:
     limits = replace(LIMITS, max_connections=100, max_per_address=3, exempt=lambda address: address == "127.0.0.2")
-    async with running_stand(limits=limits) as stand, many(stand, 20, HEALTH, source="127.0.0.2") as clients:
+    async with serving_stand(limits=limits) as stand, many(stand, 20, HEALTH, source="127.0.0.2") as clients:
         assert [(await client.answer())[0] for client in clients] == [200] * 20
 
 
@@ -263,7 +264,7 @@ async def test_a_client_that_does_not_read_is_closed() -> None:
     ask = b"GET /openapi.json HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     with socket.socket() as narrow:
         narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        async with running_stand(limits=replace(LIMITS, send_timeout_s=SOON)) as stand:
+        async with serving_stand(limits=replace(LIMITS, send_timeout_s=SOON)) as stand:
             host, port = stand.url.removeprefix("http://").split(":")
             narrow.connect((host, int(port)))
             narrow.setblocking(False)
@@ -278,7 +279,7 @@ async def test_a_client_that_does_not_read_is_closed() -> None:
 
 @pytest.mark.parametrize("repeated", [HEALTH, post(CHAT)])
 async def test_many_requests_at_once_on_one_connection_are_refused(repeated: bytes) -> None:
-    async with running_stand(limits=LIMITS) as stand, connected(stand) as client:
+    async with serving_stand(limits=LIMITS) as stand, connected(stand) as client:
         await client.send(repeated * 10)
         assert [(await client.answer())[0] for _ in range(10)] == [200] * 10
         await client.send(repeated * 1000)
@@ -290,7 +291,7 @@ async def test_many_requests_at_once_on_one_connection_are_refused(repeated: byt
 
 async def test_a_request_to_upgrade_is_answered_as_if_it_were_none() -> None:
     upgrade = HALF_OPEN + b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
-    async with running_stand(limits=replace(LIMITS, max_connections=4, max_per_address=4)) as stand:
+    async with serving_stand(limits=replace(LIMITS, max_connections=4, max_per_address=4)) as stand:
         for _ in range(12):  # none of them keeps its place
             async with connected(stand) as client:
                 assert await client.ask(upgrade + b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n") == 200
@@ -299,7 +300,7 @@ async def test_a_request_to_upgrade_is_answered_as_if_it_were_none() -> None:
 async def test_streams_to_http_1_0_have_no_chunks() -> None:
     body = CHAT[:-1] + b', "stream": true}'
     head = b"POST /v1/chat/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body)
-    async with running_stand("one two") as stand, connected(stand) as client:
+    async with serving_stand("one two") as stand, connected(stand) as client:
         await client.send(head + body)
         text = await client.reader.read()
     head, _, frames = text.partition(b"\r\n\r\n")

@@ -8,7 +8,8 @@ import pytest
 
 from gateway.http.access.cors import AllowedOrigins
 from gateway.identity import ApiKey, Keyring
-from tests.gateway.stand import MODEL, Stand, running_stand
+from tests.gateway.stand import Stand, running_stand
+from tests.gateway.tiny_model import MODEL
 
 PAGE = "https://chat.example"
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}

@@ -7,7 +7,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.gateway.stand import MODEL, Stand, running_stand
+from tests.gateway.stand import Stand, serving_stand
+from tests.gateway.tiny_model import MODEL
 
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 
@@ -28,7 +29,7 @@ async def exchange(
 
 
 async def test_a_stream_is_not_chunked() -> None:
-    async with running_stand("Hello there!") as stand:
+    async with serving_stand("Hello there!") as stand:
         status, headers, body = await exchange(stand, "1.0", {**CHAT, "stream": True})
     assert status.startswith("HTTP/1.1 200")
     assert headers["connection"] == "close"
@@ -39,7 +40,7 @@ async def test_a_stream_is_not_chunked() -> None:
 
 @pytest.mark.parametrize("keep", [(), ("Connection: keep-alive",)])
 async def test_a_whole_answer_has_its_length(keep: tuple[str, ...]) -> None:
-    async with running_stand("Hello there!") as stand:
+    async with serving_stand("Hello there!") as stand:
         status, headers, body = await exchange(stand, "1.0", CHAT, *keep)
     assert status.startswith("HTTP/1.1 200")
     assert (int(headers["content-length"]), headers["connection"]) == (len(body), "close")
@@ -47,6 +48,6 @@ async def test_a_whole_answer_has_its_length(keep: tuple[str, ...]) -> None:
 
 
 async def test_newer_clients_get_chunks() -> None:
-    async with running_stand("Hello there!") as stand:
+    async with serving_stand("Hello there!") as stand:
         _, headers, body = await exchange(stand, "1.1", {**CHAT, "stream": True}, "Connection: close")
     assert headers["transfer-encoding"] == "chunked" and body.endswith(b"0\r\n\r\n")

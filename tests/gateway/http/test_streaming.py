@@ -12,15 +12,9 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from engine.interface import FinishReason
 from scheduler.request import EventKind, Request, TokenEvent
-from tests.gateway.stand import (
-    MODEL,
-    Stand,
-    answer_with,
-    make_tiers,
-    running_stand,
-    token_by_token,
-    token_ids,
-)
+from tests.gateway.scripted_worker import answer_with, token_by_token
+from tests.gateway.stand import Stand, make_tiers, running_stand, serving_stand
+from tests.gateway.tiny_model import MODEL, token_ids
 from tests.waiting import until
 
 HI: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
@@ -105,7 +99,9 @@ async def test_choices_interleave_by_index(service_tier: str) -> None:
         ids = sorted(request.id for request in stand.worker.served)
         for position, letter in enumerate("abcd"):
             for index, request_id in enumerate(ids):
-                await stand.worker.events.publish("gateway-1", [letter_event(request_id, position, letter)])
+                await stand.worker.events.publish(
+                    stand.gateway.client.gateway_id, [letter_event(request_id, position, letter)]
+                )
                 while (index, letter) not in got:  # the next token is sent only when this one has arrived
                     (choice,) = (await anext(await creating)).choices
                     got += [(choice.index, choice.delta.content)] if choice.delta.content else []
@@ -198,8 +194,9 @@ async def test_tokens_that_arrive_during_a_write_become_one_chunk() -> None:
     assert [c["choices"][0]["delta"].get("content") for c in chunks] == ["", "abc", None]
 
 
-async def test_pings_keep_a_silent_stream_alive() -> None:
-    async with running_stand(ping_s=0.02) as stand:
+async def test_pings_keep_a_silent_stream_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.requests.generate.service.PING_S", 0.001)
+    async with running_stand() as stand:
         stand.worker.gate.clear()
         async with stand.http.stream("POST", "/v1/chat/completions", json=CHAT) as response:
             lines = response.aiter_lines()
@@ -209,8 +206,9 @@ async def test_pings_keep_a_silent_stream_alive() -> None:
     assert rest[-2:] == ["data: [DONE]", ""]
 
 
-async def test_the_official_client_reads_through_pings() -> None:
-    async with running_stand(ping_s=0.02) as stand:
+async def test_the_official_client_reads_through_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.requests.generate.service.PING_S", 0.001)
+    async with running_stand() as stand:
         stand.worker.gate.clear()
         stream = await stand.client.chat.completions.create(model=MODEL, messages=HI, stream=True)
         stand.worker.gate.set()
@@ -225,7 +223,7 @@ async def test_a_client_that_hangs_up_is_cancelled_at_once(path: str, stream: bo
         return [TokenEvent(request.id, EventKind.TOKENS, 0, token_ids("ab"))]
 
     body = {"model": MODEL, "messages": HI, "prompt": "a", "stream": stream, "n": 2}
-    async with running_stand(script) as stand:
+    async with serving_stand(script) as stand:
         async with httpx.AsyncClient(base_url=stand.url, verify=False, timeout=30) as http:
             request = asyncio.create_task(http.send(http.build_request("POST", path, json=body), stream=True))
             await until(lambda: len(stand.worker.served) == 2)
@@ -291,7 +289,7 @@ async def test_a_failure_in_the_stream_is_a_frame() -> None:
         assert (await anext(stream)).choices[0].delta.role == "assistant"
         assert (await anext(stream)).choices[0].delta.content == "ab"
         failed = TokenEvent(stand.worker.served[0].id, EventKind.FAILED, 2, error="secret")
-        await stand.worker.events.publish("gateway-1", [failed])
+        await stand.worker.events.publish(stand.gateway.client.gateway_id, [failed])
         with pytest.raises(openai.APIError) as error:
             await anext(stream)
     assert error.value.type == "server_error"

@@ -15,7 +15,8 @@ import trustme
 
 from gateway.http.server.connections import ConnectionLimits
 from gateway.http.server.tls import Certificate, CertificateError
-from tests.gateway.stand import MODEL, Stand, running_stand
+from tests.gateway.stand import Stand, serving_stand
+from tests.gateway.tiny_model import MODEL
 from tests.waiting import until
 
 LIMITS = ConnectionLimits(receive_timeout_s=60)
@@ -69,7 +70,7 @@ def closed(stand: Stand, reason: str) -> float:
 
 
 async def test_the_openai_client_streams_over_https(certificate: Certificate) -> None:
-    async with running_stand("Over the wire.", certificate=certificate) as stand:
+    async with serving_stand("Over the wire.", certificate=certificate) as stand:
         assert stand.url.startswith("https://")
         http = openai.DefaultAsyncHttpxClient(verify=trusting())
         async with openai.AsyncOpenAI(base_url=f"{stand.url}/v1", api_key="sk", http_client=http) as client:
@@ -82,7 +83,7 @@ async def test_the_openai_client_streams_over_https(certificate: Certificate) ->
 
 async def test_many_handshakes_at_once_lose_no_byte(certificate: Certificate) -> None:
     """A request may come together with the end of the handshake."""
-    async with running_stand(certificate=certificate, with_worker=False) as stand:
+    async with serving_stand(certificate=certificate, with_worker=False) as stand:
         limits = httpx.Limits(max_keepalive_connections=0)
         async with httpx.AsyncClient(base_url=stand.url, verify=trusting(), limits=limits, timeout=30) as client:
             answers = await asyncio.gather(*(client.get("/health") for _ in range(60)))
@@ -91,7 +92,7 @@ async def test_many_handshakes_at_once_lose_no_byte(certificate: Certificate) ->
 
 
 async def test_plain_http_and_noise_end_only_their_own_connection(certificate: Certificate) -> None:
-    async with running_stand(certificate=certificate, with_worker=False) as stand:
+    async with serving_stand(certificate=certificate, with_worker=False) as stand:
         with half_open(stand, 3, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n") as sockets:
             assert all([await is_closed(connection) for connection in sockets])
         assert (await stand.http.get("/health")).status_code == 200
@@ -100,14 +101,14 @@ async def test_plain_http_and_noise_end_only_their_own_connection(certificate: C
 @pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02"], ids=["nothing", "the beginning of a hello"])
 async def test_a_handshake_must_end_in_the_time_of_headers(certificate: Certificate, sent: bytes) -> None:
     limits = replace(LIMITS, receive_timeout_s=0.2)
-    async with running_stand(certificate=certificate, limits=limits, with_worker=False) as stand:
+    async with serving_stand(certificate=certificate, limits=limits, with_worker=False) as stand:
         with half_open(stand, 2, sent) as sockets:
             assert all([await is_closed(connection) for connection in sockets])
 
 
 async def test_handshakes_count_as_connections_and_give_their_place_to_new_ones(certificate: Certificate) -> None:
     limits = replace(LIMITS, max_connections=8, max_per_address=8)
-    async with running_stand(certificate=certificate, limits=limits, with_worker=False) as stand:
+    async with serving_stand(certificate=certificate, limits=limits, with_worker=False) as stand:
         with half_open(stand, 40) as sockets:
             async with asyncio.timeout(30):
                 assert (await stand.http.get("/health")).status_code == 200
@@ -118,14 +119,14 @@ async def test_handshakes_count_as_connections_and_give_their_place_to_new_ones(
 
 async def test_the_limit_per_address_holds_during_handshakes(certificate: Certificate) -> None:
     limits = replace(LIMITS, max_per_address=4)
-    async with running_stand(certificate=certificate, limits=limits, with_worker=False) as stand:
+    async with serving_stand(certificate=certificate, limits=limits, with_worker=False) as stand:
         with half_open(stand, 12):
             await until(lambda: closed(stand, "replaced") >= 8)
 
 
 async def test_headers_over_tls_must_come_in_time(certificate: Certificate) -> None:
     limits = replace(LIMITS, receive_timeout_s=0.3)
-    async with running_stand(certificate=certificate, limits=limits, with_worker=False) as stand:
+    async with serving_stand(certificate=certificate, limits=limits, with_worker=False) as stand:
         port = httpx.URL(stand.url).port
         reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting())
         writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
@@ -138,7 +139,7 @@ async def test_headers_over_tls_must_come_in_time(certificate: Certificate) -> N
 async def test_a_renewed_certificate_is_used_after_a_reload(tmp_path: Path) -> None:
     certificate, renewed = Certificate(*write_certificate(tmp_path)), trustme.CA()
     async with (
-        running_stand(certificate=certificate, with_worker=False) as stand,
+        serving_stand(certificate=certificate, with_worker=False) as stand,
         httpx.AsyncClient(verify=trusting(renewed), timeout=30) as client,
     ):
         with pytest.raises(httpx.ConnectError):

@@ -18,7 +18,7 @@ from gateway.output.piece import Piece, whole_tool_calls
 from gateway.output.tools.formats import CALL_FORMAT_NAMES, call_format, named_call_format, reasoning_format
 from gateway.output.tools.tool_grammar import CallGrammar, ToolSchema
 from tests.gateway.output.families import FAMILIES, Family
-from tests.gateway.stand import pretrained
+from tests.gateway.tiny_model import pretrained
 
 WEATHER = {
     "type": "object",

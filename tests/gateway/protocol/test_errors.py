@@ -12,7 +12,8 @@ import structlog
 from gateway.identity import ApiKey, Keyring
 from gateway.protocol.errors import rejected, retry_after
 from scheduler.client.rejection import Rejected, RejectReason
-from tests.gateway.stand import CONTEXT, MODEL, Stand, make_tiers, running_stand
+from tests.gateway.stand import Bytes, Stand, make_tiers, running_stand
+from tests.gateway.tiny_model import CONTEXT, MODEL
 from tests.waiting import until
 
 HI = [{"role": "user", "content": "hi"}]
@@ -289,7 +290,7 @@ async def test_bodies_over_the_limit(stand_bytes: int = 1000) -> None:
         for _ in range(20):
             yield b" " * 100
 
-    async with running_stand(max_body_bytes=stand_bytes) as stand:
+    async with running_stand(max_body_mb=Bytes(stand_bytes)) as stand:
         assert error_of(await stand.post("/v1/chat/completions", big), 413)["type"] == "invalid_request_error"
         chunked = await stand.http.post("/v1/chat/completions", content=pieces())
         assert error_of(chunked, 413)["type"] == "invalid_request_error"

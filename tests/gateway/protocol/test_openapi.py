@@ -5,7 +5,8 @@ import jsonschema
 import pytest
 
 from gateway.protocol.answer_schemas import ANSWERS, FOLLOWERS, SCHEMAS
-from tests.gateway.stand import MODEL, running_stand
+from tests.gateway.stand import running_stand
+from tests.gateway.tiny_model import MODEL
 
 HI = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 CALLS = [

@@ -4,7 +4,8 @@ import openai
 import pytest
 
 from tests.gateway.protocol.test_errors import error_of
-from tests.gateway.stand import MODEL, running_stand
+from tests.gateway.stand import running_stand
+from tests.gateway.tiny_model import MODEL
 from tests.waiting import until
 
 NOT_SERVED = [

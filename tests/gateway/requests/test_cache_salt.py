@@ -8,7 +8,8 @@ import pytest
 
 from gateway.identity import ApiKey, Keyring, cache_salt
 from gateway.requests.prepare.placement import Placement
-from tests.gateway.stand import MODEL, Stand, make_tiers, running_stand
+from tests.gateway.stand import Stand, make_tiers, running_stand
+from tests.gateway.tiny_model import MODEL
 
 HI: Any = [{"role": "user", "content": "hi"}]
 KEYS = Keyring([ApiKey(name, hashlib.sha256(f"sk-{name}".encode()).digest()) for name in ("alice", "bob")])

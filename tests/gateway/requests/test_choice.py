@@ -8,7 +8,7 @@ from gateway.requests.answers.choice import Choice
 from gateway.requests.tokens.stop_strings import StopMatcher
 from gateway.requests.tokens.token_tracker import TokenTracker
 from scheduler.request import EventKind, TokenEvent
-from tests.gateway.stand import text_of, tiny_tokenizer, token_ids
+from tests.gateway.tiny_model import text_of, tiny_tokenizer, token_ids
 
 
 class ReasonsUntilBar:

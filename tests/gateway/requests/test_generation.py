@@ -15,7 +15,8 @@ from scheduler.events.memory import MemoryEventChannel
 from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.memory import MemoryWorkerRegistry
 from scheduler.request import EventKind, TokenEvent
-from tests.gateway.stand import make_tiers, tiny_tokenizer, token_ids
+from tests.gateway.stand import make_tiers
+from tests.gateway.tiny_model import tiny_tokenizer, token_ids
 from tests.scheduler.queue.harness import ManualClock, make_request
 from tests.waiting import until
 

@@ -6,7 +6,8 @@ from typing import Any
 from gateway.requests.generate.service import CompletionService
 from gateway.requests.prepare.placement import Placement
 from scheduler.request import JobDeadline, JobPart
-from tests.gateway.stand import MODEL, Stand, make_tiers, running_stand
+from tests.gateway.stand import Stand, make_tiers, running_stand
+from tests.gateway.tiny_model import MODEL
 
 BODY = {"model": MODEL, "prompt": "hi", "max_tokens": 5, "temperature": 1, "seed": 3}
 

@@ -11,7 +11,9 @@ import pytest
 from gateway.requests.answers.receipt import receipt_object, with_receipt
 from gateway.requests.prepare.placement import Placement
 from scheduler.request import Receipt, Request, TokenEvent
-from tests.gateway.stand import MODEL, Stand, answer_with, running_stand
+from tests.gateway.scripted_worker import answer_with
+from tests.gateway.stand import Stand, running_stand
+from tests.gateway.tiny_model import MODEL
 
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 ASK = {"x-tidegate-receipt": "1"}

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from gateway.requests.prepare.sampling_defaults import SamplingDefaults, read_sampling_defaults
-from tests.gateway.stand import MODEL, running_stand
+from tests.gateway.stand import running_stand
+from tests.gateway.tiny_model import MODEL
 
 QWEN = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.1, "do_sample": True, "min_p": None}
 

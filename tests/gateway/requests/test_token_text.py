@@ -5,7 +5,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from gateway.requests.tokens.token_text import TokenTexts, shown
-from tests.gateway.stand import pretrained
+from tests.gateway.tiny_model import pretrained
 
 TEXTS = ["Hello there!", " the tide\n", "é😀 ü", "\u00a0\u00ad", "日本"]
 

@@ -22,7 +22,7 @@ from gateway.requests.tokens.tokenizer import (
     Tokenizer,
     Truncation,
 )
-from tests.gateway.stand import TEMPLATE, pretrained, tiny_tokenizer, token_ids
+from tests.gateway.tiny_model import TEMPLATE, pretrained, tiny_tokenizer, token_ids
 
 MANY = 10**9
 
@@ -191,6 +191,7 @@ async def test_load_from_a_directory(directory: Path, config: dict[str, Any] | N
     assert pretrained().chat_template == TEMPLATE
 
 
+@pytest.mark.full
 def test_no_torch(directory: Path) -> None:
     code = (
         "import sys; from gateway.requests.tokens.tokenizer import Tokenizer; import gateway.app;"

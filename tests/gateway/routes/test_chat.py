@@ -5,7 +5,9 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from engine.interface import FinishReason
 from scheduler.request import Delivery
-from tests.gateway.stand import CONTEXT, MODEL, answer_with, running_stand, text_of, token_ids
+from tests.gateway.scripted_worker import answer_with
+from tests.gateway.stand import running_stand
+from tests.gateway.tiny_model import CONTEXT, MODEL, text_of, token_ids
 from tests.waiting import until
 
 HI: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]

@@ -10,7 +10,9 @@ from gateway.protocol.json_body import INLINE_SIZE
 from gateway.requests.generate import service
 from gateway.requests.prepare.placement import Placement
 from scheduler.request import EventKind, Request, TokenEvent
-from tests.gateway.stand import CONTEXT, MODEL, make_tiers, running_stand, token_by_token, token_ids
+from tests.gateway.scripted_worker import token_by_token
+from tests.gateway.stand import make_tiers, running_stand
+from tests.gateway.tiny_model import CONTEXT, MODEL, token_ids
 
 HI = [{"role": "user", "content": "hi"}]
 

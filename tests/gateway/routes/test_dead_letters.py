@@ -10,15 +10,12 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from gateway.app import create_app
-from gateway.dead_letters import DeadLetters
-from gateway.files.store import FileStore
 from gateway.identity import ApiKey, Keyring
-from gateway.jobs.batches.service import BatchService
-from scheduler.clock import SystemClock
 from scheduler.request import WORKER_DIED, EventKind, Request, TokenEvent
+from tests.gateway.in_process import InProcess
 from tests.gateway.jobs.batches.test_completions import ask, ended, read, repeat, submit
-from tests.gateway.stand import MODEL, Stand, running_stand, text_of
+from tests.gateway.stand import Stand, running_stand
+from tests.gateway.tiny_model import MODEL, text_of
 
 REASON = "The request was given up, because its worker died in all of 4 attempts."
 
@@ -61,21 +58,15 @@ class Rig:
 
 @asynccontextmanager
 async def running(redis: Redis, data_dir: Path) -> AsyncIterator[Rig]:
-    script, letters, clock = Deadly(), DeadLetters(redis), SystemClock()
+    script = Deadly()
     keyring = Keyring([key("team"), key("root", admin=True)])
-    async with running_stand(script, keyring=keyring, dead_letters=letters) as stand:
-        whole, files = stand.gateway, FileStore(redis, data_dir, clock)
-        names = (whole.tiers, whole.model_names)
-        batches = BatchService(redis, files, whole.completions, *names, clock, dead_letters=letters)
-        gateway = dataclasses.replace(whole, files=files, batches=batches)
-        await batches.start()
-        transport = httpx.ASGITransport(create_app(gateway))
+    async with running_stand(script, redis=redis, data_dir=data_dir, keyring=keyring) as stand:
+        transport = InProcess(stand.app)
         async with (
-            httpx.AsyncClient(transport=transport, base_url="http://localhost/v1", headers=as_("team")) as http,
-            httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=as_("root")) as admin,
+            httpx.AsyncClient(transport=transport, base_url=stand.url, headers=as_("team")) as http,
+            httpx.AsyncClient(transport=transport, base_url=stand.url, headers=as_("root")) as admin,
         ):
             yield Rig(script, stand, http, admin)
-        await batches.close()
 
 
 @pytest.fixture
@@ -119,7 +110,7 @@ async def test_a_retried_line_runs_in_a_new_batch_of_its_owner(rig: Rig) -> None
 async def test_a_line_whose_input_was_deleted_cannot_be_retried(rig: Rig) -> None:
     batch = await ended(rig.http, await submit(rig.http, [ask("dies")]))
     [letter] = await rig.letters()
-    assert (await rig.http.delete(f"/files/{batch['input_file_id']}")).status_code == 200
+    assert (await rig.http.delete(f"/v1/files/{batch['input_file_id']}")).status_code == 200
     answer = await rig.admin.post(f"/admin/dead-letters/{letter['id']}/retry")
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "cannot_retry")
     assert "Upload the line again" in answer.json()["error"]["message"]
@@ -129,7 +120,7 @@ async def test_a_line_whose_input_was_deleted_cannot_be_retried(rig: Rig) -> Non
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_chat_that_was_given_up_fails_for_good_and_is_listed(rig: Rig, stream: bool) -> None:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Repeat: dies"}], "stream": stream}
-    answer = await rig.http.post("/chat/completions", json=body)
+    answer = await rig.http.post("/v1/chat/completions", json=body)
     assert WORKER_DIED in answer.text and REASON in answer.text
     if not stream:
         assert (answer.status_code, answer.headers["x-should-retry"]) == (500, "false")

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 import structlog
 
-from gateway.http.access.hosts import AllowedHosts
 from gateway.http.access.wrong_keys import FREE
 from gateway.identity import ApiKey, Keyring
-from tests.gateway.stand import MODEL, Stand, running_stand
+from tests.gateway.stand import Stand, running_stand, serving_stand
+from tests.gateway.tiny_model import MODEL
 
 CHAT = msgspec.json.encode({"model": MODEL, "messages": [{"role": "user", "content": "hi"}]})
 
@@ -37,7 +37,7 @@ async def test_an_open_server_refuses_pages_of_other_origins(origin: str) -> Non
 
 
 async def test_an_open_server_serves_programs_and_its_own_pages() -> None:
-    async with running_stand(allowed_hosts=AllowedHosts(["gate.example"])) as stand:
+    async with running_stand(allowed_hosts=["gate.example"]) as stand:
         assert (await stand.http.post("/v1/chat/completions", content=CHAT)).status_code == 200
         assert (await post_as_a_page(stand, stand.url)).status_code == 200
         assert (await post_as_a_page(stand, "https://Gate.example", host="gate.example")).status_code == 200
@@ -80,7 +80,7 @@ async def test_a_request_through_a_proxy_is_not_local(header: str) -> None:
 
 
 async def test_a_request_of_http_1_0_is_not_local() -> None:
-    async with running_stand() as stand:
+    async with serving_stand() as stand:
         host, port = stand.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(b"GET /admin/sla HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n")

@@ -12,12 +12,11 @@ from redis.asyncio import Redis
 
 from gateway.jobs.idempotency import store
 from gateway.jobs.idempotency.store import LEASE_S
-from gateway.jobs.responses.store import ResponseStore
 from gateway.store_keys import IDEMPOTENCY, IDEMPOTENCY_S
-from scheduler.clock import SystemClock
 from scheduler.store.errors import NotDurable
 from tests.gateway.offline import OfflineGateway, ShiftedClock, jsonl, keyring, lines, running_gateway
-from tests.gateway.stand import MODEL, Stand, running_stand
+from tests.gateway.stand import Stand, running_stand
+from tests.gateway.tiny_model import MODEL
 from tests.waiting import until
 
 KEY = {"Idempotency-Key": "one"}
@@ -207,8 +206,7 @@ async def test_a_key_of_a_wrong_length_is_refused(gateway: OfflineGateway, key: 
 
 @pytest.fixture
 async def stand(redis_client: Redis) -> AsyncIterator[Stand]:
-    responses = ResponseStore(redis_client, SystemClock(), 3600, 2**20)
-    async with running_stand(redis=redis_client, responses=responses) as stand:
+    async with running_stand(redis=redis_client) as stand:
         yield stand
 
 

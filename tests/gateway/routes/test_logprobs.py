@@ -10,8 +10,11 @@ from engine.interface import FinishReason, TokenLogprobs
 from gateway.requests.answers.token_report import TokenReport
 from gateway.requests.generate import generation
 from gateway.requests.prepare import prompts
+from scheduler.client.held_logprobs import HeldLogprobs
 from scheduler.request import Request, TokenEvent
-from tests.gateway.stand import MODEL, Stand, running_stand, token_by_token, token_ids
+from tests.gateway.scripted_worker import token_by_token
+from tests.gateway.stand import Stand, running_stand
+from tests.gateway.tiny_model import MODEL, token_ids
 from tests.waiting import until
 
 HI = [{"role": "user", "content": "hi"}]
@@ -305,11 +308,14 @@ async def test_the_log_probabilities_of_prompts_are_bounded(
     assert accepted.status_code == 200
 
 
-async def test_an_answer_with_too_many_log_probabilities_is_refused_and_a_stream_of_it_comes() -> None:
+async def test_an_answer_with_too_many_log_probabilities_is_refused_and_a_stream_of_it_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     body = {"model": MODEL, "messages": HI, "logprobs": True, "top_logprobs": 4}
     text = "the tide comes in, and the tide goes out"
     num_logprobs = 5 * (len(token_ids(text)) + 1)
-    async with running_stand(answer(text, END), max_logprobs=num_logprobs) as stand:
+    async with running_stand(answer(text, END)) as stand:
+        monkeypatch.setattr(stand.gateway.client, "_held_logprobs", HeldLogprobs(num_logprobs))
         refused = await stand.post("/v1/chat/completions", body)
         error = refused.json()["error"]
         assert (refused.status_code, error["code"]) == (400, "answer_too_large"), refused.text

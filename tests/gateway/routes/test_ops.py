@@ -14,7 +14,8 @@ from gateway.routes import ops
 from gateway.routes.ops import render
 from scheduler.clock import SystemClock
 from scheduler.registry.worker_status import WorkerStart
-from tests.gateway.stand import CONTEXT, MODEL, running_stand, token_ids
+from tests.gateway.stand import running_stand
+from tests.gateway.tiny_model import CONTEXT, MODEL, token_ids
 from tests.waiting import until
 
 WORKER_METRICS = """\

@@ -10,7 +10,8 @@ import pytest
 from gateway.identity import Keyring
 from scheduler.registry.worker_status import GpuStatus, TierStatus
 from tests.gateway.routes.test_admin import as_, error_of, key
-from tests.gateway.stand import MODEL, Stand, make_tiers, running_stand
+from tests.gateway.stand import Stand, make_tiers, running_stand
+from tests.gateway.tiny_model import MODEL
 from tests.waiting import until
 
 SIGNALS = {"ttft_p99_s": 0.7, "itl_p99_s": None, "attainment": 0.9}

@@ -9,7 +9,8 @@ import pytest
 from engine.interface import SamplingParams
 from gateway.identity import ApiKey, Keyring
 from gateway.requests.prepare.sampling_defaults import SamplingDefaults
-from tests.gateway.stand import CONTEXT, MODEL, Stand, running_stand, text_of, token_ids
+from tests.gateway.stand import Stand, running_stand
+from tests.gateway.tiny_model import CONTEXT, MODEL, text_of, token_ids
 
 HI = [{"role": "user", "content": "hi"}]
 CHAT: dict[str, Any] = {"model": MODEL, "messages": HI}
@@ -112,7 +113,7 @@ async def test_an_own_chat_template_needs_trust() -> None:
         refused = (await stand.post("/v1/chat/completions", body)).json()["error"]
         assert (refused["param"], refused["code"]) == ("chat_template", "unsupported_parameter")
         assert "--trust-request-chat-template" in refused["message"]
-    async with running_stand(trusts_templates=True) as stand:
+    async with running_stand(trust_request_chat_template=True) as stand:
         prompt = (await served(stand, "/v1/chat/completions", {**body, **values})).prompt_token_ids
         assert text_of(prompt) == "so glad:hi"
         broken = await stand.post("/v1/chat/completions", {**CHAT, "chat_template": "{% if %}"})

@@ -7,7 +7,8 @@ import pytest
 
 from gateway.identity import ApiKey, Keyring
 from tests.gateway.protocol.test_errors import error_of
-from tests.gateway.stand import CONTEXT, MODEL, pretrained, running_stand, token_ids
+from tests.gateway.stand import running_stand
+from tests.gateway.tiny_model import CONTEXT, MODEL, pretrained, token_ids
 
 HI = [{"role": "user", "content": "hi"}]
 

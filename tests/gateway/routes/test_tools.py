@@ -13,7 +13,9 @@ from transformers import PreTrainedTokenizerFast
 from engine.interface import GRAMMAR_FAILED, FinishReason
 from gateway.requests.tokens.tokenizer import Tokenizer
 from scheduler.request import EventKind, Request, TokenEvent
-from tests.gateway.stand import MODEL, answer_with, pretrained, running_stand, text_of, token_by_token, token_ids
+from tests.gateway.scripted_worker import answer_with, token_by_token
+from tests.gateway.stand import running_stand
+from tests.gateway.tiny_model import MODEL, pretrained, text_of, token_ids
 
 # As Qwen's: tools in the first turn, calls with `tojson` of their arguments, results by name, and reasoning.
 TEMPLATE = (

@@ -1,24 +1,20 @@
 """Batches through the whole gateway: the real app and completion service, on the memory queue and a scripted worker."""
 
-import dataclasses
 import hashlib
 import json
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 from redis.asyncio import Redis
 
-from gateway.app import create_app
-from gateway.files.store import FileStore
 from gateway.identity import ApiKey, Keyring
-from gateway.jobs.batches.service import BatchService
-from scheduler.clock import SystemClock
 from scheduler.request import UPSTREAM_REFUSED, EventKind, Request, TokenEvent
 from tests.gateway.offline import jsonl
-from tests.gateway.stand import MODEL, Stand, make_tiers, running_stand, text_of, token_by_token, token_ids
+from tests.gateway.scripted_worker import token_by_token
+from tests.gateway.stand import make_tiers, running_stand
+from tests.gateway.tiny_model import MODEL, text_of, token_ids
 from tests.waiting import until
 
 
@@ -33,34 +29,18 @@ def ask(nonce: str, **more: Any) -> dict[str, Any]:
     return {"custom_id": nonce, "method": "POST", "url": "/v1/chat/completions", "body": body}
 
 
-@asynccontextmanager
-async def offline_tier(
-    stand: Stand, redis: Redis, data_dir: Path, keyring: Keyring | None = None
-) -> AsyncIterator[httpx.AsyncClient]:
-    """Return an HTTP client of the stand's gateway, with files and batches."""
-    whole, clock = stand.gateway, SystemClock()
-    files = FileStore(redis, data_dir, clock)
-    batches = BatchService(redis, files, whole.completions, whole.tiers, whole.model_names, clock)
-    gateway = dataclasses.replace(whole, files=files, batches=batches, keyring=keyring or whole.keyring)
-    await batches.start()
-    transport = httpx.ASGITransport(create_app(gateway))
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost/v1") as http:
-        yield http
-    await batches.close()
-
-
 async def submit(http: httpx.AsyncClient, entries: list[dict[str, Any]]) -> str:
     upload = {"file": ("in.jsonl", jsonl(entries))}
-    file = (await http.post("/files", files=upload, data={"purpose": "batch"})).json()
+    file = (await http.post("/v1/files", files=upload, data={"purpose": "batch"})).json()
     body = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
-    return str((await http.post("/batches", json=body)).json()["id"])
+    return str((await http.post("/v1/batches", json=body)).json()["id"])
 
 
 async def ended(http: httpx.AsyncClient, batch_id: str) -> dict[str, Any]:
     batch: dict[str, Any] = {}
 
     async def over() -> bool:
-        batch.update((await http.get(f"/batches/{batch_id}")).json())
+        batch.update((await http.get(f"/v1/batches/{batch_id}")).json())
         return batch["status"] in ("completed", "failed", "cancelled", "expired")
 
     await until(over)
@@ -68,7 +48,7 @@ async def ended(http: httpx.AsyncClient, batch_id: str) -> dict[str, Any]:
 
 
 async def read(http: httpx.AsyncClient, file_id: str) -> list[dict[str, Any]]:
-    content = await http.get(f"/files/{file_id}/content")
+    content = await http.get(f"/v1/files/{file_id}/content")
     return [json.loads(text) for text in content.text.splitlines()]
 
 
@@ -76,7 +56,8 @@ async def test_every_line_gets_its_own_answer_though_the_queue_is_short(redis_cl
     tiers = make_tiers(batch={"queue_limit": 16})
     nonces = [f"n{n}x{n * n}" for n in range(100)]
     entries = [ask(nonce) for nonce in nonces] + [ask("long " * 400), ask("hot", temperature=9)]
-    async with running_stand(repeat, tiers=tiers) as stand, offline_tier(stand, redis_client, tmp_path) as http:
+    async with running_stand(repeat, tiers=tiers, redis=redis_client, data_dir=tmp_path) as stand:
+        http = stand.http
         batch = await ended(http, await submit(http, entries))
         assert batch["status"] == "completed"
         assert batch["request_counts"] == {"total": 102, "completed": 100, "failed": 2}
@@ -102,7 +83,8 @@ async def test_a_line_that_the_models_server_refuses_is_answered_with_its_words(
         said = "The model's server answered 400: no such stop word"
         return [TokenEvent(request.id, EventKind.FAILED, error=said, code=UPSTREAM_REFUSED)]
 
-    async with running_stand(refuse) as stand, offline_tier(stand, redis_client, tmp_path) as http:
+    async with running_stand(refuse, redis=redis_client, data_dir=tmp_path) as stand:
+        http = stand.http
         batch = await ended(http, await submit(http, [ask("a")]))
         [line] = await read(http, batch["error_file_id"])
         chat = await stand.post("/v1/chat/completions", ask("a")["body"])
@@ -114,11 +96,12 @@ async def test_a_line_that_the_models_server_refuses_is_answered_with_its_words(
 
 
 async def test_cancelling_a_batch_frees_its_generations(redis_client: Redis, tmp_path: Path) -> None:
-    async with running_stand(repeat) as stand, offline_tier(stand, redis_client, tmp_path) as http:
+    async with running_stand(repeat, redis=redis_client, data_dir=tmp_path) as stand:
+        http = stand.http
         stand.worker.gate.clear()
         batch_id = await submit(http, [ask(f"n{n}") for n in range(20)])
         await until(lambda: len(stand.worker.served) == 20)
-        assert (await http.post(f"/batches/{batch_id}/cancel")).json()["status"] == "cancelling"
+        assert (await http.post(f"/v1/batches/{batch_id}/cancel")).json()["status"] == "cancelling"
         assert (await ended(http, batch_id))["request_counts"] == {"total": 20, "completed": 0, "failed": 0}
         await until(lambda: len(stand.worker.cancelled) == 20)
         await until(lambda: stand.waiting == 0)
@@ -126,11 +109,14 @@ async def test_cancelling_a_batch_frees_its_generations(redis_client: Redis, tmp
 
 async def test_the_offline_routes_ask_for_a_key(redis_client: Redis, tmp_path: Path) -> None:
     keyring = Keyring([ApiKey("team", hashlib.sha256(b"sk-secret").digest())])
-    async with (
-        running_stand() as stand,
-        offline_tier(stand, redis_client, tmp_path, keyring) as http,
-    ):
-        for method, path in (("GET", "/files"), ("POST", "/files"), ("GET", "/batches"), ("POST", "/batches")):
+    async with running_stand(redis=redis_client, data_dir=tmp_path, keyring=keyring) as stand:
+        http = stand.http
+        for method, path in (
+            ("GET", "/v1/files"),
+            ("POST", "/v1/files"),
+            ("GET", "/v1/batches"),
+            ("POST", "/v1/batches"),
+        ):
             assert (await http.request(method, path)).status_code == 401
-        answer = await http.get("/files", headers={"Authorization": "Bearer sk-secret"})
+        answer = await http.get("/v1/files", headers={"Authorization": "Bearer sk-secret"})
         assert answer.status_code == 200 and answer.headers["x-request-id"].startswith("req_")

@@ -19,6 +19,7 @@ from gateway.jobs.batches.input.lines import (
 )
 from gateway.jobs.batches.input.scan import InputScan, scan_input
 from tests.gateway.offline import MODEL, jsonl, line, lines, running_gateway
+from tests.gateway.stand import Bytes
 
 CHAT = "/v1/chat/completions"
 
@@ -170,7 +171,7 @@ async def test_a_wrong_input_fails_the_batch_and_runs_nothing(redis_client: Redi
 
 
 async def test_a_line_larger_than_any_request_fails_the_batch(redis_client: Redis, tmp_path: Path) -> None:
-    async with running_gateway(redis_client, tmp_path, max_body_bytes=1000) as gateway:
+    async with running_gateway(redis_client, tmp_path, max_body_mb=Bytes(1000)) as gateway:
         batch = await gateway.ended((await gateway.submit([line("a"), line("b", note="x" * 1000)])).id)
         assert batch.status == "failed" and batch.errors is not None and batch.errors.data is not None
         assert [(e.code, e.line) for e in batch.errors.data] == [("line_too_large", 2)]

@@ -15,6 +15,7 @@ from gateway.jobs.batches.model import Batch, BatchStatus, LineResult
 from gateway.jobs.batches.store import BatchStore
 from gateway.protocol.json_body import INLINE_SIZE, MAX_BODIES
 from tests.gateway.offline import MODEL, ScriptedCompletions, ShiftedClock, jsonl, lines, running_gateway
+from tests.gateway.stand import Bytes
 from tests.waiting import until
 
 LINES, DONE, GROUP = 2000, 1800, 300
@@ -22,7 +23,7 @@ ANSWER_BYTES = 20_000  # of a recorded result
 
 
 async def test_a_batch_with_more_lines_than_the_server_takes_fails(redis_client: Redis, tmp_path: Path) -> None:
-    async with running_gateway(redis_client, tmp_path, max_lines=3) as gateway:
+    async with running_gateway(redis_client, tmp_path, batch_max_lines=3) as gateway:
         assert (await gateway.ended((await gateway.submit(lines(3))).id)).status == "completed"
         batch = await gateway.ended((await gateway.submit(lines(4))).id)
         assert batch.status == "failed" and batch.errors is not None and batch.errors.data is not None
@@ -33,7 +34,7 @@ async def test_a_batch_with_more_lines_than_the_server_takes_fails(redis_client:
 async def test_large_lines_run_as_memory_permits_and_hold_up_no_small_ones(redis_client: Redis, tmp_path: Path) -> None:
     completions = ScriptedCompletions()
     completions.permits = asyncio.Semaphore(0)
-    options: Any = {"completions": completions, "max_body_bytes": INLINE_SIZE + 10_000}
+    options: Any = {"completions": completions, "max_body_mb": Bytes(INLINE_SIZE + 10_000)}
     async with running_gateway(redis_client, tmp_path, **options) as gateway:
         large = [entry | {"body": entry["body"] | {"user": "x" * INLINE_SIZE}} for entry in lines(MAX_BODIES + 8)]
         first = await gateway.submit(large)

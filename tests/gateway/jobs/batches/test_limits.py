@@ -22,7 +22,7 @@ async def refused(gateway: OfflineGateway) -> openai.RateLimitError:
 
 
 async def test_a_key_has_a_limited_number_of_unfinished_batches(redis_client: Redis, tmp_path: Path) -> None:
-    async with running_gateway(redis_client, tmp_path, keys=KEYS, max_unfinished=2) as gateway:
+    async with running_gateway(redis_client, tmp_path, keys=KEYS, batch_max_unfinished=2) as gateway:
         alice, permits = gateway.as_key("alice"), asyncio.Semaphore(0)
         gateway.completions.permits = permits
         first, second = [await alice.submit(lines(1)) for _ in range(2)]
@@ -42,7 +42,7 @@ async def test_a_key_has_a_limited_number_of_unfinished_batches(redis_client: Re
 
 
 async def test_batches_that_come_at_the_same_time_do_not_exceed_the_limit(redis_client: Redis, tmp_path: Path) -> None:
-    async with running_gateway(redis_client, tmp_path, max_unfinished=3) as gateway:
+    async with running_gateway(redis_client, tmp_path, batch_max_unfinished=3) as gateway:
         gateway.completions.permits = asyncio.Semaphore(0)
         file_id = await gateway.upload(jsonl(lines(1)))
         outcomes = await asyncio.gather(*(gateway.create(file_id) for _ in range(9)), return_exceptions=True)
@@ -50,7 +50,7 @@ async def test_batches_that_come_at_the_same_time_do_not_exceed_the_limit(redis_
 
 
 async def test_an_operator_may_retry_a_line_of_a_key_with_too_many_batches(redis_client: Redis, tmp_path: Path) -> None:
-    async with running_gateway(redis_client, tmp_path, max_unfinished=1) as gateway:
+    async with running_gateway(redis_client, tmp_path, batch_max_unfinished=1) as gateway:
         gateway.completions.permits = asyncio.Semaphore(0)
         batch = await gateway.submit(lines(2))
         await refused(gateway)

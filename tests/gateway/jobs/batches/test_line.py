@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as StoreUnreachable
 
 from gateway.jobs.batches.forecast.forecasts import BatchForecasts
@@ -15,7 +17,9 @@ from gateway.jobs.batches.model import Batch, BatchStatus, LineResult
 from gateway.jobs.batches.store import BatchStore
 from tests.gateway.offline import TIERS, ScriptedCompletions, ShiftedClock
 
-UNREACHABLE = Redis(port=1)  # lines are answered, whether the store knows how long they took or not
+UNREACHABLE = Redis(
+    port=1, retry=Retry(NoBackoff(), 0)
+)  # lines are answered, whether the store knows how long they took or not
 
 
 class InstantClock(ShiftedClock):

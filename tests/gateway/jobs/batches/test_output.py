@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
+from gateway.files import marker
 from gateway.files.local_storage import LocalStorage
 from gateway.files.storage import ContentLost
 from gateway.files.store import FileStore, StoredFile
@@ -103,5 +104,5 @@ async def test_inputs_and_outputs_are_private(redis_client: Redis, tmp_path: Pat
     paths = [data_dir, *data_dir.rglob("*")]
     modes = {p.relative_to(tmp_path).parts[:2]: p.stat().st_mode & 0o777 for p in paths if p.is_dir()}
     assert set(modes.values()) == {0o700} and ("data", "batches") in modes
-    contents = [p for p in paths if p.is_file()]
+    contents = [p for p in paths if p.is_file() and p.name != marker.NAME]
     assert len(contents) == 2 and {p.stat().st_mode & 0o777 for p in contents} == {0o600}

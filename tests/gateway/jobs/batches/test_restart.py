@@ -124,7 +124,7 @@ async def test_a_closed_gateway_releases_its_batches(redis_client: Redis, tmp_pa
     assert not first.answered.keys() & second.answered.keys(), "finished lines are not run again"
 
 
-@settings(max_examples=20)
+@settings(max_examples=settings().max_examples // 5)
 @given(lives=st.lists(st.integers(0, 45), min_size=1, max_size=3))
 async def test_a_gateway_may_die_at_any_message_to_the_store(redis_client: Redis, lives: list[int]) -> None:
     """Each gateway dies at a drawn message to the store; the last one lives on."""

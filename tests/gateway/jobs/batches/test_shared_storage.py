@@ -46,7 +46,7 @@ async def test_any_gateway_goes_on_with_a_batch(redis_client: Redis, tmp_path: P
     assert not first.answered.keys() & second.answered.keys(), "recorded lines are not run again"
 
 
-@settings(max_examples=10)
+@settings(max_examples=settings().max_examples // 10)
 @given(lives=st.lists(st.integers(0, 45), min_size=1, max_size=3))
 async def test_gateways_may_die_at_any_message_to_the_store(redis_client: Redis, lives: list[int]) -> None:
     """Each has a disk of its own, dies at a drawn message, and takes what it has on its disk along."""
@@ -107,6 +107,7 @@ async def gateway(redis_client: Redis, tmp_path: Path, way: Way) -> AsyncIterato
         yield gateway
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 async def test_nothing_is_lost_when_s3_is_cut_off_in_mid_job(gateway: OfflineGateway, way: Way) -> None:
     completions = gateway.completions
@@ -125,6 +126,7 @@ async def test_nothing_is_lost_when_s3_is_cut_off_in_mid_job(gateway: OfflineGat
     assert set(completions.calls.values()) == {1}
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 async def test_requests_that_need_s3_are_told_to_come_back(gateway: OfflineGateway, way: Way) -> None:
     file_id = await gateway.upload(jsonl(lines(2)))
@@ -140,6 +142,7 @@ async def test_requests_that_need_s3_are_told_to_come_back(gateway: OfflineGatew
     assert (await gateway.ended((await gateway.create(file_id)).id)).status == "completed"
 
 
+@pytest.mark.full
 async def test_downloads_from_s3(gateway: OfflineGateway) -> None:
     content = bytes(range(256)) * 40_000  # more than one read
     file_id = await gateway.upload(content, "größe.bin", "user_data")
@@ -166,6 +169,7 @@ async def test_downloads_from_s3(gateway: OfflineGateway) -> None:
     assert (await gateway.http.get(f"/v1/files/{empty}/content")).content == b""
 
 
+@pytest.mark.full
 async def test_a_damaged_file_is_not_sent_whole(gateway: OfflineGateway) -> None:
     file_id = await gateway.upload(b"right" * 2_000_000, "x.bin", "user_data")
     storage = gateway.files.storage

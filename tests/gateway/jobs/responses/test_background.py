@@ -16,14 +16,16 @@ from gateway.jobs.responses.event_log import follow
 from gateway.jobs.responses.store import ResponseStore
 from scheduler.request import EventKind, Request, TokenEvent
 from tests.gateway.offline import ShiftedClock
-from tests.gateway.stand import MODEL, Scripting, Stand, running_stand
+from tests.gateway.scripted_worker import Scripting
+from tests.gateway.stand import Stand, running_stand
+from tests.gateway.tiny_model import MODEL
 from tests.waiting import until
 
 
 @asynccontextmanager
 async def storing(redis: Redis, script: Scripting | str = "Hello there!", **options: Any) -> AsyncIterator[Stand]:
-    store = ResponseStore(redis, ShiftedClock(), 3600.0, 2**20)
-    async with running_stand(script, redis=redis, responses=store, **options) as stand:
+    settings = {"clock": ShiftedClock(), "drain_s": 0.0, **options}
+    async with running_stand(script, redis=redis, **settings) as stand:
         yield stand
 
 

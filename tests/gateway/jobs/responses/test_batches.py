@@ -1,20 +1,14 @@
 """Batches whose lines are requests of /v1/responses."""
 
-import dataclasses
 from pathlib import Path
 
-import httpx
 from redis.asyncio import Redis
 
-from gateway.app import create_app
-from gateway.files.store import FileStore
-from gateway.jobs.batches.service import BatchService
-from gateway.jobs.responses.store import ResponseStore
-from scheduler.clock import SystemClock
 from tests.gateway.jobs.batches.test_completions import ended, read
 from tests.gateway.offline import jsonl
 from tests.gateway.requests.test_receipt import answer_with_receipts
-from tests.gateway.stand import MODEL, running_stand
+from tests.gateway.stand import running_stand
+from tests.gateway.tiny_model import MODEL
 
 
 async def test_lines_of_a_batch_may_be_responses(redis_client: Redis, tmp_path: Path) -> None:
@@ -22,31 +16,23 @@ async def test_lines_of_a_batch_may_be_responses(redis_client: Redis, tmp_path: 
         whole = {"model": MODEL, "input": "hi", **body}
         return {"custom_id": custom_id, "method": "POST", "url": "/v1/responses", "body": whole}
 
-    clock = SystemClock()
-    store = ResponseStore(redis_client, clock, 3600.0, 2**20)
-    async with running_stand(answer_with_receipts, redis=redis_client, responses=store) as stand:
-        assert stand.gateway.responses is not None
-        files = FileStore(redis_client, tmp_path, clock)
-        whole = stand.gateway
-        batches = BatchService(redis_client, files, whole.completions, whole.tiers, whole.model_names, clock)
-        await batches.start()
-        app = create_app(dataclasses.replace(whole, files=files, batches=batches))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost/v1") as http:
+    async with running_stand(answer_with_receipts, redis=redis_client, data_dir=tmp_path) as stand:
+        http = stand.http
+        if True:
             content = jsonl([line("good"), line("later", background=True)])
             upload = {"file": ("in.jsonl", content)}
-            file = (await http.post("/files", files=upload, data={"purpose": "batch"})).json()
+            file = (await http.post("/v1/files", files=upload, data={"purpose": "batch"})).json()
             body: dict[str, object] = {
                 "input_file_id": file["id"],
                 "endpoint": "/v1/responses",
                 "completion_window": "24h",
             }
             body["metadata"] = {"x-tidegate-receipt": "1"}
-            batch = await ended(http, (await http.post("/batches", json=body)).json()["id"])
+            batch = await ended(http, (await http.post("/v1/batches", json=body)).json()["id"])
             output = await read(http, batch["output_file_id"])
             errors = await read(http, batch["error_file_id"])
             answer = output[0]["response"]["body"]
-            kept = await http.get(f"/responses/{answer['id']}")
-        await batches.close()
+            kept = await http.get(f"/v1/responses/{answer['id']}")
     assert batch["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
     assert answer["output"][0]["content"][0]["text"] == "Hello there!"
     assert batch["usage"]["output_tokens"] == answer["usage"]["output_tokens"] > 0

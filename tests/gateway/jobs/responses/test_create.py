@@ -6,7 +6,9 @@ import openai
 import pytest
 
 from engine.interface import FinishReason
-from tests.gateway.stand import CONTEXT, MODEL, answer_with, running_stand, text_of, token_ids
+from tests.gateway.scripted_worker import answer_with
+from tests.gateway.stand import running_stand
+from tests.gateway.tiny_model import CONTEXT, MODEL, text_of, token_ids
 
 
 async def test_a_plain_response() -> None:
@@ -92,7 +94,7 @@ async def test_options_of_the_chat_endpoint_work_here_too() -> None:
     ],
 )
 async def test_what_is_wrong_is_named(body: dict[str, Any], param: str, way_out: str) -> None:
-    async with running_stand() as stand:
+    async with running_stand(response_ttl_s=0) as stand:
         answer = await stand.post("/v1/responses", {"model": MODEL, "input": "hi", **body})
     error = answer.json()["error"]
     assert answer.status_code == 400, error
@@ -124,7 +126,7 @@ async def test_input_tokens_are_counted_without_generating() -> None:
 
 
 async def test_a_server_without_storage_says_so_in_the_response() -> None:
-    async with running_stand() as stand:
+    async with running_stand(response_ttl_s=0) as stand:
         answer = await stand.post("/v1/responses", {"model": MODEL, "input": "hi", "store": True})
     assert answer.json()["store"] is False
 

@@ -13,15 +13,16 @@ from gateway.jobs.responses import conversation
 from gateway.jobs.responses.store import NoRoom, ResponseStore
 from gateway.store_keys import RESPONSES_BYTES
 from tests.gateway.offline import ShiftedClock, keyring
-from tests.gateway.stand import MODEL, Stand, running_stand, text_of
+from tests.gateway.stand import Bytes, Stand, running_stand
+from tests.gateway.tiny_model import MODEL, text_of
 
 TTL_S = 3600.0
 
 
 @asynccontextmanager
 async def storing(redis: Redis, max_bytes: int = 2**20, keys: Keyring | None = None) -> AsyncIterator[Stand]:
-    store = ResponseStore(redis, ShiftedClock(), TTL_S, max_bytes)
-    async with running_stand("Hello there!", redis=redis, responses=store, keyring=keys) as stand:
+    settings = {"response_ttl_s": TTL_S, "response_store_mb": Bytes(max_bytes)}
+    async with running_stand("Hello there!", redis=redis, keyring=keys, **settings) as stand:
         yield stand
 
 

@@ -5,7 +5,9 @@ from typing import Any
 
 from engine.interface import FinishReason
 from scheduler.request import EventKind, Request, TokenEvent
-from tests.gateway.stand import MODEL, Stand, answer_with, running_stand, token_ids
+from tests.gateway.scripted_worker import answer_with
+from tests.gateway.stand import Stand, running_stand
+from tests.gateway.tiny_model import MODEL, token_ids
 
 IN_ORDER = [
     "response.created",

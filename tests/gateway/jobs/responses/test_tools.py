@@ -7,11 +7,11 @@ from pydantic import BaseModel
 from redis.asyncio import Redis
 
 from engine.interface import TokenLogprobs
-from gateway.jobs.responses.store import ResponseStore
 from scheduler.request import Request, TokenEvent
-from tests.gateway.offline import ShiftedClock
 from tests.gateway.routes.test_tools import ADD, CALL, stand, tokenizer
-from tests.gateway.stand import MODEL, answer_with, running_stand, text_of, token_by_token, token_ids
+from tests.gateway.scripted_worker import answer_with, token_by_token
+from tests.gateway.stand import running_stand
+from tests.gateway.tiny_model import MODEL, text_of, token_ids
 
 TOOLS: Any = [{"type": "function", "name": "add", "description": "Add.", "parameters": ADD}]
 REQUIRED: Any = "required"
@@ -53,8 +53,7 @@ async def test_the_events_of_a_call() -> None:
 
 
 async def test_two_turns_with_a_tool(redis_client: Redis) -> None:
-    store = ResponseStore(redis_client, ShiftedClock(), 3600.0, 2**20)
-    async with running_stand(answer_with(CALL), tokenizer=tokenizer(), redis=redis_client, responses=store) as running:
+    async with running_stand(answer_with(CALL), tokenizer=tokenizer(), redis=redis_client) as running:
         first = await running.client.responses.create(model=MODEL, input="1 + 2?", tools=TOOLS)
         call = first.output[0]
         assert call.type == "function_call"

@@ -7,6 +7,7 @@ from typing import Any
 
 import openai
 import pytest
+from pydantic import SecretStr
 from redis.asyncio import Redis
 
 from engine.interface import FinishReason
@@ -14,15 +15,13 @@ from gateway.identity import ApiKey, Keyring, KeyWebhook
 from gateway.jobs.responses import background, endings
 from gateway.jobs.responses.store import ResponseStore
 from gateway.jobs.webhooks import service
-from gateway.jobs.webhooks.sender import WebhookSender
-from gateway.jobs.webhooks.service import WebhookService
-from gateway.jobs.webhooks.store import EventStore
-from gateway.keys.webhook_target import TargetPolicy
 from gateway.store_keys import RESPONSES_UNTOLD
 from scheduler.request import EventKind, Request, TokenEvent
 from tests.gateway.jobs.webhooks.receiver import Receiver, receiving
 from tests.gateway.offline import ShiftedClock
-from tests.gateway.stand import MODEL, Stand, running_stand, text_of, token_by_token, token_ids
+from tests.gateway.scripted_worker import token_by_token
+from tests.gateway.stand import Stand, running_stand
+from tests.gateway.tiny_model import MODEL, text_of, token_ids
 from tests.waiting import until
 
 SECRET = "whsec_" + "QUJDREVGR0hJSktMTU5PUFFSU1RVVldYWVo="
@@ -55,12 +54,8 @@ def answer(request: Request) -> list[TokenEvent]:
 @asynccontextmanager
 async def telling(redis: Redis, clock: ShiftedClock | None = None, keys: Sequence[ApiKey] = ()) -> AsyncIterator[Stand]:
     """Run a gateway that stores responses and sends webhooks. Its clock is `clock`."""
-    clock, policy = clock or ShiftedClock(), TargetPolicy(allow_loopback=True)
-    keyring = Keyring(keys) if keys else Keyring()
-    of_webhooks = (EventStore(redis), WebhookSender(policy), policy, keyring, SECRET, clock)
-    more: dict[str, Any] = {"webhooks": WebhookService(*of_webhooks, count=lambda result: None), "clock": clock}
-    store = ResponseStore(redis, clock, 3600.0, 2**20)
-    async with running_stand(answer, redis=redis, responses=store, keyring=keyring, **more) as stand:
+    options: dict[str, Any] = {"webhook_secret": SecretStr(SECRET), "keyring": Keyring(keys) if keys else None}
+    async with running_stand(answer, redis=redis, clock=clock or ShiftedClock(), **options) as stand:
         yield stand
 
 

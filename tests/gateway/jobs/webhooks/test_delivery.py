@@ -12,6 +12,7 @@ from typing import Any
 import openai
 import pytest
 import structlog
+from pydantic import SecretStr
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
@@ -52,8 +53,14 @@ async def delivering(gateway: OfflineGateway) -> AsyncIterator[None]:
 
 @pytest.fixture
 async def gateway(redis_client: Redis, tmp_path: Path) -> AsyncIterator[OfflineGateway]:
-    async with running_gateway(redis_client, tmp_path, webhook_secret=SECRET) as gateway:
+    async with running_gateway(redis_client, tmp_path, webhook_secret=SecretStr(SECRET)) as gateway:
         yield gateway
+
+
+def results(gateway: OfflineGateway) -> Counter[str]:
+    """Return how many attempts had which result."""
+    kinds = ("delivered", "retried", "gave_up")
+    return +Counter({kind: int(gateway.metric("tidegate_webhook_attempts_total", result=kind)) for kind in kinds})
 
 
 async def submit(gateway: OfflineGateway, url: str | None, entries: Any = None) -> str:
@@ -88,7 +95,7 @@ async def test_the_official_client_takes_the_event_of_each_end(
         gateway.clock.shift_s = 86_400
         await gateway.ended(expired)
         await until(lambda: len(receiver.got) == 4)
-        await until(lambda: gateway.webhook_results == ["delivered"] * 4)  # counted after the event is removed
+        await until(lambda: results(gateway) == {"delivered": 4})  # counted after the event is removed
         assert await nothing_waits(redis_client)
     gateway.clock.shift_s = 0
     events = [unwrapped(got) for got in receiver.got[:3]]
@@ -117,11 +124,11 @@ async def test_what_is_not_taken_is_sent_again_with_the_same_id(
     with structlog.testing.capture_logs() as logs:
         async with delivering(gateway):
             await gateway.ended(await submit(gateway, receiver.url))
-            await until(lambda: gateway.webhook_results == ["retried"])
+            await until(lambda: results(gateway) == {"retried": 1})
             gateway.clock.shift_s = 10
-            await until(lambda: gateway.webhook_results == ["retried"] * 2)
+            await until(lambda: results(gateway) == {"retried": 2})
             gateway.clock.shift_s = 60
-            await until(lambda: gateway.webhook_results == ["retried", "retried", "delivered"])
+            await until(lambda: results(gateway) == {"retried": 2, "delivered": 1})
             assert await nothing_waits(redis_client)
     ids = {headers["webhook-id"] for headers, _ in receiver.got}
     assert len(ids) == 1 and len({body for _, body in receiver.got}) == 1
@@ -135,12 +142,12 @@ async def test_it_is_given_up_after_three_days_or_when_the_receiver_says_so(
     receiver.statuses = [500, 500, 410]
     async with delivering(gateway):
         await gateway.ended(await submit(gateway, receiver.url))
-        await until(lambda: gateway.webhook_results == ["retried"])
+        await until(lambda: results(gateway) == {"retried": 1})
         gateway.clock.shift_s = int(GIVE_UP_S)
-        await until(lambda: gateway.webhook_results == ["retried", "gave_up"])
+        await until(lambda: results(gateway) == {"retried": 1, "gave_up": 1})
         gateway.clock.shift_s = 0
         await gateway.ended(await submit(gateway, receiver.url))
-        await until(lambda: gateway.webhook_results == ["retried", "gave_up", "gave_up"])
+        await until(lambda: results(gateway) == {"retried": 1, "gave_up": 2})
         await until(lambda: nothing_waits(redis_client))
 
 
@@ -160,7 +167,7 @@ async def test_deliveries_go_on_after_an_error_that_nobody_expects(
     monkeypatch.setattr(EventStore, "claim", failing)
     async with delivering(gateway):
         await gateway.ended(await submit(gateway, receiver.url))
-        await until(lambda: gateway.webhook_results == ["delivered"])
+        await until(lambda: results(gateway) == {"delivered": 1})
 
 
 async def test_another_gateway_delivers_what_a_dead_one_had_taken(
@@ -171,11 +178,11 @@ async def test_another_gateway_delivers_what_a_dead_one_had_taken(
         await gateway.ended(await submit(gateway, receiver.url))
         await until(lambda: len(receiver.got) == 1)
     receiver.answers.set()
-    other = make_gateway(redis_client, tmp_path / "other", webhook_secret=SECRET, clock=gateway.clock)
+    other = make_gateway(redis_client, tmp_path / "other", webhook_secret=SecretStr(SECRET), clock=gateway.clock)
     async with delivering(other):
-        assert other.webhook_results == []
+        assert not results(other)
         gateway.clock.shift_s = int(LEASE_S) + 1
-        await until(lambda: other.webhook_results == ["delivered"])
+        await until(lambda: results(other) == {"delivered": 1})
     assert receiver.got[0][1] == receiver.got[1][1]
     await other.http.aclose()
 
@@ -220,7 +227,10 @@ async def test_a_url_that_may_not_be_called_is_refused_at_creation(gateway: Offl
 async def test_receivers_that_hang_hold_up_their_owner_only(
     redis_client: Redis, tmp_path: Path, receiver: Receiver
 ) -> None:
-    async with receiving() as hanging, running_gateway(redis_client, tmp_path, webhook_secret=SECRET) as gateway:
+    async with (
+        receiving() as hanging,
+        running_gateway(redis_client, tmp_path, webhook_secret=SecretStr(SECRET)) as gateway,
+    ):
         hanging.answers.clear()
         for number in range(MAX_IN_FLIGHT + 8):
             await gateway.webhooks.announce("batch.completed", f"batch_{number}", {"webhook": hanging.url}, "ann")
