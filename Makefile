@@ -25,12 +25,12 @@ test: lint
 
 # Everything, before a release: random order, new examples of each property, and what is marked `full`.
 test-all: lint
-	TIDEGATE_TEST_PROFILE=full $(PYTEST) -p randomly --ignore tests/bench
-	$(MAKE) test-bench chaos fuzz test-vllm
+	TIDEGATE_TEST_PROFILE=full $(PYTEST) -p randomly
+	$(MAKE) chaos fuzz test-vllm
 
-# The tests of bench/, the laboratory, which is no part of the wheel; they start servers and engines.
+# The tests of bench/, the laboratory, which is no part of the wheel.
 test-bench: $(VENV)/.installed-dev
-	$(PYTEST) tests/bench
+	$(PYTEST) -m "not full" tests/bench
 
 # The engine over vLLM, in an environment with vLLM: the contract of engines and a whole server, computed by one process
 # and by two with tensor parallelism; and a whole server before vLLM's own. The packages of that environment warn; that is

@@ -42,6 +42,7 @@ def test_a_variant_changes_one_key_and_leaves_the_others() -> None:
         variant_of(tiers, "controller.shad=false")
 
 
+@pytest.mark.full
 def test_each_variant_is_a_row_beside_the_whole_controller(tmp_path: Path) -> None:
     """Chats beside bulk are slower than alone where they come first, and slower still where they do not."""
     out = tmp_path / "ablation.json"

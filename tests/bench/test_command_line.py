@@ -60,6 +60,7 @@ def test_a_store_that_is_not_there_is_one_sentence(tmp_path: Path, capsys: pytes
         assert line.startswith("store: ") and sentence in line
 
 
+@pytest.mark.full
 def test_the_commands_load_no_optional_package() -> None:
     # redis-py imports OpenTelemetry's SDK if it is there, which imports psutil.
     without, loaded = "sys.modules['opentelemetry.sdk'] = None", "{'matplotlib', 'psutil'} & set(sys.modules)"

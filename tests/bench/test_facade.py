@@ -1,7 +1,5 @@
 """The table of the facade relates our rate to the proxy's with the same load."""
 
-import pytest
-
 from bench.facade import FacadePart, facade_record
 from loadtest.client.answer import Outcome
 
@@ -19,13 +17,3 @@ def test_the_rate_counts_complete_answers_and_is_related_to_the_proxys() -> None
     ours, proxy = (row.cells for row in section.table.rows)
     assert ours[:5] == ("64", "streamed", "tidegate", "60", "12.0")
     assert proxy[3:5] == ("5", "–") and proxy[7] == "30"
-
-
-def test_without_the_proxy_there_is_no_ratio() -> None:
-    [section] = facade_record([part("tidegate", 100)]).sections
-    assert section.table is not None and section.table.rows[0].cells[4] == "–"
-
-
-@pytest.mark.parametrize("arms", [["tidegate"], ["tidegate", "litellm"]])
-def test_each_part_is_in_the_data(arms: list[str]) -> None:
-    assert [p["arm"] for p in facade_record([part(arm, 4) for arm in arms]).data["parts"]] == arms

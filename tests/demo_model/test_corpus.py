@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from demo_model.training import skills, smalltalk
+from demo_model.training import skills
 from demo_model.training.corpus import Corpus, Course
 from demo_model.training.facts import load_facts, load_words
-from demo_model.training.rewording import reword
 
 COURSE = Course(max_tokens=512, long_share=0.3, long_counts=0.2, hard_repeats=0.3)
 seeds = st.integers(0, 2**32).map(random.Random)
@@ -64,23 +63,6 @@ def test_counts_go_up_by_one_inside_the_range(rng: random.Random, most: int) -> 
     assert numbers == list(range(numbers[0], numbers[-1] + 1))
     assert 0 <= numbers[0] <= numbers[-1] <= skills.MAX_COUNT
     assert str(numbers[-1]) in prompt
-
-
-@given(rng=seeds)
-def test_requests_out_of_range_are_declined_in_words(rng: random.Random) -> None:
-    assert skills.add_out_of_range(rng)[1] == skills.DECLINE_SUM
-    assert skills.count_out_of_range(rng)[1] == skills.DECLINE_COUNT
-
-
-@given(rng=seeds)
-def test_smalltalk_is_never_empty(rng: random.Random) -> None:
-    assert smalltalk.anything_else(rng, ["tide"])[0].strip()
-    assert smalltalk.greet(rng)[0].strip()
-
-
-@given(rng=seeds)
-def test_rewording_keeps_most_of_a_question(rng: random.Random) -> None:
-    assert len(reword(rng, "Where are the tiers configured?")) > 15
 
 
 def test_questions_are_asked_once_and_held_out_ones_are_never_trained() -> None:

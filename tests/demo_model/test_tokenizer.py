@@ -44,10 +44,6 @@ def test_merges_stay_inside_plain_words(tokenizer: Tokenizer) -> None:
     ]
 
 
-def test_no_token_is_added_around_a_plain_prompt(tokenizer: Tokenizer) -> None:
-    assert tokenizer.tokenize("a b", add_special_tokens=True) == ["a", "Ġ", "b"]
-
-
 def test_training_is_deterministic() -> None:
     texts = ["the tide rises", "the tide falls", "a gate"] * 3
     first, second = (train_tokenizer(texts, vocab_size=300).get_vocab() for _ in range(2))
@@ -64,10 +60,6 @@ def test_template_lays_out_a_conversation(tokenizer: Tokenizer) -> None:
     assert render(tokenizer, *messages, generate=True) == (
         "<|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>Hello!<|end|><|user|> 1 + 1 \n<|end|><|assistant|>"
     )
-
-
-def test_template_without_generation_prompt_ends_with_the_turn(tokenizer: Tokenizer) -> None:
-    assert render(tokenizer, ("user", "Hi")) == "<|user|>Hi<|end|>"
 
 
 def test_developer_is_system(tokenizer: Tokenizer) -> None:

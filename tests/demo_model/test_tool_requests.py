@@ -49,13 +49,6 @@ def test_the_answer_contains_the_result(requests: ToolRequests, rng: random.Rand
     assert exchange.answer.endswith(".")
 
 
-@given(rng=seeds)
-def test_two_calls_have_two_results_in_order(requests: ToolRequests, rng: random.Random) -> None:
-    exchange = requests.ask_twice(rng, requests.offer(rng, 2))
-    assert len(exchange.calls) == len(exchange.results) == 2
-    assert exchange.answer.removesuffix(".") == "The results are " + " and ".join(exchange.results).removesuffix(".")
-
-
 @given(rng=seeds, count=st.integers(1, 5))
 def test_offered_tools_have_different_names_and_subjects(
     requests: ToolRequests, rng: random.Random, count: int
@@ -66,14 +59,6 @@ def test_offered_tools_have_different_names_and_subjects(
     asked = [requests.ask(rng, offer) for offer in offers]
     assert {exchange.calls[0].name for exchange in asked} == {offer.tool.name for offer in offers}
     assert TOPICS["weather"] in [offer.topic for offer in offers]
-
-
-def test_topics_that_answer_the_same_request_are_never_offered_together(requests: ToolRequests) -> None:
-    rng = random.Random(1)
-    for _ in range(300):
-        topics = [offer.topic for offer in requests.offer(rng, 3)]
-        assert sum(topic.group == "time" for topic in topics) <= 1
-        assert not any(topic.alone for topic in topics) or sum(t.group == "arithmetic" for t in topics) == 1
 
 
 @given(rng=seeds)

@@ -76,18 +76,6 @@ def test_a_call_without_arguments_has_an_empty_object(tokenizer: PreTrainedToken
     assert '{"name": "now", "arguments": {}}' in render(tokenizer, history([call]))
 
 
-def test_a_system_prompt_follows_the_tools(tokenizer: PreTrainedTokenizerBase) -> None:
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    assert render(tokenizer, messages, [ADD.as_openai()]) == (
-        f"<|system|>{write_tools([ADD])}<|end|>" + render(tokenizer, messages)
-    )
-
-
-@pytest.mark.parametrize("tools", [None, []])
-def test_without_tools_nothing_is_added(tokenizer: PreTrainedTokenizerBase, tools: list[Any] | None) -> None:
-    assert render(tokenizer, [{"role": "user", "content": "Hi"}], tools) == "<|user|>Hi<|end|>"
-
-
 def test_only_a_descriptions_first_line_is_shown(tokenizer: PreTrainedTokenizerBase) -> None:
     function = {"name": "get_time", "description": "Get the time.\n\nArgs:\n    zone: …"}
     assert listed(tokenizer, function) == {

@@ -1,6 +1,5 @@
 """Training: labels of batches, the attention for short rows, and that a few steps lower the loss."""
 
-import random
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -99,12 +98,6 @@ def test_saved_models_load_and_replace_each_other(tokenizer: PreTrainedTokenizer
         ["<|end|>", "<|endoftext|>"]
     )
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-def test_made_up_words_come_from_the_vocabulary(corpus: Corpus) -> None:
-    words = [corpus.made_up_word(random.Random(seed)) for seed in range(200)]
-    assert len(set(words)) > 150
-    assert all(word.islower() and word.isascii() for word in words)
 
 
 def test_training_goes_on_from_a_saved_model(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

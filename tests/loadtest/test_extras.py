@@ -9,7 +9,7 @@ import pytest
 
 from loadtest import running
 from loadtest.__main__ import MOVED, main
-from loadtest.running import PLOTS, PROCESSES, MissingExtra, one_sentence, require
+from loadtest.running import PLOTS, PROCESSES, one_sentence
 
 
 @pytest.fixture
@@ -29,13 +29,6 @@ def test_a_missing_package_is_named_before_anything_runs(capsys: pytest.CaptureF
     said = capsys.readouterr()
     assert exit_info.value.code == 2 and said.out == "" and said.err.count("\n") == 1
     assert "needs matplotlib: " in said.err and "pip install 'tidegate[loadtest]'" in said.err
-
-
-@pytest.mark.usefixtures("bare")
-def test_only_what_is_missing_is_named() -> None:
-    with pytest.raises(MissingExtra, match="--plot needs matplotlib: "):
-        require((*PLOTS, "json"), "--plot")
-    require(("json",), "nothing")
 
 
 @pytest.mark.full

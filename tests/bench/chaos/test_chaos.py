@@ -169,6 +169,7 @@ async def ended(reader: asyncio.StreamReader) -> bool:
         return True
 
 
+@pytest.mark.full
 def test_a_clock_moves_for_one_process_and_its_monotonic_clock_stays(tmp_path: Path) -> None:
     clocks = Clocks(tmp_path)
     clocks.set("worker-1", -3600)
@@ -226,17 +227,20 @@ def run_on_disk(disks: Disks, tmp_path: Path, program: str) -> str:
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
+@pytest.mark.full
 def test_a_disk_is_slow_for_one_process_and_folder_and_writes_wait_for_a_sync(disks: Disks, tmp_path: Path) -> None:
     disks.set("part", sync_s=2.0)
     other_s, ours_s, sync_s = map(float, run_on_disk(disks, tmp_path, SYNCING).split())
     assert other_s < 2 <= ours_s and sync_s >= 2
 
 
+@pytest.mark.full
 def test_a_disk_is_full_for_one_process_and_folder(disks: Disks, tmp_path: Path) -> None:
     disks.set("part", is_full=True)
     assert run_on_disk(disks, tmp_path, FILLING).splitlines() == ["No space left on device", "written"]
 
 
+@pytest.mark.full
 async def test_a_store_with_a_slow_disk_confirms_no_write_in_time_and_goes_on_when_it_is_fast_again(
     disks: Disks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from bench.conformance import clients
 from bench.conformance.clients import CLIENTS, Client, InstallError, install
-from bench.conformance.command import _run_script, read_outcomes
+from bench.conformance.command import _run_script
 from loadtest.client.http import Target
 
 CLIENT = Client("some", "some.py", ())
@@ -66,7 +66,3 @@ def test_an_installation_that_fails_is_one_sentence_and_is_tried_again(tmp_path:
         with pytest.raises(InstallError, match="pip failed"):
             install(client, tmp_path)
     assert not (tmp_path / "some" / "installed.txt").exists()
-
-
-def test_lines_that_a_client_printed_are_skipped() -> None:
-    assert read_outcomes("c", 'warning\n{"check": "a", "error": ""}\n{}\n')[0].check == "a"

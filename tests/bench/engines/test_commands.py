@@ -84,6 +84,7 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 def test_engine_as_a_command_writes_its_table_and_json(tiny: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench", "engines", "--quick", "--model", str(tiny), "--threads", "1"]
     command += ["--systems", "tidegate,vllm", "--streams", "2", "--rounds", "2", "--json", str(tmp_path / "r.json")]

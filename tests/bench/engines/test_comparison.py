@@ -62,16 +62,6 @@ def test_a_step_is_the_difference_of_two_jobs() -> None:
     assert STEP_TOKENS > 1 and all(row["share_of_roofline"] is None for row in result["steps"])
 
 
-def test_all_systems_get_the_same_jobs_and_a_serial_one_a_part_of_them() -> None:
-    ours, theirs, serial = Pretender("tidegate", 0.01), Pretender("vllm", 0.01), Pretender("generate", 0.01)
-    noted = run(ours, theirs, serial)
-    assert ours.jobs == theirs.jobs
-    asked = {prompt for job in ours.jobs for prompt in job.prompts}
-    jobs = [s.job for s in noted.samples if s.system == "generate" and s.streams == 4]
-    assert jobs and all(len(job.prompts) == 2 and set(job.prompts) <= asked for job in jobs)
-    assert {s.streams for s in noted.steps if s.system == "generate"} == {1}
-
-
 def test_a_system_that_fails_leaves_with_its_reason_and_the_others_go_on() -> None:
     noted = run(Pretender("tidegate", 0.01), Pretender("vllm", 0.01, breaks_after=6))
     assert noted.unavailable == {"vllm": "out of memory"}
@@ -84,14 +74,6 @@ def test_without_ours_there_is_no_ratio_and_still_a_table() -> None:
     noted = run(Pretender("tidegate", 0.01, breaks_after=0), Pretender("vllm", 0.01))
     rows = ComparisonReport(noted, SHAPE, PEAKS).as_dict()["jobs"]
     assert rows and all(row["ours_over_it"] is None for row in rows)
-
-
-def test_agreement_ends_at_an_answers_first_difference() -> None:
-    noted = run(Pretender("tidegate", 0.01), Pretender("vllm", 0.01, differs_at=1), Pretender("generate", 0.01))
-    assert noted.agreement("tidegate", "generate") == noted.agreement("generate", "tidegate") == 1.0
-    shared = noted.agreement("tidegate", "vllm")
-    assert shared is not None and 0 < shared < 0.5
-    assert noted.agreement("tidegate", "nobody") is None
 
 
 @pytest.mark.parametrize("message", [SPEC, Order([[1, 2]], [3]), Ready("x"), Done([[1]], 0.5, 0.1, 0.0), Failed("no")])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.engines.roofline import ModelShape, Peaks, StepNeeds, decode_step, job_roofline_s
+from bench.engines.roofline import ModelShape, Peaks, decode_step, job_roofline_s
 from bench.engines.work import Job
 from loadtest.model_shapes import SHAPE_NAMES, shape_config
 
@@ -31,18 +31,6 @@ def test_a_job_is_its_prompts_in_one_step_and_then_one_step_a_token() -> None:
     weights = 2 * 200
     prompts, second, third = weights + 16 * 4, weights + 16 * 2, weights + 16 * 3
     assert job_roofline_s(job, SMALL, peaks) == pytest.approx(prompts + second + third)
-
-
-def test_only_sampled_rows_are_multiplied_with_the_head() -> None:
-    assert StepNeeds(7, 1, 0, 0).num_flops(SMALL) == 2 * (7 * 160 + 40)
-
-
-def test_the_reference_shape_has_its_135_million_parameters() -> None:
-    shape = ModelShape.from_config(shape_config("135m"), "bfloat16")
-    assert shape is not None
-    norms = 576 * (2 * 30 + 1)
-    assert shape.layer_weights + shape.head_weights + norms == 134_515_008
-    assert shape.kv_token_bytes == 2 * 30 * 3 * 64 * 2
 
 
 @pytest.mark.parametrize("name", SHAPE_NAMES)

@@ -32,13 +32,6 @@ def test_plans_are_legal_and_every_block_comes_back(seed: int) -> None:
     assert result.steps == len(stepper.plans) - 1 and len(result.rss_bytes) > 2
 
 
-def test_the_same_seed_makes_the_same_load() -> None:
-    one, other = ModeledStepper(num_blocks=80), ModeledStepper(num_blocks=80)
-    for stepper in (one, other):
-        make_soak(stepper, 5).run(seconds=0.1)
-    assert len(one.plans) > 99 and one.plans == other.plans
-
-
 def test_memory_that_grows_fails() -> None:
     flat, grown = make_result((100 * MIB,) * 10), make_result((100 * MIB,) * 5 + (103 * MIB,) * 5)
     assert flat.passed and "flat" in render_text(flat.record())

@@ -15,6 +15,7 @@ def fault_of_each_check(server: Server) -> list[str]:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.full
 async def test_a_whole_server_passes(tmp_path: Path) -> None:
     async with serving_tidegate(None, "auto", tmp_path, 0, ()) as running:
         server = Server(f"http://{running.target.host}:{running.target.port}")

@@ -61,11 +61,6 @@ def test_an_image_is_read_from_either_program(found: dict[str, Any], program: Pr
     assert containers.image("some") == Image("10001", ("python", "-c", "pass"), 5)
 
 
-def test_an_image_without_a_health_check_has_no_command(program: Program, containers: Containers) -> None:
-    program.prints("image", json.dumps([{"Config": {}, "Size": 5}]))
-    assert containers.image("some").health_command == ()
-
-
 def test_a_build_of_podman_keeps_the_health_check(program: Program, containers: Containers) -> None:
     containers.build(Path("/src"), "gateway", "some", ["--network", "host"])
     assert program.calls == ["build --format docker --target gateway --tag some --network host /src"]

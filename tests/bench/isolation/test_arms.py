@@ -5,7 +5,6 @@ from importlib.resources import files
 import pytest
 
 from bench.isolation.arms import (
-    AIMD,
     BULK_ALONE,
     FIRST_COME,
     OURS,
@@ -43,11 +42,6 @@ def test_every_arms_file_has_the_tiers_of_the_product(name: str) -> None:
     assert {s for tier in tiers.tiers.values() for s in tier.service_tiers} == asked
 
 
-def test_first_come_puts_every_request_into_one_tier() -> None:
-    tiers = tiers_of(FIRST_COME)
-    assert tiers.for_service_tier("flex") is tiers.for_service_tier("default") is not None
-
-
 @pytest.mark.parametrize("name", [BULK_ALONE, FIRST_COME, STRICT, STATIC])
 def test_arms_without_a_controller_have_it_switched_off_and_slos_that_never_bind(name: str) -> None:
     tiers = tiers_of(name)
@@ -65,22 +59,12 @@ def test_the_static_arm_pins_bulk_to_the_budget_and_leaves_interactive_alone() -
     assert tiers["realtime"].pinned == tiers_of(STRICT)["realtime"].pinned
 
 
-def test_feedback_only_keeps_the_slo_without_looking_ahead() -> None:
-    tiers = tiers_of(AIMD)
-    assert tiers.controller.feedback and not tiers.controller.feed_forward and not tiers.controller.shed
-    assert (tiers["realtime"].slo.ttft_p99_ms, tiers["realtime"].slo.itl_p99_ms) == (123, 45)
-
-
 @pytest.mark.parametrize("name", [OURS, OURS_ALONE])
 def test_ours_is_the_shipped_file_with_the_commands_slo(name: str) -> None:
     tiers, shipped = tiers_of(name), parse_tiers(read_shipped_tiers())
     assert tiers["realtime"].slo.ttft_p99_ms == 123
     assert tiers["realtime"].model_copy(update={"slo": shipped["realtime"].slo}) == shipped["realtime"]
     assert tiers["bulk"] == shipped["bulk"] and tiers.controller == shipped.controller
-
-
-def test_without_an_slo_of_the_command_the_shipped_file_is_taken_as_it_is() -> None:
-    assert ArmBuilder(read_shipped_tiers(), Targets()).build(OURS).tiers == read_shipped_tiers()
 
 
 def test_arms_come_in_the_order_of_the_report_with_their_traffic() -> None:
@@ -91,17 +75,6 @@ def test_arms_come_in_the_order_of_the_report_with_their_traffic() -> None:
     assert roles[BULK_ALONE] == roles[PEER_BULK] == ("bulk",)
     assert [arm.name for arm in arms if arm.is_peer] == [PEER_ALONE, PEER_BULK, PEER]
     assert {arm.alone for arm in arms if arm.is_peer} == {PEER_ALONE}
-
-
-def test_a_premium_tier_stands_above_the_default_one() -> None:
-    builder = ArmBuilder(read_shipped_tiers(), Targets(ttft_ms=500), premium={"ttft_p99_ms": 300.0})
-    tiers = tiers_of(OURS, builder)
-    premium = tiers.for_service_tier("priority")
-    assert premium is tiers["premium"] and tiers.by_priority[0] is premium
-    assert (premium.slo.ttft_p99_ms, tiers["realtime"].slo.ttft_p99_ms) == (300, 500)
-    assert tiers.for_service_tier("default") is tiers["realtime"]
-    assert set(tiers_of(FIRST_COME, builder).tiers) == {"realtime", "bulk", "batch"}
-    assert tiers_of(STRICT, builder)["premium"].slo == tiers_of(STRICT, builder)["realtime"].slo  # which never binds
 
 
 def test_the_flags_slo_goes_before_the_scenarios_and_that_before_the_tiers() -> None:

@@ -25,11 +25,6 @@ def test_a_request_is_in_time_if_all_its_targets_are_met(ttft_s: float, gaps_s: 
     assert has_met(answered("chat", 0.0, ttft_s, gaps_s), SLO) is met
 
 
-def test_the_end_counts_where_it_has_a_target() -> None:
-    outcome = answered("chat", 0.0, 0.05, (0.04, 0.04))
-    assert has_met(outcome, Targets(e2e_ms=131)) and not has_met(outcome, Targets(e2e_ms=129))
-
-
 def test_what_was_refused_or_never_ended_is_a_miss() -> None:
     refused = Outcome("chat", 0, 1.0, error="429: no", finished_s=1.01)
     waiting = Outcome("chat", 1, 1.0, error="unfinished", given_up_s=9.0)
@@ -51,13 +46,6 @@ def test_misses_are_counted_while_an_arm_runs_each_of_them_once() -> None:
     refused = Outcome("chat", 3, due_s=START_S + 1.4, error="429: no", finished_s=START_S + 1.41)
     run.outcomes["chat"] += [under_way, refused]
     assert missed.update(run, START_S + 9.0) == 3  # its first token was in time; the gaps are judged at its end
-
-
-def test_what_ends_too_late_is_missed_before_it_ends() -> None:
-    run, missed = ArmRun(START_S, 10.0, {"job": []}, planned=1), MissCount({"job": Targets(e2e_ms=500)})
-    run.outcomes["job"].append(Outcome("job", 0, due_s=START_S, progress=[(START_S + 0.1, 1)]))
-    assert missed.update(run, START_S + 0.4) == 0
-    assert missed.update(run, START_S + 0.6) == 1
 
 
 def test_settled_is_when_every_later_bin_is_in_time() -> None:

@@ -41,6 +41,7 @@ def scenario_file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.full
 async def test_all_arms_run_on_one_server_that_is_told_its_tiers(
     tmp_path: Path, scenario_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,6 +140,7 @@ async def test_a_users_mistake_is_one_sentence(flags: dict[str, str], sentence: 
             await quick(**{"url": server.url, **flags}).measure()
 
 
+@pytest.mark.full
 async def test_a_server_is_ended_with_its_block_and_one_that_does_not_start_says_why(tmp_path: Path) -> None:
     program = (
         "import http.server, os, sys\n"

@@ -1,6 +1,5 @@
 """The page needs no other file, escapes its texts, and follows the reader's colour scheme."""
 
-import re
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -97,20 +96,6 @@ def test_an_experiments_page_needs_nothing_beside_it(html: str) -> None:
     for said in ("0.125 × the scenario", "something &lt;odd&gt;", "fails, as it must", "to settle after the step"):
         assert said in html
     assert "4×: 2 or more of 40 late" in html and "0.5 of the solo goodput, then 3 times that" in html
-
-
-def test_ids_of_several_drawings_do_not_meet(html: str) -> None:
-    drawings = re.findall(r"<svg.*?</svg>", html, re.S)
-    assert len(drawings) >= 4
-    clips = [set(re.findall(r'<clipPath id="([^"]+)"', svg)) for svg in drawings]
-    assert sum(map(len, clips)) == len(set().union(*clips))
-
-
-def test_the_terminal_gets_the_same_verdicts() -> None:
-    text = render_text(isolation_record(make_result(), PROVENANCE, {}))
-    assert "WARNING: something <odd>" in text and "fails, as it must" in text
-    assert re.search(r"interactive SLO attainment, mixed .* 100.0 %  goal", text)
-    assert "solo goodput: 3 × the scenario's load (4 × did not hold; at least 94% in time there" in text
 
 
 def test_a_load_that_was_given_is_no_share_of_anything() -> None:

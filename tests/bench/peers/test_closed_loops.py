@@ -9,9 +9,9 @@ import psutil
 import pytest
 
 from bench.peers.arms import Servers
-from bench.peers.closed_loops import LoopPart, Loops, plan_loops
+from bench.peers.closed_loops import LoopPart, Loops
 from bench.peers.closed_loops_report import loop_goals, loops_record
-from bench.peers.command import ClosedLoops, parse_range
+from bench.peers.command import ClosedLoops
 from bench.peers.idle_servers import CpuMeter, tree_cpu_s
 from loadtest.client.answer import Outcome
 from loadtest.client.http import Target, TargetError
@@ -50,15 +50,6 @@ async def test_all_arms_send_the_same_lengths_and_other_tokens(
     assert len(set(prompts)) == len(prompts)
     out = capsys.readouterr().out
     assert "default ÷ flex: tokens/s" in out and "flex: first token p99 ÷ vLLM" in out
-
-
-def test_a_stream_has_its_own_requests_in_every_round() -> None:
-    plans = [plan_loops(LOOPS, "flex", 4, round_) for round_ in (-1, 0, 1)]
-    assert [[len(stream) for stream in plan] for plan in plans] == [[3] * 4] * 3
-    seeds = [request.prompt_seed for plan in plans for stream in plan for request in stream]
-    assert len(set(seeds)) == len(seeds) == 36
-    assert plans[1] == plan_loops(LOOPS, "flex", 4, 0) and plans[1] != plan_loops(LOOPS, "default", 4, 0)
-    assert all(4 <= request.prompt_tokens <= 9 for plan in plans for stream in plan for request in stream)
 
 
 async def test_a_stream_has_one_request_at_a_time() -> None:
@@ -120,10 +111,6 @@ async def test_a_users_mistake_is_one_sentence(flags: dict[str, str], sentence: 
         await quick(**flags).measure()
 
 
-def test_a_range_may_be_one_number() -> None:
-    assert (parse_range("32-256"), parse_range("64")) == ((32, 256), (64, 64))
-
-
 def part(arm: str, streams: int, tokens_per_s: float, ttft_s: float, round_: int = 0, cores: float = 0.0) -> LoopPart:
     """A part of ten requests of ten tokens, with the same first token time."""
     outcomes = []
@@ -155,14 +142,6 @@ def test_a_goal_is_judged_by_the_worst_number_of_streams() -> None:
     }
     assert verdicts(parts[:3], ("default", "flex", "vllm"))["default: tokens/s ÷ vLLM"] == (1.2, "goal")
     assert list(verdicts(parts, ("default", "flex"))) == ["default ÷ flex: tokens/s"]
-
-
-def test_rounds_are_added_up_and_their_spread_is_shown() -> None:
-    parts = [part("flex", 8, 100, 0.1), part("vllm", 8, 100, 0.1)]
-    parts += [part("flex", 8, 300, 0.1, round_=1), part("vllm", 8, 100, 0.1, round_=1)]
-    text = render_text(loops_record(parts, LOOPS, ("flex", "vllm")))
-    assert "150 (100–300)" in text  # 200 tokens in 1 s and a third of one
-    assert "1.50 (1.00–3.00)" in text
 
 
 def test_a_server_that_is_not_idle_is_shown() -> None:

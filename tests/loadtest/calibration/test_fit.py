@@ -46,14 +46,6 @@ def test_the_error_on_held_out_steps_is_the_noise_and_no_more() -> None:
     assert calibration.noise == pytest.approx(0.05, rel=0.2)
 
 
-def test_steps_held_out_were_not_fitted() -> None:
-    steps = make_steps(1000)
-    calibration = calibrate(steps)
-    for fit in calibration.kinds:
-        assert fit.held_out.steps + fit.fitted == sum(s.work.is_mixed == (fit.kind == "mixed") for s in steps)
-        assert 0.15 * fit.fitted < fit.held_out.steps < 0.35 * fit.fitted
-
-
 def test_outliers_and_steps_that_were_left_do_not_count() -> None:
     steps = make_steps(1500)
     rng = random.Random(2)

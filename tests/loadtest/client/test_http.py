@@ -32,13 +32,6 @@ async def test_an_answer_is_read_whole(stream: bool, separator: str) -> None:
     assert outcome.ttft_s is not None and outcome.e2e_s is not None and 0 < outcome.ttft_s <= outcome.e2e_s
 
 
-async def test_several_tokens_an_event_are_all_counted() -> None:
-    async with FakeServer(tokens_per_event=4) as server:
-        outcome = await ask(server, max_tokens=10)
-    assert outcome.completion_tokens == 10
-    assert len(outcome.inter_token_s()) == 10 - 4
-
-
 async def test_a_refusal_is_an_outcome_with_its_retry_after() -> None:
     async with FakeServer(status=lambda body: 429) as server:
         outcome = await ask(server)
@@ -113,11 +106,3 @@ async def test_tls_is_measured_if_the_certificate_is_trusted(tmp_path: Path, mon
         assert await discover_model(target) == "fake"
         outcome = await ask(server)
     assert outcome.error is None and outcome.completion_tokens == 5
-
-
-@pytest.mark.parametrize(
-    ("url", "authority"),
-    [("https://localhost", "localhost:443"), ("http://localhost/v1", "localhost:80"), ("http://[::1]:80", "[::1]:80")],
-)
-def test_the_port_follows_from_the_scheme(url: str, authority: str) -> None:
-    assert parse_target(url).authority == authority

@@ -95,13 +95,6 @@ async def test_with_a_limit_the_others_wait_in_the_client_and_their_times_say_so
     assert third.ttft_s is not None and third.ttft_s > (backlog[1].finished_s or 0.0) - third.due_s > 0
 
 
-async def test_loops_that_drain_send_no_more_and_finish() -> None:
-    async with FakeServer() as server:
-        window = ArmWindow(0.2, 0.0, drains_closed_loops=True)
-        run = await run_arm(parse_target(server.url), [BACKLOG], window, seed=1, round_=0)
-    assert run.outcomes["backlog"] and all(o.is_complete for o in run.outcomes["backlog"])
-
-
 async def test_answers_that_a_drain_waits_for_in_vain_count_with_what_they_have_waited() -> None:
     async with FakeServer(is_silent=lambda body: True) as server:
         window = ArmWindow(0.1, 0.0, drain_s=0.1, drains_closed_loops=True)
@@ -129,12 +122,6 @@ async def test_a_cancelled_arm_keeps_what_it_has_measured() -> None:
 def has_gone_round(run: ArmRun) -> bool:
     """Return whether each stream of the backlog has asked again."""
     return len(run.outcomes["backlog"]) > 6
-
-
-async def test_a_backlog_is_cut_off_at_the_end_and_not_slow() -> None:
-    async with FakeServer() as server:
-        run = await run_arm(parse_target(server.url), [BACKLOG], ArmWindow(0.2, 0.0), seed=1, round_=0)
-    assert all(o.given_up_s is None for o in run.outcomes["backlog"])
 
 
 async def test_a_failing_server_does_not_make_a_closed_loop_spin() -> None:

@@ -4,10 +4,9 @@ import pytest
 
 from loadtest.measure.figures import figures_of, kind_of, token_rate
 from loadtest.measure.report import load_record, tokens_ratio
-from loadtest.measure.rounds import arms_of
 from loadtest.reporting.record import Provenance
 from loadtest.reporting.writers import render_text
-from tests.loadtest.measure.builders import BULK, CHAT, answered, cut_off, failed, measured
+from tests.loadtest.measure.builders import answered, cut_off, failed, measured
 
 NOW = Provenance("tidegate loadtest run", "2026-01-01T00:00:00+00:00", "a machine", "m", 1)
 
@@ -21,17 +20,6 @@ def test_rates_count_what_arrived_in_the_window() -> None:
     [run] = measurement.runs["load"]
     edges, rates = token_rate(run, "interactive")
     assert edges.tolist() == [0.0, 1.0, 2.0] and rates.tolist() == [8.0, 0.0]
-
-
-def test_untiered_requests_are_the_same_without_the_field() -> None:
-    on, off = arms_of("tiers", (CHAT, BULK))
-    assert [c.service_tier for c in on.classes] == [None, "flex"]
-    assert [c.service_tier for c in off.classes] == [None, None]
-    assert [c.name for c in on.classes] == [c.name for c in off.classes]
-
-
-def test_one_at_a_time_is_a_limit_in_the_client() -> None:
-    assert [arm.at_once for arm in arms_of("batching", (CHAT,))] == [None, 1]
 
 
 @pytest.mark.parametrize(
@@ -61,14 +49,6 @@ def test_both_arms_stand_side_by_side_with_their_ratio() -> None:
     assert lines["TTFT p50"][2:5] == ["100", "400", "0.25"]
     assert record.cards[0].value == "10.00 ×"
     assert [part["arm"] for part in record.data["parts"]] == ["batched", "one at a time"]
-
-
-def test_without_streams_there_is_no_first_token() -> None:
-    whole = CHAT.model_copy(update={"stream": False})
-    record = load_record(measured(None, [answered(0.0)], classes=(whole,)), {}, NOW)
-    lines = {line.split("  ")[0]: line.split() for line in render_text(record).splitlines()}
-    assert lines["TTFT p50"][2:] == lines["ITL p99"][2:] == ["–"]
-    assert lines["E2E p50"][2:] == ["160"]
 
 
 def test_errors_and_missing_ends_are_named_and_warned_of() -> None:

@@ -9,12 +9,12 @@ import pytest
 from engine.interface import PlanError, StepResult
 from loadtest.reporting.writers import render_text, write_json
 from loadtest.simulation.clients import TIMED_OUT
-from loadtest.simulation.experiment import Experiment, find_tiers
+from loadtest.simulation.experiment import Experiment
 from loadtest.simulation.observation import Observation
 from loadtest.simulation.report import simulation_record
 from loadtest.simulation.traffic import TraceRow
 from loadtest.simulation.watched import WatchedEngine
-from tests.loadtest.simulation.builders import COEFFICIENTS, chats, make_card, make_scenario, make_tiers, run_scenario
+from tests.loadtest.simulation.builders import COEFFICIENTS, make_card, make_scenario, make_tiers, run_scenario
 
 
 def make_trace(
@@ -75,14 +75,6 @@ def test_two_workers_share_one_queue() -> None:
     assert one_s is not None and two_s is not None and two_s < one_s / 4
 
 
-def test_arrivals_go_to_an_idle_worker() -> None:
-    """Four workers and work for one and a half: hardly any request waits for the end of another's step."""
-    summary, _ = make_experiment(make_trace(200, 0.05, prompt=64, output=4), 10.0, workers=4).run()
-    first_s = 0.02 + 64 * 0.0005
-    assert summary.engines.busy_share < 0.6
-    assert summary.classes[0].ttft.p95 is not None and summary.classes[0].ttft.p95 < 2 * first_s
-
-
 def test_batches_of_an_engine_that_takes_fixed_ones_are_full_under_a_flood() -> None:
     """A call takes the same time with one request as with sixteen, so the next batch must be there when it ends."""
     fixed = {**dict.fromkeys(COEFFICIENTS, 0.0), "step_s": 0.1}
@@ -132,19 +124,6 @@ def test_a_drift_slows_the_second_half_down() -> None:
     assert busy(drifted, 1) == pytest.approx(2 * busy(even, 1), rel=0.1)
 
 
-def test_a_busy_neighbour_slows_twenty_seconds_in_the_middle_down() -> None:
-    trace = make_trace(160, 0.25, prompt=16)  # too short to be divided over steps
-    experiment = make_experiment(trace, 40.0, card=make_card(noise=0.0))
-    even, disturbed = experiment.run()[1], replace(experiment, neighbour=3.0).run()[1]
-
-    def busy(observation: Observation, from_s: int, to_s: int) -> float:
-        return sum(m.busy_share for m in observation.moments[from_s:to_s])
-
-    assert busy(disturbed, 10, 30) == pytest.approx(2 * busy(even, 10, 30), rel=0.1), "from 1 to 3 times, at random"
-    for from_s, to_s in ((0, 9), (31, 40)):
-        assert busy(disturbed, from_s, to_s) == pytest.approx(busy(even, from_s, to_s), rel=0.05)
-
-
 def test_a_closed_loop_of_chats_keeps_its_streams_in_flight_and_finishes_its_last_requests() -> None:
     tiers = make_tiers(realtime={"admission": {"predict": False}})
     experiment = Experiment(tiers, make_card(), 20.0, scenario="saturation", rate=0.25)
@@ -181,14 +160,3 @@ def test_a_worker_that_dies_ends_the_run_with_its_error(monkeypatch: pytest.Monk
     monkeypatch.setattr(WatchedEngine, "collect", breaks)
     with pytest.raises(PlanError, match="on purpose"):
         run_scenario(make_scenario(), 30.0)
-
-
-def test_the_shipped_tiers_and_those_of_the_simulator_are_found() -> None:
-    assert "realtime" in find_tiers("").tiers
-    assert find_tiers("fixed-64")["realtime"].batch_size.max == 64
-
-
-def test_chats_beside_bulk_are_done_and_bulk_takes_the_rest() -> None:
-    observation = run_scenario(make_scenario(rate_per_s=1.0), 20.0)
-    assert all(r.is_done for r in chats(observation))
-    assert sum(e.busy_s for e in observation.engines) > 0.9 * 20.0

@@ -52,11 +52,6 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, said: str) -> None:
         read_trace(written(tmp_path / "trace.jsonl", line))
 
 
-def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="No such file"):
-        read_trace(tmp_path / "trace.jsonl")
-
-
 def test_a_row_knows_its_aliases() -> None:
     row = TraceRow.model_validate({"arrival_s": 0, "tier": "t", "class": "c", "prompt_tokens": 1, "output_tokens": 1})
     assert row.traffic_class == "c"

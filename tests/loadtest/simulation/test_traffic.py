@@ -47,13 +47,6 @@ def test_half_the_rate_is_half_of_the_same_requests() -> None:
     assert {(r.id, r.at_s) for r in half.arrivals} <= {(r.id, r.at_s) for r in whole.arrivals}
 
 
-def test_a_larger_rate_keeps_what_a_smaller_one_has_and_time_as_it_is() -> None:
-    smaller, larger = (trace(rate, make_rows(200)) for rate in (1.4, 2.3))
-    assert {(r.id, r.at_s) for r in smaller.arrivals} < {(r.id, r.at_s) for r in larger.arrivals}
-    assert 400 < len(larger.arrivals) < 520
-    assert all(0 <= r.at_s < 100 for r in larger.arrivals)
-
-
 def test_prompts_of_a_trace_share_their_prefix_and_nothing_else() -> None:
     rows = make_rows(4, prefix_id="a", prefix_tokens=8) + make_rows(2, prefix_id="b", prefix_tokens=8)
     traffic = trace(1.0, rows)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from loadtest.traffic.scenario import ScenarioError, load_scenario, shipped_pools, shipped_scenarios
-from loadtest.traffic.scenario_arrivals import ClosedLoop, OpenLoop
+from loadtest.traffic.scenario_arrivals import ClosedLoop
 
 
 @pytest.mark.parametrize("name", shipped_scenarios())
@@ -55,11 +55,6 @@ def test_a_bulk_pool_replaces_the_bulk_of_any_scenario(name: str) -> None:
     assert load_scenario("chat-and-bulk", bulk_pool=name).with_role("bulk") == other.with_role("bulk")
 
 
-def test_the_longest_request_of_a_scenario_and_its_pool_is_its_context() -> None:
-    assert load_scenario("w1-chat", bulk_pool="b3-synthesis").context == 5120
-    assert load_scenario("w1-chat").context == 8192
-
-
 def test_scaling_of_lengths_leaves_spread_and_load() -> None:
     scenario = load_scenario("w4-agents")
     agent = scenario.with_lengths_scaled(0.125).classes["agent"]
@@ -68,13 +63,6 @@ def test_scaling_of_lengths_leaves_spread_and_load() -> None:
     assert agent.prefixes is not None and (agent.prefixes.tokens.min, agent.prefixes.count) == (50, 8)
     assert agent.sessions is not None and agent.sessions.max_tokens == 1024
     assert scenario.scale_for(None) == scenario.scale_for(10**6) == 1.0 and scenario.scale_for(1024) == 0.125
-
-
-def test_a_scenario_without_bulk_loads_where_none_is_needed() -> None:
-    with pytest.raises(ScenarioError, match="role bulk"):
-        load_scenario("saturation")
-    assert load_scenario("saturation", bulk_pool="b3-synthesis").with_role("bulk")
-    assert load_scenario("saturation", needed=()).with_role("bulk") == ()
 
 
 def test_scaling_of_load_scales_the_streams_of_interactive_closed_loops() -> None:
@@ -88,11 +76,3 @@ def test_another_service_tier_is_asked_for_by_interactive_classes_only() -> None
     moved = scenario.with_service_tier("flex")
     assert {c.service_tier for c in moved.with_role("interactive")} == {"flex"}
     assert moved.with_role("bulk") == scenario.with_role("bulk") and list(moved.classes) == list(scenario.classes)
-
-
-def test_scaling_of_load_leaves_backlogs_and_the_other_role() -> None:
-    scenario = load_scenario("bursts")
-    scaled = scenario.with_load_scaled(3.0)
-    assert scaled.with_role("bulk") == scenario.with_role("bulk")
-    rates = [c.arrivals.mean_rate_per_s for c in scaled.with_role("interactive") if isinstance(c.arrivals, OpenLoop)]
-    assert rates == [4.5, 6.0]

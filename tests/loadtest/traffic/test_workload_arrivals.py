@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadtest.traffic.scenario import load_scenario
 from loadtest.traffic.scenario_arrivals import Bursts, Drift, OpenLoop, Phase, Spike
-from loadtest.traffic.workload import generator, plan_open_loop
-from loadtest.traffic.workload_arrivals import StepFunction, sample_arrivals, sample_rate, whole_and_part
+from loadtest.traffic.workload import generator
+from loadtest.traffic.workload_arrivals import StepFunction, sample_arrivals, sample_rate
 
 
 def times_of(arrivals: OpenLoop, duration_s: float, seed: int) -> np.ndarray:
@@ -97,40 +96,6 @@ def test_bursts_keep_the_mean_rate_and_have_their_lengths_and_heights() -> None:
     assert rate.cumulated[-1] / rate.edges[-1] == pytest.approx(2, rel=0.06)
 
 
-def test_the_busiest_second_of_the_code_trace_is_about_26_times_the_mean() -> None:
-    """Over an hour, as the trace is; the median over seeds, since a maximum is wild."""
-    code = load_scenario("w2-code").classes["code"]
-    assert isinstance(code.arrivals, OpenLoop)
-    peaks = []
-    for seed in range(15):
-        seconds = np.array([int(p.at_s) for p in plan_open_loop(code, 3600.0, seed, 0)])
-        peaks.append(np.bincount(seconds).max() / code.arrivals.mean_rate_per_s)
-    assert 16 < float(np.median(peaks)) < 40
-
-
-def test_a_square_wave_has_its_halves_and_its_spike() -> None:
-    chat = load_scenario("w3-square").classes["chat"]
-    assert isinstance(chat.arrivals, OpenLoop)
-    times = np.concatenate(
-        [[p.at_s for p in plan_open_loop(chat.with_load_scaled(40), 180.0, seed, 0)] for seed in (1, 2)]
-    )
-
-    def rate(start_s: float, end_s: float) -> float:
-        return float(((times >= start_s) & (times < end_s)).sum() / (end_s - start_s) / 80)
-
-    assert rate(0, 60) == pytest.approx(0.5, rel=0.1)
-    assert rate(60, 90) == pytest.approx(1.25, rel=0.1)
-    assert rate(90, 110) == pytest.approx(3.0, rel=0.1)
-    assert rate(120, 180) == pytest.approx(0.5, rel=0.1)
-
-
-def test_an_impulse_is_over_after_its_second() -> None:
-    chat = load_scenario("impulse").classes["chat"].with_load_scaled(20)
-    seconds = np.bincount([int(p.at_s) for p in plan_open_loop(chat, 40.0, 1, 0)], minlength=40) / 20
-    assert seconds[20] == pytest.approx(26, rel=0.15)
-    assert np.delete(seconds, 20).mean() == pytest.approx(1, rel=0.15)
-
-
 def test_a_motion_that_is_taken_away_leaves_the_others_as_they_were() -> None:
     both = OpenLoop(rate_per_s=1, bursts=Bursts(on_s=2, off_s=2, sigma=1.0), drift=Drift(sigma=0.2, rho=0.5, every_s=5))
     alone = both.model_copy(update={"drift": None})
@@ -142,9 +107,3 @@ def test_a_motion_that_is_taken_away_leaves_the_others_as_they_were() -> None:
 
 def test_a_rate_that_is_nothing_sends_nothing() -> None:
     assert len(times_of(OpenLoop(rate_per_s=5, cycle=(Phase(for_s=1, factor=0),)), 10.0, 1)) == 0
-
-
-def test_clients_are_whole_but_for_the_last() -> None:
-    assert whole_and_part(2.25) == [1.0, 1.0, 0.25]
-    assert whole_and_part(3.0) == [1.0, 1.0, 1.0]
-    assert whole_and_part(0.5) == [0.5]
