@@ -193,7 +193,7 @@ def test_the_random_runs_do_evict(step_eviction: StepEviction) -> None:
     assert sum(evicted) >= 20 if step_eviction is not StepEviction.NOTHING else sum(evicted) == 0
 
 
-@settings(max_examples=25)
+@settings(max_examples=settings().max_examples // 4)
 @given(seed=st.integers(0, 2**32))
 def test_eviction_changes_neither_tokens_nor_blocks(seed: int) -> None:
     undisturbed, _ = run_evicting(seed, StepEviction.NOTHING)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -53,7 +53,6 @@ def test_greedy_is_the_argmax(sample: Sampler) -> None:
     assert sample(logits[:4], rows) == logits[:4].argmax(-1).tolist()
 
 
-@settings(max_examples=60)
 @given(
     temperature=st.floats(0.2, 3.0),
     top_p=st.floats(0.05, 1.0),

@@ -8,7 +8,7 @@ each chunk. A block that is shared across salts, freed too early or not copied w
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.interface import (
@@ -175,7 +175,6 @@ class Reference:
         return states, self.table.pool.num_free, self.table.swap_pool.num_free, len(self.table.pool.cache)
 
 
-@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), num_blocks=st.integers(10, 40))
 def test_every_sequence_reads_what_was_computed_for_its_own_tokens(seed: int, num_blocks: int) -> None:
     reference = Reference(random.Random(seed), num_blocks)

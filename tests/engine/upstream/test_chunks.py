@@ -118,7 +118,7 @@ CHUNKS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("dialect", [VLLM, SGLANG, LLAMA_CPP], ids=lambda d: d.name)
 @given(data=st.data())
-@settings(max_examples=100)
+@settings(max_examples=2 * settings().max_examples)
 def test_a_chunk_of_any_form_is_read_or_lost(dialect: Dialect, data: st.DataObject) -> None:
     chunks = data.draw(st.lists(near(CHUNKS[dialect.name]).map(encoded) | st.binary(), min_size=1, max_size=3))
     reader = reader_of(dialect)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from demo_model.location import demo_model_path
@@ -212,7 +212,6 @@ async def test_no_value_of_a_metric_fails(value: str) -> None:
 @given(
     st.lists(st.sampled_from(["vllm:num_requests_running", "{", "}", '"', "=", " ", "\n", "NaN", "7", "#"]) | st.text())
 )
-@settings(max_examples=300)
 def test_metrics_of_any_form_can_be_read(parts: list[str]) -> None:
     load = load_of(VLLM.metrics, "".join(parts)) if VLLM.metrics is not None else UpstreamLoad()
     assert load.num_running is None or load.num_running >= 0

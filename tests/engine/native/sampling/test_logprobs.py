@@ -6,13 +6,12 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.native.sampling.logprobs import token_logprobs
 
 
-@settings(max_examples=40)
 @given(seed=st.integers(0, 1000), rows=st.integers(1, 5), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
 def test_log_softmax_with_the_likeliest_first_and_the_lower_id_of_equal_ones(
     seed: int, rows: int, dtype: torch.dtype
