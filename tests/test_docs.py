@@ -101,12 +101,9 @@ def shell_lines(page: Path) -> Iterator[str]:
     yield from code_spans(page)
 
 
-def test_every_page_is_there() -> None:
+def test_every_page_is_there_and_the_readme_is_short() -> None:
     assert [name for name in DOCS if not (ROOT / "docs" / f"{name}.md").exists()] == []
     assert [page for page in PAGES if not page.exists()] == []
-
-
-def test_the_readme_is_short() -> None:
     assert len(text_of(ROOT / "README.md").splitlines()) <= MAX_README_LINES
 
 
@@ -137,14 +134,15 @@ def test_paths_in_code_spans_exist(page: Path) -> None:
     assert wrong == []
 
 
-@each_page
-def test_mermaid_blocks_have_a_known_kind(page: Path) -> None:
-    assert [block for block in fences(page, "mermaid") if not block.startswith(MERMAID_KINDS)] == []
-
-
-@pytest.mark.parametrize("name", ["README", "docs/architecture"])
-def test_there_is_a_picture(name: str) -> None:
-    assert fences(ROOT / f"{name}.md", "mermaid")
+def test_blocks_of_code_parse() -> None:
+    """YAML on every page, Python where newcomers copy it, and pictures of a kind that GitHub draws."""
+    for page in PAGES:
+        assert all(map(yaml.safe_load, fences(page, "yaml"))), page
+        assert [block for block in fences(page, "mermaid") if not block.startswith(MERMAID_KINDS)] == []
+    for name, language in (("README", "mermaid"), ("docs/architecture", "mermaid"), ("docs/getting-started", "python")):
+        assert fences(ROOT / f"{name}.md", language), name
+    for name in ("README", "docs/getting-started"):
+        assert all(map(ast.parse, fences(ROOT / f"{name}.md", "python")))
 
 
 # -- rooms -------------------------------------------------------------------------------------------------------------
@@ -177,14 +175,10 @@ def make_targets() -> list[str]:
     return sorted({name for line in lines for name in re.findall(r"^make ([a-z][a-z-]*)", line.strip())})
 
 
-@pytest.mark.parametrize("target", make_targets())
-def test_make_targets_exist(target: str) -> None:
+def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert re.search(rf"^{target}:", makefile, re.MULTILINE)
-
-
-def test_make_targets_are_found() -> None:
-    assert {"serve", "demo", "test"} <= set(make_targets())
+    named = set(make_targets())
+    assert {"serve", "demo", "test"} <= named <= set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
 
 
 PROGRAMS = {
@@ -228,47 +222,30 @@ def main_of(program: str, command: str) -> Callable[[list[str]], Any]:
     return main
 
 
-@pytest.mark.parametrize(("program", "line"), invocations())
-def test_commands_and_their_flags_exist(program: str, line: str) -> None:
+def fault_of(program: str, line: str) -> str | None:
+    """Return what is wrong with a command line of `program`, if anything."""
     found = invocation(line)
     assert found is not None
     command, flags = _command_and_flags(program, found[1])
     text = help_of(program, command, main_of(program, command))
-    assert text.startswith("usage: "), f"{line}: there is no such command"
+    if not text.startswith("usage: "):
+        return f"{line}: there is no such command"
     known = set(re.findall(r"--[a-z][a-z-]*", text)) | {"--help", "--config"}
-    assert set(flags) - known == set(), line
+    return f"{line}: there is no {sorted(set(flags) - known)}" if set(flags) - known else None
+
+
+def test_commands_and_their_flags_exist() -> None:
+    assert [fault for program, line in invocations() if (fault := fault_of(program, line))] == []
+    assert {"tidegate", "python -m loadtest", "python -m bench"} <= {program for program, _ in invocations()}
+    assert tidegate_main is main_of("tidegate", "serve")
+    assert fault_of("tidegate", "tidegate serve --no-such-flag 3")
+    assert fault_of("python -m loadtest", "python -m loadtest no-such-command --seed 1")
 
 
 def _command_and_flags(program: str, arguments: list[str]) -> tuple[str, list[str]]:
     command = arguments[0] if arguments and not arguments[0].startswith("-") else ""
     flags = [word.partition("=")[0] for word in arguments if re.match(r"--[^ ]+$", word)]  # not quoted flags of others
     return command, flags
-
-
-def test_commands_are_found() -> None:
-    assert {"tidegate", "python -m loadtest", "python -m bench"} <= {program for program, _ in invocations()}
-    assert tidegate_main is main_of("tidegate", "serve")
-
-
-def test_a_flag_that_does_not_exist_is_noticed() -> None:
-    with pytest.raises(AssertionError):
-        test_commands_and_their_flags_exist("tidegate", "tidegate serve --no-such-flag 3")
-    with pytest.raises(AssertionError):
-        test_commands_and_their_flags_exist("python -m loadtest", "python -m loadtest no-such-command --seed 1")
-
-
-@pytest.mark.parametrize("name", ["README", "docs/getting-started"])
-def test_the_python_for_newcomers_parses(name: str) -> None:
-    snippets = fences(ROOT / f"{name}.md", "python")
-    assert snippets
-    for snippet in snippets:
-        ast.parse(snippet)
-
-
-@each_page
-def test_yaml_blocks_parse(page: Path) -> None:
-    for block in fences(page, "yaml"):
-        assert yaml.safe_load(block)
 
 
 # -- constants, keys, metrics ------------------------------------------------------------------------------------------
@@ -286,13 +263,11 @@ def documented_constants() -> list[tuple[str, str, str]]:
     return found
 
 
-@pytest.mark.parametrize(("file", "name", "value"), documented_constants())
-def test_constants_have_the_documented_value(file: str, name: str, value: str) -> None:
-    module = importlib.import_module(file.removesuffix(".py").replace("/", "."))
-    actual = getattr(module, name)
-    if isinstance(actual, dict):
-        actual = tuple(actual.values())
-    assert actual == eval(value, {"__builtins__": {}})
+def test_constants_have_the_documented_value() -> None:
+    for file, name, value in documented_constants():
+        actual = getattr(importlib.import_module(file.removesuffix(".py").replace("/", ".")), name)
+        actual = tuple(actual.values()) if isinstance(actual, dict) else actual
+        assert actual == eval(value, {"__builtins__": {}}), f"{file}: {name}"
 
 
 @pytest.mark.parametrize("room", EXPLAINED)
