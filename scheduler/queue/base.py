@@ -67,7 +67,56 @@ class TooFarBehind:
     ahead: Backlog
 
 
-class Queue(Protocol):
+class LeaseStore(Protocol):
+    """Leases of a queue, whatever is queued, and the wake-ups of its workers."""
+
+    async def renew(self, leases: Sequence[Lease], lease_s: float) -> list[bool]:
+        """Extend leases. Return False for each lost lease, else True.
+
+        A lease is lost if it has expired and its request was requeued, or if its request was cancelled. The worker must
+        then stop the work on this request.
+        """
+        ...
+
+    async def release(self, leases: Sequence[Lease]) -> list[bool]:
+        """Give unfinished requests back to their tiers, with their old deadlines and places.
+
+        Their claims do not count as attempts. Return False for each lost lease, else True.
+        """
+        ...
+
+    async def expired_leases(self, lease_s: float) -> dict[str, int]:
+        """Return the expiry in ms of each lease that seems to be over, by request id.
+
+        A lease seems to be over if its expiry has passed, or is more than `lease_s` away: then a clock was set back
+        after it was written. By clocks alone nobody can tell whether its holder is alive (`scheduler.worker.leases`).
+        """
+        ...
+
+    async def requeue_expired(self, leases: Mapping[str, int]) -> list[str]:
+        """Move requests back to their tiers whose leases still have the given expiries. Return their ids.
+
+        The claims of the requests that cannot be blamed for the end of their worker (`note_step`) do not count as
+        attempts. The same holds for `requeue_worker`.
+        """
+        ...
+
+    async def requeue_worker(self, worker_id: str) -> list[str]:
+        """Move all requests that a (dead) worker holds under lease back to their tiers. Return their ids."""
+        ...
+
+    async def wait_for_work(self, timeout_s: float) -> bool:
+        """Return True as soon as something was put, requeued or cancelled since the last call returned.
+
+        Return False after `timeout_s` seconds without such an event. A wake-up may be spurious. A lost wake-up delays
+        the caller by the timeout at most.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Queue(LeaseStore, Protocol):
     async def put(
         self, requests: Sequence[Request], limit: int | None = None, ahead: AheadLimit | None = None
     ) -> QueueFull | TooFarBehind | None:
@@ -113,41 +162,6 @@ class Queue(Protocol):
         """Forget finished requests. Return False for each lease with a stale fence or an unknown request, else True."""
         ...
 
-    async def renew(self, leases: Sequence[Lease], lease_s: float) -> list[bool]:
-        """Extend leases. Return False for each lost lease, else True.
-
-        A lease is lost if it has expired and its request was requeued, or if its request was cancelled. The worker must
-        then stop the work on this request.
-        """
-        ...
-
-    async def release(self, leases: Sequence[Lease]) -> list[bool]:
-        """Give unfinished requests back to their tiers, with their old deadlines and places.
-
-        Their claims do not count as attempts. Return False for each lost lease, else True.
-        """
-        ...
-
-    async def expired_leases(self, lease_s: float) -> dict[str, int]:
-        """Return the expiry in ms of each lease that seems to be over, by request id.
-
-        A lease seems to be over if its expiry has passed, or is more than `lease_s` away: then a clock was set back
-        after it was written. By clocks alone nobody can tell whether its holder is alive (`scheduler.worker.leases`).
-        """
-        ...
-
-    async def requeue_expired(self, leases: Mapping[str, int]) -> list[str]:
-        """Move requests back to their tiers whose leases still have the given expiries. Return their ids.
-
-        The claims of the requests that cannot be blamed for the end of their worker (`note_step`) do not count as
-        attempts. The same holds for `requeue_worker`.
-        """
-        ...
-
-    async def requeue_worker(self, worker_id: str) -> list[str]:
-        """Move all requests that a (dead) worker holds under lease back to their tiers. Return their ids."""
-        ...
-
     async def cancel(self, request_ids: Sequence[str]) -> list[bool]:
         """Forget requests, whether they wait or are leased. Return False for each unknown id, else True.
 
@@ -182,16 +196,6 @@ class Queue(Protocol):
         """Write something that nobody reads, so that a store that takes no writes raises `StoreRefused`."""
         ...
 
-    async def wait_for_work(self, timeout_s: float) -> bool:
-        """Return True as soon as something was put, requeued or cancelled since the last call returned.
-
-        Return False after `timeout_s` seconds without such an event. A wake-up may be spurious. A lost wake-up delays
-        the caller by the timeout at most.
-        """
-        ...
-
     def cancelled(self) -> list[str]:
         """Return the ids of cancelled requests that have become known since the last call. Does no I/O."""
         ...
-
-    async def close(self) -> None: ...

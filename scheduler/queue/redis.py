@@ -1,13 +1,9 @@
 """The production queue in Redis or Valkey: a sorted set per tier, a sorted set of leases, and a hash per request.
 
-Redis stores a request as an opaque payload with an id, a tier, a deadline and token counts. Every move is one Lua
-script and one round trip; the caller decides what to move. Times come from the injected clock and are arguments of the
-scripts, so that tests of order and leases need not wait. A worker whose clock is wrong regards the leases of other
-workers as expired; whoever requeues them must look whether they are still renewed.
+Redis stores a request as an opaque payload with an id, a tier, a deadline and token counts. `scheduler.queue.leased`
+has what this queue shares with the queue of tasks.
 """
 
-import asyncio
-import contextlib
 import math
 from collections.abc import Mapping, Sequence
 
@@ -16,10 +12,10 @@ from redis.asyncio import Redis
 
 from scheduler.clock import Clock
 from scheduler.queue.base import AheadLimit, Backlog, QueueFull, TooFarBehind
-from scheduler.queue.scripts import Scripts, unpacked
-from scheduler.queue.wakeups import Wakeups
+from scheduler.queue.leased import LeasedQueue
+from scheduler.queue.scripts import unpacked
 from scheduler.request import Checkpoint, Claimed, Lease, Request
-from scheduler.store import connection, keys
+from scheduler.store import keys
 
 NO_LIMIT = AheadLimit(math.inf, math.inf, 0.0, 0.0)
 
@@ -30,7 +26,7 @@ class _Arrival(msgspec.Struct):
     arrival_ms: int
 
 
-class RedisQueue:
+class RedisQueue(LeasedQueue):
     """The queue in Redis. Implements `scheduler.queue.base.Queue`. Claims of this handle are leased to `worker_id`.
 
     If the reply to a command is lost, the command is sent again after the reconnect. A repeated `put` changes nothing.
@@ -38,15 +34,10 @@ class RedisQueue:
     """
 
     def __init__(self, client: Redis, clock: Clock, worker_id: str = "") -> None:
-        self._client = client
-        self._clock = clock
-        self._worker_id = worker_id
-        self._scripts = Scripts(client)
+        super().__init__(client, clock, worker_id)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Request)
         self._arrival_decoder = msgspec.msgpack.Decoder(_Arrival)
-        self._wakeups = Wakeups(clock)
-        self._listener: asyncio.Task[None] | None = None
 
     async def put(
         self, requests: Sequence[Request], limit: int | None = None, ahead: AheadLimit | None = None
@@ -74,28 +65,12 @@ class RedisQueue:
     async def ack(self, leases: Sequence[Lease]) -> list[bool]:
         return await self._scripts.ack(leases) if leases else []
 
-    async def renew(self, leases: Sequence[Lease], lease_s: float) -> list[bool]:
-        expires_ms = self._clock.wall_ms() + int(lease_s * 1000)
-        return await self._scripts.renew(expires_ms, leases) if leases else []
-
-    async def release(self, leases: Sequence[Lease]) -> list[bool]:
-        return await self._scripts.release(leases) if leases else []
-
     async def checkpoint(self, checkpoints: Sequence[Checkpoint]) -> list[int]:
         return await self._scripts.checkpoint(checkpoints) if checkpoints else []
 
     async def note_step(self, waits: Mapping[Lease, bool], alone: Lease | None) -> None:
         request_id = "" if alone is None else alone.request_id
         await self._scripts.note_step(self._worker_id, int(keys.ALONE_TTL_S * 1000), request_id, waits)
-
-    async def expired_leases(self, lease_s: float) -> dict[str, int]:
-        return await self._scripts.expired_leases(self._clock.wall_ms(), lease_s)
-
-    async def requeue_expired(self, leases: Mapping[str, int]) -> list[str]:
-        return await self._scripts.requeue_expired(leases) if leases else []
-
-    async def requeue_worker(self, worker_id: str) -> list[str]:
-        return await self._scripts.requeue_worker(worker_id)
 
     async def cancel(self, request_ids: Sequence[str]) -> list[bool]:
         return await self._scripts.cancel(request_ids) if request_ids else []
@@ -133,39 +108,3 @@ class RedisQueue:
 
     async def probe(self) -> None:
         await self._client.set(keys.PROBE, b"", px=int(keys.PROBE_TTL_S * 1000))
-
-    async def wait_for_work(self, timeout_s: float) -> bool:
-        self._start_listening()
-        return await self._wakeups.wait(timeout_s)
-
-    def cancelled(self) -> list[str]:
-        return self._wakeups.pop_cancelled()
-
-    async def close(self) -> None:
-        """End the listener. The client stays open, because the caller owns it."""
-        if self._listener is not None:
-            self._listener.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._listener
-            self._listener = None
-
-    def _start_listening(self) -> None:
-        """Start to listen for wake-ups. The first claim or wait calls this.
-
-        A gateway's handle neither claims nor waits, so it opens no connection for listening.
-        """
-        if self._listener is None:
-            self._listener = asyncio.create_task(self._listen(), name="queue-listener")
-
-    async def _listen(self) -> None:
-        """Turn the messages of the channel into wake-ups.
-
-        Messages may be missed before each (new) subscription. The confirmation of the subscription therefore counts as
-        a wake-up too. A missed cancel is noticed at the next `renew`.
-        """
-        async for message in connection.messages(self._client, keys.WAKE):
-            data = message["data"]
-            if message["type"] == "message" and data.startswith(b"cancel:"):
-                self._wakeups.cancel(data.removeprefix(b"cancel:").decode())
-            else:
-                self._wakeups.wake()

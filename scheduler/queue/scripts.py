@@ -27,7 +27,12 @@ def _keys(namespace: str) -> dict[str, str]:
     names = {"QUEUE": keys.QUEUE_PREFIX, "WAITING": keys.WAITING_PREFIX, "REQUEST": keys.REQUEST_PREFIX}
     names |= {"OUTPUT": keys.OUTPUT_PREFIX, "ALONE": keys.ALONE_PREFIX}
     names |= {"LEASES": keys.LEASES, "SEQUENCE": keys.SEQUENCE, "WAKE": keys.WAKE}
-    return {name: namespace + key.removeprefix(keys.NAMESPACE) for name, key in names.items()}
+    return {name: key_in(namespace, key) for name, key in names.items()}
+
+
+def key_in(namespace: str, key: str) -> str:
+    """Return the key in `namespace` that has the part of `key`."""
+    return namespace + key.removeprefix(keys.NAMESPACE)
 
 
 # A request for the script `put`: id, deadline_ms, prompt tokens, maximum output tokens, payload, part of a job.

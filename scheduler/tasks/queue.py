@@ -2,12 +2,9 @@
 
 It is the requests' queue in a namespace of its own, with the same scripts: order, leases, fences, tries. A task's end
 and its record are one atomic move, so each task either waits, runs, or has a record. A task travels as the request's
-payload, and its input beside it, so that looking for a task does not read the input. The clocks of gateways and workers
-must agree as `scheduler.queue.redis` demands.
+payload, and its input beside it, so that looking for a task does not read the input.
 """
 
-import asyncio
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +15,10 @@ from redis.commands.core import AsyncScript
 
 from scheduler.clock import Clock
 from scheduler.queue.base import QueueFull
+from scheduler.queue.leased import LeasedQueue
 from scheduler.queue.redis import NO_LIMIT
-from scheduler.queue.scripts import Scripts, key_names, put_args
-from scheduler.queue.wakeups import Wakeups
-from scheduler.request import Lease
-from scheduler.store import connection, keys
+from scheduler.queue.scripts import key_in, key_names, put_args
+from scheduler.store import keys
 from scheduler.store.scripts import load_script, script_text
 from scheduler.tasks.task import ClaimedTask, EndedTask, LaneDepth, RetriedTask, StoredTask, Task, TaskState
 
@@ -38,22 +34,17 @@ class TooManyBytes:
     limit: int
 
 
-class TaskQueue:
+class TaskQueue(LeasedQueue):
     """The tasks of all gateways and workers. Claims of this handle are leased to `worker_id`.
 
     `max_bytes` limits the waiting and running tasks of one owner, when this handle enqueues them.
     """
 
     def __init__(self, client: Redis, clock: Clock, worker_id: str = "", max_bytes: int = 2**30) -> None:
-        self._client = client
+        super().__init__(client, clock, worker_id, keys.TASKS)
         self._max_bytes = max_bytes
-        self._clock = clock
-        self._worker_id = worker_id
-        self._scripts = Scripts(client, keys.TASKS)
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Task).decode
-        self._wakeups = Wakeups(clock)
-        self._listener: asyncio.Task[None] | None = None
         prelude = key_names(keys.TASKS) + _record_names() + script_text("scheduler.queue", "shared")
 
         def load(name: str, more: str = "") -> AsyncScript:
@@ -163,48 +154,6 @@ class TaskQueue:
             args += [r.task.id, r.claimed.fence, r.lane, self._head(r.task), 0 if r.counts else -1]
         return [reply == 1 for reply in await self._retry(args=args)] if retried else []
 
-    async def renew(self, leases: Sequence[Lease], lease_s: float) -> None:
-        if leases:
-            await self._scripts.renew(self._clock.wall_ms() + int(lease_s * 1000), leases)
-
-    async def release(self, leases: Sequence[Lease]) -> None:
-        """Give claimed tasks back to where they waited. Their claims do not count as tries."""
-        if leases:
-            await self._scripts.release(leases)
-
-    async def expired_leases(self, lease_s: float) -> dict[str, int]:
-        """Return the expiry in ms of each lease that seems to be over, by task id (see `scheduler.queue.base`)."""
-        return await self._scripts.expired_leases(self._clock.wall_ms(), lease_s)
-
-    async def requeue_expired(self, leases: Mapping[str, int]) -> list[str]:
-        """Give back the tasks whose leases still have the given expiries. Return their ids."""
-        return await self._scripts.requeue_expired(leases) if leases else []
-
-    async def requeue_worker(self, worker_id: str) -> list[str]:
-        return await self._scripts.requeue_worker(worker_id)
-
-    async def wait_for_work(self, timeout_s: float) -> bool:
-        """Return True as soon as a task was put or given back since the last call, and False after `timeout_s`."""
-        if self._listener is None:
-            self._listener = asyncio.create_task(self._listen(), name="task-listener")
-        return await self._wakeups.wait(timeout_s)
-
-    def wake(self) -> None:
-        """Make `wait_for_work` return."""
-        self._wakeups.wake()
-
-    async def close(self) -> None:
-        """End the listener. The client stays open, because the caller owns it."""
-        if self._listener is not None:
-            self._listener.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._listener
-            self._listener = None
-
-    async def _listen(self) -> None:
-        async for _ in connection.messages(self._client, keys.TASKS + keys.WAKE.removeprefix(keys.NAMESPACE)):
-            self._wakeups.wake()
-
     def _head(self, task: Task) -> bytes:
         """Return the payload of a task: the task without its input."""
         return self._encode(msgspec.structs.replace(task, input=b""))
@@ -240,4 +189,4 @@ def _record_names() -> str:
 
 
 def _request_key(task_id: str) -> str:
-    return keys.TASKS + keys.REQUEST_PREFIX.removeprefix(keys.NAMESPACE) + task_id
+    return key_in(keys.TASKS, keys.REQUEST_PREFIX) + task_id

@@ -1,0 +1,87 @@
+"""Leases and wake-ups of a queue in Redis or Valkey, whatever is queued: the part that requests and tasks share.
+
+Every move is one Lua script and one round trip; the caller decides what to move. Times come from the injected clock and
+are arguments of the scripts, so that tests of order and leases need not wait. A worker whose clock is wrong regards the
+leases of other workers as expired; whoever requeues them must look whether they are still renewed.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+
+from redis.asyncio import Redis
+
+from scheduler.clock import Clock
+from scheduler.queue.scripts import Scripts, key_in
+from scheduler.queue.wakeups import Wakeups
+from scheduler.request import Lease
+from scheduler.store import connection, keys
+
+
+class LeasedQueue:
+    """The queue in `namespace`. Claims of this handle are leased to `worker_id`. Implements `base.LeaseStore`."""
+
+    def __init__(self, client: Redis, clock: Clock, worker_id: str = "", namespace: str = keys.NAMESPACE) -> None:
+        self._client = client
+        self._clock = clock
+        self._worker_id = worker_id
+        self._scripts = Scripts(client, namespace)
+        self._channel = key_in(namespace, keys.WAKE)
+        self._wakeups = Wakeups(clock)
+        self._listener: asyncio.Task[None] | None = None
+
+    async def renew(self, leases: Sequence[Lease], lease_s: float) -> list[bool]:
+        expires_ms = self._clock.wall_ms() + int(lease_s * 1000)
+        return await self._scripts.renew(expires_ms, leases) if leases else []
+
+    async def release(self, leases: Sequence[Lease]) -> list[bool]:
+        return await self._scripts.release(leases) if leases else []
+
+    async def expired_leases(self, lease_s: float) -> dict[str, int]:
+        return await self._scripts.expired_leases(self._clock.wall_ms(), lease_s)
+
+    async def requeue_expired(self, leases: Mapping[str, int]) -> list[str]:
+        return await self._scripts.requeue_expired(leases) if leases else []
+
+    async def requeue_worker(self, worker_id: str) -> list[str]:
+        return await self._scripts.requeue_worker(worker_id)
+
+    async def wait_for_work(self, timeout_s: float) -> bool:
+        self._start_listening()
+        return await self._wakeups.wait(timeout_s)
+
+    def wake(self) -> None:
+        """Make `wait_for_work` return."""
+        self._wakeups.wake()
+
+    def cancelled(self) -> list[str]:
+        return self._wakeups.pop_cancelled()
+
+    async def close(self) -> None:
+        """End the listener. The client stays open, because the caller owns it."""
+        if self._listener is not None:
+            self._listener.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._listener
+            self._listener = None
+
+    def _start_listening(self) -> None:
+        """Start to listen for wake-ups. The first claim or wait calls this.
+
+        A gateway's handle neither claims nor waits, so it opens no connection for listening.
+        """
+        if self._listener is None:
+            self._listener = asyncio.create_task(self._listen(), name="queue-listener")
+
+    async def _listen(self) -> None:
+        """Turn the messages of the channel into wake-ups.
+
+        Messages may be missed before each (new) subscription. The confirmation of the subscription therefore counts as
+        a wake-up too. A missed cancel is noticed at the next `renew`.
+        """
+        async for message in connection.messages(self._client, self._channel):
+            data = message["data"]
+            if message["type"] == "message" and data.startswith(b"cancel:"):
+                self._wakeups.cancel(data.removeprefix(b"cancel:").decode())
+            else:
+                self._wakeups.wake()
