@@ -1,102 +1,67 @@
 """The process of a worker with a static endpoint: it serves /v1/tasks, and has no model.
 
-Exit codes are those of `tidegate.worker`. A function that hangs ends the process, so that a supervisor starts a new
-one: the tasks of its call are tried again.
+A function that hangs ends the process, so that a supervisor starts a new one: the tasks of its call are tried again.
 """
 
 import asyncio
-import os
-import socket
+from typing import TYPE_CHECKING
 
 import structlog
-from prometheus_client import CollectorRegistry, disable_created_metrics
-from redis.exceptions import RedisError
+from prometheus_client import CollectorRegistry
+from redis.asyncio import Redis
 
-from engine.config import EngineStartError
 from engine.static.factory import open_endpoint
-from engine.static.interface import Endpoint, EndpointHangs
+from engine.static.interface import Endpoint
 from scheduler.clock import SystemClock
-from scheduler.config import TierConfigError, TierSet, load_tiers
-from scheduler.drivers.calls.heartbeat import TaskHeartbeat
-from scheduler.drivers.calls.loop import BatchLoop
+from scheduler.config import TierSet
+from scheduler.drivers.calls.driver import build_call_loop
 from scheduler.drivers.calls.metrics import TaskMetrics
 from scheduler.drivers.calls.policy import BatchPolicy
-from scheduler.drivers.calls.tracing import TaskTracer
-from scheduler.queue.redis import RedisQueue
+from scheduler.drivers.calls.results import TaskTracer
 from scheduler.registry.redis import RedisWorkerRegistry
-from scheduler.reload.coordinator import TierChanges
-from scheduler.reload.follower import TierFollower
-from scheduler.reload.store import TierStore
-from scheduler.store import connection
 from scheduler.tasks.queue import TaskQueue
-from tidegate.background import Background
-from tidegate.notify import report_life
-from tidegate.process import freeze_heap, hangup_calls, ignore_hangup, signals_call, worker_name
+from scheduler.worker.heartbeat import WorkerIdentity
+from scheduler.worker.loop import WorkerLoop
+from tidegate.process import signals_call
 from tidegate.settings import WorkerSettings
-from tidegate.supervisor import EX_CONFIG
-from tidegate.tracing.start import TracingError, traced
-from tidegate.worker import LoopRunner, keep_serving
+from tidegate.worker_process import LoopRunner, run_process, serve_loops
+
+if TYPE_CHECKING:
+    from tidegate.tracing.exporter import Tracing
 
 log = structlog.get_logger()
 
 
 def run_static_worker(settings: WorkerSettings) -> int:
     """Run the worker until SIGTERM or SIGINT. Return the exit code."""
-    disable_created_metrics()  # type: ignore[no-untyped-call]  # else every counter has a second series
-    ignore_hangup()
-    try:
-        tiers = load_tiers(settings.tiers_path)
+
+    def serve(tiers: TierSet, identity: WorkerIdentity, tracing: "Tracing | None") -> None:
         endpoint = open_endpoint(settings.endpoint or "", settings.batch, settings.endpoint_timeout_s)
-        worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
-        with traced("worker", worker_id, settings.otel) as tracing:
-            tracer = tracing.tasks_of(worker_id, endpoint.name) if tracing is not None else None
-            asyncio.run(_serve(settings, tiers, endpoint, worker_id, tracer))
-        return 0
-    except (EngineStartError, TierConfigError, TracingError) as error:
-        log.error("the worker cannot start", reason=str(error))
-        return EX_CONFIG
-    except KeyboardInterrupt:
-        log.info("the worker was interrupted before it served")
-        return 0
-    except EndpointHangs as error:
-        log.error("the endpoint hangs; the worker ends, and its tasks are tried again", reason=str(error))
-    except RedisError as error:
-        log.error("the store does not answer", reason=str(error))
-    except Exception:
-        log.exception("the worker died")
-    return 1
+        tracer = tracing.tasks_of(identity.worker_id, endpoint.name) if tracing is not None else None
+        asyncio.run(_serve(settings, tiers, endpoint, identity, tracer))
+
+    return run_process(settings, serve)
 
 
 async def _serve(
-    settings: WorkerSettings, tiers: TierSet, endpoint: Endpoint, worker_id: str, tracer: TaskTracer | None
+    settings: WorkerSettings, tiers: TierSet, endpoint: Endpoint, identity: WorkerIdentity, tracer: TaskTracer | None
 ) -> None:
     clock = SystemClock()
     policy = BatchPolicy(tiers, settings.batch, clock.now())
     metrics = TaskMetrics(CollectorRegistry(), tiers)
     runner = LoopRunner(settings.drain_s)
+
+    def build(redis: Redis) -> WorkerLoop:
+        queue, registry = TaskQueue(redis, clock, identity.worker_id), RedisWorkerRegistry(redis)
+        return build_call_loop(endpoint, policy, queue, registry, metrics, clock, identity, tracer)
+
     with signals_call(runner.end):
-        async with connection.connect(str(settings.redis_url)) as redis:
-            tier_store = TierStore(redis)
-            consumer = StaticWorkerTiers(policy, metrics)
-            follower = TierFollower(tier_store, consumer, worker_name(worker_id), tiers, settings.tiers_path, clock)
-            changes = TierChanges(tier_store, follower, RedisQueue(redis, clock).depths, settings.tiers_path, clock)
-
-            def build() -> BatchLoop:
-                queue, registry = TaskQueue(redis, clock, worker_id), RedisWorkerRegistry(redis)
-                beat = TaskHeartbeat(registry, queue, metrics, clock, worker_id, endpoint.name, settings.batch)
-                return BatchLoop(endpoint, policy, queue, beat, metrics, clock, worker_id, tracer)
-
-            freeze_heap()
-            log.info("the worker serves", endpoint=endpoint.name, batch=settings.batch)
-            background = Background()
-            with hangup_calls(lambda: background.start(changes.reload_on_signal()), runner.end):
-                async with follower, background:
-                    background.start(report_life(lambda: runner.is_announced, lambda: runner.is_stuck))
-                    try:
-                        await keep_serving(build, runner, clock)
-                    finally:
-                        await endpoint.close()
-    log.info("the worker has drained")
+        log.info("the worker serves", endpoint=endpoint.name, batch=settings.batch)
+        consumer = StaticWorkerTiers(policy, metrics)
+        try:
+            await serve_loops(settings, tiers, consumer, build, runner, lambda: runner.is_stuck, clock, identity)
+        finally:
+            await endpoint.close()
 
 
 class StaticWorkerTiers:

@@ -28,7 +28,7 @@ from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.memory import MemoryWorkerRegistry
 from scheduler.virtual_time import VirtualClock
 from scheduler.worker.heartbeat import WorkerIdentity
-from scheduler.worker.loop import SchedulerLoop, build_loop
+from scheduler.worker.loop import WorkerLoop, build_loop
 
 WARM_UP_S = 1.0  # seconds for the warm-up steps of a worker
 MODEL_NAMES = ("model",)
@@ -62,7 +62,7 @@ class Setting:
 @dataclass(frozen=True, slots=True)
 class Worker:
     core: SchedulerCore
-    loop: SchedulerLoop
+    loop: WorkerLoop
     record: EngineRecord
     running: "asyncio.Task[None]"
 
@@ -113,7 +113,7 @@ async def start_deployment(setting: Setting, observation: Observation) -> Deploy
     return Deployment(clock, setting.tiers, queue, client, workers, begins_s)
 
 
-async def _serve(loop: SchedulerLoop, core: SchedulerCore, engine: Engine, clock: Clock) -> None:
+async def _serve(loop: WorkerLoop, core: SchedulerCore, engine: Engine, clock: Clock) -> None:
     await warm_up(engine, core.observe_step_time, clock, WARM_UP_S)
     await loop.run()
 

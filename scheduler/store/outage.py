@@ -1,7 +1,7 @@
-"""Lets the tasks of a worker outlast a store that refuses writes: they go on, and try again in their next round.
+"""Lets the parts of a worker outlast a store that is away: they go on, and try again in their next round.
 
-While the store refuses writes, no worker and no gateway can send heartbeats. A worker must therefore not take another
-process for silent then.
+While the store is away, or refuses writes, no worker and no gateway can send heartbeats. A worker must therefore not
+regard another process as silent then.
 """
 
 from collections.abc import Awaitable
@@ -14,24 +14,26 @@ log = structlog.get_logger()
 
 
 class StoreOutage:
-    """What one worker knows of the store's refusals. `is_refused` holds from a refusal to the next heartbeat."""
+    """What one worker knows of its store. `lasts` holds from an error to the next heartbeat."""
 
-    def __init__(self) -> None:
-        self.is_refused = False
+    def __init__(self, *errors: type[Exception]) -> None:
+        """`errors` are those that the worker outlasts; without any, only refused writes."""
+        self._errors = errors or (StoreRefused,)
+        self.lasts = False
 
     async def attempt(self, work: Awaitable[object]) -> bool:
-        """Await `work`. Return False if the store refused a write of it."""
+        """Await `work`. Return False if the store was away."""
         try:
             await work
-        except StoreRefused as refusal:
-            if not self.is_refused:
-                log.warning("the store refuses writes; the worker keeps its work and tries again", cause=refusal.cause)
-            self.is_refused = True
+        except self._errors as error:
+            if not self.lasts:
+                log.warning("the store is away; the worker keeps its work and tries again", reason=str(error))
+            self.lasts = True
             return False
         return True
 
     def end(self) -> None:
         """Note that the store has taken a heartbeat."""
-        if self.is_refused:
-            log.info("the store takes writes again")
-        self.is_refused = False
+        if self.lasts:
+            log.info("the store is back")
+        self.lasts = False

@@ -14,10 +14,11 @@ from scheduler.holdings.holdings import Holdings
 from scheduler.queue.base import Queue
 from scheduler.request import Lease
 from scheduler.store.outage import StoreOutage
+from scheduler.worker.checkpoints import Checkpointer
 from scheduler.worker.claimer import Claimer
 from scheduler.worker.core import WorkerCore
 from scheduler.worker.metrics import SchedulerMetrics
-from scheduler.worker.publisher import Reporter
+from scheduler.worker.publisher import Publisher, Reporter
 from scheduler.worker.request_intake import RequestIntake
 
 
@@ -80,3 +81,43 @@ class Driver(Protocol):
     def beside(self) -> Sequence[Coroutine[Any, Any, None]]:
         """Return what else runs until `run` ends."""
         ...
+
+
+class RequestWork:
+    """A driver with what every driver of requests needs beside it. Implements `scheduler.worker.loop.Work`."""
+
+    def __init__(self, driver: Driver, worker: WorkerContext, publisher: Publisher, checkpointer: Checkpointer) -> None:
+        self._driver = driver
+        self._worker = worker
+        self._publisher = publisher
+        self._checkpointer = checkpointer
+
+    @property
+    def is_stuck(self) -> bool:
+        return self._driver.is_stuck
+
+    async def begin(self) -> list[Lease]:
+        await self._checkpointer.save_all()  # of requests that an earlier loop has left in the core
+        return await self._driver.clear()
+
+    def beside(self) -> Sequence[Coroutine[Any, Any, None]]:
+        claiming, checkpointing = self._worker.claimer.run(), self._checkpointer.run()
+        return [self._publisher.run(), claiming, checkpointing, *self._driver.beside()]
+
+    async def run(self) -> None:
+        await self._driver.run()
+        self._publisher.close()
+        await self._publisher.finished.wait()
+
+    async def end(self) -> None:
+        await self._checkpointer.save_all()
+
+    def drain(self) -> None:
+        self._worker.claimer.close()
+        self._worker.is_draining = True
+        self._worker.intake.changed.set()
+
+    def stop(self) -> None:
+        self._worker.claimer.close()
+        self._worker.is_stopped = True
+        self._worker.intake.changed.set()

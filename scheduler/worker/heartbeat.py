@@ -1,13 +1,13 @@
-"""A worker's heartbeat: its identity, held requests, rates and metrics, and what its controller does and why.
+"""A worker's heartbeat, and what a worker with requests says in it: identity, held requests, rates, and its controller.
 
 Knows the registry and the data to send; makes no decisions. A worker without heartbeats counts as dead after a few
 seconds.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -21,11 +21,10 @@ from scheduler.holdings.status import CoreStatus
 from scheduler.registry.base import WorkerRegistry
 from scheduler.registry.worker_status import GpuStatus, TierCapacity, TierStatus, WorkerStatus
 from scheduler.worker.core import WorkerCore
-from scheduler.worker.metrics import SchedulerMetrics
 
 ReadGpus = Callable[[], tuple[GpuStatus, ...]]
 
-RATE_WEIGHT = 0.2  # weight of the newest interval in the average rate of finished requests
+RATE_WEIGHT = 0.2  # weight of the newest interval in the average rate of what ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,61 +34,98 @@ class WorkerIdentity:
     started_ms: int
 
 
-class Heartbeat:
-    """Announces one worker to the registry.
+class SelfReport(Protocol):
+    """What a worker says of itself."""
 
-    Keeps the rates of finished requests, from which admission computes Retry-After.
-    """
+    def read(self, now: float, wall_ms: int, interval_s: float) -> tuple[WorkerStatus, str]:
+        """Return the status of the last `interval_s` seconds, and what the controller does as JSON (empty: none)."""
+        ...
+
+
+class Heartbeat:
+    """Announces one worker to the registry. `metrics_text` returns its metrics in Prometheus' format."""
 
     def __init__(
         self,
         registry: WorkerRegistry,
-        metrics: SchedulerMetrics,
-        core: WorkerCore,
-        engine: EngineInfo,
-        identity: WorkerIdentity,
+        report: SelfReport,
+        metrics_text: Callable[[], str],
         clock: Clock,
-        unsupported: Collection[str] = (),
-        read_gpus: ReadGpus | None = None,
+        worker_id: str,
     ) -> None:
-        """`unsupported` are the sampling parameters that the engine cannot honour. `read_gpus` returns its GPUs."""
-        self._unsupported = tuple(sorted(unsupported))
         self._registry = registry
-        self._metrics = metrics
-        self._core = core
-        self._engine = engine
-        self._identity = identity
+        self._report = report
+        self._metrics_text = metrics_text
         self._clock = clock
-        self._capacity = CapacityEstimator(engine)
-        self._left_shares = SpareShare()
-        self._finished: Counter[str] = Counter()  # number of finished requests by tier, since the last heartbeat
-        self._finished_per_s: dict[str, Ewma] = {}  # average rate of finished requests, by tier
+        self._worker_id = worker_id
         self._last_s: float | None = None
-        self._computed_s = 0.0  # engine time until the last heartbeat
-        self._read_gpus = read_gpus
-
-    def count_ended(self, end: Ended) -> None:
-        self._finished[end.tier] += 1
-        self._capacity.note_ended(end)
 
     async def beat(self) -> None:
         now, wall_ms = self._clock.now(), self._clock.wall_ms()
         interval_s = max(now - self._last_s, 1e-3) if self._last_s is not None else 1.0
         self._last_s = now
-        status = self._core.status(now)
-        capacities = self._capacity.measure(self._core.held.tiers, self._core.held.states, status, interval_s)
-        if status.interactive_s is not None:
-            self._left_shares.add(status.interactive_s, interval_s)
-        tiers = {tier: self._tier(tier, status, capacities[tier], interval_s) for tier in capacities}
-        self._finished.clear()
-        sla_json = msgspec.json.encode(self._explanation(status, now, wall_ms)).decode()
-        gpus = self._read_gpus() if self._read_gpus is not None else ()
-        announced = self._status(tiers, wall_ms, status.kv_usage, self._busy(status, interval_s), gpus)
-        await self._registry.announce(announced, self._metrics.text(), sla_json)
+        status, sla_json = self._report.read(now, wall_ms, interval_s)
+        await self._registry.announce(status, self._metrics_text(), sla_json)
 
     async def withdraw(self) -> None:
         """Remove the worker from the registry."""
-        await self._registry.withdraw(self._identity.worker_id)
+        await self._registry.withdraw(self._worker_id)
+
+
+class EndedRates:
+    """The average rates of what has ended, by tier. Admission computes Retry-After from them."""
+
+    def __init__(self) -> None:
+        self._ended: Counter[str] = Counter()  # since the last update
+        self._per_s: dict[str, Ewma] = {}
+
+    def count(self, tier: str) -> None:
+        self._ended[tier] += 1
+
+    def update(self, tiers: Iterable[str], interval_s: float) -> Mapping[str, float]:
+        """Return the rate per second of each of `tiers`, and of each in which something has ended."""
+        for tier in {*tiers, *self._per_s, *self._ended}:
+            rate_per_s = self._ended[tier] / interval_s
+            self._per_s.setdefault(tier, Ewma(RATE_WEIGHT, rate_per_s)).add(rate_per_s)
+        self._ended.clear()
+        return {tier: average.value for tier, average in self._per_s.items()}
+
+
+class RequestReport:
+    """What a worker with requests says of itself."""
+
+    def __init__(
+        self,
+        core: WorkerCore,
+        engine: EngineInfo,
+        identity: WorkerIdentity,
+        unsupported: Collection[str] = (),
+        read_gpus: ReadGpus | None = None,
+    ) -> None:
+        """`unsupported` are the sampling parameters that the engine cannot honour. `read_gpus` returns its GPUs."""
+        self._core = core
+        self._engine = engine
+        self._identity = identity
+        self._unsupported = tuple(sorted(unsupported))
+        self._read_gpus = read_gpus
+        self._capacity = CapacityEstimator(engine)
+        self._spare_share = SpareShare()
+        self._rates = EndedRates()
+        self._computed_s = 0.0  # engine time until the last heartbeat
+
+    def count_ended(self, end: Ended) -> None:
+        self._rates.count(end.tier)
+        self._capacity.note_ended(end)
+
+    def read(self, now: float, wall_ms: int, interval_s: float) -> tuple[WorkerStatus, str]:
+        status, held = self._core.status(now), self._core.held
+        capacities = self._capacity.measure(held.tiers, held.states, status, interval_s)
+        if status.interactive_s is not None:
+            self._spare_share.add(status.interactive_s, interval_s)
+        rates = self._rates.update(capacities, interval_s)
+        tiers = {tier: _tier_status(tier, status, capacities[tier], rates[tier]) for tier in capacities}
+        sla_json = msgspec.json.encode(self._explanation(status, now, wall_ms)).decode()
+        return self._status(tiers, wall_ms, status.kv_usage, self._busy(status, interval_s)), sla_json
 
     def _busy(self, status: CoreStatus, interval_s: float) -> float:
         """Return the share of the interval in which the engine computed, also what was thrown away."""
@@ -111,22 +147,7 @@ class Heartbeat:
             "step_cost": asdict(status.step_cost),
         }
 
-    def _tier(self, tier: str, status: CoreStatus, capacity: TierCapacity, interval_s: float) -> TierStatus:
-        rate_per_s = self._finished[tier] / interval_s
-        average = self._finished_per_s.setdefault(tier, Ewma(RATE_WEIGHT, rate_per_s))
-        held, output = status.held[tier], status.outputs[tier]
-        return TierStatus(
-            queued=held.waiting,
-            running=held.running + held.paused,
-            batch_size=output.batch_size,
-            max_wait_ms=output.max_wait_s * 1000,
-            finished_per_s=average.add(rate_per_s),
-            capacity=capacity,
-        )
-
-    def _status(
-        self, tiers: dict[str, TierStatus], wall_ms: int, kv_usage: float, busy: float, gpus: tuple[GpuStatus, ...]
-    ) -> WorkerStatus:
+    def _status(self, tiers: dict[str, TierStatus], wall_ms: int, kv_usage: float, busy: float) -> WorkerStatus:
         return WorkerStatus(
             worker_id=self._identity.worker_id,
             model_names=self._identity.model_names,
@@ -140,6 +161,18 @@ class Heartbeat:
             unsupported=self._unsupported,
             busy=busy,
             kv_usage=kv_usage,
-            gpus=gpus,
-            left_shares=self._left_shares.shares,
+            gpus=self._read_gpus() if self._read_gpus is not None else (),
+            left_shares=self._spare_share.shares,
         )
+
+
+def _tier_status(tier: str, status: CoreStatus, capacity: TierCapacity, finished_per_s: float) -> TierStatus:
+    held, output = status.held[tier], status.outputs[tier]
+    return TierStatus(
+        queued=held.waiting,
+        running=held.running + held.paused,
+        batch_size=output.batch_size,
+        max_wait_ms=output.max_wait_s * 1000,
+        finished_per_s=finished_per_s,
+        capacity=capacity,
+    )

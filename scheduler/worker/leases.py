@@ -1,18 +1,17 @@
-"""Keeps the leases of the requests that a worker holds, and gives them back when the worker ends.
+"""Keeps the leases of what a worker holds, and gives them back when the worker ends.
 
-Also requeues requests whose leases have ended. That happens only where no other worker has noticed the end of their
-worker (`scheduler.worker.peers`), for example because none was running. Wall clocks may jump and differ, so a lease
-counts as ended only if, besides, nobody has renewed it for some rounds.
+Also requeues what other workers held whose leases have ended. That happens only where no other worker has noticed the
+end of their worker (`scheduler.worker.peers`), for example because none was running. Wall clocks may jump and differ,
+so a lease counts as ended only if, besides, nobody has renewed it for some rounds.
 """
 
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 from scheduler.clock import Clock
-from scheduler.holdings.holdings import Holdings
-from scheduler.queue.base import Queue
+from scheduler.queue.base import LeaseStore
 from scheduler.request import Lease
 from scheduler.store.outage import StoreOutage
-from scheduler.worker.request_intake import RequestIntake
 
 LEASE_S = 10.0
 RENEW_S = 3.0  # seconds between two renewals; two renewals may fail before a lease ends
@@ -21,11 +20,25 @@ RENEW_S = 3.0  # seconds between two renewals; two renewals may fail before a le
 UNRENEWED_ROUNDS = 2
 
 
+class LeaseHolder(Protocol):
+    """What a worker holds under leases."""
+
+    def leases(self) -> list[Lease]: ...
+
+    def release(self, ids: Iterable[str]) -> None:
+        """Drop what belongs to lost leases."""
+        ...
+
+    def release_all(self) -> list[Lease]:
+        """Drop everything, and return its leases."""
+        ...
+
+
 class UnrenewedLeases:
     """Counts for how many rounds leases that seem to be over have not been renewed. Reads no clock."""
 
     def __init__(self) -> None:
-        self._rounds: dict[tuple[str, int], int] = {}  # by request id and expiry
+        self._rounds: dict[tuple[str, int], int] = {}  # by id and expiry
 
     def observe(self, expired: Mapping[str, int]) -> dict[str, int]:
         """Process the leases that seem to be over in this round. Return those that have ended."""
@@ -35,17 +48,10 @@ class UnrenewedLeases:
 
 class LeaseKeeper:
     def __init__(
-        self,
-        held: Holdings,
-        queue: Queue,
-        intake: RequestIntake,
-        outage: StoreOutage,
-        clock: Clock,
-        worker_id: str,
+        self, holder: LeaseHolder, queue: LeaseStore, outage: StoreOutage, clock: Clock, worker_id: str
     ) -> None:
-        self._held = held
+        self._holder = holder
         self._queue = queue
-        self._intake = intake
         self._outage = outage
         self._clock = clock
         self._worker_id = worker_id
@@ -54,24 +60,24 @@ class LeaseKeeper:
     async def run(self) -> None:
         """Keep the leases until this task is cancelled.
 
-        Each round renews the leases and requeues requests whose leases have ended. A refusal of the store begins the
-        count of rounds anew: nobody could renew meanwhile.
+        Each round renews the leases and requeues what has ended. An outage of the store begins the count of rounds
+        anew: nobody could renew meanwhile.
         """
         while True:
             await self._clock.sleep(RENEW_S)
             is_renewed = await self._outage.attempt(self._renew())
-            if is_renewed and not self._outage.is_refused:
+            if is_renewed and not self._outage.lasts:
                 await self._outage.attempt(self._requeue_ended())
             else:
                 self._unrenewed = UnrenewedLeases()
 
     async def give_back(self, leases: Iterable[Lease] = ()) -> None:
-        """Put all requests that are leased to this worker back into the queue, at their old places.
+        """Put everything that is leased to this worker back into the queue, at its old place.
 
-        There are three groups: the requests of `leases`; the requests that the core still holds; and the requests that
-        were taken by an interrupted claim or by a dead process with the same worker id.
+        That is what belongs to `leases`, what the worker still holds, and what an interrupted claim or a dead process
+        with the same worker id has taken.
         """
-        await self._queue.release([*leases, *self._held.release_all()])
+        await self._queue.release([*leases, *self._holder.release_all()])
         await self._queue.requeue_worker(self._worker_id)
 
     async def _requeue_ended(self) -> None:
@@ -79,12 +85,9 @@ class LeaseKeeper:
         await self._queue.requeue_expired(ended)
 
     async def _renew(self) -> None:
-        """Renew all leases. Remove the requests whose leases are lost."""
-        leases = self._leases()
+        """Renew all leases. Drop what belongs to the lost ones."""
+        leases = self._holder.leases()
         kept = await self._queue.renew(leases, LEASE_S) if leases else []
-        held = set(self._leases())  # without the old leases of requests that were claimed again meanwhile
+        held = set(self._holder.leases())  # without the old leases of requests that were claimed again meanwhile
         lost = [lease for lease, is_kept in zip(leases, kept, strict=True) if not is_kept]
-        self._intake.release([lease.request_id for lease in lost if lease in held])
-
-    def _leases(self) -> list[Lease]:
-        return [state.lease for state in self._held.states]
+        self._holder.release([lease.request_id for lease in lost if lease in held])

@@ -1,27 +1,62 @@
-"""The main loop of a worker, with any driver, clock and queue. The simulator runs the same loop.
+"""The main loop of a worker, with any work, clock and queue. The simulator runs the same loop.
 
-Small tasks share the core on one thread: the driver, claims, publishing, checkpoints, leases, peers and maintenance.
-`build_loop` builds them.
+Small tasks share one thread: the work and what it needs beside it, maintenance, leases and peers. `build_loop` builds
+the loop for requests; `scheduler.drivers.calls.driver` builds it for tasks.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol
 
 from scheduler.clock import Clock
 from scheduler.events.base import EventChannel
-from scheduler.queue.base import Queue
+from scheduler.queue.base import LeaseStore, Queue
 from scheduler.registry.base import WorkerRegistry
+from scheduler.request import Lease
 from scheduler.store.outage import StoreOutage
 from scheduler.worker.checkpoints import Checkpointer
 from scheduler.worker.claimer import Claimer
-from scheduler.worker.driver import Driver, WorkerContext
-from scheduler.worker.heartbeat import Heartbeat, ReadGpus, WorkerIdentity
+from scheduler.worker.driver import Driver, RequestWork, WorkerContext
+from scheduler.worker.heartbeat import Heartbeat, ReadGpus, RequestReport, WorkerIdentity
 from scheduler.worker.leases import LeaseKeeper
-from scheduler.worker.maintenance import Maintenance
+from scheduler.worker.maintenance import ControllerReview, Maintenance
 from scheduler.worker.metrics import SchedulerMetrics
-from scheduler.worker.peers import Peers
+from scheduler.worker.peers import GatewayWatch, Peers
 from scheduler.worker.publisher import Publisher, Reporter
 from scheduler.worker.request_intake import RequestIntake, RequestTracer
+
+
+class Work(Protocol):
+    """What a worker does between its claims and its results."""
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether nothing progresses, so that the worker must not look alive."""
+        ...
+
+    async def begin(self) -> list[Lease]:
+        """Drop what an earlier loop has left, and return its leases."""
+        ...
+
+    async def run(self) -> None:
+        """Work until `drain` was called and what is held has ended, or until `stop` was called."""
+        ...
+
+    def beside(self) -> Sequence[Coroutine[Any, Any, None]]:
+        """Return what else runs until `run` ends."""
+        ...
+
+    async def end(self) -> None:
+        """Save what the next holder can use, before everything that is held goes back to the queue."""
+        ...
+
+    def drain(self) -> None:
+        """Claim nothing more. `run` returns when everything that is held has ended."""
+        ...
+
+    def stop(self) -> None:
+        """Make `run` return soon."""
+        ...
 
 
 def build_loop(
@@ -34,43 +69,43 @@ def build_loop(
     identity: WorkerIdentity,
     read_gpus: ReadGpus | None = None,
     tracer: RequestTracer | None = None,
-) -> "SchedulerLoop":
-    """Return a loop that is ready to run.
+) -> "WorkerLoop":
+    """Return a loop that serves requests with `driver`, and is ready to run.
 
     The loop closes `queue` at its end. The driver's core and engine, and all other parts, outlive the loop, so that a
     later loop can continue with them.
     """
-    core, held, outage = driver.core, driver.core.held, StoreOutage()
+    core, held, worker_id, outage = driver.core, driver.core.held, identity.worker_id, StoreOutage()
+    report = RequestReport(core, driver.info, identity, driver.unsupported, read_gpus)
     intake = RequestIntake(held, metrics, clock, driver.note_arrived, tracer)
-    heartbeat = Heartbeat(registry, metrics, core, driver.info, identity, clock, driver.unsupported, read_gpus)
     checkpointer = Checkpointer(held, queue, outage, clock)
     publisher = Publisher(queue, events, intake, checkpointer, outage, clock)
-    peers = Peers(held, queue, events, registry, intake, checkpointer, outage, clock, identity.worker_id)
+    gateways = GatewayWatch(held, queue, events, intake, checkpointer)
+    peers = Peers(queue, registry, outage, clock, worker_id, gateways=gateways)
     claimer = Claimer(core, queue, intake, peers, outage, clock)
-    reporter = Reporter(publisher, metrics, heartbeat, clock, tracer)
+    reporter = Reporter(publisher, metrics, report, clock, tracer)
     worker = WorkerContext(held, queue, intake, claimer, reporter, metrics, outage, clock)
     driver.attach(worker)
-    leases = LeaseKeeper(held, queue, intake, outage, clock, identity.worker_id)
-    maintenance = Maintenance(core, queue, metrics, heartbeat, intake, driver, outage, clock)
-    return SchedulerLoop(driver, worker, publisher, checkpointer, leases, peers, maintenance, heartbeat)
+    heartbeat = Heartbeat(registry, report, metrics.text, clock, worker_id)
+    review = ControllerReview(core, queue, metrics, intake, clock)
+    maintenance = Maintenance(heartbeat, outage, clock, lambda: driver.is_stuck, review.run)
+    leases = LeaseKeeper(intake, queue, outage, clock, worker_id)
+    work = RequestWork(driver, worker, publisher, checkpointer)
+    return WorkerLoop(work, queue, leases, peers, maintenance, heartbeat)
 
 
-class SchedulerLoop:
+class WorkerLoop:
     def __init__(
         self,
-        driver: Driver,
-        worker: WorkerContext,
-        publisher: Publisher,
-        checkpointer: Checkpointer,
+        work: Work,
+        queue: LeaseStore,
         leases: LeaseKeeper,
         peers: Peers,
         maintenance: Maintenance,
         heartbeat: Heartbeat,
     ) -> None:
-        self._driver = driver
-        self._worker = worker
-        self._publisher = publisher
-        self._checkpointer = checkpointer
+        self._work = work
+        self._queue = queue
         self._leases = leases
         self._peers = peers
         self._maintenance = maintenance
@@ -79,58 +114,42 @@ class SchedulerLoop:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the driver makes no progress."""
-        return self._driver.is_stuck
+        return self._work.is_stuck
 
     async def run(self) -> None:
-        """Serve until `drain` was called and all held requests have ended, or until `stop` was called.
+        """Serve until `drain` was called and everything that is held has ended, or until `stop` was called.
 
         Any error ends all tasks and is raised. A new loop may then continue with the same engine and core.
         """
         try:
-            await self._checkpointer.save_all()  # of requests that an earlier loop has left in the core
-            await self._leases.give_back(await self._driver.clear())
+            await self._leases.give_back(await self._work.begin())
             await self._heartbeat.beat()
             self.is_announced = True
             await self._run_tasks()
-            await self._checkpointer.save_all()
+            await self._work.end()
             await self._leases.give_back()
             await self._heartbeat.withdraw()
         finally:
-            await self._worker.queue.close()
+            await self._queue.close()
 
     async def _run_tasks(self) -> None:
-        publishing = asyncio.create_task(self._publisher.run())
-        background = [
-            publishing,
-            asyncio.create_task(self._worker.claimer.run()),
-            asyncio.create_task(self._maintenance.run()),
-            asyncio.create_task(self._checkpointer.run()),
-            asyncio.create_task(self._leases.run()),
-            asyncio.create_task(self._peers.run()),
-            *map(asyncio.create_task, self._driver.beside()),
-        ]
-        driving = asyncio.create_task(self._driver.run())
+        others = [*self._work.beside(), self._maintenance.run(), self._leases.run(), self._peers.run()]
+        background = [asyncio.create_task(run) for run in others]
+        working = asyncio.create_task(self._work.run())
         try:
-            await _first_error_or(driving, background)
-            self._publisher.close()
-            await publishing
+            await _first_error_or(working, background)
         finally:
-            for task in (driving, *background):
+            for task in (working, *background):
                 task.cancel()
-            await asyncio.gather(driving, *background, return_exceptions=True)
+            await asyncio.gather(working, *background, return_exceptions=True)
 
     def drain(self) -> None:
-        """Claim no more requests. `run` returns when all held requests have ended."""
-        self._worker.claimer.close()
-        self._worker.is_draining = True
-        self._worker.intake.changed.set()
+        """Claim nothing more. `run` returns when everything that is held has ended."""
+        self._work.drain()
 
     def stop(self) -> None:
-        """Make `run` return soon. Unfinished requests go back to the queue."""
-        self._worker.claimer.close()
-        self._worker.is_stopped = True
-        self._worker.intake.changed.set()
+        """Make `run` return soon. What has not ended goes back to the queue."""
+        self._work.stop()
 
 
 async def _first_error_or(main: "asyncio.Task[None]", others: "Sequence[asyncio.Task[None]]") -> None:

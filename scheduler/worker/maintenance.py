@@ -1,10 +1,10 @@
-"""The periodic work of a worker: the outer loop of its controller, its metrics and its heartbeat.
+"""The periodic work of a worker: its heartbeat and, where a controller moves knobs, the outer loop of this controller.
 
 A round takes place every `UPDATE_S` seconds. A heartbeat is sent in every `HEARTBEAT_EVERY`-th round, unless the
 driver is stuck: a worker that answers nobody must not look alive.
 """
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import structlog
 
@@ -13,7 +13,6 @@ from scheduler.control.feedback import UPDATE_S
 from scheduler.queue.base import Queue
 from scheduler.store.outage import StoreOutage
 from scheduler.worker.core import WorkerCore
-from scheduler.worker.driver import Driver
 from scheduler.worker.heartbeat import Heartbeat
 from scheduler.worker.metrics import SchedulerMetrics
 from scheduler.worker.request_intake import RequestIntake
@@ -26,24 +25,18 @@ HEARTBEAT_EVERY = 2  # rounds of `UPDATE_S` seconds between two heartbeats
 class Maintenance:
     def __init__(
         self,
-        core: WorkerCore,
-        queue: Queue,
-        metrics: SchedulerMetrics,
         heartbeat: Heartbeat,
-        intake: RequestIntake,
-        driver: Driver,
         outage: StoreOutage,
         clock: Clock,
+        is_stuck: Callable[[], bool] = lambda: False,
+        review: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        self._core = core
-        self._queue = queue
-        self._metrics = metrics
+        """`review` is called in each round."""
         self._heartbeat = heartbeat
-        self._intake = intake
-        self._driver = driver
         self._outage = outage
         self._clock = clock
-        self._missing: frozenset[str] = frozenset()  # tiers with requests that cannot end by their deadlines
+        self._is_stuck = is_stuck
+        self._review = review
 
     async def run(self) -> None:
         """Run the rounds until this task is cancelled."""
@@ -51,20 +44,36 @@ class Maintenance:
         while True:
             await self._clock.sleep(UPDATE_S)
             rounds += 1
-            self._review(await self._queue.depths([t.name for t in self._core.held.tiers]))
-            self._intake.changed.set()  # wakes an idle driver, because budgets also change with time
-            if rounds % HEARTBEAT_EVERY == 0 and not self._driver.is_stuck:
+            if self._review is not None:
+                await self._review()
+            if rounds % HEARTBEAT_EVERY == 0 and not self._is_stuck():
                 await self._beat()
 
     async def _beat(self) -> None:
         if await self._outage.attempt(self._heartbeat.beat()):
             self._outage.end()
 
-    def _review(self, depths: Mapping[str, int]) -> None:
-        """Let the controller change its knobs; log and count its decisions.
 
-        `depths` holds the number of requests in the queue, by tier.
-        """
+class ControllerReview:
+    """Lets the controller change its knobs, and logs and counts its decisions."""
+
+    def __init__(
+        self, core: WorkerCore, queue: Queue, metrics: SchedulerMetrics, intake: RequestIntake, clock: Clock
+    ) -> None:
+        self._core = core
+        self._queue = queue
+        self._metrics = metrics
+        self._intake = intake
+        self._clock = clock
+        self._missing: frozenset[str] = frozenset()  # tiers with requests that cannot end by their deadlines
+
+    async def run(self) -> None:
+        """Do one review."""
+        self._apply(await self._queue.depths([t.name for t in self._core.held.tiers]))
+        self._intake.changed.set()  # wakes an idle driver, because budgets also change with time
+
+    def _apply(self, depths: Mapping[str, int]) -> None:
+        """`depths` holds the number of requests in the queue, by tier."""
         now = self._clock.now()
         decisions = self._core.review(depths, now)
         for d in decisions:

@@ -14,7 +14,7 @@ from scheduler.queue.base import Queue
 from scheduler.request import TokenEvent
 from scheduler.store.outage import StoreOutage
 from scheduler.worker.checkpoints import MIN_TOKENS, Checkpointer
-from scheduler.worker.heartbeat import Heartbeat
+from scheduler.worker.heartbeat import RequestReport
 from scheduler.worker.metrics import SchedulerMetrics
 from scheduler.worker.request_intake import RequestIntake, RequestTracer
 
@@ -40,6 +40,7 @@ class Publisher:
         self._unsent = Report()
         self._changed = asyncio.Event()
         self._closing = False
+        self.finished = asyncio.Event()
 
     def send(self, report: Report) -> None:
         """Hand over the events and leases of a report; `run` sends them."""
@@ -48,7 +49,7 @@ class Publisher:
             self._changed.set()
 
     def close(self) -> None:
-        """Make `run` return when everything is sent."""
+        """Make `run` return when everything is sent. Then `finished` is set."""
         self._closing = True
         self._changed.set()
 
@@ -68,6 +69,7 @@ class Publisher:
                 self._unsent = report
                 await self._clock.sleep(RETRY_S)
                 self._changed.set()
+        self.finished.set()
 
     async def _deliver(self, report: Report) -> None:
         """Publish the events first, then acknowledge the leases. `report` keeps what the store has not taken.
@@ -100,19 +102,19 @@ class Reporter:
         self,
         publisher: Publisher,
         metrics: SchedulerMetrics,
-        heartbeat: Heartbeat,
+        described: RequestReport,
         clock: Clock,
         tracer: RequestTracer | None = None,
     ) -> None:
         self._publisher = publisher
         self._metrics = metrics
-        self._heartbeat = heartbeat
+        self._described = described
         self._clock = clock
         self._tracer = tracer
 
     def send(self, report: Report) -> None:
         for end in report.ended:
-            self._heartbeat.count_ended(end)
+            self._described.count_ended(end)
         self._publisher.send(report)
         self._metrics.record_report(report)
         if self._tracer is not None:

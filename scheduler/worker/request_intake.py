@@ -9,7 +9,7 @@ from typing import Protocol
 
 from scheduler.clock import Clock
 from scheduler.holdings.holdings import Holdings
-from scheduler.request import Claimed
+from scheduler.request import Claimed, Lease
 from scheduler.request_state import RequestState
 from scheduler.worker.metrics import SchedulerMetrics
 
@@ -59,7 +59,14 @@ class RequestIntake:
             self.changed.set()
         return cancelled
 
-    def release(self, request_ids: Iterable[str]) -> None:
-        """Remove requests whose leases this worker has lost."""
-        if self._held.release(request_ids):
+    # -- leases (`scheduler.worker.leases.LeaseHolder`) ---------------------------------------------------------
+
+    def leases(self) -> list[Lease]:
+        return [state.lease for state in self._held.states]
+
+    def release(self, ids: Iterable[str]) -> None:
+        if self._held.release(ids):
             self.changed.set()
+
+    def release_all(self) -> list[Lease]:
+        return self._held.release_all()

@@ -28,7 +28,7 @@ from scheduler.request import Request, TokenEvent
 from scheduler.virtual_time import VirtualClock, run_virtual
 from scheduler.worker.driver import Driver
 from scheduler.worker.heartbeat import WorkerIdentity
-from scheduler.worker.loop import SchedulerLoop, build_loop
+from scheduler.worker.loop import WorkerLoop, build_loop
 from scheduler.worker.metrics import SchedulerMetrics
 from scheduler.worker.request_intake import RequestTracer
 from tests.scheduler.builders import FAST, make_core, make_info, make_request, make_tiers
@@ -66,7 +66,7 @@ class Worker(NamedTuple):
     queue: Queue  # its own handle
     metrics: SchedulerMetrics
     prometheus: CollectorRegistry
-    loop: SchedulerLoop
+    loop: WorkerLoop
     running: "asyncio.Task[None]"
 
 

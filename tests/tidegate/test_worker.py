@@ -27,14 +27,15 @@ from scheduler.request import Request
 from scheduler.virtual_time import VirtualClock
 from scheduler.worker.heartbeat import WorkerIdentity
 from scheduler.worker.leases import LEASE_S
-from scheduler.worker.loop import SchedulerLoop, build_loop
+from scheduler.worker.loop import WorkerLoop, build_loop
 from scheduler.worker.metrics import SchedulerMetrics
 from tests.scheduler.builders import FAST, expected_tokens, make_core, make_info, make_request, make_tiers
 from tests.scheduler.world import run_bounded
 from tidegate import worker
 from tidegate.settings import WorkerSettings
 from tidegate.supervisor import EX_CONFIG
-from tidegate.worker import GIVE_UP_S, LONGEST_PAUSE_S, SETTLED_S, LoopRunner, keep_serving, run_worker
+from tidegate.worker import run_worker
+from tidegate.worker_process import GIVE_UP_S, LONGEST_PAUSE_S, SETTLED_S, LoopRunner, keep_serving
 
 DRAIN_S = 5.0
 
@@ -93,7 +94,7 @@ class Rig:
         self.runner = LoopRunner(DRAIN_S)
         self.loops = 0
 
-    def build(self) -> SchedulerLoop:
+    def build(self) -> WorkerLoop:
         self.loops += 1
         identity = WorkerIdentity("w", ("model",), self.clock.wall_ms())
         return build_loop(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from opentelemetry.context import Context
 from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, Tracer, get_current_span, set_span_in_context
 
-from scheduler.drivers.calls.tracing import CallTrace
+from scheduler.drivers.calls.results import CallTrace
 from scheduler.request import is_sampled
 from scheduler.tasks.task import EndedTask, Task, TaskState
 from tidegate.tracing.context import context_of, traceparent_of
@@ -19,7 +19,7 @@ from tidegate.tracing.context import context_of, traceparent_of
 
 @dataclass(frozen=True, slots=True)
 class TracedCall:
-    """A call whose span is open. Implements `scheduler.drivers.calls.tracing.CallTrace`."""
+    """A call whose span is open. Implements `scheduler.drivers.calls.results.CallTrace`."""
 
     span: Span | None  # None: no task of it is sampled
     traceparent: str
@@ -36,7 +36,7 @@ class TracedCall:
 
 
 class TaskSpans:
-    """Records the spans of a worker's tasks. Implements `scheduler.drivers.calls.tracing.TaskTracer`."""
+    """Records the spans of a worker's tasks. Implements `scheduler.drivers.calls.results.TaskTracer`."""
 
     def __init__(self, tracer: Tracer, worker_id: str, endpoint: str) -> None:
         """`endpoint` is the name of the endpoint."""

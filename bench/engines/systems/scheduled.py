@@ -1,6 +1,6 @@
 """Our engine driven by the scheduler loop: its speed with the cost of planning, the queue and token events.
 
-Uses the real `SchedulerLoop`, `SchedulerCore` and `EngineThread`. Queue and events are in memory, so that no store is
+Uses the real `WorkerLoop`, `SchedulerCore` and `EngineThread`. Queue and events are in memory, so that no store is
 measured. The one tier has no SLO, so that no step is kept short; the other systems have no SLOs either.
 """
 
@@ -26,7 +26,7 @@ from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.memory import MemoryWorkerRegistry
 from scheduler.request import Request
 from scheduler.worker.heartbeat import WorkerIdentity
-from scheduler.worker.loop import SchedulerLoop, build_loop
+from scheduler.worker.loop import WorkerLoop, build_loop
 from scheduler.worker.metrics import SchedulerMetrics
 
 TIER = "bulk"
@@ -53,7 +53,7 @@ class ScheduledEngine:
 
     @property
     def settings(self) -> str:
-        return "the same engine on its thread behind SchedulerLoop; queue and events in memory, one tier without SLO"
+        return "the same engine on its thread behind WorkerLoop; queue and events in memory, one tier without SLO"
 
     def generate(self, prompts: Sequence[Sequence[int]], new_tokens: Sequence[int]) -> list[list[int]]:
         return self._asyncio.run(self._serve(prompts, new_tokens))
@@ -75,7 +75,7 @@ class ScheduledEngine:
             raise group.exceptions[0] from group
         return [outputs[r.id] for r in requests]
 
-    def _loop(self) -> SchedulerLoop:
+    def _loop(self) -> WorkerLoop:
         identity = WorkerIdentity(GATEWAY, (self._engine.info.model_path,), self._clock.wall_ms())
         metrics = SchedulerMetrics(CollectorRegistry(), self._tiers)
         queue, registry = self._queue.for_worker(GATEWAY), MemoryWorkerRegistry(self._clock)

@@ -1,4 +1,7 @@
-"""The metrics of a worker with a static endpoint. The registry is injected."""
+"""The metrics of a worker with a static endpoint, and what it says of itself in its heartbeats.
+
+The registry of metrics is injected.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,7 +10,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from engine.step_time.ewma import Ewma
 from scheduler.config import TierSet
 from scheduler.drivers.calls.lanes import tier_of
+from scheduler.registry.worker_status import TierStatus, WorkerStatus
 from scheduler.tasks.task import ClaimedTask, EndedTask
+from scheduler.worker.heartbeat import EndedRates, WorkerIdentity
 
 SECONDS = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 60.0, 600.0, 3600.0)
 EFFICIENCY_WEIGHT = 0.05  # weight of the newest call in the average batch efficiency: about the last 20 calls
@@ -90,3 +95,34 @@ class TaskMetrics:
     def text(self) -> str:
         """Return all metrics in Prometheus' exposition format."""
         return generate_latest(self._registry).decode()
+
+
+class TaskReport:
+    """What a worker without model and controller says of itself. Implements `scheduler.worker.heartbeat.SelfReport`.
+
+    `batch` is the number of places in a call.
+    """
+
+    def __init__(self, identity: WorkerIdentity, endpoint: str, batch: int) -> None:
+        self._identity = identity
+        self._endpoint = endpoint
+        self._batch = batch
+        self._rates = EndedRates()
+
+    def count_ended(self, tier: str) -> None:
+        self._rates.count(tier)
+
+    def read(self, now: float, wall_ms: int, interval_s: float) -> tuple[WorkerStatus, str]:
+        rates = self._rates.update((), interval_s)
+        status = WorkerStatus(
+            worker_id=self._identity.worker_id,
+            model_names=(),
+            max_model_len=0,
+            vocab_size=0,
+            started_ms=self._identity.started_ms,
+            device=self._endpoint,
+            tiers={tier: TierStatus(batch_size=self._batch, finished_per_s=rate) for tier, rate in rates.items()},
+            at_ms=wall_ms,
+            batch_items=self._batch,
+        )
+        return status, ""

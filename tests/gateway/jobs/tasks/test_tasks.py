@@ -18,13 +18,14 @@ from gateway.jobs.tasks import service
 from gateway.jobs.tasks.model import MAX_INPUTS
 from scheduler.clock import SystemClock
 from scheduler.config import TierSet
-from scheduler.drivers.calls.heartbeat import TaskHeartbeat
-from scheduler.drivers.calls.loop import BatchLoop
+from scheduler.drivers.calls.driver import build_call_loop
 from scheduler.drivers.calls.metrics import TaskMetrics
 from scheduler.drivers.calls.policy import BatchPolicy
 from scheduler.registry.worker_status import WorkerStatus
 from scheduler.store import keys
 from scheduler.tasks.queue import TaskQueue
+from scheduler.worker.heartbeat import WorkerIdentity
+from scheduler.worker.loop import WorkerLoop
 from tests.gateway.offline import keyring, secret_of
 from tests.gateway.stand import Bytes, Stand, make_tiers, running_stand
 from tests.waiting import until
@@ -55,19 +56,19 @@ async def stand(redis_client: Redis) -> AsyncIterator[Stand]:
 
 
 @pytest.fixture
-async def worker(stand: Stand, redis_client: Redis) -> AsyncIterator[BatchLoop]:
+async def worker(stand: Stand, redis_client: Redis) -> AsyncIterator[WorkerLoop]:
     async with serving(stand, redis_client) as loop:
         yield loop
 
 
 @asynccontextmanager
-async def serving(stand: Stand, redis: Redis) -> AsyncIterator[BatchLoop]:
+async def serving(stand: Stand, redis: Redis) -> AsyncIterator[WorkerLoop]:
     """Run a worker whose endpoint measures texts."""
     clock, tiers = SystemClock(), stand.gateway.tiers
     queue, metrics = TaskQueue(redis, clock, "w2"), TaskMetrics(CollectorRegistry(), tiers)
-    beat = TaskHeartbeat(stand.worker.registry, queue, metrics, clock, "w2", "python:lengths", BATCH)
     endpoint = FunctionEndpoint("python:lengths", lengths, BATCH, timeout_s=30.0)
-    loop = BatchLoop(endpoint, BatchPolicy(tiers, BATCH, clock.now()), queue, beat, metrics, clock, "w2")
+    policy, identity = BatchPolicy(tiers, BATCH, clock.now()), WorkerIdentity("w2", (), clock.wall_ms())
+    loop = build_call_loop(endpoint, policy, queue, stand.worker.registry, metrics, clock, identity)
     running = asyncio.create_task(loop.run())
     yield loop
     loop.drain()
@@ -88,7 +89,7 @@ async def get(stand: Stand, task_id: str, wait_s: float = 0, **kwargs: Any) -> d
     return found
 
 
-async def test_a_task_is_created_and_its_result_waited_for(stand: Stand, worker: BatchLoop) -> None:
+async def test_a_task_is_created_and_its_result_waited_for(stand: Stand, worker: WorkerLoop) -> None:
     created = await create(stand, input="tide", metadata={"run": "7"})
     assert created["id"].startswith("task_") and created["object"] == "task"
     assert (created["state"], created["service_tier"], created["result"]) == ("queued", "default", None)
@@ -99,7 +100,7 @@ async def test_a_task_is_created_and_its_result_waited_for(stand: Stand, worker:
     assert await get(stand, created["id"]) == done
 
 
-async def test_a_list_of_items_becomes_tasks_in_its_order(stand: Stand, worker: BatchLoop) -> None:
+async def test_a_list_of_items_becomes_tasks_in_its_order(stand: Stand, worker: WorkerLoop) -> None:
     created = await create(stand, inputs=["a" * n for n in range(10)], service_tier="flex")
     ids = [task["id"] for task in created["data"]]
     for task_id in ids:
@@ -124,7 +125,7 @@ async def test_a_client_that_hangs_up_ends_its_wait(stand: Stand) -> None:
     await until(lambda: not tasks._ends._watched)
 
 
-async def test_a_dead_letter_says_why_and_can_be_retried(stand: Stand, worker: BatchLoop) -> None:
+async def test_a_dead_letter_says_why_and_can_be_retried(stand: Stand, worker: WorkerLoop) -> None:
     created = await create(stand, input=3)
     dead = await get(stand, created["id"], wait_s=30)
     reason = "ValueError: it is no text"
@@ -226,7 +227,7 @@ async def test_a_list_names_a_task_once(stand: Stand) -> None:
 
 
 async def test_results_that_are_too_large_together_are_asked_for_one_by_one(
-    stand: Stand, worker: BatchLoop, monkeypatch: pytest.MonkeyPatch
+    stand: Stand, worker: WorkerLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     created = await create(stand, inputs=["a", "b"])
     ids = [task["id"] for task in created["data"]]
@@ -301,7 +302,7 @@ async def test_too_many_ids_and_too_long_waits_are_refused(stand: Stand) -> None
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "wait_s")
 
 
-async def test_a_null_is_an_item(stand: Stand, worker: BatchLoop) -> None:
+async def test_a_null_is_an_item(stand: Stand, worker: WorkerLoop) -> None:
     assert (await get(stand, (await create(stand, input=None))["id"], wait_s=30))["state"] == "dead"
 
 
@@ -354,7 +355,7 @@ async def test_a_repeated_creation_makes_no_second_tasks(
 
 @pytest.mark.parametrize("body", [{"input": "x"}, {"inputs": ["x", "y"]}])
 async def test_tasks_that_were_created_before_a_crash_are_found_again_even_if_they_have_ended(
-    stand: Stand, worker: BatchLoop, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
+    stand: Stand, worker: WorkerLoop, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
 ) -> None:
     """The gateway dies after the tasks are there and before its answer is kept, and its lease ends."""
 

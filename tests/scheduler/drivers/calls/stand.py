@@ -10,14 +10,15 @@ from redis.asyncio import Redis
 from engine.static.interface import ItemResult
 from engine.static.padding import padded
 from scheduler.clock import SystemClock
-from scheduler.drivers.calls.heartbeat import TaskHeartbeat
-from scheduler.drivers.calls.loop import BatchLoop
+from scheduler.drivers.calls.driver import build_call_loop
 from scheduler.drivers.calls.metrics import TaskMetrics
 from scheduler.drivers.calls.policy import BatchPolicy
-from scheduler.drivers.calls.tracing import TaskTracer
+from scheduler.drivers.calls.results import TaskTracer
 from scheduler.registry.redis import RedisWorkerRegistry
 from scheduler.tasks.queue import TaskQueue
 from scheduler.tasks.task import StoredTask, Task
+from scheduler.worker.heartbeat import WorkerIdentity
+from scheduler.worker.loop import WorkerLoop
 from tests.scheduler.builders import make_tiers
 from tests.scheduler.tasks.builders import make_task
 from tests.waiting import until
@@ -76,11 +77,13 @@ class Stand:
         self.tracer: TaskTracer | None = None
         self._running: list[asyncio.Task[None]] = []
 
-    def start(self, worker_id: str = "w1") -> tuple[BatchLoop, "asyncio.Task[None]"]:
+    def start(self, worker_id: str = "w1") -> tuple[WorkerLoop, "asyncio.Task[None]"]:
         queue = TaskQueue(self._redis, self.clock, worker_id)
-        beat = TaskHeartbeat(self.registry, queue, self.metrics, self.clock, worker_id, "scripted", BATCH)
         policy = BatchPolicy(TIERS, BATCH, self.clock.now())
-        loop = BatchLoop(self.endpoint, policy, queue, beat, self.metrics, self.clock, worker_id, self.tracer)
+        identity = WorkerIdentity(worker_id, (), self.clock.wall_ms())
+        loop = build_call_loop(
+            self.endpoint, policy, queue, self.registry, self.metrics, self.clock, identity, self.tracer
+        )
         running = asyncio.create_task(loop.run())
         self._running.append(running)
         return loop, running

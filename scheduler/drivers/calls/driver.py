@@ -1,33 +1,37 @@
-"""The loop of a worker with a static endpoint: look at the queue, claim a batch, call, write its results.
+"""The driver of a static endpoint: look at the queue, claim a batch, call, write its results.
 
-It has no steps and no tokens as `scheduler.worker` has, only calls. Makes no decisions: `policy` says when to call and
+There are no steps and no tokens, only calls. Makes no decisions: `policy` says when to call and
 for whom, `settled` what a result means. Tasks are claimed at the start of a call and not before, so an interactive task
 that comes while a batch is waiting is in it, and bulk gets what is left.
 """
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from typing import Any
 
 import structlog
-from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 
 from engine.static.interface import CallFailed, Endpoint, Unreachable
 from scheduler.clock import Clock
 from scheduler.drivers.calls import settled
 from scheduler.drivers.calls.busy_spells import BusySpells, Verdict
-from scheduler.drivers.calls.heartbeat import TaskHeartbeat
-from scheduler.drivers.calls.metrics import TaskMetrics
+from scheduler.drivers.calls.metrics import TaskMetrics, TaskReport
 from scheduler.drivers.calls.policy import BatchPolicy, CallPlan, LaneWait, Wait, without
+from scheduler.drivers.calls.results import CallTrace, TaskResults, TaskTracer, until_written
 from scheduler.drivers.calls.settled import SettledTask
-from scheduler.drivers.calls.tracing import CallTrace, TaskTracer
+from scheduler.registry.base import WorkerRegistry
 from scheduler.request import Lease
 from scheduler.store.errors import STORE_AWAY
+from scheduler.store.outage import StoreOutage
 from scheduler.tasks.queue import TaskQueue
-from scheduler.tasks.task import ClaimedTask, EndedTask, RetriedTask
-from scheduler.worker.leases import LEASE_S, RENEW_S, UnrenewedLeases
+from scheduler.tasks.task import ClaimedTask
+from scheduler.worker.heartbeat import Heartbeat, WorkerIdentity
+from scheduler.worker.leases import LEASE_S, LeaseKeeper
+from scheduler.worker.loop import WorkerLoop
+from scheduler.worker.maintenance import Maintenance
+from scheduler.worker.peers import Peers
 
 log = structlog.get_logger()
 
@@ -36,31 +40,51 @@ LISTEN_S = 0.5  # longest wait for a wake-up from the queue, because one may be 
 # the endpoint is away or busy. They double with each further failure.
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 2.0
 MAX_RETRY_AFTER_S = 30.0  # the longest Retry-After of an endpoint that is obeyed
-WRITE_RETRIES = 34  # of the results of a call; about a minute
-
-T = TypeVar("T")
 
 
-class BatchLoop:
+def build_call_loop(
+    endpoint: Endpoint,
+    policy: BatchPolicy,
+    queue: TaskQueue,
+    registry: WorkerRegistry,
+    metrics: TaskMetrics,
+    clock: Clock,
+    identity: WorkerIdentity,
+    tracer: TaskTracer | None = None,
+) -> WorkerLoop:
+    """Return a loop that serves tasks with `endpoint`, and is ready to run.
+
+    The loop closes `queue` at its end. All other parts outlive it. While the store is away, a call under way goes on.
+    """
+    worker_id, outage = identity.worker_id, StoreOutage(*STORE_AWAY)
+    report = TaskReport(identity, endpoint.name, policy.batch)
+    results = TaskResults(queue, metrics, report, clock, tracer)
+    driver = CallDriver(endpoint, policy, queue, results, metrics, clock, tracer)
+    heartbeat = Heartbeat(registry, report, metrics.text, clock, worker_id)
+    leases = LeaseKeeper(driver, queue, outage, clock, worker_id)
+    peers = Peers(queue, registry, outage, clock, worker_id, serves_tasks=True)
+    return WorkerLoop(driver, queue, leases, peers, Maintenance(heartbeat, outage, clock), heartbeat)
+
+
+class CallDriver:
+    """Implements `scheduler.worker.loop.Work` and `scheduler.worker.leases.LeaseHolder`."""
+
     def __init__(
         self,
         endpoint: Endpoint,
         policy: BatchPolicy,
         queue: TaskQueue,
-        heartbeat: TaskHeartbeat,
+        results: TaskResults,
         metrics: TaskMetrics,
         clock: Clock,
-        worker_id: str,
         tracer: TaskTracer | None = None,
     ) -> None:
-        """The loop closes `queue` at its end. All other parts outlive it."""
         self._endpoint = endpoint
         self._policy = policy
         self._queue = queue
-        self._heartbeat = heartbeat
+        self._results = results
         self._metrics = metrics
         self._clock = clock
-        self._worker_id = worker_id
         self._tracer = tracer
         self._held: list[ClaimedTask] = []
         self._backoff = ExponentialBackoff(cap=MAX_PAUSE_S, base=FIRST_PAUSE_S)
@@ -69,20 +93,28 @@ class BatchLoop:
         self._oldest_s: dict[tuple[str, int], float] = {}  # since when the oldest task of a lane waits, by its arrival
         self._serving: asyncio.Task[None] | None = None
         self._draining = asyncio.Event()
-        self.is_announced = False
         self.is_stuck = False  # a hanging function raises `EndpointHangs` and ends the process instead
 
-    async def run(self) -> None:
-        """Serve until `drain` was called and the call under way has ended, or until `stop` was called."""
-        try:
-            await self._queue.requeue_worker(self._worker_id)  # what a dead process of this name has left
-            await self._heartbeat.beat()
-            self.is_announced = True
-            await self._serve_beside(self._heartbeat.run(), self._keep_leases())
-            await self._queue.release([_lease(c) for c in self._held])
-            await self._heartbeat.withdraw()
-        finally:
-            await self._queue.close()
+    # -- the worker's loop and leases --------------------------------------------------------------------------
+
+    def leases(self) -> list[Lease]:
+        return [Lease(claimed.task.id, claimed.fence) for claimed in self._held]
+
+    def release(self, ids: Iterable[str]) -> None:
+        """Do nothing: the call goes on for the others, and the store takes no result without its lease."""
+
+    def release_all(self) -> list[Lease]:
+        leases, self._held = self.leases(), []
+        return leases
+
+    async def begin(self) -> list[Lease]:
+        return []
+
+    def beside(self) -> Sequence[Coroutine[Any, Any, None]]:
+        return []
+
+    async def end(self) -> None:
+        return None
 
     def drain(self) -> None:
         """Claim no more tasks. `run` returns when the call under way has ended."""
@@ -90,23 +122,22 @@ class BatchLoop:
         self._queue.wake()
 
     def stop(self) -> None:
-        """Make `run` return now. The tasks of a call under way go back to the queue."""
+        """Make `run` return now."""
         self.drain()
         if self._serving is not None:
             self._serving.cancel()
 
-    async def _serve_beside(self, *background: "asyncio._CoroutineLike[None]") -> None:
-        others = [asyncio.create_task(work) for work in background]
-        serving = self._serving = asyncio.create_task(self._serve())
+    async def run(self) -> None:
+        self._serving = asyncio.create_task(self._serve())
         try:
-            done, _ = await asyncio.wait([serving, *others], return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                if not task.cancelled():
-                    task.result()
+            await asyncio.wait([self._serving])
+            if not self._serving.cancelled():
+                self._serving.result()
         finally:
-            for task in (serving, *others):
-                task.cancel()
-            await asyncio.gather(serving, *others, return_exceptions=True)
+            self._serving.cancel()
+            await asyncio.gather(self._serving, return_exceptions=True)
+
+    # -- calls -------------------------------------------------------------------------------------------------
 
     async def _serve(self) -> None:
         while not self._draining.is_set():
@@ -156,7 +187,7 @@ class BatchLoop:
         wall_ms = self._clock.wall_ms()
         before = [settled.before_call(c, wall_ms) for c in self._held]
         if aside := [o for o in before if o is not None]:
-            await self._apply(aside)
+            await self._results.write(aside)
             self._held = [c for c, o in zip(self._held, before, strict=True) if o is None]
         return len(aside)
 
@@ -170,7 +201,7 @@ class BatchLoop:
         return self._policy.is_due(waits, now)
 
     async def _give_back(self, plan: CallPlan) -> None:
-        await _until_written(lambda: self._queue.release([_lease(c) for c in self._held]))
+        await until_written(lambda: self._queue.release(self.leases()))
         self._note_claimed(plan, -len(self._held))
         self._held = []
 
@@ -201,7 +232,7 @@ class BatchLoop:
             if ended_or_retried is None:
                 await self._give_back(plan)
             else:
-                await self._apply(ended_or_retried, trace)
+                await self._results.write(ended_or_retried, trace)
                 self._held = []
             await self._pause(str(error), max(FIRST_PAUSE_S, error.retry_after_s) if error.is_busy else 0.0)
         else:
@@ -209,7 +240,7 @@ class BatchLoop:
             self._record(plan, counts, left, begun_s, "ok")
             self._num_failed = 0
             self._spells.note_served(plan.is_isolated)
-            await self._apply(settled.of_results(claimed, results), trace)
+            await self._results.write(settled.of_results(claimed, results), trace)
             self._held = []
 
     def _settle(self, plan: CallPlan, error: CallFailed) -> list[SettledTask] | None:
@@ -231,25 +262,6 @@ class BatchLoop:
         self._policy.end_call(plan, slots, left, took_s, now)
         self._metrics.record_call(self._held, self._policy.batch, took_s, said)
 
-    async def _apply(self, tasks: Sequence[SettledTask], trace: CallTrace | None = None) -> None:
-        """Write the ends of tasks, and give the others back for another try. `trace` is that of their call.
-
-        While the store is away, it is tried again: without these writes, the endpoint would compute the tasks again.
-        """
-        ended = [t for t in tasks if isinstance(t, EndedTask)]
-        retried = [t for t in tasks if isinstance(t, RetriedTask)]
-        are_written = await _until_written(lambda: self._queue.end(ended))
-        await _until_written(lambda: self._queue.retry(retried))
-        wall_ms = self._clock.wall_ms()
-        for end, is_written in zip(ended, are_written, strict=True):
-            if is_written:
-                self._metrics.record_ended(end, (wall_ms - end.task.arrival_ms) / 1000)
-                self._heartbeat.count_ended(end)
-                if self._tracer is not None:
-                    self._tracer.record(end, trace)
-        for r in retried:
-            self._metrics.record_retried(r.task.tier)
-
     async def _pause(self, reason: str, shortest_s: float) -> None:
         """Leave an endpoint alone for a while after a whole call has failed."""
         backoff_s = self._backoff.compute(self._num_failed) if self._num_failed else 0.0
@@ -264,31 +276,6 @@ class BatchLoop:
         finally:
             pausing.cancel()
             draining.cancel()
-
-    async def _keep_leases(self) -> None:
-        """Renew the leases of the call under way, and give back tasks whose leases have ended."""
-        unrenewed = UnrenewedLeases()
-        while True:
-            await self._clock.sleep(RENEW_S)
-            try:
-                await self._queue.renew([_lease(c) for c in self._held], LEASE_S)
-                await self._queue.requeue_expired(unrenewed.observe(await self._queue.expired_leases(LEASE_S)))
-            except STORE_AWAY:  # nobody could renew meanwhile
-                unrenewed = UnrenewedLeases()
-
-
-async def _until_written(write: Callable[[], Awaitable[T]]) -> T:
-    """Await `write()` until the store takes it. After the last of `WRITE_RETRIES`, raise why it does not."""
-    retry = Retry(ExponentialBackoff(cap=MAX_PAUSE_S, base=FIRST_PAUSE_S), WRITE_RETRIES, STORE_AWAY)
-    return await retry.call_with_retry(write, _ignore)
-
-
-async def _ignore(error: Exception) -> None:
-    return None
-
-
-def _lease(claimed: ClaimedTask) -> Lease:
-    return Lease(claimed.task.id, claimed.fence)
 
 
 def _end(trace: CallTrace | None, said: str) -> None:

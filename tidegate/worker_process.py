@@ -1,0 +1,180 @@
+"""The process of a worker, whatever it serves: its exit codes, its signals, and loops until the store is back.
+
+What is loaded outlives a loop: if the store is unreachable for a while, the work in progress is lost, but the model is
+kept. Exit codes: 0 after a signal; 78 if the worker cannot start (another attempt will not help); 1 after another
+error, so that a supervisor starts a new worker. The new worker requeues what the old one held. Without a new worker,
+this work is requeued when its leases end.
+"""
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+import structlog
+from prometheus_client import disable_created_metrics
+from redis.asyncio import Redis
+from redis.backoff import ExponentialBackoff
+from redis.exceptions import RedisError
+
+from engine.config import EngineStartError
+from engine.static.interface import EndpointHangs
+from scheduler.clock import Clock, SystemClock
+from scheduler.config import TierConfigError, TierSet, load_tiers
+from scheduler.drivers.steps.step_log import StepLogError
+from scheduler.queue.redis import RedisQueue
+from scheduler.reload.coordinator import TierChanges
+from scheduler.reload.follower import TierConsumer, TierFollower
+from scheduler.reload.store import TierStore
+from scheduler.store import connection
+from scheduler.store.errors import StoreRefused
+from scheduler.worker.heartbeat import WorkerIdentity
+from scheduler.worker.loop import WorkerLoop
+from tidegate.background import Background
+from tidegate.notify import report_life
+from tidegate.process import freeze_heap, hangup_calls, ignore_hangup, worker_name
+from tidegate.settings import WorkerSettings
+from tidegate.supervisor import EX_CONFIG
+from tidegate.tracing.start import TracingError, traced
+
+if TYPE_CHECKING:
+    from tidegate.tracing.exporter import Tracing
+
+log = structlog.get_logger()
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0  # s between two loops; the pause doubles with each failure
+SETTLED_S = 30.0  # s; if a loop ran for this long, its failure counts as a new outage
+GIVE_UP_S = 60.0  # s; the worker ends after an outage of the store of this length
+
+
+def run_process(settings: WorkerSettings, serve: "Callable[[TierSet, WorkerIdentity, Tracing | None], None]") -> int:
+    """Call `serve`, which returns after SIGTERM or SIGINT. Return the exit code."""
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # else every counter has a second series
+    ignore_hangup()
+    try:
+        tiers = load_tiers(settings.tiers_path)
+        worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
+        identity = WorkerIdentity(worker_id, settings.model_names, SystemClock().wall_ms())
+        with traced("worker", worker_id, settings.otel) as tracing:
+            serve(tiers, identity, tracing)
+        return 0
+    except (EngineStartError, TierConfigError, StepLogError, TracingError) as error:
+        log.error("the worker cannot start", reason=str(error))
+        return EX_CONFIG
+    except KeyboardInterrupt:
+        log.info("the worker was interrupted before it served")
+        return 0
+    except EndpointHangs as error:
+        log.error("the endpoint hangs; the worker ends, and its tasks are tried again", reason=str(error))
+    except RedisError as error:
+        log.error("the store does not answer", reason=str(error))
+    except Exception:
+        log.exception("the worker died")
+    return 1
+
+
+async def serve_loops(
+    settings: WorkerSettings,
+    tiers: TierSet,
+    consumer: TierConsumer,
+    build: Callable[[Redis], WorkerLoop],
+    runner: "LoopRunner",
+    is_stuck: Callable[[], bool],
+    clock: Clock,
+    identity: WorkerIdentity,
+) -> None:
+    """Follow changes of the tiers, and run the loops that `build` makes until a signal ends the worker.
+
+    `is_stuck` says whether the supervisor should replace this process.
+    """
+    freeze_heap()
+    async with connection.connect(str(settings.redis_url)) as redis:
+        tier_store, name = TierStore(redis), worker_name(identity.worker_id)
+        follower = TierFollower(tier_store, consumer, name, tiers, settings.tiers_path, clock)
+        changes = TierChanges(tier_store, follower, RedisQueue(redis, clock).depths, settings.tiers_path, clock)
+        background = Background()
+        with hangup_calls(lambda: background.start(changes.reload_on_signal()), runner.end):
+            async with follower, background:
+                background.start(report_life(lambda: runner.is_announced, is_stuck))
+                await keep_serving(lambda: build(redis), runner, clock)
+    log.info("the worker has drained")
+
+
+class LoopRunner:
+    """The handler of stop signals: it ends the current loop, which it therefore knows.
+
+    The first signal drains the loop. After `drain_s` seconds, or at a second signal, the loop stops and its unfinished
+    requests go back to the queue.
+    """
+
+    def __init__(self, drain_s: float) -> None:
+        self._drain_s = drain_s
+        self._loop: WorkerLoop | None = None
+        self.is_ending = asyncio.Event()
+
+    def end(self) -> None:
+        if self.is_ending.is_set():
+            self._stop()
+            return
+        self.is_ending.set()
+        if self._loop is not None:
+            self._loop.drain()
+        asyncio.get_running_loop().call_later(self._drain_s, self._stop)
+
+    @property
+    def is_announced(self) -> bool:
+        """Whether the current loop has announced the worker to the gateways."""
+        return self._loop is not None and self._loop.is_announced
+
+    @property
+    def is_stuck(self) -> bool:
+        return self._loop is not None and self._loop.is_stuck
+
+    async def run(self, loop: WorkerLoop) -> None:
+        self._loop = loop
+        try:
+            await loop.run()
+        finally:
+            self._loop = None
+
+    def _stop(self) -> None:
+        if self._loop is not None:
+            self._loop.stop()
+
+
+async def keep_serving(build: Callable[[], WorkerLoop], runner: LoopRunner, clock: Clock) -> None:
+    """Run a loop until it has drained. If the store stops answering meanwhile, run a new loop when the store is back.
+
+    The new loop uses the same engine and core. Raises `RedisError` if an outage takes more than `GIVE_UP_S`. A store
+    that answers but refuses writes is no outage: a new process would not help.
+    """
+    backoff = ExponentialBackoff(cap=LONGEST_PAUSE_S, base=FIRST_PAUSE_S)
+    away_since_s: float | None = None
+    num_failures = 0
+    while not runner.is_ending.is_set():
+        started_s = clock.now()
+        try:
+            return await runner.run(build())
+        except RedisError as error:
+            now = clock.now()
+            if away_since_s is None or now - started_s >= SETTLED_S:
+                away_since_s, num_failures = now, 0
+            if isinstance(error, StoreRefused):
+                away_since_s = now
+            if now - away_since_s >= GIVE_UP_S:
+                raise
+            log.warning("the store does not answer; the worker keeps its engine and tries again", error=str(error))
+        await _either(runner.is_ending.wait(), clock.sleep(backoff.compute(num_failures)))
+        num_failures += 1
+    log.warning("the worker ends without a store: other workers take over its requests when their leases end")
+
+
+async def _either(*waits: Coroutine[Any, Any, object]) -> None:
+    """Wait until one of `waits` has ended."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
