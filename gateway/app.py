@@ -18,7 +18,7 @@ from gateway.http.access.wrong_keys import WrongKeys
 from gateway.http.download import MAX_DOWNLOADS, MAX_DOWNLOADS_OF_KEY
 from gateway.http.middleware import BodyLimit, OneAtATime, RequestContext
 from gateway.http.server.draining import RefuseWhileDraining
-from gateway.protocol import errors
+from gateway.protocol import error_handlers
 from gateway.protocol.json_body import MAX_BODIES, BodyReader
 from gateway.protocol.openapi import ApiDescription
 from gateway.routes import chat, console, docs, models, ops, responses, tokenize
@@ -77,7 +77,7 @@ def create_app(gateway: Gateway) -> FastAPI:
         *(ops, admin, overview, keys, dead_letters, chat, models, tokenize),
         *(files, uploads, batches, tasks, responses),
     )
-    errors.install(app, [route for part in parts for route in part.router.routes])
+    error_handlers.install(app, [route for part in parts for route in part.router.routes])
     return app
 
 

@@ -15,7 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.fairness import FairLock
 from gateway.http.disconnect import CLIENT_CLOSED
 from gateway.http.metrics import GatewayMetrics
-from gateway.protocol.errors import error_response, internal_error, too_large
+from gateway.protocol.error_handlers import error_response
+from gateway.protocol.errors import internal_error, too_large
 from scheduler.clock import Clock
 
 log = structlog.get_logger(__name__)

@@ -12,9 +12,10 @@ from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
 from gateway.output.piece import Piece, ToolCallDelta
+from gateway.output.tools.call_format import CallFormat
 from gateway.output.tools.calls import CallPart, CallReader, JsonCalls, TagCalls
-from gateway.output.tools.formats import CallFormat, ReasoningFormat
 from gateway.output.tools.keyword_calls import KeywordCalls
+from gateway.output.tools.reasoning import ReasoningFormat
 
 _REASONING, _CALLS, _MARKED_TEXT, _TEXT = "thinking", "tool_calls", "marked_content", "content"
 

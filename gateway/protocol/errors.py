@@ -5,22 +5,14 @@ bodies. The text of an unexpected exception never becomes part of an answer.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
-from starlette.exceptions import HTTPException
-from starlette.routing import BaseRoute, Match
-
 from gateway.files.storage import StorageUnreachable
-from gateway.protocol.bodies.validation import first_fault
-from gateway.protocol.unknown_paths import explain_path
 from scheduler.client.rejection import RESTART_S, Rejected, RejectReason
 from scheduler.config import Tier
 from scheduler.request import WORKER_DIED
-from scheduler.store.errors import STORE_AWAY, StoreRefused
+from scheduler.store.errors import StoreRefused
 
 MAX_RETRY_AFTER_S = 120  # seconds; the openai client does not retry if it is told to wait longer
 
@@ -239,80 +231,3 @@ def retry_after(seconds: float) -> dict[str, str]:
     """Return the headers `retry-after` (in whole seconds) and `retry-after-ms`, which the openai client reads first."""
     seconds = min(float(MAX_RETRY_AFTER_S), max(0.001, seconds))
     return {"retry-after": str(max(1, math.ceil(seconds))), "retry-after-ms": str(math.ceil(seconds * 1000))}
-
-
-def from_http_exception(request: Request, error: HTTPException, routes: Sequence[BaseRoute]) -> ApiError:
-    """Return the error for a request that Starlette itself refused, such as an unknown path or a wrong method.
-
-    The `Allow` header names the methods of all `routes` with the requested path: of those with this very path, if there
-    are any, and not of those in which a part of it is a parameter. Starlette's own header names only the methods of the
-    first route.
-    """
-    where = f"{request.method} {request.url.path[:200]}"
-    if error.status_code == 404:
-        return unknown_url(where, request.scope["path"], routes)
-    if error.status_code == 405:
-        message = f"Not allowed to {request.method} on {request.url.path[:200]}."
-        fitting = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
-        same_path = [r for r in fitting if getattr(r, "path", "") == request.scope["path"]] or fitting
-        methods = {method for route in same_path for method in getattr(route, "methods", ())}
-        headers = {"allow": ", ".join(sorted(methods))} if methods else error.headers
-        return ApiError(405, message, code="method_not_supported", headers=headers)
-    kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
-    return ApiError(error.status_code, str(error.detail), kind, headers=error.headers)
-
-
-def unknown_url(where: str, path: str, routes: Sequence[BaseRoute]) -> ApiError:
-    """Return the error for a request of a path that is none of `routes`. `where` is the method and the path.
-
-    An endpoint of OpenAI that is not served gets 400: proxies take a 404 for a server that is broken or lacks the
-    model, and stop using it for all requests.
-    """
-    paths = {str(getattr(route, "path", "")) for route in routes}
-    served = sorted(path for path in paths if path.startswith("/v1/") and "{" not in path)
-
-    def is_served(candidate: str) -> bool:
-        scope = {"type": "http", "method": "GET", "path": candidate}
-        return any(route.matches(scope)[0] is not Match.NONE for route in routes)
-
-    found = explain_path(path, served, is_served)
-    if found.is_not_served:
-        message = f"{where} is not served here. This server generates text. It serves {', '.join(served)}."
-        return invalid_request(message, code="endpoint_not_served")
-    hint = f" Did you mean {found.meant}?" if found.meant else ""
-    if found.meant and path.count("/v1/") != found.meant.count("/v1/"):
-        hint += " The base URL of a client ends with /v1."
-    return ApiError(404, f"Unknown request URL: {where}.{hint}")
-
-
-def error_response(error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
-
-
-def install(app: FastAPI, routes: Sequence[BaseRoute] = ()) -> None:
-    """Make `app` answer every expected error with the handlers of this module.
-
-    gateway/http/middleware.py answers unexpected errors.
-    """
-
-    async def on_api_error(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, ApiError)
-        return error_response(error)
-
-    async def on_validation_error(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, RequestValidationError)
-        fault = first_fault(error.errors(), skip=("body", "query", "path", "header", "form"))
-        return error_response(invalid_request(fault.message, fault.param, fault.code))
-
-    async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, HTTPException)
-        return error_response(from_http_exception(request, error, routes))
-
-    async def on_store_failure(request: Request, error: Exception) -> JSONResponse:
-        return error_response(store_failed(error))
-
-    app.add_exception_handler(ApiError, on_api_error)
-    for away in STORE_AWAY:
-        app.add_exception_handler(away, on_store_failure)
-    app.add_exception_handler(RequestValidationError, on_validation_error)
-    app.add_exception_handler(HTTPException, on_http_exception)

@@ -16,7 +16,7 @@ from gateway.http.sse import EventStreamResponse
 from gateway.identity import ApiKey
 from gateway.protocol.bodies.unknown_names import IGNORED_HEADER, header_value
 from gateway.protocol.json_body import hold_object
-from gateway.requests.answers.openai_objects import encode_json
+from gateway.requests.answers.chunks import encode_json
 from gateway.requests.generate.endpoints import Deliverable
 from gateway.requests.generate.generation import Generation
 from gateway.requests.prepare.placement import Asked, Placement, place

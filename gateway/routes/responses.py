@@ -20,7 +20,7 @@ from gateway.jobs.responses.store import StoredResponse
 from gateway.protocol.errors import ApiError, invalid_request, invalid_value
 from gateway.protocol.json_body import hold_object
 from gateway.protocol.openapi import json_body
-from gateway.requests.answers.openai_objects import encode_json
+from gateway.requests.answers.chunks import encode_json
 from gateway.requests.prepare.placement import Placement
 from gateway.requests.prepare.prepared import PreparedRequest
 from gateway.routes.delivery import headers_of, send_answer, submit

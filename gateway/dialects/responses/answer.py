@@ -13,7 +13,7 @@ from gateway.dialects.responses.request import ResponseRequest
 from gateway.output.piece import Piece
 from gateway.protocol.errors import ApiError
 from gateway.requests.answers.choice import Choice
-from gateway.requests.answers.openai_objects import Usage, encode_json
+from gateway.requests.answers.chunks import Usage, encode_json
 from gateway.requests.answers.token_report import TokenReport
 from gateway.requests.prepare.sampling_defaults import SamplingDefaults
 

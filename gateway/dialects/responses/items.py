@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from gateway.protocol.bodies.schemas import MAX_PIECES, Text
+from gateway.protocol.bodies.messages import MAX_PIECES, Text
 from gateway.protocol.json_body import Body
 
 Item = dict[str, Any]

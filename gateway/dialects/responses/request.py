@@ -19,8 +19,9 @@ from pydantic import (
 )
 
 from gateway.dialects.responses.items import InputItem
+from gateway.protocol.bodies.messages import MAX_PIECES, Text
 from gateway.protocol.bodies.options import INT64, Whole
-from gateway.protocol.bodies.schemas import MAX_PIECES, ChatCompletionRequest, Metadata, Text
+from gateway.protocol.bodies.schemas import ChatCompletionRequest, Metadata
 from gateway.protocol.bodies.unknown_names import unknown_names
 from gateway.protocol.errors import invalid_request, invalid_value, unsupported_parameter
 from gateway.protocol.json_body import Body, parse

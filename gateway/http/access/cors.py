@@ -13,7 +13,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.protocol.errors import error_response, foreign_origin
+from gateway.protocol.error_handlers import error_response
+from gateway.protocol.errors import foreign_origin
 
 log = structlog.get_logger(__name__)
 

@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.protocol.errors import error_response, host_not_allowed
+from gateway.protocol.error_handlers import error_response
+from gateway.protocol.errors import host_not_allowed
 
 MAX_HOST = 300  # characters of a `Host` header: DNS names have at most 253
 MAX_CACHED = 256  # answers for the host names of recent requests, because parsing one takes longer than all else here

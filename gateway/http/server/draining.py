@@ -9,7 +9,8 @@ from collections.abc import Callable
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.protocol.errors import error_response, unavailable
+from gateway.protocol.error_handlers import error_response
+from gateway.protocol.errors import unavailable
 from scheduler.client import rejection
 
 API = "/v1/"  # paths that are refused; health, readiness and metrics are still answered

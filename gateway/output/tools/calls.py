@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import regex
 
-from gateway.output.tools.formats import Tags
+from gateway.output.tools.call_format import Tags
 
 _IN_STRING = regex.compile(r'["\\]')
 _OUTSIDE = regex.compile(r'["{}\[\]]')

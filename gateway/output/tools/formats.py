@@ -1,4 +1,4 @@
-"""How model families write reasoning and tool calls, as one table; the family of a model is found by its chat template.
+"""How model families write tool calls, as one table; the family of a model is found by its chat template.
 
 Knows markers and the text between them; does not know tokens, requests or answers. Each row follows the family's own
 chat template, and gives both directions: how calls are read, and how they are written (for grammars that force calls).
@@ -6,9 +6,9 @@ chat template, and gives both directions: how calls are read, and how they are w
 To add a family, add a row to `CALL_FORMATS`, and one to the table of tests/gateway/output/test_formats.py.
 """
 
-from dataclasses import dataclass
-
 import regex
+
+from gateway.output.tools.call_format import CallFormat, Keywords, Tags
 
 
 def _pattern(text: str) -> "regex.Pattern[str]":
@@ -20,76 +20,6 @@ _OBJECT_HEADER = _pattern(
     r'\{\s*"(?:name|tool_name)"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 _NAME = r"[\w.-]+"
-
-
-@dataclass(frozen=True, slots=True)
-class Tags:
-    """Arguments as tags, each with a key and a value, instead of JSON.
-
-    `argument` matches one argument, whose last part is `close`. `footer` ends the arguments of a call. `written` is one
-    argument, with `{key}` and `{value}`.
-    """
-
-    argument: "regex.Pattern[str]"
-    close: str
-    footer: "regex.Pattern[str]"
-    written: str
-
-
-@dataclass(frozen=True, slots=True)
-class Keywords:
-    """Arguments as keys and values between brackets, as in a call of Python, instead of JSON.
-
-    `assign` stands between a key and its value, `separator` between two arguments, and `close` after the last one.
-    Values are written as in JSON or Python. `quote` stands around texts, if the family has its own quotation mark.
-    """
-
-    assign: str
-    separator: str
-    close: str
-    quote: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class CallFormat:
-    """How the models of a family write tool calls.
-
-    A text that matches `open` begins a region of calls, which ends after `close` (None: at the end of the output).
-    In the region, each call begins with `header`. `written` is one call, with `{name}` and `{arguments}`; `separator`
-    stands between calls, and `before` and `after` around all of them. `separator` must not be a prefix of `after`,
-    because llguidance would always take the longer of the two.
-    """
-
-    name: str
-    signs: tuple[str, ...]  # a chat template with all of these is of this family
-    open: str  # a regular expression
-    close: str | None  # a literal
-    header: "regex.Pattern[str]"
-    written: str
-    separator: str = "\n"
-    before: str = ""
-    after: str = ""
-    tags: Tags | None = None
-    keywords: Keywords | None = None
-    trigger: str = ""  # the text with which calls begin; "": text and calls cannot be told apart by their beginning
-    markers: tuple[str, ...] = ()  # special tokens that are read, but not written
-    id_length: int | None = None  # of the ids of calls, if the family's template requires a length
-
-
-@dataclass(frozen=True, slots=True)
-class ReasoningFormat:
-    """The markers of a model's reasoning, as literals.
-
-    `lead` stands before each later part of the output. Each of `text` begins text that is neither reasoning nor a call,
-    if such text has markers.
-    """
-
-    open: str
-    close: str
-    lead: str = ""
-    text: tuple[str, ...] = ()
-
-
 _OBJECT_CALL = '{{"name": "{name}", "arguments": {arguments}}}'
 _FUNCTION_TAGS = Tags(
     _pattern(r"\s*<parameter=(?P<key>[^>]+)>\n?(?P<value>.*?)\n?</parameter>"),
@@ -359,20 +289,6 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
 
 CALL_FORMAT_NAMES = tuple(row.name for row in CALL_FORMATS)
 
-REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
-    ReasoningFormat(  # gpt-oss
-        "<|channel|>analysis<|message|>",
-        "<|end|>",
-        lead="<|start|>assistant",
-        text=("<|channel|>final<|message|>", "<|channel|>commentary<|message|>"),
-    ),
-    ReasoningFormat("<seed:think>", "</seed:think>"),
-    ReasoningFormat("[THINK]", "[/THINK]"),  # Magistral
-    ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A
-    ReasoningFormat("<|channel>thought", "<channel|>"),  # Gemma 4
-    ReasoningFormat("<think>", "</think>"),  # DeepSeek, Qwen3, GLM, SmolLM3 and many others
-)
-
 
 def call_format(template: str) -> CallFormat | None:
     """Return the format of the tool calls in a chat template; None if it has none that is known."""
@@ -382,8 +298,3 @@ def call_format(template: str) -> CallFormat | None:
 def named_call_format(name: str) -> CallFormat:
     """Return the format with this name. Raises `KeyError` if there is none."""
     return {row.name: row for row in CALL_FORMATS}[name]
-
-
-def reasoning_format(template: str) -> ReasoningFormat | None:
-    """Return the format of the reasoning in a chat template; None if the model does not reason."""
-    return next((row for row in REASONING_FORMATS if row.open in template and row.close in template), None)

@@ -12,8 +12,8 @@ from typing import Any
 
 import regex
 
+from gateway.output.tools.call_format import Keywords
 from gateway.output.tools.calls import CallPart, read_json
-from gateway.output.tools.formats import Keywords
 
 _ESCAPED = r"\\."
 _JSON_NAMES = {"true": True, "false": False, "null": None}

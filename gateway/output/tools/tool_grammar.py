@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.output.grammar import GrammarError, GrammarWriter, checked, json_source
-from gateway.output.tools.formats import CallFormat, Keywords, ReasoningFormat, Tags
+from gateway.output.tools.call_format import CallFormat, Keywords, Tags
+from gateway.output.tools.reasoning import ReasoningFormat
 
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _ROOT_KEYS = ("$defs", "definitions")  # the parts of a schema to which its properties refer

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 
 from gateway.output.piece import Piece
 from gateway.requests.answers.choice import Choice
-from gateway.requests.answers.openai_objects import Usage
+from gateway.requests.answers.chunks import Usage
 
 
 class StreamEncoder(Protocol):

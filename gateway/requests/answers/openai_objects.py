@@ -1,44 +1,15 @@
-"""The response objects and stream chunks of the two completion endpoints.
-
-Knows only OpenAI's field names. A stream has one chunk per token, so encoding chunks is the hottest path of the
-gateway. The parts that all chunks of a stream have in common are therefore encoded only once per stream.
-"""
+"""The response objects of the two completion endpoints, with OpenAI's field names."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-import msgspec
-
-from gateway.http.sse import DONE
-from gateway.output.piece import Piece, ToolCallDelta, whole_tool_calls
+from gateway.output.piece import Piece, whole_tool_calls
 from gateway.requests.answers.choice import Choice
+from gateway.requests.answers.chunks import ChunkEncoder, Usage, output_ids, reasoning
 from gateway.requests.answers.token_report import TokenReport
 
-encode_json = msgspec.json.encode
 _LEGACY_CALLS = (b'"delta":{"function_call":', b"}")
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    reasoning_tokens: int = 0
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens, "audio_tokens": 0},
-            "completion_tokens_details": {
-                "reasoning_tokens": self.reasoning_tokens,
-                "audio_tokens": 0,
-                "accepted_prediction_tokens": 0,
-                "rejected_prediction_tokens": 0,
-            },
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,116 +104,6 @@ class TextAnswer:
         )
 
 
-class ChunkEncoder:
-    """An encoder of the `data: …` frames of one stream.
-
-    If `usage_key` is true, every chunk has the key `usage`. Its value is null if the caller gives no usage.
-    """
-
-    keeps_tokens: ClassVar = False
-
-    def __init__(
-        self,
-        head: dict[str, Any],
-        *,
-        opening: bytes | None,
-        text: tuple[bytes, bytes],
-        reasoning: tuple[bytes, bytes],
-        tool_calls: tuple[bytes, bytes],
-        closing: bytes,
-        usage_key: bool,
-        report: TokenReport | None = None,
-        legacy_calls: bool = False,
-    ) -> None:
-        self._before = b"data: " + encode_json(head)[:-1] + b',"choices":['
-        self._opening = opening
-        self._text = text
-        self._reasoning = reasoning
-        self._tool_calls = tool_calls
-        self._closing = closing
-        self._usage_key = usage_key
-        self._report = report
-        self._is_chat = opening is not None
-        self._legacy_calls = legacy_calls
-
-    def begin(self) -> bytes:
-        return b""
-
-    def opening(self, index: int, usage: Usage | None = None) -> bytes:
-        """Return the first frame of a choice; no bytes if the endpoint has no such frame."""
-        return b"" if self._opening is None else self._frame(index, self._opening, b"null", usage)
-
-    def piece(self, index: int, piece: Piece, usage: Usage | None = None) -> bytes:
-        """Return the frames of a piece: none if it is empty, else one for each of its kinds of output.
-
-        The first frame has what the answer reports of the tokens of the piece.
-        """
-        if self._report is None and piece.text and not (piece.reasoning or piece.tool_calls):
-            return self._frame(index, self._text[0] + encode_json(piece.text) + self._text[1], b"null", usage)
-        logprobs, extra, top = self._reported(piece)
-        frames = b""
-        for around, value in self._contents(piece):
-            content = around[0] + encode_json(value) + around[1]
-            frames += self._frame(index, content, b"null", usage, logprobs, extra, top)
-            logprobs, extra, top = b"null", b"", b""
-        return frames
-
-    def _contents(self, piece: Piece) -> list[tuple[tuple[bytes, bytes], Any]]:
-        """Return the outputs of `piece` in their order, each with the bytes around its value.
-
-        If the piece has only tokens that show nothing, return one empty text, for what is reported of these tokens.
-        """
-        contents: list[tuple[tuple[bytes, bytes], Any]] = []
-        if piece.reasoning:
-            contents.append((self._reasoning, _reasoning(piece.reasoning)))
-        if piece.text:
-            contents.append((self._text, piece.text))
-        call_delta = _function_call_delta if self._legacy_calls else _tool_call_delta
-        contents += [(self._tool_calls, call_delta(delta)) for delta in piece.tool_calls]
-        return contents or ([(self._text, "")] if piece else [])
-
-    def _reported(self, piece: Piece) -> tuple[bytes, bytes, bytes]:
-        """Return what the answer reports of the tokens of `piece`.
-
-        This is the value of `logprobs`, more fields of the choice, and more fields of the chunk.
-        """
-        report = self._report
-        if report is None:
-            return b"null", b"", b""
-        logprobs = report.chat_logprobs(piece.tokens) if self._is_chat else report.text_logprobs(piece.tokens)
-        ids = b',"token_ids":' + encode_json(_output_ids(piece)) if report.with_ids else b""
-        prompt_ids = b',"prompt_token_ids":' + encode_json(piece.prompt_token_ids) if piece.prompt_token_ids else b""
-        extra, top = (ids, prompt_ids) if self._is_chat else (ids + prompt_ids, b"")
-        return encode_json(logprobs), extra, top
-
-    def closing(self, index: int, finish_reason: str | None, usage: Usage | None = None) -> bytes:
-        return self._frame(index, self._closing, encode_json(finish_reason), usage)
-
-    def end(self, usage: Usage) -> bytes:
-        """Return the last frames. With `include_usage`, a chunk without choices reports the usage of the answer."""
-        total = self._before + b"]" + self._after(usage) if self._usage_key else b""
-        return total + DONE
-
-    def _frame(
-        self,
-        index: int,
-        content: bytes,
-        finish_reason: bytes,
-        usage: Usage | None,
-        logprobs: bytes = b"null",
-        extra: bytes = b"",
-        top: bytes = b"",
-    ) -> bytes:
-        fields = (index, content, logprobs, finish_reason, extra, top)
-        choice = b'{"index":%d,%b,"logprobs":%b,"finish_reason":%b%b}]%b' % fields
-        return self._before + choice + self._after(usage)
-
-    def _after(self, usage: Usage | None) -> bytes:
-        if usage is not None:
-            return b',"usage":' + encode_json(usage.to_dict()) + b"}\n\n"
-        return b',"usage":null}\n\n' if self._usage_key else b"}\n\n"
-
-
 def _message(piece: Piece, legacy_calls: bool) -> dict[str, Any]:
     """Return the assistant's message. Keys for reasoning and tool calls are present only if there are any."""
     calls = whole_tool_calls(piece.tool_calls)
@@ -252,7 +113,7 @@ def _message(piece: Piece, legacy_calls: bool) -> dict[str, Any]:
         "refusal": None,
     }
     if piece.reasoning:
-        message |= _reasoning(piece.reasoning)
+        message |= reasoning(piece.reasoning)
     if calls and legacy_calls:
         message["function_call"] = {"name": calls[0].name, "arguments": calls[0].arguments}
     elif calls:
@@ -263,25 +124,11 @@ def _message(piece: Piece, legacy_calls: bool) -> dict[str, Any]:
     return message
 
 
-def _reasoning(text: str) -> dict[str, Any]:
-    """Return the reasoning under both of its names: vLLM and others had `reasoning_content` before `reasoning`."""
-    return {"reasoning_content": text, "reasoning": text}
-
-
-def _function_call_delta(delta: ToolCallDelta) -> dict[str, Any]:
-    """Return more of a call in the older form."""
-    return {**({"name": delta.name} if delta.id else {}), "arguments": delta.arguments}
-
-
-def _output_ids(piece: Piece) -> list[int]:
-    return [token.token_id for token in piece.tokens if not token.is_prompt]
-
-
 def _extras(choice: Choice, piece: Piece, report: TokenReport | None) -> dict[str, Any]:
     """Return the fields that vLLM adds to a choice, if there is something to tell."""
     extras: dict[str, Any] = {} if choice.stop_reason is None else {"stop_reason": choice.stop_reason}
     if report is not None and report.with_ids:
-        extras["token_ids"] = _output_ids(piece)
+        extras["token_ids"] = output_ids(piece)
     return extras
 
 
@@ -293,13 +140,6 @@ def _prompt_extras(choice: Choice, piece: Piece, report: TokenReport | None) -> 
     if report is not None and report.num_prompt_logprobs is not None:
         extras["prompt_logprobs"] = report.prompt_logprobs(choice.prompt_logprobs)
     return extras
-
-
-def _tool_call_delta(delta: ToolCallDelta) -> dict[str, Any]:
-    if not delta.id:
-        return {"index": delta.index, "function": {"arguments": delta.arguments}}
-    function = {"name": delta.name, "arguments": delta.arguments}
-    return {"index": delta.index, "id": delta.id, "type": "function", "function": function}
 
 
 def _object(head: AnswerHead, name: str) -> dict[str, Any]:

@@ -13,17 +13,17 @@ from typing import Any, TypeVar
 
 import structlog
 
-from engine.interface import GRAMMAR_FAILED
-from gateway.dead_letters import DeadLetter, DeadLetters
+from gateway.dead_letters import DeadLetters
 from gateway.fairness import FairLock
 from gateway.http.sse import PING, Write
 from gateway.http.trace import RequestTrace
 from gateway.output.piece import Piece
-from gateway.protocol.errors import ApiError, given_up, internal_error, invalid_request, timed_out, unavailable
+from gateway.protocol.errors import ApiError, timed_out
 from gateway.requests.answers.answer import Answer, StreamEncoder
 from gateway.requests.answers.choice import Choice
-from gateway.requests.answers.openai_objects import Usage
+from gateway.requests.answers.chunks import Usage
 from gateway.requests.answers.receipt import receipt_object, with_receipt
+from gateway.requests.generate.failures import dead_letter_of, failure_of
 from gateway.requests.generate.metering import UNMETERED, Account
 from gateway.requests.prepare.prepared import PreparedRequest
 from gateway.requests.prepare.trace_attributes import describe_answer
@@ -32,8 +32,6 @@ from scheduler.client.token_stream import TokenStream
 from scheduler.clock import Clock
 from scheduler.config import Tier
 from scheduler.request import (
-    ANSWER_TOO_LARGE,
-    UPSTREAM_REFUSED,
     WORKER_DIED,
     Delivery,
     EventKind,
@@ -182,19 +180,13 @@ class Generation:
                 yield
         except ApiError as error:
             if error.code == WORKER_DIED and self._dead_letters is not None:
-                await self._dead_letters.add(self._dead_letter(error.message))
+                await self._dead_letters.add(dead_letter_of(self._prepared, error.message, self._clock.wall_ms()))
             raise
         finally:
             if self._trace is not None:
                 reasons = [c.finish_reason for c in self._choices.values() if c.finish_reason is not None]
                 describe_answer(self._trace, self.tier.name, self._usage(), reasons)
             await self._account.close(self.tier.name, self._usage(), self._whole_output())
-
-    def _dead_letter(self, reason: str) -> DeadLetter:
-        prepared = self._prepared
-        request_id = prepared.requests[0].id.rpartition("-")[0]
-        attempts, owner = prepared.tier.retry.max_attempts, prepared.owner
-        return DeadLetter(request_id, prepared.tier.name, attempts, reason, self._clock.wall_ms(), owner)
 
     def _whole_output(self) -> Sequence[TokenEvent]:
         """Return the events to keep; none if the output was not generated to its end, or is not to be kept."""
@@ -230,19 +222,8 @@ class Generation:
         return [(self._choices[request_id], piece) for request_id, piece in pieces.items()]
 
     def _feed(self, choice: Choice, event: TokenEvent) -> Piece:
-        if event.kind is EventKind.FAILED:
-            if self._prepared.output.grammar is not None and (event.error or "").startswith(GRAMMAR_FAILED):
-                raise invalid_request(f"The output cannot have the requested format: {event.error}.")
-            if event.code == WORKER_DIED:
-                raise given_up(event.error)
-            if event.code in (UPSTREAM_REFUSED, ANSWER_TOO_LARGE):
-                raise invalid_request(event.error, code=event.code)
-            log.warning("generation_failed", sequence=event.request_id, reason=event.error)
-            raise internal_error("The generation was interrupted by an error of the server.")
-        if event.kind is EventKind.UNAVAILABLE:
-            raise unavailable(event.error)
-        if event.kind is EventKind.CANCELLED:
-            raise ApiError(503, "The server cancelled the request.", "server_error", code="server_overloaded")
+        if (failure := failure_of(event, has_grammar=self._prepared.output.grammar is not None)) is not None:
+            raise failure
         if event.receipt is not None:
             self._receipts[event.request_id] = event.receipt
         piece = choice.feed(event)

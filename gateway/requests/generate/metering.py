@@ -11,7 +11,7 @@ from gateway.http.metrics import GatewayMetrics
 from gateway.identity import ApiKey, Keyring
 from gateway.keys.limits import KeyLimits, Reservation
 from gateway.keys.usage import UsageMeter, Use
-from gateway.requests.answers.openai_objects import Usage
+from gateway.requests.answers.chunks import Usage
 from gateway.requests.generate.answer_cache import AnswerCache, Lookup
 from gateway.requests.prepare.placement import CACHE_HEADER
 from gateway.requests.prepare.prepared import PreparedRequest

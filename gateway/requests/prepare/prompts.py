@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gateway.protocol.bodies.schemas import ChatCompletionRequest, CompletionRequest, messages_for_template
+from gateway.protocol.bodies.messages import messages_for_template
+from gateway.protocol.bodies.schemas import ChatCompletionRequest, CompletionRequest
 from gateway.protocol.errors import context_length_exceeded, invalid_request, invalid_value
 from gateway.requests.tokens.tokenizer import ChatTemplateError, RunInThread, TextTooLong, Tokenizer, Truncation
 from scheduler.registry.worker_status import WorkerStatus

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from gateway.http.trace import RequestTrace
 from gateway.protocol.bodies.schemas import ChatCompletionRequest, CompletionRequest
-from gateway.requests.answers.openai_objects import Usage
+from gateway.requests.answers.chunks import Usage
 
 PROVIDER = "tidegate"
 

@@ -14,20 +14,18 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from jinja2.exceptions import TemplateError
-from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
 from gateway.protocol.json_body import is_large
+from gateway.requests.tokens.decoder import NO_TOKENS, IncrementalDecoder
 from gateway.requests.tokens.token_text import TokenTexts
 
 INLINE_CHARS = 8_000  # characters, about 2 ms of encoding; longer input is encoded in a thread, off the event loop
 LONG_CHARS = 2**16  # characters, about 25 ms of encoding
 TEXT_CHARS = 50  # fixed cost of each text (call and template), as the number of characters that cost the same time
 _PLAIN_CHAT: Mapping[str, Any] = {}  # the values of a chat that has only messages
-_NO_TOKENS: Mapping[int, str] = {}
 MAX_IDS = 2**20  # token ids of one text; to return them takes 20 ms, in which no other thread runs
 CUT_MARGIN = 64  # tokens beside a cut, which may not be those of the whole text
-MAX_PENDING = 16  # maximum tokens held back; no character has so many bytes, so the bytes of more are not UTF-8
 
 
 class ChatTemplateError(Exception):
@@ -186,9 +184,7 @@ class Tokenizer:
         [text] = decode() if len(token_ids) <= INLINE_CHARS else await asyncio.to_thread(decode)
         return str(text)
 
-    def decoder(
-        self, shown: Mapping[int, str] = _NO_TOKENS, *, skip_special_tokens: bool = True
-    ) -> "IncrementalDecoder":
+    def decoder(self, shown: Mapping[int, str] = NO_TOKENS, *, skip_special_tokens: bool = True) -> IncrementalDecoder:
         """Return a decoder. If it skips special tokens, it shows those of `shown`, which are texts by token ids."""
         return IncrementalDecoder(self._backend, shown, skip_special_tokens)
 
@@ -225,48 +221,6 @@ class Tokenizer:
         """Return a part of `text` that has its first or its last `num_tokens` tokens."""
         num_chars = (num_tokens + CUT_MARGIN) * self._longest_token
         return text[:num_chars] if keeps_first else text[-num_chars:]
-
-
-class IncrementalDecoder:
-    """A decoder for one growing output. An incomplete character is held back until its last token arrives.
-
-    `DecodeStream` does the decoding, but on its own it would never release bytes that are not UTF-8. This class returns
-    such bytes as U+FFFD after `MAX_PENDING` tokens, or in `flush`. Special tokens are left out, except for those of
-    `shown`.
-    """
-
-    def __init__(self, backend: Any, shown: Mapping[int, str] = _NO_TOKENS, skip_special_tokens: bool = True) -> None:
-        self._backend = backend
-        self._shown = shown
-        self._skip_special_tokens = skip_special_tokens
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        self._pending: list[int] = []
-
-    def feed(self, token_ids: Sequence[int]) -> str:
-        """Add `token_ids`. Return the text that is complete now: often one word, sometimes an empty string."""
-        return "".join([self._step(token_id) for token_id in token_ids])
-
-    def _step(self, token_id: int) -> str:
-        if token_id in self._shown:
-            return self.flush() + self._shown[token_id]
-        self._pending.append(token_id)
-        try:
-            text: str | None = self._stream.step(self._backend, token_id)
-        except Exception:  # the only error type of the binding; the new token does not continue the held bytes
-            return self.flush()
-        if text is not None:
-            self._pending.clear()
-            return text
-        return self.flush() if len(self._pending) > MAX_PENDING else ""
-
-    def flush(self) -> str:
-        """Return the text of the tokens held back, even if it is incomplete, and forget these tokens."""
-        pending, self._pending = self._pending, []
-        if not pending:
-            return ""
-        self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
-        text: str = self._backend.decode(pending, skip_special_tokens=self._skip_special_tokens)
-        return text
 
 
 def _size(texts: Sequence[str]) -> int:

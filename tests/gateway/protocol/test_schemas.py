@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from gateway.protocol.bodies.messages import MAX_PIECES
 from gateway.protocol.bodies.schemas import (
-    MAX_PIECES,
     MAX_PROMPT_IDS,
     MAX_VALUES,
     ChatCompletionRequest,

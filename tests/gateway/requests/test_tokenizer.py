@@ -14,14 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from gateway.requests.tokens.tokenizer import (
-    INLINE_CHARS,
-    MAX_PENDING,
-    ChatTemplateError,
-    TextTooLong,
-    Tokenizer,
-    Truncation,
-)
+from gateway.requests.tokens.decoder import MAX_PENDING
+from gateway.requests.tokens.tokenizer import INLINE_CHARS, ChatTemplateError, TextTooLong, Tokenizer, Truncation
 from tests.gateway.tiny_model import TEMPLATE, pretrained, tiny_tokenizer, token_ids
 
 MANY = 10**9

@@ -1,0 +1,59 @@
+"""What one family of models writes around tool calls."""
+
+from dataclasses import dataclass
+
+import regex
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """Arguments as tags, each with a key and a value, instead of JSON.
+
+    `argument` matches one argument, whose last part is `close`. `footer` ends the arguments of a call. `written` is one
+    argument, with `{key}` and `{value}`.
+    """
+
+    argument: "regex.Pattern[str]"
+    close: str
+    footer: "regex.Pattern[str]"
+    written: str
+
+
+@dataclass(frozen=True, slots=True)
+class Keywords:
+    """Arguments as keys and values between brackets, as in a call of Python, instead of JSON.
+
+    `assign` stands between a key and its value, `separator` between two arguments, and `close` after the last one.
+    Values are written as in JSON or Python. `quote` stands around texts, if the family has its own quotation mark.
+    """
+
+    assign: str
+    separator: str
+    close: str
+    quote: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """How the models of a family write tool calls.
+
+    A text that matches `open` begins a region of calls, which ends after `close` (None: at the end of the output).
+    In the region, each call begins with `header`. `written` is one call, with `{name}` and `{arguments}`; `separator`
+    stands between calls, and `before` and `after` around all of them. `separator` must not be a prefix of `after`,
+    because llguidance would always take the longer of the two.
+    """
+
+    name: str
+    signs: tuple[str, ...]  # a chat template with all of these is of this family
+    open: str  # a regular expression
+    close: str | None  # a literal
+    header: "regex.Pattern[str]"
+    written: str
+    separator: str = "\n"
+    before: str = ""
+    after: str = ""
+    tags: Tags | None = None
+    keywords: Keywords | None = None
+    trigger: str = ""  # the text with which calls begin; "": text and calls cannot be told apart by their beginning
+    markers: tuple[str, ...] = ()  # special tokens that are read, but not written
+    id_length: int | None = None  # of the ids of calls, if the family's template requires a length

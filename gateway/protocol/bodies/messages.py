@@ -1,0 +1,149 @@
+"""The messages of a chat, and the texts in them.
+
+Every list has a maximum length, which is checked before its items: see gateway/protocol/bodies/schemas.py.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+from gateway.protocol.bodies.tools import CalledFunction, ToolCall
+from gateway.protocol.json_body import Body
+
+T = TypeVar("T")
+
+MAX_PIECES = 2**12  # messages, content parts and tool calls of a chat, counted together
+
+
+def _well_formed(text: str) -> str:
+    """Refuse text with lone surrogates: escapes in JSON can produce them, but no tokenizer accepts them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("must be well-formed Unicode text") from None
+    return text
+
+
+def _tag(value: Any) -> str | None:
+    """Return the tag of the union member that will validate `value`; None if no member fits.
+
+    The choice depends only on the type of `value` and of its first item. If all members were tried instead, the first
+    error could come from the wrong member.
+    """
+    if value is None or isinstance(value, str):
+        return "<text>"
+    if isinstance(value, list):
+        inner = value[0] if value else None
+        return "<ids>" if isinstance(inner, int) else "<id-lists>" if isinstance(inner, list) else "<list>"
+    return None
+
+
+def choose(expected: str) -> Discriminator:
+    return Discriminator(_tag, custom_error_type="union_type", custom_error_message=f"Must be {expected}")
+
+
+Text = Annotated[str, AfterValidator(_well_formed)]
+StopText = Annotated[Text, Field(min_length=1, max_length=1024)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: Text
+
+
+class RefusalPart(Body):
+    type: Literal["refusal"]
+    refusal: Text
+
+
+def _part_tag(value: Any) -> str:
+    return "<refusal>" if isinstance(value, dict) and value.get("type") == "refusal" else "<text>"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")], Discriminator(_part_tag)
+]
+Parts = Annotated[list[Part], Field(min_length=1, fail_fast=True)]
+PartsTags = Annotated[Parts, Tag("<list>")]
+
+
+def _content_tag(value: Any) -> str | None:
+    return "<list>" if isinstance(value, list) else _tag(value)
+
+
+Content = Annotated[
+    Annotated[Text | None, Tag("<text>")] | PartsTags,
+    Discriminator(
+        _content_tag,
+        custom_error_type="content_type",
+        custom_error_message="Must be a string or an array of content parts",
+    ),
+]
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Annotated[Content, Field(validate_default=True)] = None
+    name: Text | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = None
+    function_call: CalledFunction | None = None  # the older form of one tool call
+    tool_call_id: Annotated[Text | None, Field(validate_default=True)] = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None  # another name of `reasoning_content`
+
+    @field_validator("content")
+    @classmethod
+    def _require_content(cls, content: Content, info: ValidationInfo) -> Content:
+        return _required_in_roles(("system", "developer", "user", "tool"), content, info)
+
+    @field_validator("tool_call_id")
+    @classmethod
+    def _require_tool_call_id(cls, tool_call_id: str | None, info: ValidationInfo) -> str | None:
+        return _required_in_roles(("tool",), tool_call_id, info)
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the message as chat templates expect it, with its content as one string.
+
+        The older form of a tool call, and the role of its result, are returned in the form of today.
+        """
+        content = self.content or ""
+        if isinstance(content, list):
+            content = "\n".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
+        calls = [call.for_template() for call in self.tool_calls or ()]
+        if self.function_call is not None:
+            calls.append({"type": "function", "function": self.function_call.for_template()})
+        extras = {
+            "name": self.name,
+            "tool_calls": calls or None,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content or self.reasoning,
+        }
+        role = "tool" if self.role == "function" else self.role
+        return {"role": role, "content": content, **{k: v for k, v in extras.items() if v is not None}}
+
+
+def messages_for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the messages as chat templates expect them. Results of tool calls get the names of their tools."""
+    names: dict[str, str] = {}
+    rendered = []
+    for message in messages:
+        names.update({call.id: call.function.name for call in message.tool_calls or () if call.id is not None})
+        form = message.for_template()
+        if message.role == "tool" and message.tool_call_id in names:
+            form.setdefault("name", names[message.tool_call_id])
+        rendered.append(form)
+    return rendered
+
+
+def _required_in_roles(roles: tuple[str, ...], value: T, info: ValidationInfo) -> T:
+    if value is None and info.data.get("role") in roles:
+        raise PydanticCustomError("missing", "needed in this role")
+    return value
+
+
+def count_pieces(messages: list[Any]) -> int:
+    fields = [m.get(name) for m in messages if isinstance(m, dict) for name in ("content", "tool_calls")]
+    return len(messages) + sum(len(field) for field in fields if isinstance(field, list))
