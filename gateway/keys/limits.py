@@ -37,7 +37,7 @@ NO_HEADERS: dict[str, str] = {}
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """What an admitted request has taken. `headers` tell the caller what is left."""
+    """What an admitted request has reserved. `headers` tell the caller what is left."""
 
     key: ApiKey
     request_id: str
@@ -52,12 +52,12 @@ class KeyLimits:
         self._redis = redis
         self._clock = clock
         self._on_refused = on_refused
-        self._take = load_script(redis, "gateway.keys", "buckets", "take")
+        self._reserve = load_script(redis, "gateway.keys", "buckets", "reserve")
         self._settle = load_script(redis, "gateway.keys", "buckets", "settle")
         self._open: dict[str, Reservation] = {}
 
-    async def take(self, key: ApiKey, tokens: int, request_id: str = "") -> Reservation:
-        """Take one request and `tokens` from the limits of `key`.
+    async def reserve(self, key: ApiKey, tokens: int, request_id: str = "") -> Reservation:
+        """Reserve one request and `tokens` of the limits of `key`.
 
         A reservation with a `request_id` is open until it is given to `settle`. Without an id, a call whose reply is
         lost may take a second request. Raises `ApiError` 429 if a limit is reached.
@@ -68,12 +68,12 @@ class KeyLimits:
         has_place = key.tokens_per_minute is not None or key.concurrent_requests is not None
         request_id = request_id if has_place else ""
         args: list[int | str] = [*self._limits(key), tokens, request_id, LEASE_MS]
-        outcome, *texts = await self._take(keys=_keys(key), args=args)
+        lacking, *texts = await self._reserve(keys=_keys(key), args=args)
         requests_left, tokens_left = map(float, texts)
         levels = _Levels(key, requests_left, tokens_left)
-        if outcome != b"ok":
-            self._on_refused(key.name, "requests" if outcome == b"open" else outcome.decode())
-            raise levels.refusal(outcome, tokens)
+        if lacking != b"ok":
+            self._on_refused(key.name, "requests" if lacking == b"open" else lacking.decode())
+            raise levels.refusal(lacking, tokens)
         reservation = Reservation(key, request_id, tokens, levels.headers)
         if request_id:
             self._open[request_id] = reservation

@@ -84,7 +84,7 @@ class FormatParser:
                 case "region_open":
                     self._open(event["field"])
                 case "region_chunk":
-                    self._take(piece, event["text"])
+                    self._add(piece, event["text"])
                 case "region_close":
                     self._close(piece)
         return piece
@@ -96,7 +96,7 @@ class FormatParser:
         if region == _CALLS:
             self._reader, self._unread = self._new_reader(), ""
 
-    def _take(self, piece: Piece, text: str) -> None:
+    def _add(self, piece: Piece, text: str) -> None:
         if self._region == _CALLS and self._reader is not None:
             self._unread = None if self._unread is None else self._unread + text
             self._add_calls(piece, self._reader.feed(text))

@@ -68,7 +68,7 @@ async def request_counted(request: Request, key: Caller) -> None:
     """
     limits = gateway_of(request).limits
     if limits is not None and key is not None and key.requests_per_minute is not None:
-        request.state.headers = (await limits.take(key, tokens=0)).headers
+        request.state.headers = (await limits.reserve(key, tokens=0)).headers
 
 
 async def administrator(request: Request, key: Caller) -> None:

@@ -118,7 +118,10 @@ async def test_a_part_that_was_refused_runs_again_beside_the_others(
 ) -> None:
     monkeypatch.setattr(work, "MAX_PART_LINES", 2)
     source, output = _written(tmp_path / "in.jsonl", jsonl(lines(4))), tmp_path / "out.jsonl"
-    quota, refused = batch.gateway.app.state.gateway.batches._quota, [LineError("token_limit_exceeded", "Later.")]
+    quota, refused = (
+        batch.gateway.app.state.gateway.batches._run_parts.quota,
+        [LineError("token_limit_exceeded", "Later.")],
+    )
 
     async def reserve(*args: Any) -> tuple[LineError, ...]:
         return (refused.pop(),) if refused else ()

@@ -7,6 +7,7 @@ lost lock, closed gateway), the next run can therefore continue the batch, on th
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,35 +40,30 @@ INPUT_DAMAGED = LineError("input_damaged", "The input file is damaged in the ser
 INPUT_LOST = LineError("input_lost", "The server has lost the input of this batch.")
 
 
-class BatchRun:
-    """One run of a batch. It owns the batch while it holds the batch's lock."""
+@dataclass(frozen=True, slots=True)
+class RunParts:
+    """What the runs of all batches of a gateway have in common."""
 
-    def __init__(
-        self,
-        batch_id: str,
-        lock: Lock,
-        store: BatchStore,
-        files: FileStore,
-        lines: LineRunner,
-        window: LineWindow,
-        quota: TokenQuota,
-        rules: Callable[[str], InputRules],
-        clock: Clock,
-        on_end: OnEnd,
-        scan: InputScan | None = None,
-    ) -> None:
-        """`rules` returns the rules for inputs of an endpoint. `scan` is that of this input, if just made."""
+    store: BatchStore
+    files: FileStore
+    lines: LineRunner
+    window: LineWindow  # limits the lines in flight of all batches together
+    quota: TokenQuota
+    rules: Callable[[str], InputRules]  # the rules for inputs of an endpoint
+    clock: Clock
+    on_end: OnEnd
+
+
+class BatchRun:
+    """One run of a batch, which it owns while it holds the batch's lock. `scan` is that of its input, if just made."""
+
+    def __init__(self, batch_id: str, lock: Lock, parts: RunParts, scan: InputScan | None = None) -> None:
         self._id = batch_id
         self._lock = lock
-        self._store = store
-        self._files = files
-        self._storage = files.storage
-        self._lines = lines
-        self._window = window  # limits the lines in flight of all batches of this gateway together
-        self._quota = quota
-        self._rules = rules
-        self._clock = clock
-        self._on_end = on_end
+        self._parts = parts
+        self._store = parts.store
+        self._storage = parts.files.storage
+        self._clock = parts.clock
         self._scan = scan
         self._execution: LineExecution | None = None
         self._has_yielded = False
@@ -152,10 +148,10 @@ class BatchRun:
     async def _validate(self, batch: Batch, path: Path) -> None:
         scan, self._scan = self._scan, None
         if scan is None:
-            scan = await offload(path, scan_input, self._rules(batch.endpoint))
+            scan = await offload(path, scan_input, self._parts.rules(batch.endpoint))
         if batch.input_sha256 not in (None, scan.sha256):
             return await self._move(BatchStatus.FAILED, errors=(INPUT_DAMAGED,))
-        errors = scan.errors or await self._quota.reserve(batch, path)
+        errors = scan.errors or await self._parts.quota.reserve(batch, path)
         if errors:
             await self._move(BatchStatus.FAILED, errors=errors)
         else:
@@ -165,7 +161,7 @@ class BatchRun:
         if self._now_s() >= batch.expires_at or self._has_yielded:
             return
         recorder = ResultRecorder(self._id, self._store, self._storage, self._clock, self._token)
-        self._execution = LineExecution(batch, path, self._store, self._lines, self._window, recorder)
+        self._execution = LineExecution(batch, path, self._store, self._parts.lines, self._parts.window, recorder)
         try:
             await self._execution.run()
         finally:
@@ -186,7 +182,7 @@ class BatchRun:
     async def _write_files(self, batch: Batch, unfinished: tuple[str, str] | None) -> dict[str, str]:
         if batch.in_progress_at is None:  # it ends before its input was validated
             return {}
-        return await write_files(self._store, self._files, batch, unfinished)
+        return await write_files(self._store, self._parts.files, batch, unfinished)
 
     async def _move(self, target: BatchStatus, **changes: Any) -> None:
         """Move the batch to the state `target`. Raises `OwnershipLost` if this gateway has lost the batch's lock.
@@ -207,7 +203,7 @@ class BatchRun:
         await self._store.durable()
         if (await self._store.statuses([self._id])).get(self._id) is not batch.status:
             return False
-        await self._on_end(batch)
+        await self._parts.on_end(batch)
         if not await self._store.forget_work(self._id, self._token()):
             return False
         await self._storage.remove_folder(work_folder(self._id))

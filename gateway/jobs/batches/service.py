@@ -32,7 +32,7 @@ from gateway.jobs.batches.lines.slots import KeyShare, LineWindow
 from gateway.jobs.batches.lines.tracing import BatchTracer
 from gateway.jobs.batches.maintenance import BatchMaintenance
 from gateway.jobs.batches.model import Batch, BatchStatus, NewBatch
-from gateway.jobs.batches.run import BatchRun, OnEnd
+from gateway.jobs.batches.run import BatchRun, OnEnd, RunParts
 from gateway.jobs.batches.store import BatchStore, Moved
 from gateway.jobs.batches.token_quota import CountTokens, TokenQuota
 from gateway.protocol.json_body import MAX_BODIES
@@ -119,13 +119,20 @@ class BatchService:
         self._scans: dict[str, InputScan] = {}  # of batches that are launched at this moment
         self._clock = clock
         self._keyring = keyring or Keyring()
-        self._window = LineWindow(MAX_LINES_IN_FLIGHT, self._share_of, MAX_BODIES * max_body_bytes)
-        self._quota = TokenQuota(redis, self._keyring, count_tokens)
+        self._run_parts = RunParts(
+            self._store,
+            files,
+            self._lines,
+            LineWindow(MAX_LINES_IN_FLIGHT, self._share_of, MAX_BODIES * max_body_bytes),
+            TokenQuota(redis, self._keyring, count_tokens),
+            self._rules,
+            clock,
+            on_end if tracer is None else _traced(on_end, tracer),
+        )
         self._lock_ttl_s = LOCK_TTL_S
         self._max_lines = max_lines
         self._max_unfinished = max_unfinished
         self._max_body_bytes = max_body_bytes
-        self._on_end = on_end if tracer is None else _traced(on_end, tracer)
         count_late = self._forecasts.count_late
         self._maintenance = BatchMaintenance(self._store, files, self._make_run, clock, LOCK_TTL_S, count_late)
 
@@ -243,19 +250,8 @@ class BatchService:
         return self._forecasts.num_late
 
     def _make_run(self, batch_id: str) -> BatchRun:
-        return BatchRun(
-            batch_id,
-            self._store.owner_lock(batch_id, self._lock_ttl_s),
-            self._store,
-            self._files,
-            self._lines,
-            self._window,
-            self._quota,
-            self._rules,
-            self._clock,
-            self._on_end,
-            self._scans.pop(batch_id, None),
-        )
+        lock = self._store.owner_lock(batch_id, self._lock_ttl_s)
+        return BatchRun(batch_id, lock, self._run_parts, self._scans.pop(batch_id, None))
 
     def _rules(self, endpoint: str) -> InputRules:
         return InputRules(endpoint, tuple(self._model_names), self._max_lines, self._max_body_bytes)

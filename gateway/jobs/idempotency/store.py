@@ -36,7 +36,9 @@ RENEW_S = 10.0  # seconds between two renewals; two may fail
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class KeptAnswer:
+    """The answer of a request. It `is_replayed` if an earlier request with the same key had it."""
+
     answer: bytes
     is_replayed: bool
 
@@ -60,14 +62,14 @@ class IdempotencyStore:
 
     async def run(
         self, key: str, owner: str | None, fingerprint: str, execute: Callable[[str], Awaitable[bytes | None]]
-    ) -> Outcome | None:
+    ) -> KeptAnswer | None:
         """Return the answer of the first request with this key, or of `execute(id)` if this is the first one.
 
         Return None if `execute` does: it had no answer that may be repeated. Raises `ApiError` 409 while the first
         request runs, and 422 if it was another request.
         """
         attempt = await self._attempt(key, owner, fingerprint)
-        if isinstance(attempt, Outcome):
+        if isinstance(attempt, KeptAnswer):
             return attempt
         answer = None
         try:
@@ -75,9 +77,9 @@ class IdempotencyStore:
                 answer = await execute(attempt.id)
         finally:
             await self._end(attempt, answer)
-        return None if answer is None else Outcome(answer, is_replayed=False)
+        return None if answer is None else KeptAnswer(answer, is_replayed=False)
 
-    async def _attempt(self, key: str, owner: str | None, fingerprint: str) -> Attempt | Outcome:
+    async def _attempt(self, key: str, owner: str | None, fingerprint: str) -> Attempt | KeptAnswer:
         scope = hashlib.sha256(f"{owner or ''}\0{key}".encode()).hexdigest()
         record, token = keys.IDEMPOTENCY + scope, secrets.token_hex(8)
         times = [self._clock.wall_ms(), self._lease_ms(), keys.IDEMPOTENCY_S * 1000]
@@ -85,7 +87,7 @@ class IdempotencyStore:
         if kind == b"new":
             return Attempt(record, token, rest[0].decode(), owner)
         if kind == b"done":
-            return Outcome(rest[0], is_replayed=True)
+            return KeptAnswer(rest[0], is_replayed=True)
         raise _in_use() if kind == b"running" else _other_request()
 
     @contextlib.asynccontextmanager

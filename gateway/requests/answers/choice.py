@@ -60,7 +60,7 @@ class Choice:
         self.prompt_logprobs = self.prompt_logprobs or event.prompt_logprobs
         piece = self._generated(event) if self.parser is None else self._feed_parser(self.parser, event)
         if self.tracker is not None:
-            piece.tokens = self.tracker.take()
+            piece.tokens = self.tracker.pop_reportable()
         return piece if self.first is None else self._after_first(self.first, piece)
 
     @property

@@ -31,7 +31,7 @@ class TokenTracker:
         self._num_decoded += num_decoded
         self._num_shown += num_shown
 
-    def take(self) -> list[ReportedToken]:
+    def pop_reportable(self) -> list[ReportedToken]:
         """Return the tokens that can be reported now, and forget them."""
         waiting, taken = self._waiting, []
         while waiting and (self._reports_all or waiting[0].text_offset < self._num_shown):

@@ -46,8 +46,8 @@ async def once(
         return bytes(response.body)
 
     fingerprint = hashlib.sha256(f"{request.method} {request.url.path}\0{body_digest}".encode()).hexdigest()
-    outcome = await store.run(key, owner, fingerprint, answer)
-    if outcome is None:
+    kept = await store.run(key, owner, fingerprint, answer)
+    if kept is None:
         return bad[0]
-    headers = REPLAYED if outcome.is_replayed else None
-    return Response(outcome.answer, status_code, headers, media_type="application/json")
+    headers = REPLAYED if kept.is_replayed else None
+    return Response(kept.answer, status_code, headers, media_type="application/json")

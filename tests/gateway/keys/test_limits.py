@@ -35,7 +35,7 @@ def limits(redis_client: Redis, clock: ManualClock, refused: list[tuple[str, str
 
 async def refusal(limits: KeyLimits, of: ApiKey, tokens: int = 0, request_id: str = "") -> ApiError:
     with pytest.raises(ApiError) as error:
-        await limits.take(of, tokens, request_id)
+        await limits.reserve(of, tokens, request_id)
     assert (error.value.status, error.value.code) == (429, "rate_limit_exceeded")
     return error.value
 
@@ -44,7 +44,7 @@ async def test_requests_of_a_minute_and_the_way_back(
     limits: KeyLimits, clock: ManualClock, refused: list[tuple[str, str]]
 ) -> None:
     three = key(requests_per_minute=3)
-    left = [(await limits.take(three, 0)).headers["x-ratelimit-remaining-requests"] for _ in range(3)]
+    left = [(await limits.reserve(three, 0)).headers["x-ratelimit-remaining-requests"] for _ in range(3)]
     assert left == ["2", "1", "0"]
     clock.advance(5)
     error = await refusal(limits, three)
@@ -61,12 +61,12 @@ async def test_requests_of_a_minute_and_the_way_back(
     clock.advance(14.9)
     await refusal(limits, three)
     clock.advance(0.1)
-    assert (await limits.take(three, 0)).headers["x-ratelimit-remaining-requests"] == "0"
+    assert (await limits.reserve(three, 0)).headers["x-ratelimit-remaining-requests"] == "0"
 
 
 async def test_tokens_are_reserved_and_then_corrected(limits: KeyLimits, clock: ManualClock) -> None:
     thousand = key(tokens_per_minute=1000)
-    first = await limits.take(thousand, 700, "a")
+    first = await limits.reserve(thousand, 700, "a")
     assert first.headers == {
         "x-ratelimit-limit-tokens": "1000",
         "x-ratelimit-remaining-tokens": "300",
@@ -75,16 +75,16 @@ async def test_tokens_are_reserved_and_then_corrected(limits: KeyLimits, clock: 
     error = await refusal(limits, thousand, 400, "b")
     assert (error.type, error.headers["retry-after"]) == ("tokens", "6")
     await limits.settle(first, 100)
-    assert (await limits.take(thousand, 400, "b")).headers["x-ratelimit-remaining-tokens"] == "500"
+    assert (await limits.reserve(thousand, 400, "b")).headers["x-ratelimit-remaining-tokens"] == "500"
 
 
 async def test_what_was_used_beyond_the_reservation_is_paid_back(limits: KeyLimits, clock: ManualClock) -> None:
     sixty = key(tokens_per_minute=60)
-    await limits.settle(await limits.take(sixty, 10, "a"), 100)
+    await limits.settle(await limits.reserve(sixty, 10, "a"), 100)
     error = await refusal(limits, sixty, 1, "b")
     assert (error.headers["x-ratelimit-remaining-tokens"], error.headers["retry-after"]) == ("0", "41")
     clock.advance(41)
-    await limits.take(sixty, 1, "b")
+    await limits.reserve(sixty, 1, "b")
 
 
 async def test_a_request_larger_than_the_limit_is_refused_for_good(limits: KeyLimits) -> None:
@@ -95,21 +95,21 @@ async def test_a_request_larger_than_the_limit_is_refused_for_good(limits: KeyLi
 
 async def test_all_or_nothing_is_taken(limits: KeyLimits) -> None:
     both = key(requests_per_minute=2, tokens_per_minute=100, concurrent_requests=9)
-    await limits.take(both, 60, "a")
+    await limits.reserve(both, 60, "a")
     assert (await refusal(limits, both, 60, "b")).type == "tokens"
-    again = await limits.take(both, 40, "c")
+    again = await limits.reserve(both, 40, "c")
     assert again.headers["x-ratelimit-remaining-requests"] == "0"
     assert (await refusal(limits, both, 0, "d")).type == "requests"
 
 
 async def test_open_requests_are_limited_until_they_end(limits: KeyLimits) -> None:
     two = key(concurrent_requests=2)
-    first, _ = await limits.take(two, 5, "a"), await limits.take(two, 5, "b")
+    first, _ = await limits.reserve(two, 5, "a"), await limits.reserve(two, 5, "b")
     error = await refusal(limits, two, 5, "c")
     assert (error.type, error.headers["retry-after"]) == ("requests", "1")
     assert "2 requests open" in error.message
     await limits.settle(first, 5)
-    await limits.take(two, 5, "c")
+    await limits.reserve(two, 5, "c")
 
 
 @pytest.mark.parametrize("back_s", [30, 3600])
@@ -117,47 +117,47 @@ async def test_a_clock_that_is_set_back_delays_nobody_by_more_than_a_minute(
     limits: KeyLimits, clock: ManualClock, back_s: float
 ) -> None:
     one = key(requests_per_minute=1, concurrent_requests=1)
-    await limits.take(one, 0, "of a gateway that died")
+    await limits.reserve(one, 0, "of a gateway that died")
     clock.advance(-back_s)
     await refusal(limits, one)
     clock.advance(120 if back_s > 60 else back_s + 60)
-    await limits.take(one, 0, "next")
+    await limits.reserve(one, 0, "next")
 
 
 async def test_the_place_of_a_dead_gateway_is_free_again_and_renewed_ones_are_not(
     limits: KeyLimits, clock: ManualClock
 ) -> None:
     one = key(concurrent_requests=1)
-    await limits.take(one, 0, "a")
+    await limits.reserve(one, 0, "a")
     clock.advance(LEASE_MS / 1000 - 1)
     await limits._renew_all()
     clock.advance(LEASE_MS / 1000 - 1)
     await refusal(limits, one, 0, "b")
     clock.advance(2)
-    await limits.take(one, 0, "b")
+    await limits.reserve(one, 0, "b")
 
 
 async def test_calls_that_are_sent_again_take_and_return_nothing_more(limits: KeyLimits, redis_client: Redis) -> None:
     limited = key(requests_per_minute=10, tokens_per_minute=100)
-    first = await limits.take(limited, 50, "a")
-    again = await limits.take(limited, 50, "a")
+    first = await limits.reserve(limited, 50, "a")
+    again = await limits.reserve(limited, 50, "a")
     assert again.headers == first.headers
     for _ in range(2):
         await limits.settle(first, 0)
     other = KeyLimits(redis_client, limits._clock, lambda *why: None)
-    assert (await other.take(limited, 0)).headers["x-ratelimit-remaining-tokens"] == "100"
+    assert (await other.reserve(limited, 0)).headers["x-ratelimit-remaining-tokens"] == "100"
 
 
 async def test_gateways_share_the_limits(redis_client: Redis, clock: ManualClock) -> None:
     gateways = [KeyLimits(redis_client, clock, lambda *why: None) for _ in range(3)]
     ten = key(requests_per_minute=10)
-    takes = await asyncio.gather(*(g.take(ten, 0) for g in gateways for _ in range(7)), return_exceptions=True)
+    takes = await asyncio.gather(*(g.reserve(ten, 0) for g in gateways for _ in range(7)), return_exceptions=True)
     assert sum(not isinstance(take, ApiError) for take in takes) == 10
 
 
 async def test_nothing_stays_in_the_store_for_ever(limits: KeyLimits, redis_client: Redis) -> None:
     limited = key(requests_per_minute=1, tokens_per_minute=60)
-    await limits.take(limited, 30, "a")
+    await limits.reserve(limited, 30, "a")
     keys = await redis_client.keys("tidegate:limits:*")
     assert len(keys) == 2
     for name in keys:
@@ -165,8 +165,8 @@ async def test_nothing_stays_in_the_store_for_ever(limits: KeyLimits, redis_clie
 
 
 async def test_a_changed_limit_holds_from_the_next_request(limits: KeyLimits) -> None:
-    await limits.take(key(requests_per_minute=100), 0)
-    assert (await limits.take(key(requests_per_minute=5), 0)).headers["x-ratelimit-remaining-requests"] == "4"
+    await limits.reserve(key(requests_per_minute=100), 0)
+    assert (await limits.reserve(key(requests_per_minute=5), 0)).headers["x-ratelimit-remaining-requests"] == "4"
 
 
 @given(
@@ -183,7 +183,7 @@ async def test_no_minute_sees_more_than_a_full_bucket_and_a_refill(
     begin_s, settled, largest = clock.now(), 0, 0
     for number, (pause_s, reserved, used) in enumerate(calls):
         clock.advance(pause_s)
-        outcome: Any = await asyncio.gather(limits.take(limited, reserved, str(number)), return_exceptions=True)
+        outcome: Any = await asyncio.gather(limits.reserve(limited, reserved, str(number)), return_exceptions=True)
         if not isinstance(outcome[0], ApiError):
             await limits.settle(outcome[0], used)
             settled, largest = settled + used, max(largest, used)

@@ -4,7 +4,7 @@ from gateway.requests.tokens.token_tracker import TokenTracker
 
 
 def taken(tracker: TokenTracker) -> list[tuple[int, int]]:
-    return [(token.token_id, token.text_offset) for token in tracker.take()]
+    return [(token.token_id, token.text_offset) for token in tracker.pop_reportable()]
 
 
 def test_a_token_is_reported_when_some_of_its_text_is_shown() -> None:

@@ -48,7 +48,7 @@ def scan_input(path: Path, rules: InputRules) -> InputScan:
         checks.errors.append(LineError("empty_file", "The input file is empty."))
     if not checks.errors:
         write_order(path, prompts)
-    return InputScan(checks.total, checks.model, tuple(checks.errors), size.total(), digest.hexdigest())
+    return InputScan(checks.total, checks.model, tuple(checks.errors), size.total, digest.hexdigest())
 
 
 def _json_object(text: bytes) -> dict[str, Any] | None:

@@ -71,38 +71,19 @@ def line_size(body: Mapping[str, Any]) -> LineSize:
 
 
 class SizeSum:
-    """Sums over the requests of an input, which are added one after the other."""
+    """The size of an input whose requests are added one after the other: `total`."""
 
     def __init__(self) -> None:
-        self._lines = self._choices = self._prompt = self._distinct = 0
-        self._min_output = self._max_output = self._unlimited = 0
-        self._model: str | None = None
+        self.total = InputSize()
         self._seen: set[int] = set()
 
     def add(self, body: Mapping[str, Any]) -> None:
-        text = _prompt_text(body)
+        text, model = _prompt_text(body), body.get("model")
         size = _line_size(body, len(text))
-        self._lines += 1
-        self._choices += size.choices
-        self._prompt += size.prompt_bytes
-        self._distinct += _distinct(text, self._seen)
-        self._min_output += size.choices * size.min_output
-        self._max_output += size.choices * (size.limit or 0)
-        self._unlimited += size.choices * (size.limit is None)
-        if self._model is None and isinstance(body.get("model"), str):
-            self._model = body["model"]
-
-    def total(self) -> InputSize:
-        return InputSize(
-            self._lines,
-            self._choices,
-            self._prompt,
-            self._distinct,
-            self._min_output,
-            self._max_output,
-            self._unlimited,
-            self._model,
-        )
+        n, limit, distinct = size.choices, size.limit, _distinct(text, self._seen)
+        model = model if isinstance(model, str) else None
+        counts = (1, n, len(text), distinct, n * size.min_output, n * (limit or 0), n * (limit is None))
+        self.total = self.total.plus(InputSize(*counts, model))
 
 
 def input_size(path: Path) -> InputSize:
@@ -110,7 +91,7 @@ def input_size(path: Path) -> InputSize:
     size = SizeSum()
     for body in _bodies(path):
         size.add(body)
-    return size.total()
+    return size.total
 
 
 def _bodies(path: Path) -> Iterator[dict[str, Any]]:

@@ -113,7 +113,7 @@ class LineExecution:
         try:
             while chunk := await next_chunk(chunks):
                 for line in chunk:
-                    charged = await share.take()
+                    charged = await share.occupy()
                     task = asyncio.create_task(self._run_line(line))
                     self._in_flight.add(task)
                     task.add_done_callback(partial(self._end_line, share, charged))

@@ -72,8 +72,8 @@ class JobShare:
         self.given: deque[float] = deque()  # places that no line has taken yet: the tokens that each was charged
         self.has_given = asyncio.Event()
 
-    async def take(self) -> float:
-        """Wait for a place for a line, and take it. Return the tokens that it was charged, for `free`."""
+    async def occupy(self) -> float:
+        """Wait for a place for a line, and occupy it. Return the tokens that it was charged, for `free`."""
         while not self.given:
             self.has_given.clear()
             await self.has_given.wait()

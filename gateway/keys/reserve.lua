@@ -4,8 +4,8 @@
 -- A repeated call with the id of an open request takes nothing.
 local tokens, id, lease_ms = tonumber(ARGV[5]), ARGV[6], tonumber(ARGV[7])
 
-local function answer(outcome)
-  return {outcome, string.format('%.3f', level.requests), string.format('%.3f', level.tokens)}
+local function answer(lacking)
+  return {lacking, string.format('%.3f', level.requests), string.format('%.3f', level.tokens)}
 end
 
 if id ~= '' then

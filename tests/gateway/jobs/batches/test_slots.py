@@ -29,7 +29,7 @@ class Job:
         """Return the time at which the job is done."""
         async with asyncio.TaskGroup() as group:
             for _ in range(self._lines):
-                charged = await self.share.take()
+                charged = await self.share.occupy()
                 self.first_s = self.first_s if self.first_s is not None else now()
                 self.peak = max(self.peak, self.share.in_flight)
                 group.create_task(self._line(charged))
@@ -248,7 +248,7 @@ def test_no_place_is_lost(actions: list[str]) -> None:
                 joined.append(window.join("ab"[number % 2]))
             elif action == "take" and joined and joined[number % len(joined)].given:
                 share = joined[number % len(joined)]
-                lines.append((share, await share.take()))
+                lines.append((share, await share.occupy()))
             elif action in ("end", "stop") and lines:
                 share, charged = lines.pop(number % len(lines))
                 share.free(charged, 7 if action == "end" else None)
