@@ -36,7 +36,7 @@ from gateway.jobs.webhooks.store import EventStore
 from gateway.keys.limits import KeyLimits
 from gateway.keys.source import KeySource
 from gateway.keys.usage import UsageMeter
-from gateway.keys.webhook_target import TargetPolicy
+from gateway.keys.webhooks import TargetPolicy
 from gateway.requests.generate.answer_cache import AnswerCache
 from gateway.requests.generate.metering import Metering
 from gateway.requests.generate.service import CompletionService

@@ -21,7 +21,7 @@ from pydantic_settings import (
 )
 
 from demo_model.location import demo_model_path
-from gateway.keys.webhook_signature import secret_bytes
+from gateway.keys.webhooks import secret_bytes
 from gateway.output.tools.formats import CALL_FORMAT_NAMES
 
 CONFIG_VARIABLE = "TIDEGATE_CONFIG"

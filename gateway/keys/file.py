@@ -13,8 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from gateway.identity import ApiKey, KeyWebhook
-from gateway.keys.webhook_signature import secret_bytes
-from gateway.keys.webhook_target import url_fault
+from gateway.keys.webhooks import secret_bytes, url_fault
 from gateway.protocol.bodies.validation import first_fault
 from scheduler.config import TierSet
 

@@ -1,4 +1,4 @@
-"""Answer one completion request over HTTP, as a stream or as one object.
+"""Answer one request over HTTP, as a stream or as one object.
 
 If the client hangs up, the generation is cancelled.
 
@@ -15,7 +15,6 @@ from gateway.http.disconnect import CLIENT_CLOSED, ClientDisconnected, until_dis
 from gateway.http.sse import EventStreamResponse
 from gateway.identity import ApiKey
 from gateway.protocol.bodies.unknown_names import IGNORED_HEADER, header_value
-from gateway.protocol.json_body import hold_object
 from gateway.requests.answers.chunks import encode_json
 from gateway.requests.generate.endpoints import Deliverable
 from gateway.requests.generate.generation import Generation
@@ -34,18 +33,6 @@ class Delivered(Asked, Protocol):
 
     @property
     def ignored_names(self) -> tuple[str, ...]: ...
-
-
-async def deliver(request: Request, path: str, key: ApiKey | None) -> Response:
-    """Read a body of the endpoint `path`, submit the request in its tier, and return the response.
-
-    If the request is refused, the function raises `ApiError` before any header is sent.
-    """
-    endpoint = gateway_of(request).completions.endpoints[path]
-    async with hold_object(request, endpoint.parse) as body:
-        answer = endpoint.new(body)
-        generation = await submit(request, body, key, answer.prepare)
-    return await send_answer(request, body, answer.run(generation))
 
 
 async def send_answer(request: Request, body: Delivered, generation: Deliverable) -> Response:

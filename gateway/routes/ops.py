@@ -8,6 +8,7 @@ import asyncio
 import contextvars
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -22,9 +23,10 @@ from gateway.http.vllm_names import vllm_families
 from gateway.keys.usage import NO_KEY
 from gateway.protocol.openapi import ApiDescription
 from gateway.routes.dependencies import authenticated
-from gateway.routes.queues import Queues, read_queues
 from gateway.state import STORE_TIMEOUT_S, Gateway, gateway_of
 from scheduler.client.client import SchedulerClient
+from scheduler.clock import Clock
+from scheduler.queue.base import Backlog
 from scheduler.registry.worker_status import WorkerStart
 
 log = structlog.get_logger(__name__)
@@ -218,3 +220,18 @@ def _merge(families: dict[str, Metric], family: Metric, worker: str) -> None:
     target = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
     for sample in family.samples:
         target.samples.append(sample._replace(labels={**sample.labels, "worker": worker}))
+
+
+@dataclass(frozen=True, slots=True)
+class Queues:
+    backlogs: Mapping[str, Backlog]  # by tier
+    ages_s: Mapping[str, float]  # how long the request at the head of each tier's queue has waited
+    latency_s: float  # of one round trip to the store
+
+
+async def read_queues(client: SchedulerClient, clock: Clock) -> Queues:
+    """Read the queues of all tiers. Raises the errors of the store."""
+    began_s = clock.now()
+    backlogs = await client.backlogs()
+    latency_s = clock.now() - began_s
+    return Queues(backlogs, await client.queue_ages_s(), latency_s)

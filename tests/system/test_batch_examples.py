@@ -12,8 +12,7 @@ from openai import AsyncOpenAI
 
 from gateway.jobs.webhooks.event import Event
 from gateway.jobs.webhooks.sender import WebhookFailed, WebhookSender
-from gateway.keys.webhook_signature import signed_headers
-from gateway.keys.webhook_target import TargetPolicy
+from gateway.keys.webhooks import TargetPolicy, signed_headers
 from tests.gateway.offline import jsonl, line
 from tests.system.server import Server, free_port
 from tests.waiting import until

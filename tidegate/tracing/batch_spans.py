@@ -37,7 +37,7 @@ class SpanIds(RandomIdGenerator):  # type: ignore[misc]  # the SDK is optional, 
 
 
 class BatchSpans:
-    """Records the spans of batches. Implements `gateway.jobs.batches.lines.tracing.BatchTracer`."""
+    """Records the spans of batches. Implements `gateway.jobs.batches.lines.line.BatchTracer`."""
 
     def __init__(self, tracer: Tracer, ids: SpanIds) -> None:
         """`ids` is the generator of ids that `tracer` was made with."""

@@ -27,9 +27,8 @@ from gateway.jobs.batches.input.lines import input_name
 from gateway.jobs.batches.input.offload import offload
 from gateway.jobs.batches.input.scan import InputScan, scan_input
 from gateway.jobs.batches.input.size import InputSize
-from gateway.jobs.batches.lines.line import Completions, LineRunner
+from gateway.jobs.batches.lines.line import BatchTracer, Completions, LineRunner
 from gateway.jobs.batches.lines.slots import KeyShare, LineWindow
-from gateway.jobs.batches.lines.tracing import BatchTracer
 from gateway.jobs.batches.maintenance import BatchMaintenance
 from gateway.jobs.batches.model import Batch, BatchStatus, NewBatch
 from gateway.jobs.batches.run import BatchRun, OnEnd, RunParts

@@ -17,8 +17,8 @@ from gateway.jobs.responses import background
 from gateway.jobs.responses.background import BackgroundRuns
 from gateway.jobs.responses.conversation import Conversations
 from gateway.jobs.responses.creation import NewResponse
-from gateway.jobs.responses.endings import Announcer, Endings
 from gateway.jobs.responses.event_log import EventWriter, follow
+from gateway.jobs.responses.response_ends import Announcer, ResponseEnds
 from gateway.jobs.responses.store import NoRoom, ResponseStore, StoredResponse
 from gateway.protocol.errors import invalid_value, too_many_followers, too_many_responses
 from gateway.requests.generate.endpoints import Endpoint
@@ -55,7 +55,7 @@ class ResponseService:
         self._store = store
         self._conversations = Conversations(store)
         self._background = None if store is None else BackgroundRuns(store, clock, drain_s)
-        self._endings = None if announcer is None or redis is None else Endings(redis, announcer, clock)
+        self._ends = None if announcer is None or redis is None else ResponseEnds(redis, announcer, clock)
         self._followers = UnderWay(MAX_FOLLOWERS, MAX_FOLLOWERS_OF_KEY)  # of responses that are still generated
 
     async def close(self) -> None:
@@ -64,8 +64,8 @@ class ResponseService:
 
     async def watch(self) -> None:
         """Tell of the ends of background responses whose gateways have died, until this task is cancelled."""
-        if self._endings is not None:
-            await self._endings.watch(self.get, self._seems_lost)
+        if self._ends is not None:
+            await self._ends.watch(self.get, self._seems_lost)
 
     def new(self, request: ResponseRequest) -> NewResponse:
         """Return the response that `request` asks for. It is neither prepared nor submitted yet."""
@@ -83,8 +83,8 @@ class ResponseService:
             queued = await new.store_queued(self._background.lease_ms())
         except NoRoom:
             raise too_many_responses() from None
-        if self._endings is not None:
-            await self._endings.expect(queued, new.owner)
+        if self._ends is not None:
+            await self._ends.expect(queued, new.owner)
 
     def launch(self, new: NewResponse, generation: Generation) -> dict[str, Any]:
         """Generate a response in the background. It was stored as queued. Return it as it is now."""
@@ -181,5 +181,5 @@ class ResponseService:
         return await self._store.get(found.response["id"], owner)
 
     async def _tell(self, response: dict[str, Any], owner: str | None) -> None:
-        if self._endings is not None:
-            await self._endings.tell(response, owner)
+        if self._ends is not None:
+            await self._ends.tell(response, owner)

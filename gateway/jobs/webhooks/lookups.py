@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from gateway.fairness import Turns
 from gateway.http.access.hosts import address_of
-from gateway.keys.webhook_target import Address
+from gateway.keys.webhooks import Address
 
 MAX_LOOKUPS, MAX_LOOKUPS_OF_OWNER = 16, 4
 TURN_S = 15.0  # seconds for which a lookup waits for its turn

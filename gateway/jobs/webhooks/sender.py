@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from gateway.jobs.webhooks.lookups import Lookups
-from gateway.keys.webhook_target import Address, TargetPolicy
+from gateway.keys.webhooks import Address, TargetPolicy
 
 TIMEOUT_S = 15.0  # seconds for a whole call, from the time at which its host's name is looked up
 GONE = 410  # the status of a receiver that wants no more webhooks, as in Standard Webhooks

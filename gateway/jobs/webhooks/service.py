@@ -1,6 +1,6 @@
 """Webhooks of one gateway: which URL an event goes to, and the loop that delivers events until they are taken.
 
-Events come from batches (gateway/jobs/batches/run.py) and responses (gateway/jobs/responses/endings.py). They are
+Events come from batches (gateway/jobs/batches/run.py) and responses (gateway/jobs/responses/response_ends.py). They are
 delivered at least once, in no order. Does not know what a batch or a response is, nor how a webhook is sent.
 """
 
@@ -16,8 +16,7 @@ from gateway.jobs.webhooks.event import Event, event_id, next_attempt_s
 from gateway.jobs.webhooks.lookups import LookupsBusy
 from gateway.jobs.webhooks.sender import WebhookFailed, WebhookSender
 from gateway.jobs.webhooks.store import EventStore
-from gateway.keys.webhook_signature import signed_headers
-from gateway.keys.webhook_target import TargetPolicy
+from gateway.keys.webhooks import TargetPolicy, signed_headers
 from gateway.protocol.errors import invalid_value
 from scheduler.clock import Clock
 from scheduler.store.errors import STORE_AWAY

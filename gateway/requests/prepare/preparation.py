@@ -22,7 +22,6 @@ from gateway.requests.answers.answer import Answer
 from gateway.requests.answers.answer_options import answer_options
 from gateway.requests.answers.openai_objects import AnswerHead, ChatAnswer, TextAnswer
 from gateway.requests.answers.token_report import TokenReport
-from gateway.requests.prepare.capabilities import check_supported
 from gateway.requests.prepare.placement import Placement
 from gateway.requests.prepare.prepared import (
     AnyRequest,
@@ -40,7 +39,13 @@ from gateway.requests.prepare.prompts import (
     encode_prompts,
     model_limits,
 )
-from gateway.requests.prepare.sampling import Constraints, check_token_ids, constraints_of, sampling_params
+from gateway.requests.prepare.sampling import (
+    Constraints,
+    check_supported,
+    check_token_ids,
+    constraints_of,
+    sampling_params,
+)
 from gateway.requests.prepare.sampling_defaults import SamplingDefaults
 from gateway.requests.prepare.trace_attributes import describe_request
 from gateway.requests.tokens.prompt_threads import PromptThreads

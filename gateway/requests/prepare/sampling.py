@@ -1,18 +1,23 @@
 """Turn the sampling options of a body into the engine's sampling parameters.
 
-Knows bodies, the model's recommended values and its vocabulary. Does not know prompts or tiers.
+Knows bodies, the model's recommended values and its vocabulary, and what engines cannot do: workers say it in their
+heartbeats. Does not know prompts or tiers.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from engine.interface import SamplingParams
+from engine.interface import SamplingParams, options_of
 from gateway.protocol.bodies.schemas import MAX_PROMPT_IDS, ChatCompletionRequest, CompletionRequest
 from gateway.protocol.errors import invalid_value
 from gateway.requests.prepare.sampling_defaults import SamplingDefaults
 from gateway.requests.tokens.tokenizer import RunInThread, Tokenizer
+from scheduler.registry.worker_status import WorkerStatus
+from scheduler.request import Request
 
+# Parameters of bodies that become sampling parameters of other names.
+_PARAMS = {"grammar": "response_format", "json_schema": "response_format"}
 SEED_MASK = 2**63 - 1  # maps an int64 seed of a body to a non-negative seed, as the engine requires
 
 AnyRequest = ChatCompletionRequest | CompletionRequest
@@ -95,3 +100,16 @@ def _or(value: T | None, default: T) -> T:
 def _check(param: str, token_ids: Iterable[int], vocab_size: int) -> None:
     if any(token_id >= vocab_size for token_id in token_ids):
         raise invalid_value(param, f"Invalid value for '{param}': token ids must be less than {vocab_size}.")
+
+
+def check_supported(requests: Iterable[Request], workers: Iterable[WorkerStatus]) -> None:
+    """Raise `ApiError` 400 if a request has a parameter that a live worker cannot honour: any may claim the request."""
+    unsupported = frozenset[str]().union(*(worker.unsupported for worker in workers))
+    if not unsupported:
+        return
+    for request in requests:
+        for name in sorted(options_of(request.sampling) & unsupported):
+            param = _PARAMS.get(name, name)
+            what = {"grammar": "a grammar that is no JSON schema", "json_schema": "a JSON schema"}.get(name, "it")
+            reason = f"the server that generates the tokens cannot do {what}. Leave it out."
+            raise invalid_value(param, f"Invalid value for '{param}': {reason}")

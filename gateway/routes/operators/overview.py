@@ -10,7 +10,7 @@ import structlog
 from fastapi import APIRouter, Request
 
 from gateway.routes.dependencies import Administrator
-from gateway.routes.queues import Queues, read_queues
+from gateway.routes.ops import Queues, read_queues
 from gateway.state import STORE_TIMEOUT_S, Gateway, gateway_of
 from scheduler.config import Tier
 from scheduler.registry.worker_status import WorkerStatus

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from gateway.protocol.errors import ApiError
-from gateway.requests.prepare.capabilities import check_supported
+from gateway.requests.prepare.sampling import check_supported
 from scheduler.registry.worker_status import WorkerStatus
 from tests.scheduler.builders import make_request
 

@@ -10,7 +10,7 @@ import logging
 import math
 import random
 import secrets
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -24,7 +24,6 @@ from gateway.jobs.batches.forecast.line_deadlines import LineDeadlines, LineTime
 from gateway.jobs.batches.forecast.line_statistics import LineStatistics
 from gateway.jobs.batches.input.lines import BatchLine
 from gateway.jobs.batches.lines.output import answered_line
-from gateway.jobs.batches.lines.tracing import BatchTracer
 from gateway.jobs.batches.model import Batch, LineResult
 from gateway.protocol.errors import internal_error
 from gateway.requests.prepare.placement import Placement
@@ -47,6 +46,18 @@ class Completions(Protocol):
     """The part of CompletionService (gateway/requests/generate/service.py) that a batch needs."""
 
     async def complete(self, path: str, body: dict[str, Any], placement: Placement) -> tuple[int, dict[str, Any]]: ...
+
+
+class BatchTracer(Protocol):
+    """What records the traces of batches and of their lines. The composition root has one for OpenTelemetry."""
+
+    def line(self, batch: Batch, line: BatchLine) -> AbstractContextManager[RequestTrace]:
+        """Return the trace of a line, which runs within the block. `batch` has a `traceparent`."""
+        ...
+
+    def end(self, batch: Batch) -> None:
+        """Record the span of a batch that is over. A repeated call records the same span again."""
+        ...
 
 
 class LineRunner:

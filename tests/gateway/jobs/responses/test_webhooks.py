@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from engine.interface import FinishReason
 from gateway.identity import ApiKey, Keyring, KeyWebhook
-from gateway.jobs.responses import background, endings
+from gateway.jobs.responses import background, response_ends
 from gateway.jobs.responses.store import ResponseStore
 from gateway.jobs.webhooks import service
 from gateway.store_keys import RESPONSES_UNTOLD
@@ -30,7 +30,7 @@ SECRET = "whsec_" + "QUJDREVGR0hJSktMTU5PUFFSU1RVVldYWVo="
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "POLL_S", 0.01)
-    monkeypatch.setattr(endings, "SWEEP_S", 0.01)
+    monkeypatch.setattr(response_ends, "SWEEP_S", 0.01)
     monkeypatch.setattr(background, "RENEW_S", 0.01)
 
 

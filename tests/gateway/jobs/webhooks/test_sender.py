@@ -11,8 +11,7 @@ import trustme
 
 from gateway.jobs.webhooks.lookups import MAX_LOOKUPS_OF_OWNER, Lookups, LookupsBusy, addresses_of
 from gateway.jobs.webhooks.sender import WebhookFailed, WebhookSender
-from gateway.keys.webhook_signature import secret_bytes, signed_headers
-from gateway.keys.webhook_target import Address, TargetPolicy
+from gateway.keys.webhooks import Address, TargetPolicy, secret_bytes, signed_headers
 from tests.gateway.jobs.webhooks.receiver import receiving
 from tests.waiting import until
 

@@ -4,7 +4,7 @@ from ipaddress import ip_address
 
 import pytest
 
-from gateway.keys.webhook_target import TargetPolicy
+from gateway.keys.webhooks import TargetPolicy
 
 PUBLIC, LOCAL, PRIVATE = TargetPolicy(), TargetPolicy(allow_loopback=True), TargetPolicy(allow_private=True)
 INNER = """

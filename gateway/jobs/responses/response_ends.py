@@ -34,7 +34,7 @@ class Announcer(Protocol):
     ) -> None: ...
 
 
-class Endings:
+class ResponseEnds:
     """The ends of all background responses of a store."""
 
     def __init__(self, redis: Redis, announcer: Announcer, clock: Clock) -> None:

@@ -1,9 +1,15 @@
-"""Which URLs webhooks may call: the defence against requests that clients make this server send to its own network.
+"""What a key says of webhooks: the secret that signs them, and which URLs they may call. Pure.
 
-The URL is checked when it is given, and the address that its name has is checked each time before it is called. Whoever
-calls it must use that very address: the name may have another one a moment later (DNS rebinding).
+Signatures are those of OpenAI's clients and of the Standard Webhooks specification. The check of URLs is the defence
+against requests that clients make this server send to its own network: a URL is checked when it is given, and the
+address that its name has is checked each time before it is called. Whoever calls it must use that very address: the
+name may have another one a moment later (DNS rebinding).
 """
 
+import base64
+import binascii
+import hashlib
+import hmac
 import re
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
@@ -13,6 +19,8 @@ from gateway.http.access.hosts import address_of
 
 Address = IPv4Address | IPv6Address
 
+PREFIX = "whsec_"
+MIN_SECRET_BYTES, MAX_SECRET_BYTES = 24, 64  # as in the specification
 MAX_URL = 2048  # characters
 NAT64 = IPv6Network("64:ff9b::/96")  # addresses that stand for the IPv4 address in their last four bytes
 
@@ -76,3 +84,28 @@ def _inner(address: Address) -> Address:
     if address in NAT64:
         return IPv4Address(address.packed[-4:])
     return address.ipv4_mapped or address.sixtofour or address
+
+
+def secret_bytes(secret: str) -> bytes:
+    """Return the bytes of a secret `whsec_<base64>`. Raises `ValueError`, which does not repeat it, if it is none."""
+    try:
+        key = base64.b64decode(secret.removeprefix(PREFIX), validate=True)
+    except (binascii.Error, ValueError):
+        key = b""
+    if not secret.startswith(PREFIX) or not MIN_SECRET_BYTES <= len(key) <= MAX_SECRET_BYTES:
+        raise ValueError(
+            f"a secret of webhooks is {PREFIX} and the base64 of {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} random "
+            'bytes; make one with: echo "whsec_$(openssl rand -base64 32)"'
+        )
+    return key
+
+
+def signed_headers(event_id: str, body: bytes, secret: str, now_s: int) -> dict[str, str]:
+    """Return the headers that prove that `body` comes from who has the secret, at the time `now_s`."""
+    signed = b".".join((event_id.encode(), str(now_s).encode(), body))
+    digest = hmac.new(secret_bytes(secret), signed, hashlib.sha256).digest()
+    return {
+        "webhook-id": event_id,
+        "webhook-timestamp": str(now_s),
+        "webhook-signature": f"v1,{base64.b64encode(digest).decode()}",
+    }
