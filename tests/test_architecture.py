@@ -68,7 +68,6 @@ TORCH_ROOMS = {
 # Decisions without clocks, I/O, logs, metrics or tensors: only drivers have those.
 PURE_ROOMS = (
     "scheduler.config",
-    "scheduler.client.quantile_tracker",
     "scheduler.request",
     "scheduler.request_state",
     "scheduler.deadlines",
@@ -84,7 +83,6 @@ PURE_ROOMS = (
     "scheduler.drivers.streams.in_flight_limit",
     "scheduler.drivers.streams.step_times",
     "scheduler.drivers.streams.policy",
-    "scheduler.drivers.streams.recompute_budget",
     "scheduler.drivers.streams.server_state",
     "scheduler.drivers.streams.streams",
     "scheduler.client.admission",

@@ -12,9 +12,8 @@ import structlog
 
 from scheduler.client import rejection
 from scheduler.client.admission import Admission, Ticket
-from scheduler.client.held_logprobs import MAX_LOGPROBS, HeldLogprobs
 from scheduler.client.rejection import Rejected
-from scheduler.client.token_stream import TokenStream
+from scheduler.client.token_stream import MAX_LOGPROBS, HeldLogprobs, TokenStream
 from scheduler.clock import Clock
 from scheduler.config import TierSet
 from scheduler.events.base import EventChannel

@@ -9,8 +9,6 @@ arrives, the factor does not change.
 from collections import defaultdict
 from dataclasses import dataclass
 
-from scheduler.client.quantile_tracker import QuantileTracker
-
 # Shares of the waits that may be longer than predicted.
 SLO_EXCEEDED_SHARE = 0.01
 MEDIAN_EXCEEDED_SHARE = 0.5
@@ -27,8 +25,35 @@ class _Expectation:
     exceeded_share: float
 
 
+class QuantileTracker:
+    """An estimate (`value`) that follows a quantile of samples and stays inside [low, high]. It stores no samples.
+
+    A sample above the estimate raises it by the share `step_up` of itself. Any other lowers it by `odds` times as much.
+    It settles when both movements cancel: one sample exceeds it for every 1 ÷ `odds` that do not.
+    """
+
+    __slots__ = ("_high", "_low", "_step_up", "value")
+
+    def __init__(self, value: float, step_up: float, low: float, high: float) -> None:
+        self.value = value
+        self._step_up = step_up
+        self._low = low
+        self._high = high
+
+    def up(self) -> None:
+        """Raise the value, because a sample exceeded it."""
+        self._move(self._step_up)
+
+    def down(self, odds: float) -> None:
+        """Lower the value, because a sample did not exceed it."""
+        self._move(-self._step_up * odds)
+
+    def _move(self, step: float) -> None:
+        self.value = min(self._high, max(self._low, self.value * (1 + step)))
+
+
 def _new_factor() -> QuantileTracker:
-    return QuantileTracker(1.0, STEP_UP, 1 / MAX_FACTOR, MAX_FACTOR, relative=True)
+    return QuantileTracker(1.0, STEP_UP, 1 / MAX_FACTOR, MAX_FACTOR)
 
 
 class ForecastCorrection:

@@ -8,10 +8,33 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Self
 
-from scheduler.client.held_logprobs import HeldLogprobs, num_logprobs
 from scheduler.request import ANSWER_TOO_LARGE, EventKind, Request, TokenEvent
 
 Cancel = Callable[[Sequence[str]], Awaitable[None]]
+MAX_LOGPROBS = 2**22  # of all streams together; about 200 bytes each, as objects and as JSON
+
+
+class HeldLogprobs:
+    """The number of log probabilities that all streams hold until their clients have them, with a limit.
+
+    Tokens are bounded by the limits of queues and outputs. Log probabilities are not: each token may have 21 of them,
+    and an answer of 1,024 choices has millions.
+    A stream may hold at most twice as many as are free, so some always stay free.
+    """
+
+    def __init__(self, limit: int = MAX_LOGPROBS) -> None:
+        self.limit = limit
+        self._free = limit
+
+    def has_room(self, held: int, more: int) -> bool:
+        """Return whether a stream that holds `held` may take `more`."""
+        return held + more <= 2 * (self._free - more)
+
+    def hold(self, count: int) -> None:
+        self._free -= count
+
+    def release(self, count: int) -> None:
+        self._free += count
 
 
 class TokenStream:
@@ -75,7 +98,7 @@ class TokenStream:
 
     def forget_received(self) -> None:
         """Note that the log probabilities of all events that were received are no longer in memory."""
-        left = sum(map(num_logprobs, self._events))
+        left = sum(map(_count_logprobs, self._events))
         self._held.release(self._num_logprobs - left)
         self._num_logprobs = left
 
@@ -117,7 +140,7 @@ class TokenStream:
 
     def _hold(self, event: TokenEvent) -> TokenEvent:
         """Count the log probabilities of `event` and return it. If they are too many, return the request's failure."""
-        count = num_logprobs(event)
+        count = _count_logprobs(event)
         if not count:
             return event
         if self._held.has_room(self._num_logprobs, count):
@@ -176,3 +199,7 @@ class TokenStream:
             logprobs=event.logprobs[num_known:],
             prompt_logprobs=() if is_repeat else event.prompt_logprobs,
         )
+
+
+def _count_logprobs(event: TokenEvent) -> int:
+    return sum(1 + len(found.top) for found in (*event.logprobs, *event.prompt_logprobs))

@@ -15,7 +15,6 @@ from collections.abc import Container, Iterable, Sequence
 from itertools import chain, islice
 
 from engine.interface import NewSequence, Preempt, PreemptionMode, Run, StepPlan
-from engine.step_time.cost import StepCost
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier
 from scheduler.control.budget import Budgets, TierBudget
@@ -23,15 +22,12 @@ from scheduler.control.step_limit import first_limit_s
 from scheduler.deadlines import split_by_deadline, split_by_length
 from scheduler.holdings.request_table import RequestTable
 from scheduler.planning import batching_delay
+from scheduler.planning.chunks import MIN_CHUNK, largest_chunk
 from scheduler.planning.kv_budget import BlockBudget, EngineView
 from scheduler.planning.prompt_prefixes import PromptPrefixes
 from scheduler.request_state import RequestState, Status
 
 MAX_SORTED = 64  # prefills of an interactive tier that one plan looks at; further prefills wait for a later plan
-MIN_CHUNK = 16  # tokens; a smaller prefill chunk is not worth a step's overhead
-# Share of a step's fixed cost. If the rest of a prompt takes no longer than this, it is added to the chunk even if the
-# step then exceeds its limit. Otherwise the rest would need a step of its own.
-REST_SHARE = 0.25
 
 
 def form_batch(
@@ -57,13 +53,13 @@ def form_batch(
         budget = budgets.tiers[tier.name]
         # If the step holds no work yet, the tier runs as usual, so that the engine does not stand idle.
         if budget.decodes_only and draft.has_work:
-            if not draft.add_decodes(tier.name, budget, budget.limit.extra_only_s(draft.planned_s)):
+            if not draft.add_decodes(tier.name, budget, budget.limit.extra_only_s(draft.step_s())):
                 draft.pause(tier.name)
             continue
         if tier.is_interactive:
             draft.add_all_decodes(tier.name, budget)
         else:
-            draft.add_decodes(tier.name, budget, budget.limit.total_s(draft.planned_s))
+            draft.add_decodes(tier.name, budget, budget.limit.total_s(draft.step_s()))
         draft.add_prefills(tier, budget)
         if budget.min_share_due:
             draft.note_min_share()
@@ -108,13 +104,8 @@ class _Draft:
     def has_work(self) -> bool:
         return bool(self._run)
 
-    @property
-    def planned_s(self) -> float:
-        """The predicted length in seconds of the step with the work added so far."""
-        return self._step_s(0.0)
-
-    def _step_s(self, added_s: float) -> float:
-        """Return the predicted length of the step with `added_s` seconds of additional work."""
+    def step_s(self, added_s: float = 0.0) -> float:
+        """Return the predicted length in seconds of the step with the work added so far, and `added_s` seconds more."""
         return self._cost.step(self._work_s + added_s) + self._blocks.swap_s
 
     def plan(self, step_id: int) -> StepPlan:
@@ -159,7 +150,7 @@ class _Draft:
             if state.id in self._preempt or state.id in self._barred:
                 continue
             seconds = self._cost.decode(state.num_computed_tokens)
-            if self._run and self._step_s(seconds) > limit_s:
+            if self._run and self.step_s(seconds) > limit_s:
                 break
             if self._get_blocks(state, 1, 0):
                 self._add_run(state, 1, seconds)
@@ -176,7 +167,7 @@ class _Draft:
         but prompts that are too long for the SLO in any case count as late. So one huge prompt neither makes all other
         requests late nor waits for ever.
         """
-        limit_s = budget.limit.prefills_s(self.planned_s, 0.0 if budget.min_share_due else self._min_share_s)
+        limit_s = budget.limit.prefills_s(self.step_s(), 0.0 if budget.min_share_due else self._min_share_s)
         pending = self._pending(tier, budget)
         if not tier.is_interactive:
             self._fill(tier.name, pending, budget, limit_s, in_order=True)
@@ -186,7 +177,7 @@ class _Draft:
             first, last = split_by_length(pending, self._cost)
         else:
             first, last = split_by_deadline(pending, self._cost, self._now)
-        first_s = first_limit_s(limit_s, self.planned_s) if last else limit_s
+        first_s = first_limit_s(limit_s, self.step_s()) if last else limit_s
         is_open = self._fill(tier.name, first, budget, first_s)
         self._fill(tier.name, last, budget, limit_s, is_open=is_open)
 
@@ -292,10 +283,7 @@ class _Draft:
         self._num_started[tier] += not state.is_resident
 
     def _get_blocks(self, state: RequestState, num_tokens: int, reserve_blocks: int) -> bool:
-        """Allocate the blocks for a run, if necessary with preemptions.
-
-        Return False and change nothing if there are not enough blocks.
-        """
+        """Allocate the blocks for a run, if necessary with preemptions. Return False if there are not enough."""
         preempted = self._blocks.allocate(state, num_tokens, self._preemptible, reserve_blocks)
         if preempted is None:
             return False
@@ -306,26 +294,5 @@ class _Draft:
 
     def _preemptible(self) -> list[RequestState]:
         """Return the sequences that hold blocks, do not run in this step, and do not lose their blocks in this step."""
-        return [
-            s
-            for s in self._table.residents()
-            if s.id not in self._run and self._preempt.get(s.id) in (None, PreemptionMode.PAUSE)
-        ]
-
-
-def largest_chunk(wanted: int, context: int, left_s: float, cost: StepCost) -> int:
-    """Return how many of `wanted` tokens, after `context` computed ones, can be computed in `left_s` seconds.
-
-    Return 0 if fewer than `MIN_CHUNK` of them fit. Return `wanted` also if the tokens that do not fit are only a short
-    rest (`REST_SHARE`).
-    """
-    if wanted < 1 or cost.run(wanted, context) <= left_s:
-        return max(0, wanted)
-    if left_s <= 0 or cost.prefill(MIN_CHUNK, context) > left_s:
-        return 0
-    low, high = MIN_CHUNK, wanted
-    while low < high:  # a binary search: prefill() grows with the number of tokens
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if cost.prefill(middle, context) <= left_s else (low, middle - 1)
-    rest_s = cost.prefill(wanted - low, context + low)
-    return wanted if wanted - low < MIN_CHUNK and rest_s <= REST_SHARE * cost.step_s else low
+        idle = (state for state in self._table.residents() if state.id not in self._run)
+        return [state for state in idle if self._preempt.get(state.id) in (None, PreemptionMode.PAUSE)]

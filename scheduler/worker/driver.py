@@ -1,4 +1,4 @@
-"""What a worker and its driver need of each other.
+"""A worker with requests, and its driver.
 
 A driver does the work for the requests that the worker holds: steps of an engine (`scheduler.drivers.steps`), or
 streams of a server that plans its own steps (`scheduler.drivers.streams`). Everything else is the same for all drivers.
@@ -22,27 +22,6 @@ from scheduler.worker.publisher import Publisher, Reporter
 from scheduler.worker.request_intake import RequestIntake
 
 
-@dataclass
-class WorkerContext:
-    """The parts of a worker that its driver uses."""
-
-    held: Holdings
-    queue: Queue
-    intake: RequestIntake
-    claimer: Claimer
-    reporter: Reporter
-    metrics: SchedulerMetrics
-    outage: StoreOutage
-    clock: Clock
-    is_draining: bool = False  # the driver ends when the worker holds no more requests
-    is_stopped: bool = False  # the driver ends soon; unfinished requests stay with the worker
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the driver has nothing left to do."""
-        return self.is_stopped or (self.is_draining and not self.held)
-
-
 class Driver(Protocol):
     """The part of a worker that works on the requests that it holds."""
 
@@ -62,7 +41,7 @@ class Driver(Protocol):
         """Whether the driver makes no progress, so that the worker must not look alive."""
         ...
 
-    def attach(self, worker: WorkerContext) -> None:
+    def attach(self, worker: "RequestWorker") -> None:
         """Use the parts of `worker`. To be called once, before anything runs."""
         ...
 
@@ -83,41 +62,59 @@ class Driver(Protocol):
         ...
 
 
-class RequestWork:
-    """A driver with what every driver of requests needs beside it. Implements `scheduler.worker.loop.Work`."""
+@dataclass
+class RequestWorker:
+    """A driver, and the parts that every driver of requests uses. Implements `scheduler.worker.loop.Work`."""
 
-    def __init__(self, driver: Driver, worker: WorkerContext, publisher: Publisher, checkpointer: Checkpointer) -> None:
-        self._driver = driver
-        self._worker = worker
-        self._publisher = publisher
-        self._checkpointer = checkpointer
+    driver: Driver
+    held: Holdings
+    queue: Queue
+    intake: RequestIntake
+    claimer: Claimer
+    publisher: Publisher
+    checkpointer: Checkpointer
+    reporter: Reporter
+    metrics: SchedulerMetrics
+    outage: StoreOutage
+    clock: Clock
+    is_draining: bool = False
+    is_stopped: bool = False
+
+    def __post_init__(self) -> None:
+        self.driver.attach(self)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the driver has nothing left to do."""
+        return self.is_stopped or (self.is_draining and not self.held)
 
     @property
     def is_stuck(self) -> bool:
-        return self._driver.is_stuck
+        return self.driver.is_stuck
 
     async def begin(self) -> list[Lease]:
-        await self._checkpointer.save_all()  # of requests that an earlier loop has left in the core
-        return await self._driver.clear()
+        await self.checkpointer.save_all()  # of requests that an earlier loop has left in the core
+        return await self.driver.clear()
 
     def beside(self) -> Sequence[Coroutine[Any, Any, None]]:
-        claiming, checkpointing = self._worker.claimer.run(), self._checkpointer.run()
-        return [self._publisher.run(), claiming, checkpointing, *self._driver.beside()]
+        return [self.publisher.run(), self.claimer.run(), self.checkpointer.run(), *self.driver.beside()]
 
     async def run(self) -> None:
-        await self._driver.run()
-        self._publisher.close()
-        await self._publisher.finished.wait()
+        await self.driver.run()
+        self.publisher.close()
+        await self.publisher.finished.wait()
 
     async def end(self) -> None:
-        await self._checkpointer.save_all()
+        await self.checkpointer.save_all()
 
     def drain(self) -> None:
-        self._worker.claimer.close()
-        self._worker.is_draining = True
-        self._worker.intake.changed.set()
+        self.is_draining = True
+        self._end_claims()
 
     def stop(self) -> None:
-        self._worker.claimer.close()
-        self._worker.is_stopped = True
-        self._worker.intake.changed.set()
+        self.is_stopped = True
+        self._end_claims()
+
+    def _end_claims(self) -> None:
+        self.claimer.close()
+        self.intake.changed.set()

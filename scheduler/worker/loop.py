@@ -16,7 +16,7 @@ from scheduler.request import Lease
 from scheduler.store.outage import StoreOutage
 from scheduler.worker.checkpoints import Checkpointer
 from scheduler.worker.claimer import Claimer
-from scheduler.worker.driver import Driver, RequestWork, WorkerContext
+from scheduler.worker.driver import Driver, RequestWorker
 from scheduler.worker.heartbeat import Heartbeat, ReadGpus, RequestReport, WorkerIdentity
 from scheduler.worker.leases import LeaseKeeper
 from scheduler.worker.maintenance import ControllerReview, Maintenance
@@ -84,14 +84,14 @@ def build_loop(
     peers = Peers(queue, registry, outage, clock, worker_id, gateways=gateways)
     claimer = Claimer(core, queue, intake, peers, outage, clock)
     reporter = Reporter(publisher, metrics, report, clock, tracer)
-    worker = WorkerContext(held, queue, intake, claimer, reporter, metrics, outage, clock)
-    driver.attach(worker)
+    worker = RequestWorker(
+        driver, held, queue, intake, claimer, publisher, checkpointer, reporter, metrics, outage, clock
+    )
     heartbeat = Heartbeat(registry, report, metrics.text, clock, worker_id)
     review = ControllerReview(core, queue, metrics, intake, clock)
     maintenance = Maintenance(heartbeat, outage, clock, lambda: driver.is_stuck, review.run)
     leases = LeaseKeeper(intake, queue, outage, clock, worker_id)
-    work = RequestWork(driver, worker, publisher, checkpointer)
-    return WorkerLoop(work, queue, leases, peers, maintenance, heartbeat)
+    return WorkerLoop(worker, queue, leases, peers, maintenance, heartbeat)
 
 
 class WorkerLoop:

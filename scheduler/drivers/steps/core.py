@@ -22,7 +22,7 @@ from scheduler.drivers.steps.running_step import RunningStep
 from scheduler.holdings.holdings import Holdings
 from scheduler.holdings.report import Report
 from scheduler.holdings.status import CoreStatus
-from scheduler.request import Lease, Request
+from scheduler.request import Request
 from scheduler.request_state import RequestState, Status
 
 
@@ -45,9 +45,9 @@ class SchedulerCore:
         self._engine = engine
         self._states = self.held.table.states
         self._engine_state = EngineState(engine)
-        self._isolation = Isolation(self.held.table)
+        self.isolation = Isolation(self.held.table)
         self._planner = Planner(
-            engine, controller, self.step_time, self.held.table, self._engine_state, self.running, self._isolation
+            engine, controller, self.step_time, self.held.table, self._engine_state, self.running, self.isolation
         )
         self._awaiting_grammar: dict[str, RequestState] = {}
         self.interactive_s = 0.0  # engine time since the start that interactive tiers take from urgent bulk
@@ -67,11 +67,6 @@ class SchedulerCore:
     def is_busy(self) -> bool:
         """Whether there is a plan whose result has not been applied yet."""
         return self._engine_state.is_step_in_flight
-
-    @property
-    def running_step_s(self) -> float:
-        """The predicted length in seconds of the step that runs; 0 if no step runs."""
-        return self.running.step_s
 
     @property
     def idle_until_s(self) -> float:
@@ -103,7 +98,7 @@ class SchedulerCore:
     def _begin(self, state: RequestState) -> None:
         state.bulk_seen_s = self.running.bulk_total_s
         state.found_step_s = self.running.step_s if self.is_busy else 0.0
-        self._isolation.add(state)
+        self.isolation.add(state)
         if state.request.sampling.grammar is not None:
             state.awaits_grammar = True
             self._awaiting_grammar[state.id] = state
@@ -120,8 +115,8 @@ class SchedulerCore:
         Grammars of suspects that may not run yet are left out, because compiling may be what kills the worker.
         """
         states: Iterable[RequestState] = self._awaiting_grammar.values()
-        if self._isolation.has_suspects:
-            states = [state for state in states if self._isolation.may_compile(state)]
+        if self.isolation.has_suspects:
+            states = [state for state in states if self.isolation.may_compile(state)]
         state = min(states, key=lambda s: (-s.priority, s.edf_key), default=None)
         return None if state is None else state.request
 
@@ -144,17 +139,6 @@ class SchedulerCore:
         The result is empty if an eviction does not pay, or if no request could start in the next step.
         """
         return self._planner.evictees_for(self.held.tiers, request_ids, now)
-
-    # -- suspects ----------------------------------------------------------------------------------------------
-
-    @property
-    def has_suspects(self) -> bool:
-        """Whether there are requests whose earlier attempts ended with their workers, so that they may be to blame."""
-        return self._isolation.has_suspects
-
-    def step_marks(self) -> tuple[dict[Lease, bool], Lease | None]:
-        """Return of each suspect whether it is in no step, and the request that runs alone in the newest plan."""
-        return self._isolation.marks()
 
     # -- one step ----------------------------------------------------------------------------------------------
 

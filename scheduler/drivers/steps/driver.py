@@ -17,7 +17,7 @@ from scheduler.drivers.steps.step_log import NoStepLog, StepEntry, StepLog
 from scheduler.drivers.steps.step_marks import StepMarks
 from scheduler.holdings.report import Report
 from scheduler.request import Lease
-from scheduler.worker.driver import WorkerContext
+from scheduler.worker.driver import RequestWorker
 
 # A step counts as stuck when it takes longer than `STUCK_S` seconds and longer than `STUCK_FACTOR` times its
 # prediction. The worker then sends no heartbeats. They go on when the step ends after all.
@@ -47,12 +47,12 @@ class StepDriver:
         """Whether the step in flight takes so much longer than predicted that it may never end."""
         if self._begun_s is None:
             return False
-        return self._clock.now() - self._begun_s > max(STUCK_S, STUCK_FACTOR * self.core.running_step_s)
+        return self._clock.now() - self._begun_s > max(STUCK_S, STUCK_FACTOR * self.core.running.step_s)
 
-    def attach(self, worker: WorkerContext) -> None:
+    def attach(self, worker: RequestWorker) -> None:
         self._worker = worker
         self._clock = worker.clock
-        self._marks = StepMarks(self.core, worker.queue, worker.outage)
+        self._marks = StepMarks(self.core.isolation, worker.queue, worker.outage)
         self._grammars = GrammarCompiler(self.core, self._engine, worker.intake, self._marks)
 
     def beside(self) -> Sequence[Coroutine[Any, Any, None]]:
@@ -116,7 +116,7 @@ class StepDriver:
         Planning late lets the plan include more arrivals. Return False if no step was submitted, because something must
         be decided first.
         """
-        wait_s = self.core.running_step_s - PLANNING_S
+        wait_s = self.core.running.step_s - PLANNING_S
         if wait_s > 0:
             await asyncio.wait({collecting}, timeout=wait_s)
         plan = None if self._worker.is_stopped else self.core.plan_async(self._clock.now())
@@ -133,7 +133,7 @@ class StepDriver:
             self._log(result, report, now)
         self._worker.reporter.send(report)
         self._worker.claimer.note_room()
-        if self.core.has_suspects:
+        if self.core.isolation.has_suspects:
             self._grammars.wake()  # a grammar that had to wait may be compiled now
 
     def _log(self, result: StepResult, report: Report, now: float) -> None:

@@ -47,6 +47,7 @@ class Isolation:
 
     @property
     def has_suspects(self) -> bool:
+        """Whether there are requests whose earlier attempts ended with their workers, so that they may be to blame."""
         return bool(self._suspects)
 
     def held_back(self) -> Mapping[str, RequestState]:

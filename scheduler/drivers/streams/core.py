@@ -27,8 +27,7 @@ from scheduler.control.budget import Budgets
 from scheduler.control.controller import SLAController
 from scheduler.control.knobs import Decision
 from scheduler.drivers.streams.in_flight_limit import InFlightLimit
-from scheduler.drivers.streams.policy import Decisions, View, decide
-from scheduler.drivers.streams.recompute_budget import RecomputeBudget
+from scheduler.drivers.streams.policy import Decisions, RecomputeBudget, View, decide
 from scheduler.drivers.streams.retries import Retries
 from scheduler.drivers.streams.server_state import ServerState
 from scheduler.drivers.streams.step_times import SeenStep, UpstreamStepTimes
@@ -98,10 +97,6 @@ class StreamCore:
     def awaits_first_token(self) -> bool:
         """Whether an interactive request is at the server and has no token yet."""
         return self._streams.awaits_first_token
-
-    def is_down(self, now: float) -> bool:
-        """Return whether the server has been away for so long that this worker must not look alive."""
-        return self.server.is_down(now)
 
     def status(self, now: float) -> CoreStatus:
         return replace(
@@ -254,7 +249,7 @@ class StreamCore:
 
     def note_load(self, load: UpstreamLoad | None, now: float) -> None:
         """Record that the server answers, and what it says of its load."""
-        self._retries.note_served(was_down=self.is_down(now))
+        self._retries.note_served(was_down=self.server.is_down(now))
         self.server.note_load(load)
         if load is not None:
             self.limit.note_load(load, len(self._streams), now)
@@ -269,7 +264,7 @@ class StreamCore:
         Requests with tokens that can be continued stay, because only this worker knows their tokens. Those with which
         nobody can go on are given up.
         """
-        if not self.is_down(now):
+        if not self.server.is_down(now):
             return []
         held = [s for s in self.held.states if not (s.output_token_ids and self._streams.can_continue(s))]
         ending = self._retries.end_unfinishable(held, self.server.reason)

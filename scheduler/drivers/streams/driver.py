@@ -23,7 +23,7 @@ from engine.streaming import (
 from scheduler.control.feedback import UPDATE_S
 from scheduler.drivers.streams.core import StreamCore
 from scheduler.request import Lease
-from scheduler.worker.driver import WorkerContext
+from scheduler.worker.driver import RequestWorker
 
 log = structlog.get_logger()
 
@@ -48,9 +48,9 @@ class StreamDriver:
     @property
     def is_stuck(self) -> bool:
         """Whether the server is away, so that other workers and the gateways must not count on this one."""
-        return self.core.is_down(self._clock.now())
+        return self.core.server.is_down(self._clock.now())
 
-    def attach(self, worker: WorkerContext) -> None:
+    def attach(self, worker: RequestWorker) -> None:
         self._worker = worker
         self._clock = worker.clock
 
@@ -164,7 +164,7 @@ class StreamDriver:
             await self._upstream.try_out()
 
     def _say_if_down(self, now: float) -> None:
-        is_down = self.core.is_down(now)
+        is_down = self.core.server.is_down(now)
         if is_down and not self._was_down:
             hint = "requests go to other workers, or wait until it is back"
             log.error("the upstream does not serve", reason=self.core.server.reason, hint=hint)

@@ -32,6 +32,28 @@ INTERACTIVE_PLACES = 2  # places of the server that bulk leaves free while there
 # Share of the TTFT SLO: a first token that is predicted to come later than the rest of the SLO is at risk.
 RISK_SHARE = 0.2
 MAX_HANG_UP_SHARE = 0.25  # share of bulk's streams that are hung up at once; more may not be needed after the next step
+RECOMPUTE_SHARE = 0.05  # share of all computed tokens that may be computed a second time
+MAX_TOKENS = 8192.0  # size of the bucket, which bounds the hang-ups at one time
+
+
+class RecomputeBudget:
+    """A token bucket of tokens that may be computed again because streams were hung up.
+
+    The tokens that the server computes refill it; each hang-up takes what its continuation will compute again.
+    """
+
+    def __init__(self) -> None:
+        self.num_tokens = 0.0  # tokens that may be recomputed at present
+        self.num_computed = 0  # sum: tokens that the server has computed
+        self.num_recomputed = 0  # sum: tokens of streams that were hung up
+
+    def refill(self, num_computed: int) -> None:
+        self.num_computed += num_computed
+        self.num_tokens = min(MAX_TOKENS, self.num_tokens + RECOMPUTE_SHARE * num_computed)
+
+    def spend(self, num_tokens: int) -> None:
+        self.num_tokens -= num_tokens
+        self.num_recomputed += num_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from engine.interface import FinishReason, TokenLogprobs
 from gateway.requests.answers.token_report import TokenReport
 from gateway.requests.generate import generation
 from gateway.requests.prepare import prompts
-from scheduler.client.held_logprobs import HeldLogprobs
+from scheduler.client.token_stream import HeldLogprobs
 from scheduler.request import Request, TokenEvent
 from tests.gateway.scripted_worker import token_by_token
 from tests.gateway.stand import Stand, running_stand

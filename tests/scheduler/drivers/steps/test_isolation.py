@@ -27,7 +27,7 @@ def test_after_a_first_death_all_run_together() -> None:
     stepped = rig()
     accept(stepped, dict.fromkeys(names("a", 30), 2))
     assert len(ran(stepped.step())) == 30
-    assert not stepped.core.has_suspects
+    assert not stepped.core.isolation.has_suspects
 
 
 def test_in_the_last_attempt_but_one_a_cohort_runs_beside_others_until_it_is_proven() -> None:
@@ -80,15 +80,15 @@ def test_requests_are_claimed_for_the_slots_of_those_that_may_not_run() -> None:
 def test_only_what_may_be_in_a_step_is_not_marked_as_waiting() -> None:
     stepped = rig()
     accept(stepped, {"fresh": 1, **dict.fromkeys(names("suspect", COHORT + 1), 3), "alone": 4})
-    waits, alone = stepped.core.step_marks()
+    waits, alone = stepped.core.isolation.marks()
     assert set(waits.values()) == {True} and "fresh" not in {lease.request_id for lease in waits}
     stepped.step()
-    waits, alone = stepped.core.step_marks()
+    waits, alone = stepped.core.isolation.marks()
     assert alone is None
     assert {lease.request_id for lease, is_waiting in waits.items() if is_waiting} == {f"suspect{COHORT:02}", "alone"}
     while ran(stepped.step()).keys() != {"alone"}:
         pass
-    waits, alone = stepped.core.step_marks()
+    waits, alone = stepped.core.isolation.marks()
     assert isinstance(alone, Lease) and alone.request_id == "alone"
     assert waits[alone] is False
 
@@ -103,10 +103,10 @@ def test_a_suspects_grammar_is_compiled_when_the_suspect_may_run() -> None:
         compiled.append(request.id)
         stepped.core.note_compiled(request.id, object())
     assert compiled == names("suspect", COHORT)
-    waits, _ = stepped.core.step_marks()
+    waits, _ = stepped.core.isolation.marks()
     assert sum(waits.values()) == COHORT + 2, "those that are compiled have not begun"
     alone = rig()
     accept(alone, {"one": 4, "two": 4}, **grammar)
     assert [request.id for request in (alone.core.next_to_compile(),) if request is not None] == ["one"]
-    waits, _ = alone.core.step_marks()
+    waits, _ = alone.core.isolation.marks()
     assert {lease.request_id: is_waiting for lease, is_waiting in waits.items()} == {"one": False, "two": True}
