@@ -12,6 +12,7 @@ import structlog
 
 from scheduler.client import rejection
 from scheduler.client.admission import Admission, Ticket
+from scheduler.client.live_workers import LiveWorkers
 from scheduler.client.rejection import Rejected
 from scheduler.client.token_stream import MAX_LOGPROBS, HeldLogprobs, TokenStream
 from scheduler.clock import Clock
@@ -19,7 +20,7 @@ from scheduler.config import TierSet
 from scheduler.events.base import EventChannel
 from scheduler.queue.base import Backlog, Queue, QueueFull, TooFarBehind
 from scheduler.registry.base import WorkerRegistry
-from scheduler.registry.heartbeat_monitor import CHECK_S, WORKER_SILENT_S, HeartbeatMonitor
+from scheduler.registry.heartbeat_monitor import CHECK_S
 from scheduler.registry.worker_status import WorkerStart, WorkerStatus
 from scheduler.request import EventKind, Request, TokenEvent
 from scheduler.store.errors import STORE_AWAY, StoreRefused
@@ -28,8 +29,6 @@ log = structlog.get_logger()
 
 REFRESH_S = 1.0  # seconds between two reads of the heartbeats and of the waiting work, for admission
 CHECK_EVERY = 3  # number of refreshes between two checks; a lost request is failed at the second check after its loss
-# Bulk requests are still accepted for this many seconds after the last worker was seen, because it may be restarting.
-WORKER_GRACE_S = 20.0
 # Seconds without any worker after which open interactive requests fail. Together with the time in which a hung worker
 # is noticed (its step counts as stuck after `scheduler.drivers.steps.driver.STUCK_S`), nobody waits for more than 10 s.
 MAX_AWAY_S = 4.0
@@ -70,18 +69,13 @@ class SchedulerClient:
         self._refusal: StoreRefused | None = None  # the store's answer to the last probe, if it takes no writes
         self._unwithdrawn: list[str] = []  # ids of requests that the store could not cancel yet
         self._withdrawals: set[asyncio.Task[None]] = set()
-        self._workers: list[WorkerStatus] = []
-        self._task_workers: list[WorkerStatus] = []
-        self._task_worker_seen_s: float | None = None
-        self._monitor = HeartbeatMonitor(WORKER_SILENT_S)
-        self._reads_without_worker = 0  # number of reads in a row that found no live worker
-        self._worker_seen_s: float | None = None
+        self._live = LiveWorkers(registry, clock)
         self._draining = False
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         await self._events.open(self.gateway_id)
-        await self._read_workers()
+        await self._live.read()
         await self._refresh()
         work = (self._receive(), self._keep_fresh(), self._watch_workers())
         self._tasks = [asyncio.create_task(task) for task in work]
@@ -124,18 +118,17 @@ class SchedulerClient:
     @property
     def workers(self) -> list[WorkerStatus]:
         """The workers with an engine that were alive at the last refresh."""
-        return self._workers
+        return self._live.engines
 
     @property
     def task_workers(self) -> list[WorkerStatus]:
         """The workers with a static endpoint that were alive at the last refresh."""
-        return self._task_workers
+        return self._live.endpoints
 
     @property
     def has_task_worker(self) -> bool:
         """Whether tasks may be accepted: a worker for them is alive, or was so lately and may be restarting."""
-        seen = self._task_worker_seen_s
-        return bool(self._task_workers) or (seen is not None and self._clock.now() - seen < WORKER_GRACE_S)
+        return self._live.has_endpoint
 
     @property
     def tiers(self) -> TierSet:
@@ -256,11 +249,8 @@ class SchedulerClient:
 
     def _has_engine(self, tier: str) -> bool:
         """Return whether a request of `tier` may be accepted: a worker is alive, or bulk work can wait for one."""
-        if self._workers:
-            return True
         is_bulk = tier in self._tiers.tiers and not self._tiers[tier].is_interactive
-        seen = self._worker_seen_s
-        return is_bulk and seen is not None and self._clock.now() - seen < WORKER_GRACE_S
+        return bool(self._live.engines) or (is_bulk and self._live.has_engine)
 
     async def _receive(self) -> None:
         """Pass token events to their streams, for ever.
@@ -321,49 +311,26 @@ class SchedulerClient:
         while True:
             await self._clock.sleep(CHECK_S)
             try:
-                await self._read_workers()
+                await self._live.read()
                 self._fail_unserved()
             except Exception as error:  # as above
                 log.warning("worker list not refreshed", error=str(error))
 
-    async def _read_workers(self) -> None:
-        listed = await self._registry.workers()
-        for worker_id in self._monitor.observe({w.worker_id: w.at_ms for w in listed}):
-            log.warning("a worker is silent", worker=worker_id)
-        self._note_workers(listed)
-        self._reads_without_worker = 0 if self._workers else self._reads_without_worker + 1
-
     async def look_for_workers(self) -> None:
-        """Read the workers now, because one may have come since the last regular read.
-
-        For callers who would otherwise say that there is none. Does not count as a read for the monitor.
-        """
-        self._note_workers(await self._registry.workers())
+        """Read the workers now, because one may have come since the last regular read."""
+        await self._live.look()
 
     async def starting(self) -> list[WorkerStart]:
         """Return what each worker does that starts and does not serve yet."""
         return await self._registry.starting()
 
-    def _note_workers(self, listed: Iterable[WorkerStatus]) -> None:
-        alive = [w for w in listed if self._monitor.is_alive(w.worker_id, w.at_ms)]
-        self._workers = [w for w in alive if not w.batch_items]
-        self._task_workers = [w for w in alive if w.batch_items]
-        if self._task_workers:
-            self._task_worker_seen_s = self._clock.now()
-        if self._workers:
-            self._worker_seen_s = self._clock.now()
-
     async def _refresh(self) -> None:
-        listed = await self._registry.workers()
-        workers = [w for w in listed if not (w.batch_items or self._monitor.is_silent(w.worker_id))]
+        workers = await self._live.reporting()
         self._admission.on_heartbeat(workers, await self.backlogs(), self._clock.now(), self._clock.wall_ms())
 
     def _fail_unserved(self) -> None:
-        """Fail the open interactive requests if no worker has been alive for `MAX_AWAY_S`.
-
-        Reads are counted, not seconds, so that an outage of the store fails no request here.
-        """
-        if self._reads_without_worker < MAX_AWAY_S / CHECK_S:
+        """Fail the open interactive requests if no worker has been alive for `MAX_AWAY_S`."""
+        if not self._live.were_away(MAX_AWAY_S):
             return
         interactive = [tier.name for tier in self._tiers.tiers.values() if tier.is_interactive]
         unserved = [i for i in self._admission.ids(interactive) if i in self._open and i not in self._being_put]

@@ -9,7 +9,8 @@ import pytest
 from redis.exceptions import ConnectionError as StoreUnreachable
 
 from engine.interface import FinishReason, TokenLogprobs
-from scheduler.client.client import CHECK_EVERY, REFRESH_S, WORKER_GRACE_S, SchedulerClient
+from scheduler.client.client import CHECK_EVERY, REFRESH_S, SchedulerClient
+from scheduler.client.live_workers import WORKER_GRACE_S
 from scheduler.client.rejection import Rejected, RejectReason
 from scheduler.client.token_stream import TokenStream
 from scheduler.drivers.steps.driver import STUCK_S

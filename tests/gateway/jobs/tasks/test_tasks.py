@@ -252,7 +252,7 @@ async def test_waiting_reads_the_store_no_more_often_than_something_happens(
 async def test_without_a_worker_for_tasks_none_are_accepted(redis_client: Redis) -> None:
     async with running_gateway(redis_client) as stand:
         await stand.worker.registry.withdraw("w2")
-        stand.gateway.client._task_workers.clear()
+        stand.gateway.client._live.endpoints.clear()
         stand.gateway.client._task_worker_seen_s = None
         answer = await stand.post("/v1/tasks", {"input": 1})
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_overloaded")

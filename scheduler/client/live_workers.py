@@ -1,0 +1,80 @@
+"""The workers that are alive, as a gateway sees them: read regularly, and when a request finds none.
+
+Knows the registry and heartbeats; does not know requests.
+"""
+
+from collections.abc import Iterable
+
+import structlog
+
+from scheduler.clock import Clock
+from scheduler.registry.base import WorkerRegistry
+from scheduler.registry.heartbeat_monitor import CHECK_S, WORKER_SILENT_S, HeartbeatMonitor
+from scheduler.registry.worker_status import WorkerStatus
+
+log = structlog.get_logger()
+
+# Bulk requests and tasks are still accepted for this many seconds after the last worker was seen, because it may be
+# restarting.
+WORKER_GRACE_S = 20.0
+
+
+class LiveWorkers:
+    def __init__(self, registry: WorkerRegistry, clock: Clock) -> None:
+        self._registry = registry
+        self._clock = clock
+        self._monitor = HeartbeatMonitor(WORKER_SILENT_S)
+        self.engines: list[WorkerStatus] = []  # workers with an engine
+        self.endpoints: list[WorkerStatus] = []  # workers with a static endpoint, which serve tasks
+        self._engine_seen_s: float | None = None
+        self._endpoint_seen_s: float | None = None
+        self._num_reads_without = 0  # reads in a row that found no worker with an engine
+
+    async def read(self) -> None:
+        """Read the heartbeats. To be called once each `CHECK_S` seconds."""
+        listed = await self._registry.workers()
+        for worker_id in self._monitor.observe({w.worker_id: w.at_ms for w in listed}):
+            log.warning("a worker is silent", worker=worker_id)
+        self._note(listed)
+        self._num_reads_without = 0 if self.engines else self._num_reads_without + 1
+
+    async def look(self) -> None:
+        """Read the workers now, because one may have come since the last regular read.
+
+        For callers who would otherwise say that there is none. Does not count as a read for the monitor.
+        """
+        self._note(await self._registry.workers())
+
+    async def reporting(self) -> list[WorkerStatus]:
+        """Return the newest reports of the workers with an engine, without those that were silent at the last read."""
+        listed = await self._registry.workers()
+        return [w for w in listed if not (w.batch_items or self._monitor.is_silent(w.worker_id))]
+
+    def _note(self, listed: Iterable[WorkerStatus]) -> None:
+        alive = [w for w in listed if self._monitor.is_alive(w.worker_id, w.at_ms)]
+        self.engines = [w for w in alive if not w.batch_items]
+        self.endpoints = [w for w in alive if w.batch_items]
+        if self.endpoints:
+            self._endpoint_seen_s = self._clock.now()
+        if self.engines:
+            self._engine_seen_s = self._clock.now()
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether a worker with an engine is alive, or was so lately and may be restarting."""
+        return bool(self.engines) or self._is_recent(self._engine_seen_s)
+
+    @property
+    def has_endpoint(self) -> bool:
+        """Whether a worker for tasks is alive, or was so lately and may be restarting."""
+        return bool(self.endpoints) or self._is_recent(self._endpoint_seen_s)
+
+    def _is_recent(self, seen_s: float | None) -> bool:
+        return seen_s is not None and self._clock.now() - seen_s < WORKER_GRACE_S
+
+    def were_away(self, seconds: float) -> bool:
+        """Return whether no worker with an engine has been alive for so long.
+
+        Reads are counted, not seconds, so that an outage of the store does not count.
+        """
+        return self._num_reads_without >= seconds / CHECK_S
