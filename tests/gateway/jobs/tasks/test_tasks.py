@@ -253,7 +253,7 @@ async def test_without_a_worker_for_tasks_none_are_accepted(redis_client: Redis)
     async with running_gateway(redis_client) as stand:
         await stand.worker.registry.withdraw("w2")
         stand.gateway.client._live.endpoints.clear()
-        stand.gateway.client._task_worker_seen_s = None
+        stand.gateway.client._live._endpoint_seen_s = None
         answer = await stand.post("/v1/tasks", {"input": 1})
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_overloaded")
     assert "--engine static" in answer.json()["error"]["message"] and "retry-after" in answer.headers
