@@ -6,7 +6,7 @@ without a min share, and then the test must complain about what suffers: this sh
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -184,10 +184,12 @@ LOADS: dict[Load, set[str]] = {
 }
 
 
-CONTROLS = [
-    load if load in (impulse, scarce_kv, poison_among_chats) else pytest.param(load, marks=pytest.mark.full)
-    for load in LOADS
-]
+SOME = (impulse, scarce_kv, poison_among_chats)
+LONG = (faster_steps, hardly_anything, poison_of_bulk)
+
+
+def only_in_full(loads: Iterable[Load]) -> list[Any]:
+    return [pytest.param(load, marks=pytest.mark.full) if load in loads else load for load in LOADS]
 
 
 def name_of(load: Load) -> str:
@@ -195,13 +197,13 @@ def name_of(load: Load) -> str:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("load", LOADS, ids=name_of)
+@pytest.mark.parametrize("load", only_in_full(LONG), ids=name_of)
 def test_what_must_come_of_a_load_does(load: Load, seed: int) -> None:
     assert load(seed, make_tiers()).complaints == set()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("load", CONTROLS, ids=name_of)
+@pytest.mark.parametrize("load", only_in_full(set(LOADS) - set(SOME)), ids=name_of)
 def test_with_the_controller_switched_off_it_does_not(load: Load, seed: int) -> None:
     assert load(seed, make_tiers(FROZEN)).complaints >= LOADS[load]
 

@@ -6,14 +6,15 @@ from dataclasses import dataclass, field
 
 from redis.asyncio import Redis
 
-from engine.interface import SamplingParams
 from scheduler.clock import Clock
 from scheduler.queue.base import AheadLimit, Queue
 from scheduler.queue.memory import MemoryQueue
 from scheduler.queue.redis import RedisQueue
 from scheduler.request import Claimed, Lease, Request
+from scheduler.virtual_time import EPOCH_MS
+from tests.scheduler import builders
 
-START_MS = 1_700_000_000_000
+START_MS = EPOCH_MS
 
 
 class ManualClock:
@@ -43,16 +44,9 @@ def make_request(
     output: int = 8,
     job_part: str = "",
 ) -> Request:
-    return Request(
-        id=request_id,
-        tier=tier,
-        prompt_token_ids=tuple(range(tokens)),
-        sampling=SamplingParams(max_tokens=output, seed=7, stop_token_ids=(2,)),
-        arrival_ms=START_MS,
-        deadline_ms=deadline_ms,
-        reply_to="gateway-1",
-        job_part=job_part,
-    )
+    """Return a small request; the queue's tests count `tokens` and `output`."""
+    more = {"deadline_ms": deadline_ms, "reply_to": "gateway-1", "job_part": job_part, "stop_token_ids": (2,)}
+    return builders.make_request(request_id, tier, tokens, output, seed=7, **more)
 
 
 def lease_of(claimed: Claimed) -> Lease:
