@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from structlog.testing import capture_logs
 
-from scheduler.deadlines import age_share, boosted_priority, count_missing, urgencies
+from scheduler.deadlines import count_missing, urgencies
 from scheduler.virtual_time import EPOCH_MS
 from tests.scheduler.builders import FAST, make_decode, make_state, make_tiers, ran
 from tests.scheduler.world import World, played_by, run_world
@@ -44,16 +44,6 @@ def test_a_long_wait_for_the_first_token_is_urgent() -> None:
     states = [make_state("old", "batch", tiers=TIERS, deadline_ms=EPOCH_MS + 10**9)]
     assert not urgencies(TIERS["batch"], states, FAST, 59.0)
     assert urgencies(TIERS["batch"], states, FAST, 90.0) == {"old": pytest.approx(0.5)}
-
-
-def test_interactive_requests_are_not_urgent_but_have_an_age() -> None:
-    waiting = make_state("r", claimed_s=1.0)
-    assert urgencies(TIERS["realtime"], [waiting], FAST, 1e6) == {}
-    assert age_share([waiting, make_decode("d", "realtime")], 1.25) == pytest.approx(0.5)
-
-
-def test_boosted_requests_are_above_all_bulk_and_below_interactive_tiers() -> None:
-    assert 10 < boosted_priority(TIERS.by_priority) < 100
 
 
 @pytest.mark.trap(9)

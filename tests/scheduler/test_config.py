@@ -40,17 +40,6 @@ def test_a_request_may_wait_for_the_patience_or_in_the_strict_form_for_the_slo(
     assert strict["t"].ttft_limit_s == limit_s
 
 
-def test_any_number_of_tiers_under_any_names() -> None:
-    gold = make_tiers(gold={"priority": 200}, **{f"t{i}": {"priority": i} for i in range(20)})
-    assert gold.by_priority[0].name == "gold"
-    assert len(gold.tiers) == 24
-
-
-def test_equal_priorities_are_in_a_total_order() -> None:
-    names = [t.name for t in make_tiers(b={"priority": 5}, a={"priority": 5}).by_priority]
-    assert names.index("a") < names.index("b")
-
-
 def tier(**changes: Any) -> dict[str, Any]:
     return {"default_tier": "t", "batch_tier": "t", "tiers": {"t": {"priority": 1, **changes}}}
 

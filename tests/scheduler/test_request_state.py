@@ -35,11 +35,6 @@ def test_kv_is_held_while_running_and_paused_only() -> None:
         assert state.blocks_held(16) == (blocks_for(33, 16) if status in (Status.RUNNING, Status.PAUSED) else 0)
 
 
-def test_shared_blocks_do_not_become_free() -> None:
-    state = make_decode("d", prompt=160, shared=7)
-    assert (state.blocks_held(16), state.own_blocks(16)) == (10, 3)
-
-
 def test_losing_blocks_to_host_memory_loses_no_work() -> None:
     swapped, evicted = (make_decode(name, prompt=160, shared=7) for name in ("swapped", "evicted"))
     swapped.lose_blocks(Status.SWAPPED)
@@ -72,12 +67,6 @@ def test_the_slo_allows_one_long_gap_in_a_hundred() -> None:
     assert state.met_slo()
     state.gaps = 99
     assert not state.met_slo()
-
-
-def test_without_an_slo_any_first_token_meets_it() -> None:
-    state = make_state("r", "bulk")
-    state.first_token_s = state.arrived_s + 3600
-    assert state.met_slo()
 
 
 def test_a_run_is_certain_to_end_a_sequence_at_its_last_token_or_at_the_end_of_the_context() -> None:

@@ -123,13 +123,6 @@ def test_prompts_that_are_late_by_themselves_are_ahead_of_nobody() -> None:
     assert admission.predicted_ttft_s(patient["realtime"], {}, 0.0) == pytest.approx(4.0)
 
 
-def test_other_tiers_open_what_was_closed_before() -> None:
-    admission = make_admission(tiers())
-    assert attempt(admission, make_request("a", prompt=0), ahead=Backlog(1, 510)) is not None
-    admission.reconfigure(tiers())
-    assert not admission.is_closed("realtime")
-
-
 def test_refused_requests_are_not_in_flight() -> None:
     admission = make_admission(tiers())
     for n in range(50):
@@ -207,21 +200,6 @@ def test_waits_that_turn_out_longer_are_predicted_longer() -> None:
         admission.on_event(TokenEvent(f"a{n}", EventKind.FINISHED, 0, (1,)), n + 0.2)
         admission.on_event(TokenEvent(f"b{n}", EventKind.FINISHED, 0, (1,)), n + 0.6)
     assert forecast_of(admission, now=60).prompt_token_s > 2 * before
-
-
-@pytest.mark.parametrize("gateways", [1, 4])
-def test_a_gateway_learns_from_the_whole_queue_and_not_from_its_own_part(gateways: int) -> None:
-    """The waits are as predicted, whoever sent what waits ahead: there is nothing to correct."""
-    admission = make_admission(make_tiers(realtime={"admission": {}}))
-    before = forecast_of(admission).prompt_token_s
-    for n in range(50):
-        waiting = {"realtime": Backlog(4, 2000)}
-        heartbeat(admission, {"realtime": TierStatus(batch_size=8, capacity=IDLE)}, second=10 * n, backlogs=waiting)
-        submit(admission, make_request(f"ahead{n}", prompt=2000 // gateways), now=10 * n)
-        submit(admission, make_request(f"r{n}", prompt=1), now=10 * n)
-        admission.on_event(TokenEvent(f"r{n}", EventKind.FINISHED, 0, (1,)), 10 * n + 2.0)
-        admission.forget(f"ahead{n}")
-    assert forecast_of(admission, now=490).prompt_token_s == pytest.approx(before, rel=0.15)
 
 
 def test_predicted_ttft_is_that_of_a_short_request_that_arrives_now() -> None:

@@ -189,23 +189,6 @@ async def test_an_answer_for_which_others_leave_no_room_is_told_to_come_again(st
             assert await after.receive() == [scored(0, 6, "next")]
 
 
-@played_by(play)
-async def test_what_was_sent_to_the_client_or_ended_takes_no_room(stage: Stage) -> None:
-    async with await stage.submit(make_request("r")) as stream:
-        for index in range(0, 105, 15):
-            await stage.tell(scored(index, 10))
-            assert await stream.receive() == [scored(index, 10)]
-            await stage.tell(scored(index + 10, 5))  # these are still here when the others are forgotten
-            await stage.clock.sleep(0.1)
-            stream.forget_received()
-            assert await stream.receive() == [scored(index + 10, 5)]
-        await stage.tell(finished(105))
-    for name in ("a", "b", "c"):
-        async with await stage.submit(make_request(name)) as stream:
-            await stage.tell(scored(0, 20, name))
-            assert await stream.receive() == [scored(0, 20, name)]
-
-
 @pytest.mark.parametrize("other", [tokens(0, 9), tokens(1, 9), finished(0, 5, 9), tokens(4, 8)])
 @played_by(play)
 async def test_an_output_that_diverges_fails_and_its_work_is_cancelled(stage: Stage, other: TokenEvent) -> None:
@@ -311,17 +294,6 @@ async def test_leaving_the_block_cancels_what_is_unfinished(stage: Stage) -> Non
     assert await stage.depth() == 1, "a was never acknowledged here, b is gone"
     assert await stage.queue.cancel(["b"]) == [False]
     assert stage.client.num_open == 0
-
-
-@played_by(play)
-async def test_cancelling_one_choice_leaves_the_others(stage: Stage) -> None:
-    stream = await stage.submit(make_request("stopped"), make_request("goes on"))
-    await stage.tell(tokens(0, 1, of="stopped"))
-    async with stream as events:
-        await anext(aiter(events))
-        await stream.cancel("stopped")
-        await stage.tell(tokens(1, 2, of="stopped"), finished(0, 3, of="goes on"))
-        assert [e async for e in events] == [finished(0, 3, of="goes on")]
 
 
 @played_by(play)
@@ -507,16 +479,6 @@ async def test_interactive_requests_are_refused_within_two_seconds_of_a_missed_h
 
 
 @played_by(play)
-async def test_a_heartbeat_that_comes_late_refuses_nothing(stage: Stage) -> None:
-    stage.beating.cancel()
-    for n in range(20):
-        await stage.announce()
-        await stage.clock.sleep(1.9 * HEARTBEAT_S)
-        await stage.client.cancel([f"r{n - 1}"])
-        await stage.submit(make_request(f"r{n}"))
-
-
-@played_by(play)
 async def test_open_interactive_requests_of_a_hung_worker_fail_within_ten_seconds_and_bulk_requests_stay(
     stage: Stage,
 ) -> None:
@@ -579,11 +541,6 @@ async def test_a_put_that_breaks_leaves_nothing_behind(stage: Stage) -> None:
     with pytest.raises(ConnectionError):
         await stage.client.submit([make_request("r")])
     assert stage.client.num_open == 0
-
-
-@played_by(play)
-async def test_worker_metrics_come_from_the_registry(stage: Stage) -> None:
-    assert await stage.client.worker_metrics() == {"w": "text of w"}
 
 
 @played_by(play)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.client.inflight import TierUsage
-from scheduler.client.ttft_forecast import MAX_LAG_S, STALE_S, Forecast, Heartbeats, completion, first_token
+from scheduler.client.ttft_forecast import STALE_S, Forecast, Heartbeats, completion, first_token
 from scheduler.queue.base import Backlog
 from scheduler.registry.worker_status import TierCapacity, TierStatus, WorkerStatus
 from tests.scheduler.builders import make_request
@@ -98,13 +98,6 @@ def test_exactly_the_requests_predicted_to_be_in_time_are_admitted(forecast: For
     assert forecast.limit(()).admits(ahead) == (forecast.seconds(ahead) <= forecast.target_s)
 
 
-def test_a_slowed_forecast_has_longer_waits_and_the_same_own_work() -> None:
-    forecast = first_token([make_request(prompt=50)], CAPACITY, 8, TierUsage(), 1.0)
-    for ahead in (Backlog(), Backlog(1, 300, 0), Backlog(9, 300, 0)):
-        assert forecast.slowed(2.0).wait_s(ahead) == pytest.approx(2 * forecast.wait_s(ahead))
-    assert forecast.slowed(2.0).own_s == forecast.own_s
-
-
 # -- a deadline ----------------------------------------------------------------------------------------------------
 
 
@@ -114,12 +107,6 @@ def test_completion_counts_outputs_by_their_usual_share() -> None:
     assert forecast.output_token_s == pytest.approx(0.25 / 500)
     assert forecast.held_s == pytest.approx(200 / 1000 + 1000 * 0.25 / 500)
     assert forecast.own_s == pytest.approx(0.02 + 250 * 0.02), "one sequence cannot go faster than its steps"
-
-
-def test_completion_of_many_choices_takes_the_work_of_all_tokens() -> None:
-    requests = [make_request(f"r{n}", "bulk", prompt=100, max_tokens=1000) for n in range(64)]
-    forecast = completion(requests, CAPACITY, TierUsage(output_share=0.25), left_s=600, cap_own_work=False)
-    assert forecast.own_s == pytest.approx(0.02 + 64 * (0.1 + 0.5))
 
 
 @pytest.mark.parametrize(
@@ -150,14 +137,6 @@ def test_rates_of_several_workers_add_up() -> None:
     assert (capacity.prompt_tokens, capacity.slots_free, capacity.step_s) == (400, 6, 0.02)
     assert (capacity.prefill_tokens_per_s, capacity.output_tokens_per_s, capacity.drain_per_s) == (2000, 1000, 8)
     assert together.slots("realtime") == 16
-
-
-@pytest.mark.parametrize(("age_ms", "lag_s"), [(100, 0.1), (-5000, 0.0), (60_000, MAX_LAG_S)])
-def test_a_wrong_clock_changes_the_age_by_at_most_a_second(age_ms: int, lag_s: float) -> None:
-    known = Heartbeats()
-    known.update([status(at_ms=1_000_000 - age_ms)], now=5.0, wall_ms=1_000_000)
-    capacity = known.capacity("realtime", 5.0)
-    assert capacity is not None and capacity.prompt_tokens == max(0, 200 - int(1000 * lag_s))
 
 
 @pytest.mark.trap(8)

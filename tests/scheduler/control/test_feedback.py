@@ -7,7 +7,7 @@ import pytest
 from scheduler.control.controller import SLAController
 from scheduler.control.knobs import Decision
 from tests.scheduler.builders import make_state, make_tiers
-from tests.scheduler.control.builders import BULK, OuterLoop, budgets_of, make_load, observe, run_bulk
+from tests.scheduler.control.builders import OuterLoop, budgets_of, make_load, observe, run_bulk
 
 BULK_WAITS = make_load(held={"bulk": 64}, bulk=100)
 MIXED = make_load(held={"bulk": 64, "realtime": 4}, bulk=100)
@@ -42,13 +42,6 @@ def test_misses_above_halve_bulk_once_until_the_cut_shows() -> None:
     observe(outer.controller, "ttft", 900, now=outer.now, bulk_ms=500)
     outer.update(smaller)
     assert outer.batch_size("bulk") == 16
-
-
-def test_bulk_that_holds_nothing_is_not_cut_for_the_misses_of_others() -> None:
-    outer = OuterLoop()
-    observe(outer.controller, "ttft", 900, now=0.4, bulk_ms=500)
-    cuts = of_tier(outer.update(make_load(held={"realtime": 80, "batch": 1}), rounds=5), *BULK)
-    assert [(d.tier, d.direction) for d in cuts] == [("batch", "down")], "a tier that holds something is cut"
 
 
 def test_misses_that_less_bulk_would_not_have_spared_do_not_cut_it() -> None:
@@ -138,14 +131,6 @@ def test_slow_tokens_shrink_the_interactive_batch_once_per_evidence() -> None:
         assert 0.5 * before < decision.new < before
 
 
-def test_prefills_that_make_gaps_long_do_not_cost_the_interactive_tier_its_slots() -> None:
-    """Fewer slots would let requests wait, and shorten no gap."""
-    outer = OuterLoop()
-    observe(outer.controller, "itl", 150, now=0.4)
-    quick = replace(make_load(held={"realtime": 64}), decodes_s={"realtime": 0.023})
-    assert not [d for d in outer.update(quick, rounds=20) if d.knob == "batch_size" and d.direction == "down"]
-
-
 def test_an_overloaded_tier_keeps_its_slots() -> None:
     """With fewer slots, requests would wait even longer, and none would keep its SLO."""
     outer = OuterLoop()
@@ -157,13 +142,6 @@ def test_an_overloaded_tier_keeps_its_slots() -> None:
     budgets_of(outer.controller, [])
     observe(outer.controller, "itl", 150, now=outer.now + 0.1)
     assert [d.direction for d in of_tier(outer.update(slow), "realtime")] == ["down"], "no longer overloaded"
-
-
-def test_waiting_requests_and_quick_tokens_grow_the_interactive_batch() -> None:
-    outer = OuterLoop()
-    observe(outer.controller, "itl", 20)
-    [decision] = outer.update(make_load(held={"realtime": 68}, realtime=5))
-    assert (decision.knob, decision.direction, decision.signal) == ("batch_size", "up", "queue")
 
 
 # -- max-wait ------------------------------------------------------------------------------------------------------

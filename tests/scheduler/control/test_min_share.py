@@ -1,6 +1,5 @@
 """Min shares: a tier gets its min share, and no long burst after a flood."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -63,16 +62,3 @@ def test_no_deficit_is_worth_no_step_even_if_steps_cost_nothing() -> None:
     assert not counter.is_due("bulk", 0.0)
     counter.add_step(0.1, {}, ["bulk"])
     assert counter.is_due("bulk", 0.0)
-
-
-def test_a_tier_without_work_has_no_deficit() -> None:
-    counter = make_counter(0.1)
-    counter.add_step(10.0, {}, ["realtime"])
-    assert counter.due_s("bulk") == 0
-
-
-def test_deficits_survive_new_tiers() -> None:
-    before, after = make_counter(0.1), make_counter(0.2)
-    before.add_step(1.0, {}, ["bulk"])
-    after.inherit(before)
-    assert after.due_s("bulk") == pytest.approx(0.1)

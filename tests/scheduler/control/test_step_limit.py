@@ -1,8 +1,6 @@
 """The limits of a step: bulk takes what interactive requests hardly notice."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from engine.interface import StepEviction
 from engine.step_time.cost import StepCost
@@ -10,12 +8,10 @@ from scheduler.clock import NEVER_S
 from scheduler.config import ControllerSwitches
 from scheduler.control.budget import TierBudget
 from scheduler.control.controller import SLAController
-from scheduler.control.step_limit import StepLimit, first_limit_s
+from scheduler.control.step_limit import StepLimit
 from scheduler.request_state import RequestState, Status
 from tests.scheduler.builders import make_decode, make_state, make_tiers
 from tests.scheduler.control.builders import COST, QUICK, budgets_of, make_load, observe
-
-seconds = st.floats(0.0, 10.0)
 
 
 def limit_s(
@@ -38,23 +34,11 @@ def test_the_extra_share_adds_to_a_long_step_up_to_the_hard_limit() -> None:
     assert limit.extra_only_s(0.01) == pytest.approx(0.015)
 
 
-@given(seconds, seconds, seconds, st.floats(0.0, 1.0))
-def test_more_work_in_the_step_never_lowers_the_limit(first_s: float, more_s: float, at_s: float, share: float) -> None:
-    limit = StepLimit(at_s, extra_share=share, hard_limit_s=2 * at_s)
-    assert limit.total_s(first_s) <= limit.total_s(first_s + more_s)
-
-
 def test_prefills_add_no_more_to_guaranteed_work_than_it_takes_itself() -> None:
     limit = StepLimit(0.1)
     assert limit.prefills_s(0.03, min_share_s=0.02) == pytest.approx(0.05)
     assert limit.prefills_s(0.03, min_share_s=0.0) == 0.1, "no guaranteed work"
     assert limit.prefills_s(0.03, min_share_s=1.0) == 0.1
-
-
-def test_late_prefills_are_left_some_of_the_time() -> None:
-    assert 0.02 < first_limit_s(0.1, planned_s=0.02) < 0.1
-    assert first_limit_s(0.1, planned_s=0.2) == 0.1, "there is none left"
-    assert first_limit_s(NEVER_S, planned_s=0.2) == NEVER_S
 
 
 @pytest.mark.parametrize("tier", ["bulk", "batch"])
@@ -98,13 +82,6 @@ def test_beside_decodes_bulk_makes_steps_longer_by_what_the_operator_allows(slow
         decodes_s = cost.step_s + cost.decode(32)
         bulk_s, hard_s = (limit_s(controller, decoding, cost, 1.0, tier) for tier in ("bulk", "realtime"))
         assert bulk_s == pytest.approx(min(slowdown * decodes_s, hard_s))
-
-
-def test_without_a_slowdown_only_the_slo_limits_bulk_beside_decodes() -> None:
-    tiers = make_tiers(realtime={"max_slowdown": None})
-    controller = SLAController(tiers, StepEviction.ROWS)
-    decoding = [make_decode("a", "realtime", tiers=tiers, last_token_s=1.0)]
-    assert limit_s(controller, decoding, COST, 1.0) == limit_s(controller, decoding, COST, 1.0, "realtime")
 
 
 def test_of_several_tiers_the_one_that_allows_least_limits_bulk_while_it_has_requests() -> None:
@@ -157,13 +134,6 @@ def test_decodes_slow_prefills_down_and_so_the_tier_is_behind_sooner() -> None:
     assert interactive_budget([*waiting, *decoding]).overloaded
 
 
-def test_an_engine_whose_costs_are_not_known_is_not_overloaded_by_one_prompt() -> None:
-    late = make_decode("late", "realtime", last_token_s=0.0)
-    unknown = StepCost(step_s=0.0, prefill_token_s=0.0, decode_s=0.0)
-    budgets = budgets_of(SLAController(make_tiers()), [late, make_state("rt", claimed_s=1.0)], 1.0, unknown)
-    assert not budgets["realtime"].overloaded
-
-
 def test_a_tier_is_not_helped_at_the_cost_of_a_higher_one() -> None:
     tiers = make_tiers(gold={"priority": 200, "slo": {"itl_p99_ms": 100}})
     waiting = [make_state(f"rt{i}", prompt=100) for i in range(200)]
@@ -207,22 +177,6 @@ def test_frequent_arrivals_that_evict_bulk_shorten_its_steps() -> None:
             controller.update(make_load(), per_update * 1000 + round_ * 0.5)
         step_s.append(limit_s(controller))
     assert step_s[0] > 5 * step_s[1]
-
-
-def test_one_quick_first_token_counts_as_much_as_the_guess_from_the_slo() -> None:
-    """Of many first tokens, the guess is forgotten."""
-    controller, step_s = SLAController(make_tiers(), StepEviction.STEPS), []
-    for count in (0, 1, 200):
-        observe(controller, "service", 10.0, count)
-        step_s.append(limit_s(controller))
-    guess_s, one_s, many_s = step_s
-    assert guess_s > one_s > many_s
-    assert one_s == pytest.approx((guess_s + many_s) / 2, rel=0.02)
-
-
-def test_on_a_slow_engine_a_bulk_step_may_last_a_few_times_its_fixed_cost() -> None:
-    slow = StepCost(step_s=0.1)
-    assert 2 * slow.step_s <= limit_s(SLAController(make_tiers()), cost=slow) <= 5 * slow.step_s
 
 
 def test_tiers_without_an_slo_alone_have_no_limit() -> None:

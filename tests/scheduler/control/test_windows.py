@@ -1,13 +1,10 @@
 """Sliding windows and the arrival rate."""
 
-import math
-
 import pytest
 
 from scheduler.control.windows import (
     BUCKET_WIDTH,
     MIN_SAMPLES,
-    SLICE_S,
     WINDOW_S,
     ArrivalRate,
     LatencyWindow,
@@ -57,15 +54,6 @@ def test_the_window_is_as_long_at_any_rate_of_samples() -> None:
     assert window.p99(31.0) == pytest.approx(0.1, rel=BUCKET_WIDTH)
 
 
-def test_the_window_holds_counts_and_not_samples() -> None:
-    window = LatencyWindow()
-    for n in range(100_000):
-        window.add(n * 0.01, 0.01 + 0.001 * (n % 7))
-    slices = list(window._slices.since(1000.0))
-    assert len(slices) <= WINDOW_S / SLICE_S + 1
-    assert all(len(s.buckets) <= 7 for s in slices)
-
-
 @pytest.mark.parametrize("seconds", [0.0, 1e-7, 0.0123, 1.0, 77.7, 3600.0])
 def test_a_latency_of_any_size_is_shown_to_half_a_percent(seconds: float) -> None:
     assert filled(MIN_SAMPLES, seconds).p99(0.0) == pytest.approx(seconds, rel=BUCKET_WIDTH / 2 + 1e-4, abs=1e-6)
@@ -90,22 +78,6 @@ def test_the_arrival_rate_settles_and_decays() -> None:
         per_s = rate.update(i * 0.5)
     assert per_s == pytest.approx(20, rel=0.01)
     assert rate.update(500.0) == pytest.approx(0, abs=1e-6)
-
-
-def settled_rate(per_interval: int, every: int) -> tuple[ArrivalRate, float]:
-    """The rate after 50 s in which `per_interval` requests came in every `every`-th interval of 0.5 s."""
-    rate = ArrivalRate(tau_s=5.0)
-    for i in range(101):
-        if i % every == 0:
-            rate.add(per_interval)
-        per_s = rate.update(i * 0.5)
-    return rate, per_s
-
-
-def test_a_silence_as_long_as_usual_does_not_lower_the_rate_more_than_time_does() -> None:
-    """One request in two seconds came: another second without one says nothing."""
-    rate, per_s = settled_rate(per_interval=1, every=4)
-    assert rate.update(51.0) == pytest.approx(per_s * math.exp(-1 / 5))
 
 
 def test_the_rate_starts_with_the_first_interval() -> None:

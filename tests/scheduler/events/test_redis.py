@@ -79,21 +79,6 @@ async def test_a_listener_notices_a_connection_that_broke_without_being_closed(
     assert received == [0, 1, 2]
 
 
-async def test_a_close_between_a_heartbeat_and_a_read_ends_the_listener(
-    channel: RedisEventChannel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    closing: list[asyncio.Task[None]] = []
-    heartbeat = channel._heartbeat
-
-    async def then_closed(reader: Redis, gateway_id: str) -> None:
-        await heartbeat(reader, gateway_id)
-        closing.append(asyncio.create_task(channel.close()))
-
-    monkeypatch.setattr(channel, "_heartbeat", then_closed)
-    assert [m async for m in channel.listen("g")] == []
-    await asyncio.gather(*closing)
-
-
 async def test_listening_keeps_the_stream_alive_and_short(
     channel: RedisEventChannel, received: list[int], redis_client: Redis
 ) -> None:

@@ -13,7 +13,7 @@ from scheduler.drivers.steps.core import SchedulerCore
 from scheduler.holdings.request_table import RequestTable
 from scheduler.request import Claimed
 from scheduler.request_state import RequestState, Status
-from tests.scheduler.builders import MAX_PREEMPTIONS, make_decode, make_request, make_state, make_table, make_tiers
+from tests.scheduler.builders import make_decode, make_request, make_state, make_table, make_tiers
 
 TIERS = make_tiers()
 
@@ -48,15 +48,6 @@ def test_decodes_that_ran_go_behind_decodes_that_sat_out() -> None:
     table.note_run(["b"])
     assert ids(table.decodes("realtime")) == ["d", "a", "c", "b"]
     assert ids(table.last_run("realtime")) == ["b"]
-
-
-def test_exhausted_preemptions_keep_blocks_reserved_while_decoding() -> None:
-    exhausted = make_decode("exhausted")
-    exhausted.num_preemptions = MAX_PREEMPTIONS
-    table = make_table(TIERS, [exhausted, make_decode("fresh")])
-    assert ids(table.reserved()) == ["exhausted"]
-    table.remove(exhausted)
-    assert ids(table.reserved()) == []
 
 
 def test_a_reload_recomputes_whose_preemptions_are_exhausted() -> None:

@@ -59,12 +59,6 @@ def test_higher_tiers_first_then_decodes_then_prefills_by_deadline() -> None:
     assert list(ran(form(states))) == ["realtime decode", "early", "late", "bulk decode"]
 
 
-def test_a_new_sequence_starts_and_runs_in_the_same_step() -> None:
-    plan = form([make_state("new", prompt=40)])
-    assert [new.seq_id for new in plan.start] == ["new"]
-    assert ran(plan) == {"new": 40}
-
-
 def test_a_long_prompt_is_cut_into_chunks_of_what_the_step_holds() -> None:
     plan = form([make_decode("d", "realtime"), make_state("long", prompt=500)], view={"max_step_tokens": 100})
     assert ran(plan) == {"d": 1, "long": 99}
@@ -76,13 +70,6 @@ def test_prefills_under_way_go_before_newcomers_whatever_their_deadlines() -> No
     assert ran(plan) == {"under way": 50, "newcomer": 10}
 
 
-def test_preempted_sequences_start_before_newcomers() -> None:
-    lost = make_state("lost", "bulk", Status.PREEMPTED, deadline_ms=9)
-    plan = form([make_state("newcomer", "bulk", deadline_ms=1), lost], bulk=budget(max_num_seqs=1))
-    assert plan.resume == ("lost",)
-    assert list(ran(plan)) == ["lost"]
-
-
 # -- the tier's limits ---------------------------------------------------------------------------------------------
 
 
@@ -91,11 +78,6 @@ def test_decodes_and_prefills_together_stay_within_the_batch_size() -> None:
     states = [make_decode(f"d{i}") for i in range(3)]
     states += [make_state(f"p{i}", "bulk", Status.RUNNING, prompt=64, computed=32) for i in range(3)]
     assert len(form(states, bulk=budget(max_num_seqs=4)).run) == 4
-
-
-def test_resident_sequences_count_against_the_slots_also_when_they_sit_out() -> None:
-    states = [make_decode("sits out", status=Status.PAUSED), make_state("new", "bulk")]
-    assert list(ran(form(states, bulk=budget(max_num_seqs=1)))) == ["sits out"]
 
 
 def test_beyond_the_batch_size_decodes_take_turns() -> None:
@@ -161,13 +143,6 @@ def test_an_idle_engine_waits_only_where_another_arrival_is_worth_it(arrival_gap
 
 
 # -- which prefill first -------------------------------------------------------------------------------------------
-
-
-def test_a_short_prompt_goes_before_a_long_one_that_is_due_at_about_the_same_time() -> None:
-    states = [make_state("long", prompt=400), make_state("short", prompt=20, claimed_s=0.05)]
-    assert list(ran(form(states, now=0.05))) == ["short", "long"]
-    waited = [make_state("long", prompt=400), make_state("short", prompt=20, claimed_s=0.45)]
-    assert list(ran(form(waited, now=0.45))) == ["short", "long"], "the long one is late for certain by now"
 
 
 def test_prompts_that_can_be_in_time_go_before_a_huge_one_that_cannot() -> None:
@@ -256,16 +231,6 @@ def test_equal_priorities_never_preempt_each_other_for_a_start() -> None:
         assert list(ran(plan)) == ["here"]
 
 
-@pytest.mark.trap(1)
-def test_two_equals_that_both_must_grow_do_not_preempt_each_other_in_turn() -> None:
-    """Trap 1: only the older one preempts the newer, in either order."""
-    old = make_decode("old", "realtime", prompt=32, output=1, deadline_ms=1, last_step=5)
-    new = make_decode("new", "realtime", prompt=32, output=1, deadline_ms=2, last_step=4)
-    plan = form([old, new], view={"free_blocks": 0})
-    assert preempted(plan) == {"new": "recompute"}
-    assert list(ran(plan)) == ["old"]
-
-
 @pytest.mark.trap(2)
 def test_no_sequence_is_preempted_for_a_newcomer_that_cannot_start_now() -> None:
     """Trap 2: neither blocks, nor a slot, nor time may be missing."""
@@ -281,13 +246,6 @@ def test_a_higher_newcomer_preempts_just_enough() -> None:
     plan = form(states, view={"free_blocks": 2})
     assert preempted(plan) == {"b3": "recompute"}
     assert "rt" in ran(plan)
-
-
-def test_a_sequence_that_runs_in_this_step_is_not_preempted() -> None:
-    guaranteed = [make_decode("b", prompt=160)]
-    plan = form([make_state("rt", prompt=64), *guaranteed], view={"free_blocks": 1}, bulk=budget(min_share_due=True))
-    assert list(ran(plan)) == ["b"]
-    assert not plan.preempt
 
 
 @pytest.mark.trap(6)

@@ -49,12 +49,6 @@ def test_a_decode_that_grows_does_not_take_reserved_blocks() -> None:
     assert Budget(half, decode, free_blocks=7).allocate(decode, 1) == {}
 
 
-def test_blocks_reserved_for_a_victim_become_free() -> None:
-    bulk = half_done("b", prompt=160, computed=64, tier="bulk")
-    budget = Budget(bulk, free_blocks=6)
-    assert budget.allocate(make_state("rt", prompt=160), 160) == {"b": RECOMPUTE}, "4 held and 6 reserved"
-
-
 @pytest.mark.parametrize(("preempted", "fits"), [(MAX_PREEMPTIONS - 1, True), (MAX_PREEMPTIONS, False)])
 @pytest.mark.parametrize("status", [Status.PREEMPTED, Status.SWAPPED])
 def test_after_its_last_preemption_a_sequence_needs_room_for_its_longest_end(
@@ -63,11 +57,6 @@ def test_after_its_last_preemption_a_sequence_needs_room_for_its_longest_end(
     state = make_state("b", "bulk", status, prompt=32, output=1, max_tokens=64, preempted=preempted)
     assert (Budget(free_blocks=5).allocate(state, 33) is not None) is fits
     assert Budget(free_blocks=6).allocate(state, 33) == {}
-
-
-def test_no_sequence_needs_more_room_than_the_model_allows() -> None:
-    state = make_state("b", "bulk", Status.PREEMPTED, prompt=32, output=1, max_tokens=9999, preempted=MAX_PREEMPTIONS)
-    assert Budget(free_blocks=4, max_model_len=64).allocate(state, 33) == {}
 
 
 def test_a_sequence_with_exhausted_preemptions_keeps_its_room_while_others_start_and_grow() -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from engine.interface import PreemptionMode
 from engine.step_time.cost import StepCost
 from scheduler.planning.preemption import cheapest_mode, growth_victims, newcomer_victims
-from scheduler.request_state import RequestState, Status
+from scheduler.request_state import RequestState
 from tests.scheduler.builders import MAX_PREEMPTIONS, make_decode, make_state
 
 TIERS = ("realtime", "bulk", "batch")
@@ -98,8 +98,3 @@ def test_shared_blocks_stay_and_are_not_computed_again() -> None:
     """With two unshared blocks, 12 copies compete with 32 tokens."""
     assert mode(0.0026, shared=8) is SWAP
     assert mode(0.0027, shared=8) is RECOMPUTE
-
-
-def test_a_sequence_without_blocks_is_not_swapped() -> None:
-    empty = make_state("b", "bulk", Status.RUNNING)
-    assert cheapest_mode(empty, 16, COST, 0.0, 100) is RECOMPUTE

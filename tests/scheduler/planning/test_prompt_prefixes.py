@@ -52,15 +52,6 @@ def test_a_shared_beginning_is_computed_once() -> None:
     assert cached(world) == 4 * SHARED
 
 
-def test_others_go_first_while_a_beginning_is_computed() -> None:
-    world = stepped()
-    other = tuple(range(300, 300 + SHARED))
-    world.accept(asking(0), asking(1), asking(2, beginning=other), asking(3, beginning=other))
-    assert [run.seq_id for run in world.step().run] == ["q0", "q2"]
-    world.run()
-    assert cached(world) == 2 * SHARED
-
-
 def test_the_others_wait_for_a_long_beginning_until_it_is_computed_in_chunks() -> None:
     world = stepped(max_step_tokens=32)
     world.accept(asking(0), asking(1))
@@ -70,12 +61,6 @@ def test_the_others_wait_for_a_long_beginning_until_it_is_computed_in_chunks() -
     assert "q1" in [seq_id for run in runs[3:] for seq_id in run]
     world.run()
     assert cached(world) == SHARED
-
-
-def test_without_a_prefix_cache_nothing_waits() -> None:
-    world = stepped(caches=False)
-    world.accept(asking(0), asking(1))
-    assert [run.seq_id for run in world.step().run] == ["q0", "q1"]
 
 
 def test_a_wrong_hint_costs_a_step_and_nothing_else() -> None:

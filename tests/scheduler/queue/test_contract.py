@@ -93,10 +93,10 @@ async def test_put_is_all_or_none_against_the_limit(handles: Handles) -> None:
     assert await queue.depths(["realtime"]) == {"realtime": 3}
 
 
-async def test_one_put_is_for_one_tier(handles: Handles) -> None:
-    with pytest.raises(ValueError, match="one tier"):
-        await handles().put([make_request("a"), make_request("b", tier="bulk")])
-    assert await handles().depths(["realtime", "bulk"]) == {"realtime": 0, "bulk": 0}
+async def test_a_put_of_known_requests_is_never_refused(handles: Handles) -> None:
+    await handles().put([make_request("a")], limit=1)
+    assert await handles().put([make_request("a")], limit=1) is None
+    assert await handles().put([], limit=0) is None
 
 
 @pytest.mark.trap(3)
@@ -168,12 +168,6 @@ async def test_ahead_are_requests_due_no_later_and_the_tiers_above(handles: Hand
     assert await queue.put([early], ahead=none) == TooFarBehind("bulk", Backlog(2, 120, 7))
     assert await queue.put([early], ahead=may_wait(2, 127, 1, 1, "realtime")) is None
     assert await queue.put([late], ahead=may_wait(5, 100, 1, 1, "realtime")) is not None
-
-
-async def test_a_negative_limit_refuses_even_the_first(handles: Handles) -> None:
-    assert await handles().put([make_request("a")], ahead=may_wait(seconds=-0.1)) is not None
-    assert await handles().put([make_request("a")], ahead=may_wait(0, 0)) is None
-    assert await handles().put([make_request("a")], ahead=may_wait(-1, -1)) is None, "the request is known already"
 
 
 async def test_ack_forgets_a_request_once(handles: Handles) -> None:
@@ -250,16 +244,6 @@ async def test_a_lease_seems_to_be_over_when_the_clock_was_set_back(handles: Han
     assert list(await queue.expired_leases(LEASE_S)) == ["a"]
 
 
-async def test_requeue_worker_returns_what_that_worker_holds(handles: Handles) -> None:
-    await handles().put([make_request(name) for name in ("a", "b", "c")])
-    await handles("dead").claim({"realtime": 2}, LEASE_S)
-    [c] = await handles("alive").claim({"realtime": 2}, LEASE_S)
-    assert await handles().requeue_worker("dead") == ["a", "b"]
-    assert await handles().requeue_worker("dead") == []
-    assert await handles("alive").renew([lease_of(c)], LEASE_S) == [True]
-    assert ids(await handles("alive").claim({"realtime": 9}, LEASE_S)) == ["a", "b"]
-
-
 async def test_cancel_of_waiting_leased_and_unknown_requests(handles: Handles) -> None:
     worker = handles("w")
     await quiet(worker)
@@ -327,14 +311,6 @@ async def test_wait_for_work_ends_at_once_when_something_happens(
             await other.cancel(["a"])
     async with asyncio.timeout(30):
         assert await waiting is True
-
-
-async def test_work_put_between_two_waits_is_not_missed(handles: Handles) -> None:
-    worker = handles("w")
-    await quiet(worker)
-    await handles().put([make_request("a")])
-    async with asyncio.timeout(30):
-        assert await worker.wait_for_work(30.0) is True
 
 
 async def test_wait_for_work_ends_after_its_timeout(handles: Handles) -> None:

@@ -103,14 +103,6 @@ async def test_the_output_of_a_part_outlives_its_request(handles: Handles, end: 
     assert {c.request.id: c.output_token_ids for c in await claim(handles("w2"))} == {"second": (4, 5, 6), "other": ()}
 
 
-async def test_a_part_that_waited_unclaimed_changes_nothing(handles: Handles) -> None:
-    first = await claimed_part(handles, "first")
-    await handles("w1").checkpoint([Checkpoint(lease_of(first), 0, (4, 5))])
-    await handles().put([make_request("second", job_part="part")])
-    await handles().cancel(["second"])
-    assert await handles("w1").checkpoint([Checkpoint(lease_of(first), 2, (6,))]) == [3]
-
-
 async def test_of_two_requests_for_a_part_the_one_that_was_put_last_writes(handles: Handles) -> None:
     """The gateway of the first one has died, or was only slow; its request may even be claimed last."""
     await handles().put([make_request("old", deadline_ms=2, job_part="part")])
@@ -241,14 +233,6 @@ async def test_a_death_counts_only_for_the_request_that_ran_alone(handles: Handl
     await handles("w1").note_step({lease_of(c): True}, lease_of(b))
     await die(handles, way)
     assert attempts(await claim(handles("w2"))) == {"a": 1, "b": 2, "c": 1}
-
-
-async def test_after_a_step_alone_the_next_death_counts_for_others_too(handles: Handles) -> None:
-    a, b = await claimed(handles, "a", "b")
-    await handles("w1").note_step({lease_of(b): False}, lease_of(b))
-    await handles("w1").note_step({lease_of(b): True}, None)
-    await die(handles, "silence")
-    assert attempts(await claim(handles("w2"))) == {"a": 2, "b": 1}
 
 
 async def test_marks_concern_one_claim_of_one_worker(handles: Handles) -> None:

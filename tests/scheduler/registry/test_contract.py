@@ -3,7 +3,6 @@
 from collections.abc import AsyncIterator
 
 import pytest
-from redis.asyncio import Redis
 
 from scheduler.clock import SystemClock
 from scheduler.registry.base import WorkerRegistry
@@ -70,16 +69,6 @@ async def test_a_silent_worker_is_gone_after_the_ttl(registry: WorkerRegistry) -
 
     assert {w.worker_id for w in await registry.workers()} == {"silent"}
     await until(only_the_living)
-
-
-async def test_dead_workers_are_removed_from_the_index(
-    no_leaked_keys: None, valkey_url: str, redis_client: Redis
-) -> None:
-    registry = RedisWorkerRegistry(redis_client)
-    await registry.announce(status("w1"), "")
-    await redis_client.delete(keys.worker("w1"))
-    assert await redis_client.scard(keys.WORKERS) == 1
-    assert await registry.workers() == []
 
 
 async def test_what_workers_do_at_their_start_is_known_until_they_have_started(registry: WorkerRegistry) -> None:

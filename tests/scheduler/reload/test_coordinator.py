@@ -105,22 +105,6 @@ async def test_a_change_returns_after_all_parts_have_made_it(start: Start) -> No
     assert {part.generation for part in parts} == {outcome.in_force.generation}
 
 
-async def test_a_change_wakes_followers_before_their_next_read(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scheduler.reload.follower.REPORT_S", 3600.0)
-    first, second = await start("a"), await start("b")
-    assert isinstance(await second.changes.change(document(chat=3, bulk=3), "test"), Applied)
-    assert first.limits == {"chat": 3, "bulk": 3}
-
-
-async def test_the_file_is_read_again(start: Start, path: Path) -> None:
-    first, second = await start("a"), await start("b")
-    write(path, document(chat=5, bulk=6))
-    outcome = await first.changes.reload()
-    assert isinstance(outcome, Applied)
-    assert outcome.in_force.source == str(path)
-    assert second.limits == {"chat": 5, "bulk": 6}
-
-
 async def test_tiers_in_force_already_change_nothing(start: Start) -> None:
     first, second = await start("a"), await start("b")
     generation = first.generation
@@ -266,6 +250,13 @@ async def test_the_first_part_to_start_uses_its_own_file(start: Start, redis_cli
     assert part.limits == {"chat": 1, "bulk": 2}
     assert part.follower.in_force.source == str(path)
     assert part.generation > yesterday.generation
+
+
+async def test_parts_that_start_together_agree(start: Start, tmp_path: Path) -> None:
+    files = [write(tmp_path / f"{i}.yaml", document(chat=i, bulk=i)) for i in range(1, 6)]
+    parts = await asyncio.gather(*(start(f"part {i}", path) for i, path in enumerate(files)))
+    await until(lambda: len({part.generation for part in parts}) == 1)
+    assert len({part.limits["chat"] for part in parts}) == 1
 
 
 async def test_tiers_that_cannot_be_used_here_are_logged_and_ignored(

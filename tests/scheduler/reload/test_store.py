@@ -42,11 +42,6 @@ async def test_one_proposal_at_a_time(store: TierStore) -> None:
     assert await store.read() == Reading(None, second)
 
 
-async def test_a_proposal_that_is_not_settled_expires(store: TierStore, redis_client: Redis) -> None:
-    assert await store.propose(CONTENT, "x", 0) is not None
-    assert 0 < await redis_client.pttl(keys.TIERS_PROPOSED) <= keys.TIERS_PROPOSED_TTL_S * 1000
-
-
 async def test_followers_are_listed_until_they_leave_or_fall_silent(
     store: TierStore, redis_client: Redis, no_leaked_keys: None
 ) -> None:

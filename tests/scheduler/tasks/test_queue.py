@@ -82,11 +82,6 @@ async def test_the_oldest_of_a_lane_come_first_and_lanes_in_the_given_order(queu
     assert [c.task.id for c in claimed] == [tasks[2].id, tasks[1].id, tasks[0].id]
 
 
-async def test_requests_and_tasks_do_not_meet(queue: TaskQueue, redis_client: Redis) -> None:
-    await queue.put([make_task()], limit=10)
-    assert await redis_client.exists("tidegate:queue:realtime") == 0
-
-
 async def test_a_retried_task_waits_in_its_lane_at_its_old_place(queue: TaskQueue) -> None:
     (claimed,) = await put_and_claim(queue, [make_task(arrival_ms=5)])
     failed = replace(claimed.task, failures=("once",))
@@ -198,16 +193,6 @@ async def test_one_owner_does_not_fill_the_store(redis_client: Redis, clock: Man
     assert await queue.put([make_task(b"1" * 2000, owner="ben")], 100) is None
 
 
-async def test_a_dead_letter_waits_until_its_owner_has_room(redis_client: Redis, clock: ManualClock) -> None:
-    queue, first, second = TaskQueue(redis_client, clock, "w1", max_bytes=3000), *(make_task(b"1" * 2000) for _ in "ab")
-    (claimed,) = await put_and_claim(queue, [first])
-    await queue.end([dead(claimed)])
-    await queue.put([second], 100)
-    assert isinstance(await queue.revive(first), TooManyBytes)
-    await queue.cancel(second)
-    assert await queue.revive(first) is True
-
-
 @pytest.mark.parametrize("end", ["done", "dead", "cancelled", "expired", "lost"])
 async def test_whatever_ends_a_task_frees_its_bytes(
     queue: TaskQueue, redis_client: Redis, clock: ManualClock, end: str
@@ -275,12 +260,3 @@ async def test_a_task_that_waits_for_another_try_expires_with_its_failures(queue
     await queue.expire([task])
     stored = await found(queue, task)
     assert (stored.state, stored.attempts, stored.task.failures) == (TaskState.DEAD, 1, ("no luck",))
-
-
-async def test_a_dead_letter_that_is_revived_may_wait_as_long_again(queue: TaskQueue, clock: ManualClock) -> None:
-    task = make_task(arrival_ms=1, timeout_ms=500)
-    await queue.put([task], limit=10)
-    await queue.expire([task])
-    assert await queue.revive((await found(queue, task)).task)
-    revived = (await found(queue, task)).task
-    assert not revived.is_expired(clock.wall_ms() + 499) and revived.is_expired(clock.wall_ms() + 500)

@@ -115,16 +115,6 @@ async def test_one_write_has_a_bounded_size_and_the_longest_waiting_go_first(
 
 
 @played_by(play)
-async def test_an_output_beyond_the_size_of_a_write_is_stored_alone(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may begin again at index 0, after the store has lost what it had."""
-    monkeypatch.setattr(checkpoints, "MAX_TOKENS", 250)
-    for name, output in (("long", 300), ("short", 100)):
-        await rig.hold(name, output=output)
-    await rig.clock.sleep(2.5 * CHECKPOINT_S)
-    assert rig.writes == [{"long": (0, 300)}, {"short": (0, 100)}]
-
-
-@played_by(play)
 async def test_what_the_store_has_lost_is_written_again_from_the_beginning(rig: Rig) -> None:
     state = await rig.hold("r", output=100)
     await rig.clock.sleep(1.5 * CHECKPOINT_S)

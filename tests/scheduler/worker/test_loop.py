@@ -117,14 +117,6 @@ async def test_requests_that_report_only_at_their_end_are_dropped_with_their_gat
     assert not world.queue._shared.records
 
 
-@played_by(run_world)
-async def test_a_finished_answer_for_a_gateway_that_is_gone_is_acknowledged(world: World) -> None:
-    await world.queue.put([world.request("orphan", reply_to="gone", delivery=Delivery.AT_END)])
-    await world.clock.sleep(1.0)
-    assert world.core.held.counts["finished"] == 1
-    assert not world.queue._shared.records
-
-
 # -- cancel and leases -------------------------------------------------------------------------------------------------
 
 

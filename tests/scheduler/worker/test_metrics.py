@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from scheduler.config import parse_tiers
 from scheduler.control.knobs import Decision
 from scheduler.control.windows import WINDOW_S
-from scheduler.holdings.report import Ended, PrefixLookup, Report
+from scheduler.holdings.report import Ended, Report
 from scheduler.request_state import Sample
 from scheduler.worker.metrics import SchedulerMetrics
 from tests.scheduler.builders import make_tiers
@@ -125,14 +125,6 @@ def test_what_takes_longer_than_the_slo_is_counted_where_there_is_one() -> None:
     metrics.reconfigure(make_tiers(realtime={"slo": {"ttft_p99_ms": 10_000}}))
     metrics.record_report(Report(samples=[Sample("ttft", "realtime", 9.0), Sample("itl", "realtime", 9.0)]))
     assert [value(registry, "slo_misses_total", tier="realtime", metric=metric) for metric in ("ttft", "itl")] == [2, 1]
-
-
-def test_hits_and_queries_of_the_prefix_cache_are_counted_in_tokens() -> None:
-    metrics, registry = make_metrics()
-    assert total(registry, ["prefix_cache_queries_total", "prefix_cache_hits_total"], tier="bulk") == [0, 0]
-    metrics.record_report(Report(lookups=[PrefixLookup("bulk", 100, 64), PrefixLookup("bulk", 20, 0)]))
-    assert total(registry, ["prefix_cache_queries_total", "prefix_cache_hits_total"], tier="bulk") == [120, 64]
-    assert total(registry, ["prefix_cache_queries_total", "prefix_cache_hits_total"], tier="batch") == [0, 0]
 
 
 def test_a_decision_is_counted_with_its_direction_and_signal() -> None:

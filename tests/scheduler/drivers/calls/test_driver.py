@@ -29,14 +29,6 @@ async def test_tasks_get_their_own_results(stand: Stand) -> None:
     assert stand.metric("tasks_ended_total", tier="realtime", state="done") == BATCH + 3
 
 
-async def test_under_load_batches_are_full(stand: Stand) -> None:
-    tasks = await stand.put(numbers(40 * BATCH), "bulk")
-    stand.start()
-    await stand.ended(tasks)
-    assert stand.metric("batch_efficiency_ratio") > 0.9
-    assert len(stand.endpoint.calls) == 40
-
-
 async def test_an_interactive_task_that_comes_during_a_call_is_in_the_next_one(stand: Stand) -> None:
     stand.endpoint.gate.clear()
     bulk = await stand.put(numbers(3 * BATCH), "bulk")
@@ -76,22 +68,6 @@ async def test_an_endpoint_that_is_away_costs_no_tries(stand: Stand) -> None:
     stand.endpoint.script = echo
     assert {(s.state, s.attempts) for s in await stand.ended(tasks)} == {(TaskState.DONE, 1)}
     assert stand.metric("endpoint_calls_total", outcome="unreachable") > MAX_TRIES - 1
-
-
-async def test_a_busy_endpoint_gets_the_same_batch_again(stand: Stand) -> None:
-    answers = iter([True, False])
-
-    def script(items: Sequence[bytes]) -> list[ItemResult]:
-        if next(answers):
-            raise CallFailed("503", excused_s=math.inf)
-        return echo(items)
-
-    stand.endpoint.script = script
-    stand.start()
-    tasks = await stand.put(numbers(BATCH))
-    assert {(s.state, s.attempts) for s in await stand.ended(tasks)} == {(TaskState.DONE, 1)}
-    assert stand.endpoint.calls[0] == stand.endpoint.calls[1]
-    assert stand.metric("endpoint_calls_total", outcome="busy") == 1
 
 
 async def test_an_item_that_breaks_the_server_behind_a_proxy_ends_alone(stand: Stand) -> None:

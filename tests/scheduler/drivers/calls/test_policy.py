@@ -1,8 +1,6 @@
 """When a batch starts and who is in it, in virtual time."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from scheduler.config import load_tiers
 from scheduler.drivers.calls.policy import (
@@ -39,10 +37,6 @@ def test_a_single_task_waits_as_long_as_a_quiet_batch_does() -> None:
     assert policy.decide(waiting, 10.0 + MIN_WAIT_S + 1e-3) == CallPlan({"realtime": 1})
 
 
-def test_nothing_to_do_is_no_call() -> None:
-    assert BatchPolicy(TIERS, BATCH, now=0.0).decide({}, now=5.0) == Wait(float("inf"))
-
-
 def test_the_wait_grows_with_the_arrivals_up_to_its_limit() -> None:
     quiet = simulate(TIERS, BATCH, 0.01, {"bulk": list(poisson(5, 20, seed=1))})
     busy = simulate(TIERS, BATCH, 0.01, {"bulk": list(poisson(300, 20, seed=1))})
@@ -51,12 +45,6 @@ def test_the_wait_grows_with_the_arrivals_up_to_its_limit() -> None:
     assert MIN_WAIT_S <= waits[0] < waits[1] < waits[2] <= MAX_WAIT_S
     assert waits[0] == pytest.approx(MIN_WAIT_S, abs=0.003)
     assert waits[2] == pytest.approx(MAX_WAIT_S, abs=0.003)
-
-
-def test_a_pinned_wait_replaces_the_timer() -> None:
-    tiers = make_tiers(bulk={"pinned": {"max_wait_ms": 400}})
-    policy = BatchPolicy(tiers, BATCH, now=0.0)
-    assert policy.decide({"bulk": LaneWait(1, 1.0)}, now=1.0) == Wait(pytest.approx(1.4))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -104,28 +92,6 @@ def test_guarantees_together_never_exceed_a_batch() -> None:
         policy.end_call(plan, plan.limits, waiting, 0.001, 1.0)
 
 
-SHARES = st.sampled_from((0.0, 0.02, 0.3, 0.49))
-COUNTS = st.sampled_from((0, 1, BATCH, 5 * BATCH))
-
-
-@given(SHARES, SHARES, st.tuples(COUNTS, COUNTS, COUNTS), st.lists(st.sampled_from((0.01, 0.2, 1.0)), max_size=40))
-def test_min_shares_never_promise_more_than_a_batch(
-    bulk: float, batch: float, counts: tuple[int, int, int], calls_s: list[float]
-) -> None:
-    """After any calls that only interactive tasks shared, a plan has at most a batch, and is as full as can be."""
-    tiers = make_tiers(bulk={"floor": bulk}, batch={"floor": batch})
-    policy, now = BatchPolicy(tiers, BATCH, now=0.0), 0.0
-    below = {"bulk": LaneWait(1, 0.0), "batch": LaneWait(1, 0.0)}
-    for took_s in calls_s:
-        now += took_s
-        policy.end_call(CallPlan({"realtime": BATCH}), {"realtime": BATCH}, below, took_s, now)
-    waiting = {tier: LaneWait(n, 0.0) for tier, n in zip(("realtime", "bulk", "batch"), counts, strict=True) if n}
-    plan = policy.decide(waiting, now + 1.0)
-    if waiting:
-        assert isinstance(plan, CallPlan)
-        assert sum(plan.limits.values()) == min(BATCH, sum(counts))
-
-
 @pytest.mark.parametrize(("count", "every"), [(100, ISOLATED_EVERY), (500, MANY_ISOLATED_EVERY)])
 def test_isolated_tasks_get_a_share_of_the_calls_while_others_wait(count: int, every: int) -> None:
     policy, plans = BatchPolicy(TIERS, BATCH, now=0.0), []
@@ -138,11 +104,6 @@ def test_isolated_tasks_get_a_share_of_the_calls_while_others_wait(count: int, e
         policy.end_call(plan, {}, {}, 1.0, float(step))
     isolated = [plan for plan in plans if plan.is_isolated]
     assert [plan.limits for plan in isolated] == [{"bulk.3": 1}] * 2
-
-
-def test_isolated_tasks_are_called_at_once_when_nothing_else_waits() -> None:
-    plan = BatchPolicy(TIERS, BATCH, now=0.0).decide({"bulk.2": LaneWait(500, 0.0)}, now=0.0)
-    assert plan == CallPlan({"bulk.2": 8}, is_isolated=True)
 
 
 def test_many_failed_calls_end_isolation() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from engine.interface import FinishReason, SequenceFailure, StepResult, TokenLogprobs
+from engine.interface import SequenceFailure, StepResult, TokenLogprobs
 from engine.step_time.cost import StepCost, StepWork
 from engine.step_time.model import StepTimeModel
 from scheduler.holdings.claims import PREFETCH
@@ -104,25 +104,6 @@ def test_a_victim_stays_held_and_loses_its_kv_a_bounded_number_of_times() -> Non
     assert stepped.core.held.counts["finished"] == 7
 
 
-@pytest.mark.trap(3)
-def test_growth_too_preempts_a_bounded_number_of_times() -> None:
-    """Trap 3: beside interactive sequences that grow until no block is left, one after the other."""
-    stepped = small()
-    bulk = make_request("b", "bulk", prompt=20, max_tokens=200)
-    stepped.accept(bulk)
-    stepped.step()
-    for i in range(5):
-        stepped.accept(make_request(f"rt{i}", prompt=60, max_tokens=150))
-        while f"rt{i}" in stepped.core.held.table.states:
-            stepped.step()
-        for _ in range(3):
-            stepped.step()
-    stepped.run()
-    assert stepped.core.life("b").num_preemptions == MAX_PREEMPTIONS
-    assert stepped.tokens("b") == expected_tokens(bulk)
-    assert stepped.core.held.counts["finished"] == 6, "no request waits for ever"
-
-
 def test_after_its_last_preemption_a_sequence_returns_only_with_room_for_its_longest_end() -> None:
     stepped = small()
     stepped.accept(make_request("exhausted", "bulk", prompt=60, max_tokens=120))  # 4 blocks, and 12 at its end
@@ -179,15 +160,6 @@ def test_a_victim_is_swapped_where_that_is_cheaper_and_resumes_where_it_was() ->
     assert stepped.tokens("b") == expected_tokens(bulk)
 
 
-def test_slow_copies_or_a_full_host_memory_mean_recomputation() -> None:
-    for stepped in (swapping(swap_block_s=1.0), swapping(num_swap_blocks=6)):
-        stepped.accept(make_request("b", "bulk", prompt=100, max_tokens=60))
-        for _ in range(20):
-            stepped.step()
-        stepped.accept(make_request("rt", prompt=180, max_tokens=5))
-        assert preempted(stepped.step()) == {"b": "recompute"}
-
-
 def test_a_sequence_cancelled_while_swapped_is_freed_from_host_memory() -> None:
     stepped = swapping()
     stepped.accept(make_request("b", "bulk", prompt=100, max_tokens=60))
@@ -237,25 +209,6 @@ def test_cached_tokens_are_reported_and_count_as_no_work() -> None:
     assert all(e.cached_tokens == cached[e.request_id] for e in stepped.events)
     lookups = [lookup for report in stepped.reports for lookup in report.lookups]
     assert [(lk.queried_tokens, lk.hit_tokens) for lk in lookups] == [(100, 0), (97, 96), (100, 96)]
-
-
-def test_prefix_hits_of_a_recomputed_victim_are_not_reported() -> None:
-    """Usage reports the cached tokens of the prompt's first computation, however often it is computed again."""
-    stepped = SteppedCore(make_core(info=make_info(num_blocks=16, max_model_len=256)), prefix_cache=True)
-    stepped.accept(make_request("b", "bulk", prompt=100, max_tokens=40, cache_salt="b"))
-    stepped.step()
-    stepped.accept(make_request("rt", prompt=180, max_tokens=1))
-    assert preempted(stepped.step()) == {"b": "recompute"}
-    stepped.run()
-    assert {e.request_id: e.cached_tokens for e in stepped.events} == {"b": 0, "rt": 0}
-    assert sum(len(report.lookups) for report in stepped.reports) == 2
-
-
-def test_a_sequence_carries_its_salt_and_the_retention_of_its_tier() -> None:
-    stepped = SteppedCore()
-    stepped.accept(make_request("rt", cache_salt="s", max_tokens=1), make_request("b", "bulk"))
-    starts = [new for _ in range(3) for new in stepped.step().start]
-    assert [(n.seq_id, n.cache_salt, n.retention) for n in starts] == [("rt", "s", 100), ("b", "", 10)]
 
 
 def sharing() -> SteppedCore:
@@ -410,14 +363,6 @@ def test_a_request_whose_attempts_all_end_its_worker_is_given_up() -> None:
     assert report.leases == [Lease("poison", 2)], "acknowledged: it is not requeued"
 
 
-def test_the_model_length_ends_a_sequence() -> None:
-    stepped = small()
-    stepped.accept(make_request("r", prompt=250, max_tokens=100))
-    stepped.run()
-    assert len(stepped.tokens("r")) == 6
-    assert stepped.events[-1].finish_reason is FinishReason.LENGTH
-
-
 # -- reports -----------------------------------------------------------------------------------------------------------
 
 
@@ -432,15 +377,6 @@ def test_each_step_reports_its_tokens_with_their_index() -> None:
         (EventKind.FINISHED, 2, 1),
     ]
     assert stepped.tokens("r") == expected_tokens(request)
-
-
-def test_delivery_at_the_end_is_one_event() -> None:
-    stepped = SteppedCore()
-    request = make_request("r", max_tokens=5, delivery=Delivery.AT_END)
-    stepped.accept(request)
-    stepped.run()
-    [event] = stepped.events
-    assert (event.kind, event.index, list(event.token_ids)) == (EventKind.FINISHED, 0, expected_tokens(request))
 
 
 def test_delivery_at_the_end_comes_in_parts_if_it_has_many_log_probabilities() -> None:
@@ -460,16 +396,6 @@ def test_delivery_at_the_end_comes_in_parts_if_it_has_many_log_probabilities() -
         (EventKind.TOKENS, 2, 2, 2),
         (EventKind.FINISHED, 4, 1, 1),
     ]
-
-
-def test_events_are_grouped_by_gateway() -> None:
-    stepped = SteppedCore()
-    stepped.accept(
-        make_request("a", reply_to="one"), make_request("b", reply_to="two"), make_request("c", reply_to="one")
-    )
-    stepped.step()
-    events = stepped.reports[-1].events
-    assert {gateway: [e.request_id for e in of] for gateway, of in events.items()} == {"one": ["a", "c"], "two": ["b"]}
 
 
 def test_latencies_count_from_the_arrival_at_the_gateway() -> None:

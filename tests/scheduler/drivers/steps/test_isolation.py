@@ -40,16 +40,6 @@ def test_in_the_last_attempt_but_one_a_cohort_runs_beside_others_until_it_is_pro
     assert sorted(ran(stepped.step())) == names("fresh", 5) + names("suspect", 2 * COHORT)
 
 
-def test_the_place_of_a_suspect_that_ends_goes_to_the_next_one() -> None:
-    stepped = rig()
-    accept(stepped, dict.fromkeys(names("suspect", COHORT + 1), 3), max_tokens=2)
-    assert [sorted(ran(stepped.step())) for _ in range(3)] == [
-        names("suspect", COHORT),
-        names("suspect", COHORT),
-        [f"suspect{COHORT:02}"],
-    ]
-
-
 def test_an_isolated_request_is_in_no_step_with_others_and_keeps_its_turn_to_its_end() -> None:
     stepped = rig()
     accept(stepped, {"one": 4, "two": 4, "other": 1}, max_tokens=6)
@@ -66,15 +56,6 @@ def test_the_last_of_several_attempts_is_isolated(max_attempts: int, attempt: in
     stepped = rig(max_attempts)
     accept(stepped, {"r": attempt})
     assert [state.is_isolated for state in stepped.core.held.states] == [is_isolated]
-
-
-def test_requests_are_claimed_for_the_slots_of_those_that_may_not_run() -> None:
-    stepped = rig()
-    limit = stepped.core.claim_limits(0.0)["batch"]
-    accept(stepped, dict.fromkeys(names("fresh", 4), 1))
-    assert stepped.core.claim_limits(0.0)["batch"] == limit - 4
-    accept(stepped, dict.fromkeys(names("suspect", COHORT + 10), 3))
-    assert stepped.core.claim_limits(0.0)["batch"] == limit - 4 - COHORT
 
 
 def test_only_what_may_be_in_a_step_is_not_marked_as_waiting() -> None:

@@ -44,13 +44,6 @@ def test_bulk_is_evicted_from_a_mixed_step_where_the_engine_can_evict_rows(
     assert len(evictees) == evicted and "rt" not in evictees
 
 
-def test_a_step_is_evicted_from_once() -> None:
-    running = begin(*BULK)
-    assert running.evictees(NEWCOMER, StepEviction.ROWS, 0.001) and not running.evictees(
-        NEWCOMER, StepEviction.ROWS, 0.002
-    )
-
-
 @pytest.mark.trap(1)
 @pytest.mark.parametrize(("priority", "evicted"), [(5, 0), (10, 0), (11, 4)], ids=["lower", "equal", "higher"])
 def test_no_sequence_is_evicted_for_an_equal_or_lower_tier(priority: int, evicted: int) -> None:
@@ -65,12 +58,6 @@ def test_work_for_a_min_share_is_not_evicted() -> None:
 
 def test_no_sequence_is_evicted_where_that_does_not_pay() -> None:
     assert not begin(*BULK).evictees(NEWCOMER, StepEviction.ROWS, 0.029)
-
-
-def test_no_sequence_is_evicted_when_the_waste_budget_is_empty() -> None:
-    running = begin(*BULK)
-    running.waste_budget.spend(10.0)
-    assert not running.evictees(NEWCOMER, StepEviction.ROWS, 0.01)
 
 
 def test_the_fixed_cost_is_charged_to_interactive_tiers() -> None:
@@ -96,14 +83,6 @@ def test_an_eviction_that_comes_too_late_costs_nothing() -> None:
     assert late.waste_budget.num_evictions == 0 and late.waste_budget.wasted_s == 0
     late.waste_budget.spend(BUCKET_S)
     assert late.waste_budget.can_spend(0.0), "the initial level, and what the step has refilled"
-
-
-def test_tiers_that_stay_in_a_step_are_charged_their_own_part_of_it() -> None:
-    running = begin(RT, *BULK)
-    assert running.evictees(NEWCOMER, StepEviction.ROWS, 0.01)
-    used_s = running.end(StepResult(0, elapsed_s=0.02, evicted=tuple(s.id for s in BULK))).used_s
-    assert used_s == pytest.approx({"realtime": 0.015}), "the fixed cost and one decode, as predicted"
-    assert running.bulk_total_s == pytest.approx(0.005)
 
 
 def test_bulk_time_includes_the_fixed_cost_of_steps_without_interactive_work() -> None:
@@ -134,14 +113,6 @@ def test_engine_time_is_divided_among_the_requests_that_want_a_receipt() -> None
     alone = make_decode("alone", "bulk", wants_receipt=True)
     begin(alone, BULK[0]).end(result())
     assert alone.engine_s == pytest.approx(0.015), "half of the step, with its fixed cost"
-
-
-def test_engine_time_that_was_thrown_away_is_charged_to_no_request() -> None:
-    wanting = make_decode("w", "bulk", wants_receipt=True)
-    running = begin(wanting, *BULK[:3])
-    running.evictees(NEWCOMER, StepEviction.ROWS, 0.01)
-    running.end(result(evicted=("w", "b0", "b1", "b2")))
-    assert wanting.engine_s == 0.0
 
 
 def interactive_s(*states: RequestState, **more: Any) -> float:

@@ -41,12 +41,6 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert records.entries[0].work == StepWork(48, 1152.0, 1, 3, 1)
 
 
-def test_a_second_run_appends(tmp_path: Path) -> None:
-    write(tmp_path / "steps", make_entry(1))
-    write(tmp_path / "steps", make_entry(2))
-    assert [e.context_tokens for e in read_step_log(tmp_path / "steps").entries] == [1, 2]
-
-
 def test_only_the_steps_of_the_last_engine_are_read(tmp_path: Path) -> None:
     other = EngineInfo("models/other", 128, 512, 16, 64, 256)
     write(tmp_path / "steps", make_entry(1))
@@ -73,14 +67,6 @@ def test_a_line_cut_short_by_a_crash_is_left_out(tmp_path: Path) -> None:
     assert [e.context_tokens for e in read_step_log(path).entries] == [1]
 
 
-def test_keys_of_a_newer_version_are_ignored(tmp_path: Path) -> None:
-    path = tmp_path / "steps"
-    write(path, make_entry(1))
-    text = path.read_text(encoding="utf-8").replace('"decodes"', '"new_key":5,"decodes"')
-    path.write_text(text, encoding="utf-8")
-    assert len(read_step_log(path).entries) == 1
-
-
 @pytest.mark.parametrize("text", ["words\n", '{"t": 1}\n', "[1, 2]\n", '{"engine": {"model_path": "m"}}\n'])
 def test_a_line_of_something_else_is_refused_with_its_place(tmp_path: Path, text: str) -> None:
     path = tmp_path / "steps"
@@ -96,13 +82,6 @@ def test_a_disk_that_fills_up_ends_the_log_and_not_the_loop() -> None:
     for number in range(2000):
         log.record(make_entry(number))
     log.close()
-
-
-def test_without_a_path_nothing_is_kept() -> None:
-    log = open_step_log(None, ENGINE)
-    log.record(make_entry())
-    log.close()
-    assert isinstance(log, NoStepLog)
 
 
 def test_a_file_that_cannot_be_written_is_an_error_of_one_sentence(tmp_path: Path) -> None:

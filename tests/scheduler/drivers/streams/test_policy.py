@@ -97,9 +97,3 @@ def test_bulk_is_hung_up_for_a_first_token_that_would_be_late() -> None:
     victims = hung_up(of, now=0.45)
     assert victims and victims == [f"b{i:02}" for i in range(len(victims))], "in the given order"
     assert len(victims) <= 10, "at most a quarter at once"
-
-
-def test_a_tier_is_not_hung_up_for_its_equals() -> None:
-    tiers = make_tiers(batch={"priority": 10})
-    of = view(waiting("x", "bulk"), make_decode("y", "batch"), tiers=tiers, max_in_flight=1)
-    assert hung_up(of) == [] and started(of) == []

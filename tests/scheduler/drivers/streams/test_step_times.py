@@ -58,17 +58,6 @@ class Server:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_costs_are_learned_from_bursts(seed: int) -> None:
-    pace = UpstreamStepTimes(StepTimeModel(remembers_sizes=True))
-    rng = random.Random(seed)
-    seen = Server(pace, seed).run(1200, lambda _: rng.random() < 0.3, tokens=(5, 60))
-    assert len(seen) > 400
-    assert pace.model.is_warm
-    errors = [abs(step.predicted_s / step.elapsed_s - 1) for step in seen[-200:]]
-    assert sorted(errors)[len(errors) // 2] < 0.1, "half of the last steps are predicted to a tenth"
-
-
-@pytest.mark.parametrize("seed", SEEDS)
 def test_the_cost_of_a_stream_is_known_after_many_steps_of_as_many_streams(seed: int) -> None:
     """While the number of streams hardly changes, nothing tells the cost of a stream from that of a step."""
     pace = UpstreamStepTimes(StepTimeModel(remembers_sizes=True))
@@ -127,15 +116,6 @@ def test_a_pause_of_the_server_is_no_step() -> None:
         state = make_decode(f"r{request}")
         found += [pace.note_tokens(state, 1, 32 * (i == 0), 10.0 * request + 0.1 * i) for i in range(4)]
     assert [seen.elapsed_s for seen in found if seen] == pytest.approx([0.1] * 8), "the last one is not over yet"
-
-
-def test_several_tokens_at_once_say_nothing_about_a_step() -> None:
-    pace, state = UpstreamStepTimes(StepTimeModel(remembers_sizes=True)), make_decode("a")
-    pace.note_tokens(state, 1, 32, 0.0)
-    assert pace.note_tokens(state, 4, 0, 0.1) is None
-    assert pace.note_tokens(state, 1, 0, 0.2) is None, "the step with four tokens is over, and of unknown length"
-    step = pace.note_tokens(state, 1, 0, 0.3)
-    assert step is not None and step.elapsed_s == pytest.approx(0.1)
 
 
 def test_the_time_of_a_step_is_shared_by_the_tiers() -> None:

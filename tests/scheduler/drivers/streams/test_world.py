@@ -286,16 +286,6 @@ def test_a_server_that_sends_nothing_is_hung_up_and_asked_again() -> None:
     assert is_right(play(story, stall_s=5.0))
 
 
-def test_after_its_last_attempt_a_request_ends_with_a_clear_error() -> None:
-    async def story(world: World) -> Answer:
-        world.engine.is_frozen = True
-        return await world.ask("b", "bulk")
-
-    answer = play(story, stall_s=2.0)
-    assert answer.events[-1].kind is EventKind.UNAVAILABLE
-    assert "sent no token for 2 s. The request was given up after 4 attempts." in answer.events[-1].error
-
-
 def test_a_request_that_is_always_refused_as_busy_stops_no_others_and_is_given_up() -> None:
     async def story(world: World) -> tuple[list[Answer], list[Answer]]:
         flood = asyncio.create_task(bulk(world, 2, 60.0))
@@ -320,17 +310,6 @@ def test_a_request_that_is_always_refused_as_busy_stops_no_others_and_is_given_u
         assert "429: no. The request was given up" in answer.events[-1].error
     assert all(is_right(answer) for answer in others)
     assert len(others) >= 0.7 * len(usual), "the first refusals pause all"
-
-
-def test_a_request_that_is_refused_until_its_deadline_ends_then() -> None:
-    async def story(world: World) -> tuple[Answer, float]:
-        world.engine.refusals[""] = UpstreamBusy("The server answered 429: no quota.")
-        answer = await world.ask("late", "bulk", deadline_ms=world.clock.wall_ms() + 20_000)
-        return answer, world.clock.now() - answer.submitted_s
-
-    answer, seconds = play(story)
-    assert answer.events[-1].kind is EventKind.UNAVAILABLE
-    assert 20 < seconds < 25
 
 
 def test_a_bug_in_the_probe_ends_the_worker_and_not_the_probe_alone(monkeypatch: pytest.MonkeyPatch) -> None:
