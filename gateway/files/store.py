@@ -67,7 +67,7 @@ class StoredFile:
 
 
 class QuotaExceeded(Exception):
-    """A file was not stored, because its owner's other files have `used_bytes`, and all may have `quota_bytes`."""
+    """A file was not stored: its owner may have `quota_bytes` of files, and the other files have `used_bytes`."""
 
     def __init__(self, used_bytes: int, quota_bytes: int) -> None:
         super().__init__(used_bytes, quota_bytes)

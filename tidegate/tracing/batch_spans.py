@@ -26,7 +26,7 @@ BROKEN = (BatchStatus.FAILED, BatchStatus.EXPIRED)
 
 
 class SpanIds(RandomIdGenerator):  # type: ignore[misc]  # the SDK is optional, so mypy may not see it
-    """Draws the ids of spans, except that of the one whose id is known before it is recorded."""
+    """Draws the ids of spans at random. A span whose id is known before, that of a batch, gets it from `next`."""
 
     def __init__(self) -> None:
         self.next: int | None = None  # the id of the next span; None: it is drawn

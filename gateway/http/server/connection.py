@@ -227,7 +227,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Say nothing: a request to upgrade is answered as if it were none, and any client may send many."""
 
     def _note_wait(self) -> None:
-        """Tell the table what the server waits for. The rest of a body that nobody needs gains no time."""
+        """Tell the table what the server waits for. The rest of a body that is not needed extends no time limit."""
         is_answered = self.cycle is None or self.cycle.response_complete
         if self._receiving is _Receiving.NO_MORE and is_answered and not self.pipeline:
             self._receiving = _Receiving.NOTHING

@@ -98,7 +98,7 @@ class Room:
 
     @asynccontextmanager
     async def hold(self, num_bytes: int) -> AsyncIterator[None]:
-        """Hold `num_bytes` within the block, which begins when they are free. More than all of them is all of them."""
+        """Hold `num_bytes` during the block; wait until they are free. More than the total counts as the total."""
         held = min(num_bytes, self._num_bytes)
         async with self._turn:
             while self._free < held:
