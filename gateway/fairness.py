@@ -75,7 +75,7 @@ class UnderWay:
         return self._num_of[owner]
 
     def is_full(self, owner: Owner) -> bool:
-        """Return whether `owner` may begin no more."""
+        """Return whether `owner` has reached a limit."""
         return self._num_of[owner] >= self._most_of_owner or self._num_of.total() >= self._most
 
     def begin(self, owner: Owner) -> Callable[[], None]:

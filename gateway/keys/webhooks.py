@@ -87,7 +87,7 @@ def _inner(address: Address) -> Address:
 
 
 def secret_bytes(secret: str) -> bytes:
-    """Return the bytes of a secret `whsec_<base64>`. Raises `ValueError`, which does not repeat it, if it is none."""
+    """Return the bytes of a secret `whsec_<base64>`. Raises `ValueError` without the secret if it is malformed."""
     try:
         key = base64.b64decode(secret.removeprefix(PREFIX), validate=True)
     except (binascii.Error, ValueError):

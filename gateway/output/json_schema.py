@@ -34,7 +34,7 @@ def check_size(schema: Mapping[str, Any]) -> None:
 
 
 def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schema with no other properties than those that its objects name.
+    """Return the schema with only the properties that its objects name.
 
     JSON schema allows any others by default, which weak models would add without end. Objects that speak of other
     properties themselves stay as they are, and so do schemas that join several with `allOf`.

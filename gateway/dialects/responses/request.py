@@ -120,7 +120,8 @@ Summary = Literal["auto", "concise", "detailed"]
 
 
 class Reasoning(Body):
-    """The options of reasoning. A summary is the whole reasoning, which is else the content of reasoning items."""
+    """The options of reasoning. A summary is the whole reasoning. Without one, the reasoning is the content of
+    reasoning items."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Summary | None = None

@@ -1,4 +1,4 @@
-"""Middleware that refuses new requests while the gateway drains, and answers those that the end of the drain cuts off.
+"""Middleware that refuses new requests while the gateway drains, and answers requests that its end cuts off.
 
 Without it, uvicorn would answer a request that it cancels with status 500.
 """

@@ -129,7 +129,7 @@ class TaskService:
         return await self._find_all(unique, owner)
 
     async def _find_all(self, task_ids: Sequence[str], owner: str | None) -> list[StoredTask]:
-        """Return those of the tasks that `owner` has. Those that have waited too long become dead letters by it."""
+        """Return the tasks that belong to `owner`. Tasks that have waited too long become dead letters."""
         found, now_ms = await self._queue.find(task_ids), self._clock.wall_ms()
         waiting = [stored.task for stored in found if stored is not None and stored.state is TaskState.QUEUED]
         if expired := [task for task in waiting if task.is_expired(now_ms)]:
@@ -144,7 +144,7 @@ class TaskService:
         return await self._find(found.task.id, found.task.owner) or found
 
     async def dead(self, owner: str | None, limit: int, after: str | None) -> list[StoredTask] | None:
-        """Return dead letters of `owner`, the newest first, of those that follow the dead letter `after`.
+        """Return the dead letters of `owner` that follow the dead letter `after`, the newest first.
 
         None if there is no dead letter `after`.
         """

@@ -1,4 +1,4 @@
-"""Find the names in a body that this server does not know, and refuse those that are likely to be misspelt.
+"""Find the names in a body that this server does not know, and refuse names that are probably misspelt.
 
 Knows only names. A name near a known one is a mistake that would silently change the answer (`max_token`). Other
 unknown names are of other servers' extensions, which clients send to everybody; they have no effect, and the answer

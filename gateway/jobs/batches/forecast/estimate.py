@@ -247,8 +247,8 @@ def _error(lines: int) -> float:
 def estimate(work: Work, ahead: Sequence[Work], rates: Rates | None, pace: Pace | None) -> Estimate | None:
     """Return when `work` is done beside the batches `ahead`, which share the tier; None if nothing is known.
 
-    Batches run at the same time, so of each other one, as much as the batch's own work is expected to come before its
-    end, and all of it at the latest.
+    Batches run at the same time. Before this batch ends, each other one is expected to get as much work done as this
+    one has, and at most all of its own.
     """
     least_s = rates.least_s(work) if rates is not None else 0.0
     if pace is not None and pace.is_known:

@@ -120,7 +120,7 @@ class LineStatistics:
                 sums = [part for pair in zip(names, astuple(entry.lengths), strict=True) for part in pair]
                 await self._learn(keys=[key], args=[DECAY**entry.lines, keys.LENGTHS_TTL_S, *sums])
         except RedisError:
-            pass  # a line must not fail for this; `gateway.jobs.batches.lines.execution` says that the store is away
+            pass  # a line must not fail for this; the recorder of results logs that the store is away
 
     def _now_s(self) -> float:
         return self._clock.wall_ms() / 1000

@@ -46,8 +46,8 @@ def earliest_promise_s(work: Work, promised: Sequence[Commitment], rates: Rates)
 def earliest_window_s(work_s: float, promised: Iterable[Commitment], share: float = 1.0) -> float:
     """Return the shortest window in which a new batch with `work_s` seconds of work can end, in `share` of the engine.
 
-    Batches that are due sooner go first. A promise that may still be kept must not be broken by the new batch, so it
-    may have to be due later than that one. What is late even with the whole engine is lost, and breaks nothing.
+    Batches that are due sooner go first. The new batch must not break a promise that can still be
+    kept, so it may have to be due after that one. A batch that is late even with the whole engine is not considered.
     """
     due = sorted(promised, key=lambda batch: batch.left_s)
     before_s = after_s = 0.0  # work of the batches that go first; the earliest place that breaks no promise

@@ -127,7 +127,7 @@ def _prompt_text(body: Mapping[str, Any]) -> bytes:
 
 
 def _texts(value: object, max_depth: int) -> Iterator[bytes]:
-    """Yield the texts in `value`; those that lie deeper are left out, because no valid request has them."""
+    """Yield the texts in `value`; deeper texts are left out, because no valid request has them."""
     match value:
         case str():
             yield value.encode("utf-8", "replace")

@@ -1,9 +1,9 @@
 """Keep the results of one execution of a batch's lines: write them to the storage, then record them in the store.
 
-Finished lines form a group, which is appended to the storage as a whole and then recorded by one script. A group whose
-outcome is unknown is repeated unchanged, which the storage and the store both allow. While the storage, its disk or the
-store does not take results, they wait in memory; beyond `BACKLOG_BYTES` of them, the lines that finish wait, too, and
-hold their places in the window, so no new lines start.
+Finished lines form a group, which is appended to the storage as a whole and then recorded by one script. If the result
+of writing a group is unknown, the same group is written again, which the storage and the store both allow. While the
+storage, its disk or the store does not take results, they wait in memory; beyond `BACKLOG_BYTES` of them, the lines
+that finish wait, too, and hold their places in the window, so no new lines start.
 """
 
 import asyncio
