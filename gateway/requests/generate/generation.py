@@ -256,9 +256,8 @@ class Generation:
         return b"".join(frames)
 
     def _with_receipt(self, last_frames: bytes) -> bytes:
-        return (
-            last_frames if self._prepared.placement.receipt_for is None else with_receipt(last_frames, self._receipt())
-        )
+        receipt = self.receipt
+        return last_frames if receipt is None else with_receipt(last_frames, receipt)
 
     def _receipt(self) -> dict[str, Any]:
         total_ms = self._clock.wall_ms() - self._prepared.requests[0].arrival_ms
