@@ -35,6 +35,7 @@ def has_a_number(series: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("query", QUERIES, ids=str)
+@pytest.mark.full
 def test_the_query_is_answered_with_numbers_and_its_labels(prometheus: Prometheus, query: Query) -> None:
     expression = query.filled_in(VARIABLES)
     assert "$" not in expression
@@ -47,6 +48,7 @@ def test_the_query_is_answered_with_numbers_and_its_labels(prometheus: Prometheu
 
 
 @pytest.mark.parametrize(("name", "values"), [("tier", sorted(TIERS.tiers)), ("worker", sorted(WORKERS))])
+@pytest.mark.full
 def test_a_variable_offers_every_value(prometheus: Prometheus, name: str, values: list[str]) -> None:
     definition = next(v["definition"] for v in DASHBOARD["templating"]["list"] if v["name"] == name)
     asked = re.fullmatch(r"label_values\((\w+), (\w+)\)", definition)

@@ -88,6 +88,7 @@ def at_once(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", sorted({rule["record"] for rule in RECORDED}))
+@pytest.mark.full
 def test_a_recording_rule_records(prometheus: Prometheus, name: str) -> None:
     metrics = {str(rule["labels"]["metric"]) for rule in RECORDED if rule["record"] == name}
 
@@ -98,6 +99,7 @@ def test_a_recording_rule_records(prometheus: Prometheus, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [rule["alert"] for rule in ALERTS if rule["alert"] not in NOT_AT_ONCE])
+@pytest.mark.full
 def test_an_alert_fires_and_its_texts_are_filled_in(prometheus: Prometheus, name: str) -> None:
     def firing() -> list[dict[str, Any]]:
         return [alert for alert in prometheus.alerts() if alert["labels"]["alertname"] == name]

@@ -107,6 +107,7 @@ def test_first_tokens_of_a_closed_loop_are_as_early_as_without_an_slo(streams: i
     assert ours.p50 <= 1.1 * without.p50 and ours.p99 <= 1.1 * without.p99  # type: ignore[operator]
 
 
+@pytest.mark.full
 def test_a_burst_of_200_is_served_as_soon_as_without_an_slo() -> None:
     ours, without = (run(arm, "burst-of-200", 1.0, 15.0) for arm in (OURS, FIRST_COME))
     assert len(chats(ours, 10, 11)) > 180
