@@ -5,95 +5,22 @@ process. Handles made with `for_worker` share one queue, as several workers shar
 """
 
 import heapq
-from bisect import bisect_left, bisect_right, insort
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from scheduler.clock import Clock
 from scheduler.queue.base import AheadLimit, Backlog, QueueFull, TooFarBehind
+from scheduler.queue.memory_state import Output, Record, Shared
 from scheduler.queue.wakeups import Wakeups
 from scheduler.request import Checkpoint, Claimed, Lease, Request
-
-
-@dataclass(slots=True)
-class _Record:
-    """A request and its state: it waits if `fence` is None, and is leased otherwise. Only `MemoryQueue` changes it."""
-
-    request: Request
-    number: int  # number of the put; requests with equal deadlines are claimed in the order of their numbers
-    attempt: int = 0
-    fence: int | None = None
-    worker_id: str = ""
-    expires_ms: int = 0
-    waits: bool = False  # leased, and in no step of its worker
-
-    @property
-    def output_name(self) -> str:
-        return self.request.job_part or self.request.id
-
-
-@dataclass(slots=True)
-class _Output:
-    """Checkpointed tokens of a request, or of a part of a job."""
-
-    writer: int = 0  # number of the put of the request that may append; 0: none may
-    token_ids: tuple[int, ...] = ()
-
-
-@dataclass(slots=True)
-class _Waiting:
-    """The waiting requests of one tier: the sums of their tokens, and their deadlines in ascending order."""
-
-    deadlines_ms: list[int] = field(default_factory=list)
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-
-    @property
-    def backlog(self) -> Backlog:
-        return Backlog(len(self.deadlines_ms), self.prompt_tokens, self.output_tokens)
-
-    def add(self, request: Request) -> None:
-        insort(self.deadlines_ms, request.deadline_ms)
-        self.prompt_tokens += len(request.prompt_token_ids)
-        self.output_tokens += request.sampling.max_tokens
-
-    def remove(self, request: Request) -> None:
-        del self.deadlines_ms[bisect_left(self.deadlines_ms, request.deadline_ms)]
-        self.prompt_tokens -= len(request.prompt_token_ids)
-        self.output_tokens -= request.sampling.max_tokens
-
-    def until(self, deadline_ms: int) -> Backlog:
-        """Return the backlog of the requests that are due no later than `deadline_ms`.
-
-        Their tokens are estimated: their share of the tier's requests, times the tier's tokens.
-        """
-        if not self.deadlines_ms:
-            return Backlog()
-        depth, ahead = len(self.deadlines_ms), bisect_right(self.deadlines_ms, deadline_ms)
-        return Backlog(ahead, self.prompt_tokens * ahead // depth, self.output_tokens * ahead // depth)
-
-
-@dataclass(slots=True)
-class _Shared:
-    """The state that all handles of one queue share. Stale heap entries are skipped when they are popped."""
-
-    records: dict[str, _Record] = field(default_factory=dict)
-    heaps: dict[str, list[tuple[int, int, str]]] = field(default_factory=lambda: defaultdict(list))
-    waiting: dict[str, _Waiting] = field(default_factory=lambda: defaultdict(_Waiting))
-    outputs: dict[str, _Output] = field(default_factory=dict)  # those of parts of jobs are kept for ever
-    alone: dict[str, str] = field(default_factory=dict)  # the request that runs alone, by worker id
-    sequence: int = 0
-    listeners: list[Wakeups] = field(default_factory=list)
 
 
 class MemoryQueue:
     """A queue in memory. Implements `scheduler.queue.base.Queue`."""
 
-    def __init__(self, clock: Clock, worker_id: str = "", *, shared: _Shared | None = None) -> None:
+    def __init__(self, clock: Clock, worker_id: str = "", *, shared: Shared | None = None) -> None:
         self._clock = clock
         self._worker_id = worker_id
-        self._shared = shared if shared is not None else _Shared()
+        self._shared = shared if shared is not None else Shared()
         self._wakeups = Wakeups(clock)
         self._shared.listeners.append(self._wakeups)
 
@@ -121,7 +48,7 @@ class MemoryQueue:
             return refusal
         first = self._take_numbers(len(fresh))
         for number, request in enumerate(fresh.values(), first):
-            shared.records[request.id] = record = _Record(request, number)
+            shared.records[request.id] = record = Record(request, number)
             self._enqueue(record)
         self._wake()
         return None
@@ -153,34 +80,26 @@ class MemoryQueue:
                 held.waits = is_waiting
 
     async def ack(self, leases: Sequence[Lease]) -> list[bool]:
-        done = []
-        for lease in leases:
-            held = self._held(lease)
-            if held is not None:
-                self._end_output(held)
-                del self._shared.records[lease.request_id]
-            done.append(held is not None)
-        return done
+        def end(held: Record) -> None:
+            self._end_output(held)
+            del self._shared.records[held.request.id]
+
+        return self._for_held(leases, end)
 
     async def renew(self, leases: Sequence[Lease], lease_s: float) -> list[bool]:
         expires_ms = self._clock.wall_ms() + int(lease_s * 1000)
-        renewed = []
-        for lease in leases:
-            held = self._held(lease)
-            if held is not None:
-                held.expires_ms = expires_ms
-            renewed.append(held is not None)
-        return renewed
+
+        def extend(held: Record) -> None:
+            held.expires_ms = expires_ms
+
+        return self._for_held(leases, extend)
 
     async def release(self, leases: Sequence[Lease]) -> list[bool]:
-        released = []
-        for lease in leases:
-            held = self._held(lease)
-            if held is not None:
-                held.attempt -= 1
-                self._give_back([held])
-            released.append(held is not None)
-        return released
+        def give_back(held: Record) -> None:
+            held.attempt -= 1
+            self._give_back([held])
+
+        return self._for_held(leases, give_back)
 
     async def expired_leases(self, lease_s: float) -> dict[str, int]:
         now_ms = self._clock.wall_ms()
@@ -222,7 +141,7 @@ class MemoryQueue:
 
     async def head_arrivals(self, tiers: Sequence[str]) -> dict[str, int]:
         waiting = [r for r in self._shared.records.values() if r.fence is None]
-        heads: dict[str, _Record] = {}
+        heads: dict[str, Record] = {}
         for record in sorted(waiting, key=lambda r: (r.request.deadline_ms, r.number)):
             heads.setdefault(record.request.tier, record)
         return {tier: heads[tier].request.arrival_ms for tier in tiers if tier in heads}
@@ -257,7 +176,7 @@ class MemoryQueue:
         self._shared.sequence = first + count - 1
         return first
 
-    def _enqueue(self, record: _Record) -> None:
+    def _enqueue(self, record: Record) -> None:
         request = record.request
         heapq.heappush(self._shared.heaps[request.tier], (request.deadline_ms, record.number, request.id))
         self._shared.waiting[request.tier].add(request)
@@ -271,8 +190,8 @@ class MemoryQueue:
             own.output_tokens + sum(w.output_tokens for w in others),
         )
 
-    def _pop(self, tier: str, limit: int) -> list[_Record]:
-        popped: list[_Record] = []
+    def _pop(self, tier: str, limit: int) -> list[Record]:
+        popped: list[Record] = []
         heap = self._shared.heaps[tier]
         while heap and len(popped) < limit:
             _, number, request_id = heapq.heappop(heap)
@@ -282,40 +201,50 @@ class MemoryQueue:
                 self._shared.waiting[tier].remove(record.request)
         return popped
 
-    def _held(self, lease: Lease) -> _Record | None:
+    def _held(self, lease: Lease) -> Record | None:
         record = self._shared.records.get(lease.request_id)
         return record if record is not None and record.fence == lease.fence else None
 
-    def _store_output(self, record: _Record, checkpoint: Checkpoint) -> int:
-        output = self._shared.outputs.get(record.output_name, _Output())
+    def _for_held(self, leases: Sequence[Lease], change: Callable[[Record], None]) -> list[bool]:
+        """Change the record of each lease. Return False for each lost lease."""
+        kept = []
+        for lease in leases:
+            held = self._held(lease)
+            if held is not None:
+                change(held)
+            kept.append(held is not None)
+        return kept
+
+    def _store_output(self, record: Record, checkpoint: Checkpoint) -> int:
+        output = self._shared.outputs.get(record.output_name, Output())
         if output.writer > record.number:
             return -1
         may_append = output.writer == record.number and len(output.token_ids) == checkpoint.index
         if checkpoint.index == 0 or may_append:
             tokens = output.token_ids[: checkpoint.index] + checkpoint.token_ids
-            output = self._shared.outputs[record.output_name] = _Output(record.number, tokens)
+            output = self._shared.outputs[record.output_name] = Output(record.number, tokens)
         return len(output.token_ids)
 
-    def _take_output(self, record: _Record) -> tuple[int, ...]:
+    def _take_output(self, record: Record) -> tuple[int, ...]:
         output = self._shared.outputs.get(record.output_name)
         if output is None:
             return ()
         output.writer = max(output.writer, record.number)
         return output.token_ids
 
-    def _end_output(self, record: _Record) -> None:
+    def _end_output(self, record: Record) -> None:
         output = self._shared.outputs.get(record.output_name)
         if not record.request.job_part:
             self._shared.outputs.pop(record.output_name, None)
         elif output is not None and output.writer == record.number:
             output.writer = 0
 
-    def _leased(self) -> list[_Record]:
+    def _leased(self) -> list[Record]:
         """Return the leased requests, sorted by expiry and then by id, as in the sorted set in Redis."""
         leased = [r for r in self._shared.records.values() if r.fence is not None]
         return sorted(leased, key=lambda r: (r.expires_ms, r.request.id))
 
-    def _give_back_dead(self, records: Iterable[_Record]) -> list[str]:
+    def _give_back_dead(self, records: Iterable[Record]) -> list[str]:
         records = list(records)
         for record in records:
             alone = self._shared.alone.get(record.worker_id)
@@ -323,7 +252,7 @@ class MemoryQueue:
             record.attempt -= not counts
         return self._give_back(records)
 
-    def _give_back(self, records: Iterable[_Record]) -> list[str]:
+    def _give_back(self, records: Iterable[Record]) -> list[str]:
         moved = []
         for record in records:
             record.fence, record.waits = None, False

@@ -66,7 +66,7 @@ class SchedulerCore:
     @property
     def is_busy(self) -> bool:
         """Whether there is a plan whose result has not been applied yet."""
-        return self._engine_state.is_step_in_flight
+        return self.running.is_any
 
     @property
     def idle_until_s(self) -> float:
@@ -194,11 +194,11 @@ class SchedulerCore:
         self.step_time.observe(work, elapsed_s)
 
     def _learn(self, result: StepResult, report: Report) -> None:
-        work = self._engine_state.settle(result)
-        if work is not None:
-            report.work, report.predicted_s = work, self.step_time.predict(work)
-            self.step_time.observe(work, result.elapsed_s)
+        self._engine_state.update(result)
         usage = self.running.end(result)
+        if usage.work is not None:
+            report.work, report.predicted_s = usage.work, self.step_time.predict(usage.work)
+            self.step_time.observe(usage.work, result.elapsed_s)
         report.sequences, report.used_s, report.planned_s = usage.sequences, usage.used_s, usage.planned_s
         self.interactive_s += usage.interactive_s
         self.held.add_used(usage.used_s)

@@ -1,16 +1,14 @@
-"""The scheduler's record of its engine: free blocks, the steps in flight, and the sequences to abort.
+"""The scheduler's record of its engine: free blocks, and the sequences to abort.
 
-Knows plans and results, and reads request states; decides nothing. `SchedulerCore` owns it.
+Knows results, and reads request states; decides nothing. `SchedulerCore` owns it.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from engine.interface import EngineInfo, PreemptionMode, StepPlan, StepResult, blocks_for
-from engine.step_time.cost import StepWork
+from engine.interface import EngineInfo, StepResult, blocks_for
 from scheduler.planning.kv_budget import EngineView
-from scheduler.request_state import RequestState, Status
+from scheduler.request_state import RequestState
 
 
 @dataclass(slots=True)
@@ -25,32 +23,18 @@ class _Abandoned:
         return max(0, self.num_blocks - self.num_shared)
 
 
-@dataclass(frozen=True, slots=True)
-class _InFlightStep:
-    """A submitted step whose result has not come yet."""
-
-    plan: StepPlan
-    num_computed: dict[str, int]  # number of computed tokens before the step, by sequence
-    swaps: bool  # whether the step copies KV blocks to the host or back
-
-
 class EngineState:
-    """The free blocks of the engine, its steps in flight, and the sequences that it must abort."""
+    """The free blocks of the engine, and the sequences that it must abort."""
 
     def __init__(self, info: EngineInfo) -> None:
         self._info = info
         self._free_blocks = info.num_blocks
         self._free_swap_blocks = info.num_swap_blocks
         self._abandoned: dict[str, _Abandoned] = {}
-        self._in_flight: dict[int, _InFlightStep] = {}  # by step id
 
     @property
     def kv_usage(self) -> float:
         return 1.0 - self._free_blocks / self._info.num_blocks
-
-    @property
-    def is_step_in_flight(self) -> bool:
-        return bool(self._in_flight)
 
     def view(self) -> EngineView:
         """Return the capacity that the next plan can use.
@@ -97,50 +81,9 @@ class EngineState:
 
     # -- a step ------------------------------------------------------------------------------------------------
 
-    @property
-    def running(self) -> StepPlan | None:
-        """The plan of the step in flight, if there is exactly one; otherwise None."""
-        plans = [step.plan for step in self._in_flight.values()]
-        return plans[0] if len(plans) == 1 else None
-
-    def ending(self, states: Mapping[str, RequestState]) -> Counter[str]:
-        """Return the number of sequences that are certain to end with the step in flight, by tier."""
-        plan = self.running
-        ran = ((run, states.get(run.seq_id)) for run in plan.run) if plan is not None else ()
-        return Counter(
-            s.tier.name for run, s in ran if s is not None and s.ends_with(run.num_tokens, self._info.max_model_len)
-        )
-
-    def enter(self, plan: StepPlan, states: Mapping[str, RequestState]) -> None:
-        """Record a plan that is submitted.
-
-        `states` are the request states before the plan's step. For an async plan, they do not include the result of the
-        running step.
-        """
-        swaps = any(p.mode is PreemptionMode.SWAP for p in plan.preempt)
-        swaps = swaps or any(states[seq_id].status is Status.SWAPPED for seq_id in plan.resume)
-        # An async plan starts one token later, since the running step computes one token of each sequence.
-        num_computed = {run.seq_id: states[run.seq_id].num_computed_tokens + plan.ahead for run in plan.run}
-        self._in_flight[plan.step_id] = _InFlightStep(plan, num_computed, swaps)
-
-    def settle(self, result: StepResult) -> StepWork | None:
-        """Record the result of a step, and return the work that the step did.
-
-        Tokens found in the prefix cache do not count as work. Return None if the step's time does not depend on its
-        work alone: blocks were copied, a sequence was evicted or failed, or no sequence ran.
-        """
+    def update(self, result: StepResult) -> None:
+        """Take over the free blocks of a result, and what it says of abandoned sequences."""
         self._free_blocks, self._free_swap_blocks = result.free_blocks, result.free_swap_blocks
-        self._update_abandoned(result)
-        step = self._in_flight.pop(result.step_id, None)
-        if step is None or step.swaps or result.failures or result.evicted or not result.outputs:
-            return None
-        work = StepWork()
-        for output in result.outputs:
-            start = step.num_computed[output.seq_id] + output.num_cached_tokens
-            work.add(output.num_computed_tokens - start, start)
-        return work
-
-    def _update_abandoned(self, result: StepResult) -> None:
         for output in result.outputs:
             if output.seq_id in self._abandoned:
                 held = blocks_for(output.num_computed_tokens, self._info.block_size)

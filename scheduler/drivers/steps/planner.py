@@ -59,7 +59,7 @@ class Planner:
 
     def claim_limits(self, tiers: Sequence[Tier], now: float) -> dict[str, int]:
         """Return how many more requests of each tier to claim from the queue. The highest tier comes first."""
-        ending = self._engine_state.ending(self._table.states)
+        ending = self._running.ending(self._table.states, self._engine.max_model_len)
         held_back = Counter(state.tier.name for state in self._isolation.held_back().values())
         return claim_limits(tiers, self._table, self._budgets(now), self._engine.max_step_tokens, ending, held_back)
 
@@ -107,7 +107,7 @@ class Planner:
 
         Return None if there is anything to decide.
         """
-        running = self._engine_state.running
+        running = self._running.plan
         if running is None or self._engine.steps_ahead < 1 or self._engine_state.num_abandoned:
             return None
         plan = async_plan(running, self._next_step_id, self._engine_state.view(), self._table)
@@ -120,7 +120,7 @@ class Planner:
 
         The result is empty if an eviction does not pay, or if no request could start in the next step.
         """
-        if not self._engine_state.is_step_in_flight:
+        if not self._running.is_any:
             return ()
         for request_id in request_ids:
             state = self._table.states.get(request_id)
@@ -152,7 +152,6 @@ class Planner:
     def _enter(self, plan: StepPlan, now: float) -> None:
         states = self._table.states
         self._next_step_id += 1
-        self._engine_state.enter(plan, states)
         self._running.begin(plan, states, self._cost(), now, self._min_shares_served)
         for preempt in plan.preempt:
             states[preempt.seq_id].stop(now, preempt.mode.value)

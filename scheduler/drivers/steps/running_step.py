@@ -1,4 +1,4 @@
-"""The step in flight: how its time is divided among the tiers, and which bulk sequences to evict from it.
+"""The steps in flight: their work, how their time is divided among the tiers, and which sequences to evict from them.
 
 Knows the plan of the step and the predicted cost of its runs. Asks `step_eviction` whether an eviction pays. Sends
 nothing to the engine. With async scheduling, a second step may wait in the engine for the running one to end.
@@ -9,12 +9,12 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engine.interface import StepEviction, StepPlan, StepResult
-from engine.step_time.cost import StepCost
+from engine.interface import PreemptionMode, StepEviction, StepPlan, StepResult
+from engine.step_time.cost import StepCost, StepWork
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier
 from scheduler.planning.step_eviction import StepTiming, TokenBucket, weigh_eviction
-from scheduler.request_state import RequestState
+from scheduler.request_state import RequestState, Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,7 @@ class StepUsage:
     used_s: Mapping[str, float] = field(default_factory=dict)  # engine time by tier, without the work thrown away
     planned_s: float = 0.0  # time for which the step was planned; 0 if sequences were evicted from it
     interactive_s: float = 0.0  # engine time that interactive tiers would have taken from urgent bulk
+    work: StepWork | None = None  # None: the step's time does not depend on its work alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,9 @@ class _Evictable:
 class _TrackedStep:
     """A submitted step whose result has not come yet. Owned by `RunningStep`."""
 
+    plan: StepPlan
+    num_computed: Mapping[str, int]  # number of computed tokens before the step, by sequence
+    swaps: bool  # whether the step copies KV blocks to the host or back
     timing: StepTiming
     evictable: list[_Evictable]
     runs_s: Mapping[str, float]  # predicted cost of the runs, by tier
@@ -50,6 +54,20 @@ class _TrackedStep:
     accounts: Sequence[tuple[RequestState, float]] = ()  # requests that want a receipt, and the predicted costs
     is_eviction_requested: bool = False
     wasted_s: float = 0.0  # bulk work that the requested eviction throws away
+
+    def work(self, result: StepResult) -> StepWork | None:
+        """Return the work that the step did. Tokens found in the prefix cache do not count.
+
+        Return None if the step's time does not depend on its work alone: blocks were copied, a sequence was evicted or
+        failed, or no sequence ran.
+        """
+        if self.swaps or result.failures or result.evicted or not result.outputs:
+            return None
+        work = StepWork()
+        for output in result.outputs:
+            start = self.num_computed[output.seq_id] + output.num_cached_tokens
+            work.add(output.num_computed_tokens - start, start)
+        return work
 
     def used_s(self, elapsed_s: float, was_evicted: bool) -> dict[str, float]:
         """Return the engine time that each tier used: `elapsed_s`, shared in proportion to predicted costs.
@@ -105,6 +123,20 @@ class RunningStep:
         return step.timing.step_s if step is not None else 0.0
 
     @property
+    def is_any(self) -> bool:
+        return bool(self._steps)
+
+    @property
+    def plan(self) -> StepPlan | None:
+        """The plan of the step in flight, if there is exactly one; otherwise None."""
+        return self._oldest.plan if self._oldest is not None and len(self._steps) == 1 else None
+
+    def ending(self, states: Mapping[str, RequestState], max_model_len: int) -> Counter[str]:
+        """Return the number of sequences that are certain to end with the step in flight, by tier."""
+        ran = ((run, states.get(run.seq_id)) for run in self.plan.run) if self.plan is not None else ()
+        return Counter(s.tier.name for run, s in ran if s is not None and s.ends_with(run.num_tokens, max_model_len))
+
+    @property
     def _oldest(self) -> _TrackedStep | None:
         return next(iter(self._steps.values()), None)
 
@@ -113,6 +145,7 @@ class RunningStep:
     ) -> None:
         """Track a submitted step. `states` are the request states before the step.
 
+        For an async plan, they do not include the result of the running step: one more token of each sequence.
         Sequences of `protected` tiers are not evicted, because the step serves the min share of these tiers.
         """
         evictable: list[_Evictable] = []
@@ -138,8 +171,11 @@ class RunningStep:
         timing = StepTiming(now, step_s, cost.step(kept_runs_s) if num_kept else 0.0)
         sequences = Counter(states[run.seq_id].tier.name for run in plan.run)
         itl_s = min((tier.slo.itl_p99_ms or NEVER_S for tier in interactive.values()), default=NEVER_S) / 1000
+        swaps = any(p.mode is PreemptionMode.SWAP for p in plan.preempt)
+        swaps = swaps or any(states[seq_id].status is Status.SWAPPED for seq_id in plan.resume)
+        num_computed = {run.seq_id: states[run.seq_id].num_computed_tokens + plan.ahead for run in plan.run}
         self._steps[plan.step_id] = _TrackedStep(
-            timing, evictable, runs_s, sequences, frozenset(interactive), itl_s, accounts
+            plan, num_computed, swaps, timing, evictable, runs_s, sequences, frozenset(interactive), itl_s, accounts
         )
 
     def evictees(self, newcomer: RequestState, step_eviction: StepEviction, now: float) -> Sequence[str]:
@@ -170,8 +206,11 @@ class RunningStep:
         A requested eviction that came too late threw no work away, so it takes nothing from the waste budget.
         """
         step = self._steps.pop(result.step_id, None)
-        if step is None or not step.timing.step_s:
-            return StepUsage(step.sequences if step is not None else {})
+        if step is None:
+            return StepUsage()
+        work = step.work(result)
+        if not step.timing.step_s:
+            return StepUsage(step.sequences, work=work)
         used_s = step.used_s(result.elapsed_s, bool(result.evicted))
         step.charge(used_s)
         if result.evicted:
@@ -180,4 +219,5 @@ class RunningStep:
             self.waste_budget.refill(sum(used_s[tier] for tier in {e.tier for e in step.evictable}))
         self.bulk_total_s += result.elapsed_s - sum(used_s.get(tier, 0.0) for tier in step.interactive)
         interactive_s = step.interactive_s(result.elapsed_s, bool(result.evicted))
-        return StepUsage(step.sequences, used_s, 0.0 if result.evicted else step.timing.step_s, interactive_s)
+        planned_s = 0.0 if result.evicted else step.timing.step_s
+        return StepUsage(step.sequences, used_s, planned_s, interactive_s, work)

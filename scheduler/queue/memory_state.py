@@ -1,0 +1,80 @@
+"""What the queue in memory stores. Only `MemoryQueue` changes it."""
+
+from bisect import bisect_left, bisect_right, insort
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from scheduler.queue.base import Backlog
+from scheduler.queue.wakeups import Wakeups
+from scheduler.request import Request
+
+
+@dataclass(slots=True)
+class Record:
+    """A request and its state: it waits if `fence` is None, and is leased otherwise."""
+
+    request: Request
+    number: int  # number of the put; requests with equal deadlines are claimed in the order of their numbers
+    attempt: int = 0
+    fence: int | None = None
+    worker_id: str = ""
+    expires_ms: int = 0
+    waits: bool = False  # leased, and in no step of its worker
+
+    @property
+    def output_name(self) -> str:
+        return self.request.job_part or self.request.id
+
+
+@dataclass(slots=True)
+class Output:
+    """Checkpointed tokens of a request, or of a part of a job."""
+
+    writer: int = 0  # number of the put of the request that may append; 0: none may
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Waiting:
+    """The waiting requests of one tier: the sums of their tokens, and their deadlines in ascending order."""
+
+    deadlines_ms: list[int] = field(default_factory=list)
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+    @property
+    def backlog(self) -> Backlog:
+        return Backlog(len(self.deadlines_ms), self.prompt_tokens, self.output_tokens)
+
+    def add(self, request: Request) -> None:
+        insort(self.deadlines_ms, request.deadline_ms)
+        self.prompt_tokens += len(request.prompt_token_ids)
+        self.output_tokens += request.sampling.max_tokens
+
+    def remove(self, request: Request) -> None:
+        del self.deadlines_ms[bisect_left(self.deadlines_ms, request.deadline_ms)]
+        self.prompt_tokens -= len(request.prompt_token_ids)
+        self.output_tokens -= request.sampling.max_tokens
+
+    def until(self, deadline_ms: int) -> Backlog:
+        """Return the backlog of the requests that are due no later than `deadline_ms`.
+
+        Their tokens are estimated: their share of the tier's requests, times the tier's tokens.
+        """
+        if not self.deadlines_ms:
+            return Backlog()
+        depth, ahead = len(self.deadlines_ms), bisect_right(self.deadlines_ms, deadline_ms)
+        return Backlog(ahead, self.prompt_tokens * ahead // depth, self.output_tokens * ahead // depth)
+
+
+@dataclass(slots=True)
+class Shared:
+    """The state that all handles of one queue share. Stale heap entries are skipped when they are popped."""
+
+    records: dict[str, Record] = field(default_factory=dict)
+    heaps: dict[str, list[tuple[int, int, str]]] = field(default_factory=lambda: defaultdict(list))
+    waiting: dict[str, Waiting] = field(default_factory=lambda: defaultdict(Waiting))
+    outputs: dict[str, Output] = field(default_factory=dict)  # those of parts of jobs are kept for ever
+    alone: dict[str, str] = field(default_factory=dict)  # the request that runs alone, by worker id
+    sequence: int = 0
+    listeners: list[Wakeups] = field(default_factory=list)
