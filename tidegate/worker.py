@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
@@ -109,21 +111,15 @@ async def _serve(
     clock = SystemClock()
     controller = SLAController(tiers, engine.info.step_eviction, engine.info.num_layers)
     core = SchedulerCore(tiers, engine.info, controller, worker_id=identity.worker_id)
-    metrics = SchedulerMetrics(CollectorRegistry(), tiers)
     runner = LoopRunner(settings.drain_s)
     with signals_call(runner.end), contextlib.closing(open_step_log(settings.step_log, engine.info)) as step_log:
         with progress.phase("measuring steps"):
             await teach(engine, core, clock)
         await asyncio.to_thread(progress.close)
         read_gpus = gpu_reader(engine.info.device, _gpu_index(settings))
-
-        def build(redis: Redis) -> WorkerLoop:
-            driver = StepDriver(core, engine, step_log)
-            return _build_loop(driver, redis, metrics, clock, identity, read_gpus, tracer)
-
         log.info("the worker serves", step_cost=str(core.status(clock.now()).step_cost))
-        consumer = WorkerTiers(core.held, metrics)
-        await serve_loops(settings, tiers, consumer, build, runner, lambda: runner.is_stuck, clock, identity)
+        driver, is_stuck = partial(StepDriver, core, engine, step_log), lambda: runner.is_stuck
+        await _serve_requests(settings, tiers, core.held, driver, runner, is_stuck, identity, tracer, read_gpus)
 
 
 def _gpu_index(settings: WorkerSettings) -> int | None:
@@ -135,7 +131,6 @@ async def _serve_upstream(
     settings: WorkerSettings, tiers: TierSet, identity: WorkerIdentity, tracer: RequestTracer | None
 ) -> None:
     """Serve with the tokens of another server. While it is away, the worker lives and waits for it."""
-    clock = SystemClock()
     upstream = await connect_upstream(upstream_config(settings))
     core = StreamCore(
         tiers,
@@ -145,29 +140,32 @@ async def _serve_upstream(
         stall_s=settings.upstream_stall_s,
         worker_id=identity.worker_id,
     )
-    metrics = SchedulerMetrics(CollectorRegistry(), tiers)
     runner = LoopRunner(settings.drain_s)
+    with signals_call(runner.end):
+        driver = partial(StreamDriver, core, upstream)
+        await _serve_requests(settings, tiers, core.held, driver, runner, lambda: False, identity, tracer)
+
+
+async def _serve_requests(
+    settings: WorkerSettings,
+    tiers: TierSet,
+    held: Holdings,
+    make_driver: Callable[[], Driver],
+    runner: LoopRunner,
+    is_stuck: Callable[[], bool],
+    identity: WorkerIdentity,
+    tracer: RequestTracer | None,
+    read_gpus: ReadGpus | None = None,
+) -> None:
+    """Serve with a new driver in each loop. `is_stuck` says whether the supervisor should replace this process."""
+    clock, metrics = SystemClock(), SchedulerMetrics(CollectorRegistry(), tiers)
 
     def build(redis: Redis) -> WorkerLoop:
-        return _build_loop(StreamDriver(core, upstream), redis, metrics, clock, identity, None, tracer)
+        queue = RedisQueue(redis, clock, identity.worker_id)
+        events, registry = RedisEventChannel(redis), RedisWorkerRegistry(redis)
+        return build_loop(make_driver(), queue, events, registry, metrics, clock, identity, read_gpus, tracer)
 
-    with signals_call(runner.end):
-        consumer = WorkerTiers(core.held, metrics)
-        await serve_loops(settings, tiers, consumer, build, runner, lambda: False, clock, identity)
-
-
-def _build_loop(
-    driver: Driver,
-    redis: Redis,
-    metrics: SchedulerMetrics,
-    clock: Clock,
-    identity: WorkerIdentity,
-    read_gpus: ReadGpus | None,
-    tracer: RequestTracer | None,
-) -> WorkerLoop:
-    queue = RedisQueue(redis, clock, identity.worker_id)
-    events, registry = RedisEventChannel(redis), RedisWorkerRegistry(redis)
-    return build_loop(driver, queue, events, registry, metrics, clock, identity, read_gpus, tracer)
+    await serve_loops(settings, tiers, WorkerTiers(held, metrics), build, runner, is_stuck, clock, identity)
 
 
 class WorkerTiers:

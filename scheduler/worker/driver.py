@@ -11,15 +11,17 @@ from typing import Any, Protocol
 from engine.interface import EngineInfo
 from scheduler.clock import Clock
 from scheduler.holdings.holdings import Holdings
+from scheduler.holdings.report import Report
 from scheduler.queue.base import Queue
 from scheduler.request import Lease
 from scheduler.store.outage import StoreOutage
 from scheduler.worker.checkpoints import Checkpointer
 from scheduler.worker.claimer import Claimer
 from scheduler.worker.core import WorkerCore
+from scheduler.worker.heartbeat import RequestReport
 from scheduler.worker.metrics import SchedulerMetrics
-from scheduler.worker.publisher import Publisher, Reporter
-from scheduler.worker.request_intake import RequestIntake
+from scheduler.worker.publisher import Publisher
+from scheduler.worker.request_intake import RequestIntake, RequestTracer
 
 
 class Driver(Protocol):
@@ -73,10 +75,11 @@ class RequestWorker:
     claimer: Claimer
     publisher: Publisher
     checkpointer: Checkpointer
-    reporter: Reporter
     metrics: SchedulerMetrics
+    described: RequestReport
     outage: StoreOutage
     clock: Clock
+    tracer: RequestTracer | None = None
     is_draining: bool = False
     is_stopped: bool = False
 
@@ -91,6 +94,16 @@ class RequestWorker:
     @property
     def is_stuck(self) -> bool:
         return self.driver.is_stuck
+
+    def send(self, report: Report) -> None:
+        """Send what the driver reports, and count and trace it."""
+        for end in report.ended:
+            self.described.count_ended(end)
+        self.publisher.send(report)
+        self.metrics.record_report(report)
+        if self.tracer is not None:
+            for state in report.traced:
+                self.tracer.record(state, self.clock.now())
 
     async def begin(self) -> list[Lease]:
         await self.checkpointer.save_all()  # of requests that an earlier loop has left in the core

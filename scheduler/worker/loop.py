@@ -22,7 +22,7 @@ from scheduler.worker.leases import LeaseKeeper
 from scheduler.worker.maintenance import ControllerReview, Maintenance
 from scheduler.worker.metrics import SchedulerMetrics
 from scheduler.worker.peers import GatewayWatch, Peers
-from scheduler.worker.publisher import Publisher, Reporter
+from scheduler.worker.publisher import Publisher
 from scheduler.worker.request_intake import RequestIntake, RequestTracer
 
 
@@ -83,9 +83,8 @@ def build_loop(
     gateways = GatewayWatch(held, queue, events, intake, checkpointer)
     peers = Peers(queue, registry, outage, clock, worker_id, gateways=gateways)
     claimer = Claimer(core, queue, intake, peers, outage, clock)
-    reporter = Reporter(publisher, metrics, report, clock, tracer)
     worker = RequestWorker(
-        driver, held, queue, intake, claimer, publisher, checkpointer, reporter, metrics, outage, clock
+        driver, held, queue, intake, claimer, publisher, checkpointer, metrics, report, outage, clock, tracer
     )
     heartbeat = Heartbeat(registry, report, metrics.text, clock, worker_id)
     review = ControllerReview(core, queue, metrics, intake, clock)

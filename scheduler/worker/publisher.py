@@ -14,9 +14,7 @@ from scheduler.queue.base import Queue
 from scheduler.request import TokenEvent
 from scheduler.store.outage import StoreOutage
 from scheduler.worker.checkpoints import MIN_TOKENS, Checkpointer
-from scheduler.worker.heartbeat import RequestReport
-from scheduler.worker.metrics import SchedulerMetrics
-from scheduler.worker.request_intake import RequestIntake, RequestTracer
+from scheduler.worker.request_intake import RequestIntake
 
 RETRY_S = 0.2  # seconds between two attempts while the store refuses writes
 
@@ -93,30 +91,3 @@ class Publisher:
         unfinished = [i for i in dict.fromkeys(e.request_id for e in events) if i not in ended]
         await self._checkpointer.save_parts(self._intake.drop(unfinished))
         await self._queue.cancel(unfinished)
-
-
-class Reporter:
-    """Distributes reports: events to the publisher, latencies to the metrics, ends to the heartbeat and the tracer."""
-
-    def __init__(
-        self,
-        publisher: Publisher,
-        metrics: SchedulerMetrics,
-        described: RequestReport,
-        clock: Clock,
-        tracer: RequestTracer | None = None,
-    ) -> None:
-        self._publisher = publisher
-        self._metrics = metrics
-        self._described = described
-        self._clock = clock
-        self._tracer = tracer
-
-    def send(self, report: Report) -> None:
-        for end in report.ended:
-            self._described.count_ended(end)
-        self._publisher.send(report)
-        self._metrics.record_report(report)
-        if self._tracer is not None:
-            for state in report.traced:
-                self._tracer.record(state, self._clock.now())

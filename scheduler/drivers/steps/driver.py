@@ -81,7 +81,7 @@ class StepDriver:
         while not self._worker.is_over:
             self._worker.intake.changed.clear()
             now = self._clock.now()
-            self._worker.reporter.send(self.core.held.refuse(now))
+            self._worker.send(self.core.held.refuse(now))
             plan = self.core.plan(now)
             if plan.is_empty:
                 self._engine.check_alive()
@@ -131,7 +131,7 @@ class StepDriver:
         if report.sequences:
             self._worker.metrics.record_step(result.elapsed_s, report.sequences)
             self._log(result, report, now)
-        self._worker.reporter.send(report)
+        self._worker.send(report)
         self._worker.claimer.note_room()
         if self.core.isolation.has_suspects:
             self._grammars.wake()  # a grammar that had to wait may be compiled now

@@ -85,7 +85,7 @@ class StreamDriver:
         now = self._clock.now()
         self._say_if_down(now)
         leases = self.core.give_back(now)
-        self._worker.reporter.send(self.core.refuse(now))
+        self._worker.send(self.core.refuse(now))
         await self._release(leases)
         opened, hung_up = self.core.decide(now)
         for request_id in hung_up:
@@ -107,7 +107,7 @@ class StreamDriver:
         try:
             async with aclosing(self._upstream.stream(request)) as outputs:
                 async for output in outputs:
-                    self._worker.reporter.send(self.core.add_output(output, self._clock.now()))
+                    self._worker.send(self.core.add_output(output, self._clock.now()))
                     if is_first:  # its prefill is done, so that another one may begin
                         self._worker.intake.changed.set()
                     is_first = False
@@ -128,7 +128,7 @@ class StreamDriver:
         if isinstance(error, UpstreamLost):
             self._stream_lost.set()
         report, leases = self.core.end_stream(request_id, error, now)
-        self._worker.reporter.send(report)
+        self._worker.send(report)
         await self._release(leases)
 
     async def _release(self, leases: list[Lease]) -> None:
