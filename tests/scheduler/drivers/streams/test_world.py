@@ -14,7 +14,7 @@ from scheduler.config import TierSet
 from scheduler.control.controller import SLAController
 from scheduler.drivers.streams.core import StreamCore
 from scheduler.drivers.streams.driver import StreamDriver
-from scheduler.queue.memory import _Output
+from scheduler.queue.memory_state import Output
 from scheduler.request import Delivery, EventKind
 from scheduler.worker.checkpoints import CHECKPOINT_S
 from tests.scheduler.builders import make_tiers
@@ -356,7 +356,7 @@ async def test_bulk_is_checkpointed_and_a_claim_continues_from_its_checkpoint(wo
     )
     await world.clock.sleep(0.1)
     for name in ("second", "penalised"):
-        outputs[name] = _Output(token_ids=saved)
+        outputs[name] = Output(token_ids=saved)
     world.engine.is_up = True
     assert is_right(await again) and is_right(await penalised)
     continued = {stream.seq_id: stream.output_token_ids for stream in world.engine.opened}
