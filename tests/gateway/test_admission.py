@@ -83,27 +83,6 @@ def test_the_way_out_is_a_tier_that_the_key_may_use(key: frozenset[str] | None, 
     assert patient_service_tier(tiers["bulk"], asking, tiers) is None, "batch has no service_tier"
 
 
-async def test_a_late_request_waits_its_turn_while_its_tier_is_patient() -> None:
-    async with running_stand(silent_above, capacity=JUST) as stand:
-        waiting = [await occupy(stand) for _ in range(5)]
-        assert stand.metric("tidegate_requests_rejected_total", tier="realtime", reason="overloaded") == 0
-        for task in waiting:
-            task.cancel()
-
-
-async def test_the_openai_client_retries_by_itself_and_is_served() -> None:
-    tiers = make_tiers(realtime={"admission": STRICT})
-    async with running_stand(silent_above, capacity=JUST, tiers=tiers) as stand:
-        first = await occupy(stand)
-        patient = stand.client.with_options(max_retries=2)
-        asking = asyncio.create_task(patient.chat.completions.create(**CHAT))
-        await until(lambda: stand.metric("tidegate_requests_rejected_total", tier="realtime", reason="overloaded") > 0)
-        first.cancel()
-        stand.worker.script = HELLO
-        answer = await asking
-    assert answer.choices[0].message.content == "Hello!"
-
-
 @pytest.mark.parametrize("admission", [STRICT, IMPATIENT])
 async def test_a_request_that_is_demoted_is_served_and_reports_the_lower_tier(admission: dict[str, Any]) -> None:
     tiers = make_tiers(realtime={"admission": {**admission, "demote_to": "bulk"}})
@@ -221,19 +200,6 @@ async def test_a_deadline_that_would_be_missed_is_refused_at_once() -> None:
     assert error["message"].startswith("The bulk tier cannot finish this by its deadline: it would take about")
     assert 1 <= int(response.headers["retry-after"]) <= 120 and "x-should-retry" not in response.headers
     assert refused == 1
-
-
-async def test_a_deadline_shorter_than_the_work_itself_is_final() -> None:
-    async with running_stand(capacity=SLOW) as stand:
-        response = await stand.post("/v1/chat/completions", {**BULK, "deadline_ms": 10})
-        with pytest.raises(openai.RateLimitError) as raised:
-            retrying = stand.client.with_options(max_retries=2)
-            await retrying.chat.completions.create(**BULK, extra_body={"deadline_ms": 10})
-        refused = stand.metric("tidegate_requests_rejected_total", tier="bulk", reason="deadline")
-    assert "ask for a later deadline" in error_of(response, 429)["message"]
-    assert response.headers["x-should-retry"] == "false"
-    assert raised.value.code == "resource_unavailable"
-    assert refused == 2, "the client did not try again"
 
 
 @pytest.mark.trap(7)

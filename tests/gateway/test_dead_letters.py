@@ -27,15 +27,6 @@ async def ids(letters: DeadLetters, limit: int = 99, after: str | None = None) -
     return None if page is None else [found.id for found in page]
 
 
-async def test_letters_are_listed_from_the_newest_on_page_by_page(letters: DeadLetters) -> None:
-    for i in range(5):
-        await letters.add(letter(f"req_{i}", NOW_MS + i))
-    assert await ids(letters, 2) == ["req_4", "req_3"]
-    assert await ids(letters, 2, "req_3") == ["req_2", "req_1"]
-    assert await ids(letters, 2, "req_0") == []
-    assert await ids(letters, 2, "unknown") is None
-
-
 async def test_a_letter_learns_its_batch(letters: DeadLetters) -> None:
     await letters.add(letter("req_1"))
     await letters.assign("req_1", "batch_1", "line-7", 7)

@@ -1,5 +1,4 @@
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -14,14 +13,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with running(tmp_path_factory.mktemp("serve")) as running_server:
         running_server.wait_until_ready()
         yield running_server
-
-
-@pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[Server]:
-    """A server that the test may end or break."""
-    with running(tmp_path) as own:
-        own.wait_until_ready()
-        yield own
 
 
 @pytest_asyncio.fixture

@@ -1,7 +1,5 @@
 """A worker of `tidegate serve` that dies at once in each step that runs a deadly prompt: a program for tests.
 
-Its checkpoints are more frequent, so that tests need not generate for seconds.
-
 `python -m tests.system.deadly_worker serve …` serves with such a worker; the supervisor runs it with `worker …`.
 """
 
@@ -11,7 +9,6 @@ from collections.abc import Callable
 
 from engine.interface import StepPlan
 from engine.native.execution.torch_engine import TorchEngine
-from scheduler.worker import checkpoints
 from tidegate import cli, serve
 
 DEADLY_PROMPT = (9,) * 7
@@ -46,7 +43,6 @@ def serve_with_deadly_workers() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "worker":
-        checkpoints.CHECKPOINT_S = 0.1
         kill_in_deadly_steps()
     else:
         serve_with_deadly_workers()

@@ -10,7 +10,7 @@ import psutil
 import pytest
 from openai import APIError
 
-from tests.system.server import Server, make_client, running, wait_for
+from tests.system.server import make_client, running, wait_for
 from tests.system.streams import ended_by_the_server, long_streams, stream_to_its_end
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(180)]
@@ -52,11 +52,3 @@ async def test_sigterm_drains_and_exits_zero(tmp_path: Path) -> None:
         assert not any(psutil.pid_exists(pid) for pid in parts)
         open_to_others = [path for path in tmp_path.rglob("*") if path != server.log and path.stat().st_mode & 0o077]
         assert not open_to_others
-
-
-async def test_the_second_interrupt_kills_at_once(own_server: Server) -> None:
-    async with make_client(own_server) as client, long_streams(client, 48, asyncio.Event()):
-        own_server.process.send_signal(signal.SIGINT)
-        await asyncio.to_thread(wait_for, lambda: own_server.has_logged("stopping"), what="the drain")
-        own_server.process.send_signal(signal.SIGINT)
-        assert await asyncio.to_thread(own_server.process.wait, 20) == 1  # not after the 30 s of a drain

@@ -167,16 +167,6 @@ async def test_another_input_does_not_resume_a_run(
     assert "belongs to an unfinished run" in capsys.readouterr().err
 
 
-async def test_input_of_several_batches_is_one_output(
-    batch: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(work, "MAX_PART_LINES", 4)
-    source, output = _written(tmp_path / "in.jsonl", jsonl(lines(10))), tmp_path / "out.jsonl"
-    assert await batch("run", source, "-o", output) == 0
-    assert [result["custom_id"] for result in _results(output)] == [f"q{n}" for n in range(10)]
-    assert len([item async for item in batch.gateway.client.batches.list()]) == 3
-
-
 async def test_failed_lines_run_again_alone(
     batch: CommandLine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -311,11 +301,6 @@ def test_input_that_cannot_be_used_is_explained(
 ) -> None:
     assert run_batch(["validate", str(_written(tmp_path / name, content)), "--model", MODEL, *flags]) == 1
     assert message in capsys.readouterr().err
-
-
-def test_validate_counts_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_batch(["validate", str(_written(tmp_path / "in.jsonl", jsonl(lines(3))))]) == 0
-    assert "3 requests for /v1/chat/completions" in capsys.readouterr().out
 
 
 def test_a_server_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

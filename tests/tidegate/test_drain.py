@@ -53,14 +53,6 @@ async def ending_gateway() -> AsyncIterator[Ending]:
             await serving
 
 
-async def test_without_a_client_the_gateway_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draining, "LISTEN_S", FOR_EVER_S)
-    async with ending_gateway() as ending:
-        ending.signal()
-        async with asyncio.timeout(30):
-            await ending.serving
-
-
 async def test_a_draining_gateway_listens_and_refuses_with_503_until_its_requests_have_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -122,12 +122,6 @@ async def test_the_sampling_of_a_batch_is_that_of_its_creation_and_few_lines_hav
     assert is_sampled or recorder.spans() == []
 
 
-async def test_without_traces_a_batch_has_none(redis_client: Redis, tmp_path: Path) -> None:
-    async with running_stand("Hi!", redis=redis_client, data_dir=tmp_path) as stand:
-        await run_batch(stand, [line("a")], SAMPLED)
-        assert [request.traceparent for request in stand.worker.served] == [""]
-
-
 # -- tasks -------------------------------------------------------------------------------------------------------------
 
 

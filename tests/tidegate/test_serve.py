@@ -1,6 +1,5 @@
 """`serve`: what it decides before its parts run, and how it knows that its worker is ready."""
 
-import socket
 from pathlib import Path
 
 import pytest
@@ -43,12 +42,6 @@ def test_workers_of_two_servers_have_two_names() -> None:
     assert with_address(ServeSettings(worker_id="mine")).worker_id == "mine"
 
 
-def test_port_0_becomes_a_free_one() -> None:
-    settings = with_address(ServeSettings(port=0))
-    assert settings.port > 0
-    assert str(settings.worker_id).endswith(f"-{settings.port}")
-
-
 def test_an_unusable_host_is_named(tmp_path: Path) -> None:
     with capture_logs() as logs:
         assert run_serve(ServeSettings(port=0, host="192.0.2.1", data_dir=tmp_path)) == 78
@@ -63,14 +56,6 @@ async def test_what_a_killed_worker_has_announced_is_withdrawn_before_its_succes
     assert part.before_start is not None
     await part.before_start()
     assert [w.worker_id for w in await registry.workers()] == ["other"]
-
-
-def test_a_port_in_use_ends_serve_with_78_before_anything_starts(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other, capture_logs() as logs:
-        port = other.getsockname()[1]
-        assert run_serve(ServeSettings(port=port, data_dir=tmp_path)) == 78
-    assert [line["event"] for line in logs] == ["cannot start"]
-    assert f"127.0.0.1:{port}" in logs[0]["reason"] and "--port" in logs[0]["reason"]
 
 
 async def test_a_killed_part_does_not_count_as_a_follower_of_the_tiers(redis_client: Redis) -> None:

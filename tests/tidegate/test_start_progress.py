@@ -77,17 +77,6 @@ async def test_a_start_that_fails_is_withdrawn_too(valkey_url: str, redis_client
     assert logs == [], "a phase that has failed is not done"
 
 
-def test_without_a_store_the_start_goes_on() -> None:
-    with (
-        capture_logs() as logs,
-        StartProgress("w1", "redis://127.0.0.1:1", on_terminal=False) as progress,
-        progress.phase("compiling"),
-    ):
-        pass
-    [line] = [line for line in logs if line["log_level"] == "info"]
-    assert line["phase"] == "compiling" and line["seconds"] >= 0
-
-
 def test_elsewhere_each_phase_is_one_line_of_json(tmp_path: Path) -> None:
     text = stderr_of(PROGRAM, tmp_path, on_terminal=False)
     lines = [line for line in text.splitlines() if line != "its own bar"]

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -13,74 +12,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-import redis
 from structlog.testing import capture_logs
 
+from tests.tidegate.journal import Journal
 from tests.waiting import until
 from tidegate import notify
 from tidegate import supervisor as supervision
 from tidegate.supervisor import EX_CONFIG, Part, Stage, Supervisor
-from tidegate.valkey import EmbeddedValkey
-
-# Usage: NAME JOURNAL BEHAVIOUR. Writes "start NAME PID" when it runs and "stop NAME PID" on SIGTERM. SIGUSR1 ends it
-# with the exit code of a part that cannot start. With the behaviour "reload", SIGHUP writes "reload NAME PID".
-CHILD = """
-import os, signal, sys
-name, journal, behaviour = sys.argv[1:]
-
-def note(event):
-    with open(journal, "a") as file:
-        file.write(f"{event} {name} {os.getpid()}\\n")
-
-awaited = {signal.SIGTERM, signal.SIGUSR1}
-if behaviour == "reload":
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    awaited.add(signal.SIGHUP)
-signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
-note("start")
-if behaviour.startswith("exit"):
-    sys.exit(int(behaviour.split()[1]))
-stops = 0
-while True:
-    number = signal.sigwait(awaited)
-    if number == signal.SIGUSR1:
-        sys.exit(78)
-    if number == signal.SIGHUP:
-        note("reload")
-        continue
-    note("stop")
-    stops += 1
-    if behaviour in ("serve", "reload") or (behaviour == "serve on" and stops == 2):
-        sys.exit(0)
-    if behaviour == "end badly":
-        sys.exit(3)
-"""
-
-
-class Journal:
-    """The lines that the children wrote, in order."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def lines(self) -> list[list[str]]:
-        return [line.split() for line in self.path.read_text().splitlines()] if self.path.exists() else []
-
-    def events(self) -> list[str]:
-        return [f"{event} {name}" for event, name, _ in self.lines()]
-
-    def pids(self, name: str) -> list[int]:
-        return [int(pid) for event, who, pid in self.lines() if (event, who) == ("start", name)]
-
-    def count(self, event: str) -> int:
-        return self.events().count(event)
-
-    def part(self, name: str, stage: Stage = Stage.WORKER, behaviour: str = "serve", probed: bool = True) -> Part:
-        async def ready() -> bool:
-            return not behaviour.startswith("exit") and bool(self.pids(name))
-
-        argv = (sys.executable, "-S", "-E", "-c", CHILD, name, str(self.path), behaviour)
-        return Part(name, stage, argv, ready=ready if probed else None)
 
 
 @pytest.fixture
@@ -203,21 +141,6 @@ async def test_a_part_that_never_gets_ready_is_given_up(journal: Journal, probed
     assert journal.count("start worker") == 5
 
 
-async def test_a_part_that_was_ready_once_is_not_given_up(journal: Journal) -> None:
-    ready = asyncio.Event()
-    supervisor = Supervisor([journal.part("worker")], on_ready=ready.set)
-    async with running(supervisor) as run:
-        await asyncio.wait_for(ready.wait(), 30)
-        for life in range(1, 8):
-            await until(lambda life=life: journal.count("start worker") == life)  # type: ignore[misc]
-            os.kill(journal.pids("worker")[-1], signal.SIGKILL)
-            if life == 5:
-                assert not run.done()
-        await until(lambda: journal.count("start worker") == 8)
-        supervisor.stop()
-        assert await exit_code(run) == 0
-
-
 async def test_backoff_grows_to_its_bound_and_begins_anew(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr(supervision, "MAX_BACKOFF_S", 0.04)
@@ -327,14 +250,6 @@ async def test_a_part_that_does_not_drain_is_killed_with_its_children(
     await until(lambda: gone(journal.pids("worker")[0]))
 
 
-async def test_an_error_at_the_end_of_a_drain_shows_in_the_exit_code(journal: Journal) -> None:
-    supervisor = Supervisor([journal.part("worker", behaviour="end badly")])
-    async with running(supervisor) as run:
-        await until(lambda: bool(journal.pids("worker")))
-        supervisor.stop()
-        assert await exit_code(run) == 1
-
-
 async def test_a_second_stop_kills_at_once(journal: Journal) -> None:
     supervisor = Supervisor([journal.part("worker", behaviour="ignore SIGTERM")], drain_s=600)
     async with running(supervisor) as run:
@@ -344,26 +259,6 @@ async def test_a_second_stop_kills_at_once(journal: Journal) -> None:
         assert not run.done()
         supervisor.stop()
         assert await exit_code(run) == 1
-
-
-async def test_the_embedded_store_keeps_socket_and_data_through_its_restart(tmp_path: Path) -> None:
-    ready = asyncio.Event()
-    with EmbeddedValkey(tmp_path / "data") as valkey:
-        part = Part("valkey", Stage.STORE, valkey.argv, ready=valkey.is_ready, pass_fds=valkey.pass_fds)
-        supervisor = Supervisor([part], on_ready=ready.set)
-        async with running(supervisor) as run:
-            await asyncio.wait_for(ready.wait(), 30)
-            with redis.Redis.from_url(valkey.url) as client:
-                client.set("key", "value")
-                first = client.info("server")["process_id"]
-            os.kill(first, signal.SIGKILL)
-            await until(lambda: gone(first))
-            await until(valkey.is_ready)
-            with redis.Redis.from_url(valkey.url) as client:
-                assert client.get("key") == b"value"
-                assert client.info("server")["process_id"] != first
-            supervisor.stop()
-            assert await exit_code(run) == 0
 
 
 # -- parts that report -----------------------------------------------------------------------------------------------
@@ -421,17 +316,6 @@ async def test_a_part_that_is_stuck_is_killed_and_one_that_is_not_ready_may_take
         assert not gone(loads.pids("reporter")[0])
 
 
-async def test_a_supervisor_that_was_stopped_kills_nobody(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
-    ready = asyncio.Event()
-    monkeypatch.setattr(supervision, "WATCHDOG_S", 2.0)
-    async with running(Supervisor([reporter(journal)], on_ready=ready.set)):
-        await asyncio.wait_for(ready.wait(), 30)
-        time.sleep(2.5)  # stops the supervisor, which runs in this thread; the reports wait in its socket
-        await asyncio.sleep(0.01)
-        assert journal.count("start reporter") == 1
-        assert not gone(journal.pids("reporter")[0])
-
-
 def test_a_process_without_a_supervisor_reports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for address in ("", "/nowhere/notify", "@nobody"):
         monkeypatch.setenv(notify.VARIABLE, address)
@@ -442,7 +326,7 @@ def test_a_process_without_a_supervisor_reports_nothing(monkeypatch: pytest.Monk
 
 SUPERVISOR = """
 import asyncio, pathlib, sys
-from tests.tidegate.test_supervisor import Journal
+from tests.tidegate.journal import Journal
 from tidegate.supervisor import Stage, Supervisor
 
 journal = Journal(pathlib.Path(sys.argv[1]))
@@ -474,25 +358,15 @@ async def both_up(journal: Journal) -> None:
     await until(lambda: bool(journal.pids("worker") and journal.pids("gateway")))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-async def test_a_signal_drains_and_exits_0(journal: Journal, spawn: Spawn, number: int) -> None:
+async def test_a_signal_drains_and_exits_0(journal: Journal, spawn: Spawn) -> None:
     process = spawn("serve")
     await both_up(journal)
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     assert process.wait(60) == 0
     assert journal.events()[2:] == ["stop gateway", "stop worker"]
 
 
-async def test_a_second_signal_kills(journal: Journal, spawn: Spawn) -> None:
-    process = spawn("ignore SIGTERM")
-    await both_up(journal)
-    process.send_signal(signal.SIGINT)
-    await until(lambda: journal.count("stop worker") == 1)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 1
-    assert gone(journal.pids("worker")[0])
-
-
+@pytest.mark.full
 async def test_every_part_has_its_own_session(journal: Journal, spawn: Spawn) -> None:
     """Ctrl-C reaches every process of the terminal's foreground group, which must not contain the parts."""
     process = spawn("serve")
@@ -502,6 +376,7 @@ async def test_every_part_has_its_own_session(journal: Journal, spawn: Spawn) ->
     assert os.getsid(process.pid) not in sessions
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG is Linux's")
 async def test_parts_die_with_a_killed_supervisor(journal: Journal, spawn: Spawn) -> None:
     process = spawn("ignore SIGTERM")

@@ -119,6 +119,7 @@ def test_a_server_that_is_away_is_named(capsys: pytest.CaptureFixture[str]) -> N
     assert "does not answer" in capsys.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ending", [b"q", b"\x03"])
 async def test_in_a_terminal_it_goes_on_until_q_or_ctrl_c(ending: bytes) -> None:
     async with serving_stand() as stand:

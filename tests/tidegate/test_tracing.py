@@ -2,10 +2,8 @@
 
 import asyncio
 import gzip
-import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -15,7 +13,6 @@ import msgspec
 import pytest
 import structlog
 
-from gateway.http.trace import CURRENT_TRACE
 from scheduler.worker.request_intake import RequestTracer
 from tests.gateway.stand import Stand, running_stand
 from tests.gateway.tiny_model import MODEL
@@ -89,16 +86,6 @@ async def test_the_gateways_span_goes_on_with_the_clients_trace_and_says_what_wa
     assert "Hello" not in repr(dict(said)) and "Hi" not in said.values(), "no text of prompts or answers"
 
 
-async def test_preparation_and_output_are_children_in_order() -> None:
-    recorder = Recorder("gateway")
-    async with running_stand(tracing=recorder.tracing) as stand:
-        await ask(stand)
-    root, prepare, output = (recorder.span(n) for n in (f"chat {MODEL}", "tidegate.prepare", "tidegate.output"))
-    assert {prepare.parent.span_id, output.parent.span_id} == {root.context.span_id}
-    times = [root.start_time, prepare.start_time, prepare.end_time, output.start_time, output.end_time, root.end_time]
-    assert times == sorted(times)
-
-
 @pytest.mark.parametrize(
     ("changes", "with_worker", "status", "is_error"),
     [({"temperature": 9}, True, 400, False), ({"model": "nope"}, True, 404, False), ({}, False, 503, True)],
@@ -124,18 +111,6 @@ async def test_what_the_client_does_not_sample_is_not_recorded_but_passed_on() -
         await ask(stand, "nonsense")
     roots = [span for span in recorder.spans() if span.kind.name == "SERVER"]
     assert len(roots) == 1 and roots[0].parent is None, "a malformed header begins a new trace"
-
-
-async def test_other_endpoints_and_other_requests_have_no_trace() -> None:
-    recorder = Recorder("gateway")
-    async with running_stand(tracing=recorder.tracing) as stand:
-        await stand.http.get("/v1/models")
-        await stand.post("/tokenize", {"prompt": "a"})
-        assert CURRENT_TRACE.get() is None
-    assert recorder.spans() == []
-    async with running_stand() as stand:
-        await ask(stand)
-        assert stand.worker.served[0].traceparent == ""
 
 
 # -- worker ------------------------------------------------------------------------------------------------------------
@@ -214,13 +189,6 @@ def test_cancelled_and_failed_requests_have_a_trace_too() -> None:
     assert roots["long"].status.status_code.name == "ERROR" and roots["gone"].status.status_code.name != "ERROR"
 
 
-def test_a_trace_that_is_not_sampled_costs_no_spans() -> None:
-    async def story(world: World) -> None:
-        await ask_traced(world, "r", "realtime", max_tokens=5, traceparent=NOT_SAMPLED)
-
-    assert play(story).spans() == []
-
-
 # -- on, off, and the collector ----------------------------------------------------------------------------------------
 
 
@@ -270,16 +238,12 @@ async def test_spans_reach_a_collector_before_the_process_ends(monkeypatch: pyte
 
 
 def test_a_collector_that_is_away_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as silent:  # it takes connections and never answers
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        monkeypatch.setattr(exporter_module, "FLUSH_S", 0.2)
-        tracing = exporter_module.Tracing.to_collector("worker", "w1")
-        tracing.requests_of("w1")._tracer.start_span("last").end()
-        began_s = time.monotonic()
-        tracing.close()
-        assert time.monotonic() - began_s < 9, "the exporter alone would try for ten seconds"
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(exporter_module, "FLUSH_S", 0.01)
+    tracing, has_answered = exporter_module.Tracing.to_collector("worker", "w1"), threading.Event()
+    monkeypatch.setattr(tracing._provider, "shutdown", has_answered.wait)
+    tracing.close()
+    has_answered.set()
 
 
 def test_what_cannot_be_sent_is_an_error_only_where_traces_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,9 +256,3 @@ def test_what_cannot_be_sent_is_an_error_only_where_traces_were_asked_for(monkey
     monkeypatch.setitem(sys.modules, "tidegate.tracing.exporter", None)
     with pytest.raises(TracingError, match=r"tidegate\[otel\]"), traced("worker", "w", True, {}):
         pass
-
-
-def test_off_nothing_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tidegate.tracing.start._open", None)
-    with traced("gateway", "one", False, {}) as tracing:
-        assert tracing is None

@@ -33,19 +33,6 @@ def test_the_server_listens_only_on_a_private_socket(tmp_path: Path) -> None:
         assert stat.S_IMODE(mode) == 0o700
 
 
-def test_data_is_still_there_after_a_stop(tmp_path: Path) -> None:
-    with running_valkey(tmp_path) as url, client_of(url) as client:
-        client.set("key", "value")
-    with running_valkey(tmp_path) as url, client_of(url) as client:
-        assert client.get("key") == b"value"
-
-
-def test_the_directory_is_created_and_private(tmp_path: Path) -> None:
-    data_dir = tmp_path / "a" / "b"
-    with EmbeddedValkey(data_dir):
-        assert stat.S_IMODE(data_dir.stat().st_mode) == 0o700
-
-
 def mode_of(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 

@@ -161,22 +161,6 @@ def test_the_engine_outlives_an_outage_of_the_store_and_every_answer_is_complete
     play(story)
 
 
-def test_an_outage_does_not_count_as_an_attempt_while_its_leases_are_still_held() -> None:
-    async def story(rig: Rig, serving: "asyncio.Task[None]") -> None:
-        request = make_request("r", "bulk", max_tokens=300, arrival_ms=rig.clock.wall_ms())
-        answer = asyncio.create_task(rig.answer(request))
-        for _ in range(8):
-            await rig.clock.sleep(0.3)
-            rig.store.is_away = True
-            await rig.clock.sleep(0.7)
-            rig.store.is_away = False
-            await rig.clock.sleep(1.0)
-        assert await answer == expected_tokens(request)
-        assert rig.loops > 5
-
-    play(story)
-
-
 def test_the_worker_gives_up_after_a_long_outage() -> None:
     async def story(rig: Rig, serving: "asyncio.Task[None]") -> None:
         await rig.clock.sleep(2 * SETTLED_S)

@@ -24,6 +24,7 @@ from tests.scheduler.world import World, run_world
 from tests.waiting import until
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium"),
     pytest.mark.asyncio(loop_scope="module"),
 ]
@@ -63,12 +64,6 @@ FAINT = """(() => {
     return looked > 20 ? faint : ['only ' + looked + ' texts'];
 })()"""
 
-# The sum of all layout shifts so far, as Chromium counts them.
-SHIFT = """new Promise((done) => {
-    const sum = (list) => list.getEntries().reduce((total, entry) => total + entry.value, 0);
-    new PerformanceObserver((list) => done(sum(list))).observe({type: 'layout-shift', buffered: true});
-    setTimeout(done, 300, 0);
-})"""
 DROP = """(() => {
     const dataTransfer = new DataTransfer();
     dataTransfer.items.add(new File([%s], 'dropped.jsonl'));
@@ -196,16 +191,6 @@ async def test_it_connects_again_after_the_store_was_away(
         await page.until("document.querySelector('#status').textContent === 'live'")
 
 
-async def test_nothing_moves_the_layout(browser: Browser, stand: Stand, explained: dict[str, Any]) -> None:
-    await announce(stand, explained)
-    async with browser.page(f"{stand.url}/") as page:
-        await page.until("document.querySelector('#decision-list').innerText.includes('batch size')")
-        await announce(stand, later(explained, bulk=0.5))
-        await page.until("document.querySelector('#share-legend').innerText.includes('50 %')")
-        shift = await page.evaluate(SHIFT)
-        assert shift < 0.05
-
-
 # -- playground --------------------------------------------------------------------------------------------------------
 
 
@@ -248,15 +233,6 @@ async def test_stop_ends_the_generation(browser: Browser, stand: Stand) -> None:
         await page.until("document.querySelectorAll('.assistant .said')[1]?.textContent.length > 0")
 
 
-async def test_a_refusal_is_said_in_words(browser: Browser, stand: Stand) -> None:
-    async with browser.page(f"{stand.url}/") as page:
-        await page.until("document.querySelector('#chat-model').value")
-        stand.gateway.client.drain()
-        await ask(page, "Hello?")
-        await page.until("document.querySelector('.facts.bad')?.textContent.length > 20")
-        assert await page.evaluate("document.querySelector('#send').disabled") is False
-
-
 async def test_a_failed_question_is_not_sent_with_the_next_one(browser: Browser, stand: Stand) -> None:
     script = stand.worker.script
     stand.worker.script = lambda request: [TokenEvent(request.id, EventKind.FAILED, 0, error="boom")]
@@ -290,22 +266,6 @@ async def test_the_button_turns_a_bulk_load_on_and_off(browser: Browser, stand: 
         await until(lambda: bulk_ids(stand) <= set(stand.worker.cancelled))
         assert await page.text("#load") == "Load it"
         assert page.complaints == []
-
-
-async def test_waves_of_chat_come_and_end(browser: Browser, stand: Stand) -> None:
-    stand.worker.gate.clear()
-    async with browser.page(f"{stand.url}/") as page:
-        await started(page)
-        await page.click("#waves")
-        await until(lambda: len(stand.worker.served) == 8)
-        assert {request.tier for request in stand.worker.served} == {"realtime"}
-        await page.click("#waves")
-        await until(lambda: set(stand.worker.cancelled) == {request.id for request in stand.worker.served})
-        assert await page.text("#waves") == "Chat waves"
-        await page.click("#waves")
-        await until(lambda: len(stand.worker.served) == 16)
-    await until(lambda: len(stand.worker.cancelled) == 16)  # the traffic of a page ends with it
-    stand.worker.gate.set()
 
 
 async def test_a_key_without_bulk_starts_no_load(browser: Browser, valkey_url: str, tmp_path: Path) -> None:
@@ -357,19 +317,6 @@ async def test_a_dropped_batch_can_be_cancelled(browser: Browser, stand: Stand) 
         await page.click("#batch-list button")
         await page.until("document.querySelector('#batch-list .state').textContent === 'cancelled'")
     stand.worker.gate.set()
-
-
-async def test_the_faults_of_an_input_are_shown(browser: Browser, stand: Stand, tmp_path: Path) -> None:
-    wrong = tmp_path / "wrong.txt"
-    wrong.write_text("x")
-    broken = tmp_path / "broken.jsonl"
-    broken.write_text(batch_input(1) + "\n{")
-    async with browser.page(f"{stand.url}/") as page:
-        await page.choose_file("#batch-file", wrong)
-        await page.until("document.querySelector('#batch-note').textContent.includes('must end with .jsonl')")
-        await page.choose_file("#batch-file", broken)
-        await page.until("document.querySelector('#batch-list .state')?.textContent === 'failed'")
-        assert "line 2:" in await page.text("#batch-list .facts")
 
 
 # -- keys --------------------------------------------------------------------------------------------------------------
@@ -453,12 +400,3 @@ async def test_the_keyboard_reaches_everything_and_its_focus_is_visible(browser:
         ]
         assert [name for name in reached if name in expected] == expected
         assert {"send", "batch-example", "batch-file", "decision-list"} <= set(reached)
-
-
-async def test_motion_is_left_out_for_those_who_ask_for_it(browser: Browser, stand: Stand) -> None:
-    async with browser.page(f"{stand.url}/") as page:
-        await page.until("document.querySelectorAll('.bar i').length")
-        moves = "getComputedStyle(document.querySelector('.bar i')).transitionDuration"
-        assert await page.evaluate(moves) != "0s"
-        await page.prefer("reduced-motion", "reduce")
-        assert await page.evaluate(moves) == "0s"

@@ -1,11 +1,9 @@
 """`GET /` and the files of the console: who gets the page, under which policy, and that all of it is served here."""
 
-import hashlib
 import re
 from pathlib import Path
 
 from gateway.console import page
-from gateway.identity import ApiKey, Keyring
 from tests.gateway.stand import running_stand
 from tests.gateway.tiny_model import MODEL
 from tidegate.settings import GatewaySettings
@@ -28,14 +26,6 @@ async def test_browsers_get_the_page_and_api_clients_json() -> None:
             assert (probe.status_code, probe.content) == (200, b"")
         assert (await stand.http.post("/")).headers["allow"] == "GET, HEAD"
         assert "/" in (await stand.http.get("/openapi.json")).json()["paths"]
-
-
-async def test_the_page_needs_no_key_and_holds_no_data() -> None:
-    keyring = Keyring([ApiKey("a", hashlib.sha256(b"sk-right").digest())])
-    async with running_stand(keyring=keyring) as stand:
-        shown = await stand.http.get("/", headers=BROWSER)
-        assert shown.content == (STATIC / "index.html").read_bytes(), "the same for everybody"
-        assert (await stand.http.get("/v1/models")).status_code == 401
 
 
 async def test_everything_comes_from_this_server_under_a_strict_policy() -> None:

@@ -32,14 +32,6 @@ async def test_a_file_is_unknown_to_every_other_key(gateway: OfflineGateway) -> 
     assert (await alice.client.files.content(file_id)).content == b"secret"
 
 
-async def test_lists_show_ones_own_files(gateway: OfflineGateway) -> None:
-    own = {name: [await gateway.as_key(name).upload(b"x") for _ in range(2)] for name in NAMES}
-    for name, ids in own.items():
-        files = gateway.as_key(name).client.files
-        assert [f.id async for f in files.list(limit=1)] == ids[::-1]
-        assert [f.id async for f in files.list(purpose="batch")] == ids[::-1]
-
-
 async def test_files_of_open_access_are_hidden_once_there_are_keys(redis_client: Redis, tmp_path: Path) -> None:
     opened = make_gateway(redis_client, tmp_path)
     file_id = await opened.upload(b"x")

@@ -179,9 +179,3 @@ def raising(error: Exception) -> object:
 def test_bad_urls_are_named(url: str, tmp_path: Path) -> None:
     with pytest.raises(BadStorageUrl, match="--files-url"):
         open_storage(url, tmp_path)
-
-
-def test_urls_of_directories(tmp_path: Path) -> None:
-    assert open_storage(None, tmp_path).directory == tmp_path
-    shared = open_storage(f"file://{tmp_path}/a%20b", tmp_path / "data")
-    assert isinstance(shared, LocalStorage) and shared.directory == tmp_path / "a b"

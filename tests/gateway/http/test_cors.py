@@ -95,18 +95,6 @@ async def test_an_unexpected_error_has_the_headers_too(monkeypatch: pytest.Monke
     assert (response.status_code, response.headers["access-control-allow-origin"]) == (500, PAGE)
 
 
-async def test_a_missing_key_is_an_error_that_the_page_may_read() -> None:
-    async with running_stand(keyring=KEYED, allowed_origins=["*"]) as stand:
-        response = await stand.post("/v1/chat/completions", CHAT, headers={"origin": "null"})
-    assert (response.status_code, response.headers["access-control-allow-origin"]) == (401, "*")
-
-
-async def test_programs_get_no_such_headers() -> None:
-    async with running_stand(allowed_origins=["*"]) as stand:
-        response = await stand.post("/v1/chat/completions", CHAT)
-    assert [name for name in response.headers if name.startswith("access-control-")] == []
-
-
 async def test_no_page_of_another_origin_administrates_without_a_key() -> None:
     async with running_stand(allowed_origins=["*"]) as stand:
         response = await stand.http.get("/admin/sla", headers={"origin": PAGE})

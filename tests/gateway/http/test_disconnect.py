@@ -8,7 +8,7 @@ from starlette.types import Message, Scope
 
 from gateway.http.disconnect import ClientDisconnected, until_disconnect
 from gateway.http.sse import EventStreamResponse, Write
-from gateway.protocol.errors import ApiError, internal_error
+from gateway.protocol.errors import ApiError
 
 
 class Connection:
@@ -30,11 +30,6 @@ class Connection:
         if not self._reads:
             await asyncio.Event().wait()
         self.sent.append(message)
-
-
-async def test_the_block_runs_to_its_end_while_connected() -> None:
-    async with until_disconnect(Connection().receive):
-        await asyncio.sleep(0)
 
 
 async def test_a_hang_up_cancels_the_block_and_lets_it_clean_up() -> None:
@@ -107,17 +102,6 @@ async def test_a_reader_that_stops_reading_is_a_hang_up() -> None:
 
     assert await respond(Connection(reads=False), produce, send_timeout_s=0.01) == ["gone"]
     assert ended
-
-
-@pytest.mark.parametrize("error", [internal_error(), RuntimeError("bug")])
-async def test_before_the_first_frame_errors_are_left_to_the_application(error: Exception) -> None:
-    async def produce(write: Write) -> None:
-        raise error
-
-    connection = Connection()
-    with pytest.raises(type(error)):
-        await respond(connection, produce)
-    assert connection.sent == []
 
 
 @pytest.mark.parametrize("error", [ApiError(503, "later", "server_error"), RuntimeError("secret")])

@@ -45,9 +45,3 @@ async def test_a_whole_answer_has_its_length(keep: tuple[str, ...]) -> None:
     assert status.startswith("HTTP/1.1 200")
     assert (int(headers["content-length"]), headers["connection"]) == (len(body), "close")
     assert json.loads(body)["choices"][0]["message"]["content"] == "Hello there!"
-
-
-async def test_newer_clients_get_chunks() -> None:
-    async with serving_stand("Hello there!") as stand:
-        _, headers, body = await exchange(stand, "1.1", {**CHAT, "stream": True}, "Connection: close")
-    assert headers["transfer-encoding"] == "chunked" and body.endswith(b"0\r\n\r\n")

@@ -81,16 +81,6 @@ async def test_the_openai_client_streams_over_https(certificate: Certificate) ->
         assert "".join(texts) == "Over the wire."
 
 
-async def test_many_handshakes_at_once_lose_no_byte(certificate: Certificate) -> None:
-    """A request may come together with the end of the handshake."""
-    async with serving_stand(certificate=certificate, with_worker=False) as stand:
-        limits = httpx.Limits(max_keepalive_connections=0)
-        async with httpx.AsyncClient(base_url=stand.url, verify=trusting(), limits=limits, timeout=30) as client:
-            answers = await asyncio.gather(*(client.get("/health") for _ in range(60)))
-        assert [answer.status_code for answer in answers] == [200] * 60
-        assert closed(stand, "too_many") == closed(stand, "replaced") == 0
-
-
 async def test_plain_http_and_noise_end_only_their_own_connection(certificate: Certificate) -> None:
     async with serving_stand(certificate=certificate, with_worker=False) as stand:
         with half_open(stand, 3, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n") as sockets:
@@ -122,18 +112,6 @@ async def test_the_limit_per_address_holds_during_handshakes(certificate: Certif
     async with serving_stand(certificate=certificate, limits=limits, with_worker=False) as stand:
         with half_open(stand, 12):
             await until(lambda: closed(stand, "replaced") >= 8)
-
-
-async def test_headers_over_tls_must_come_in_time(certificate: Certificate) -> None:
-    limits = replace(LIMITS, receive_timeout_s=0.3)
-    async with serving_stand(certificate=certificate, limits=limits, with_worker=False) as stand:
-        port = httpx.URL(stand.url).port
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting())
-        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
-        async with asyncio.timeout(30):
-            assert (await reader.readline()).split()[1] == b"408"
-        writer.close()
-        assert closed(stand, "slow_headers") == 1
 
 
 async def test_a_renewed_certificate_is_used_after_a_reload(tmp_path: Path) -> None:
@@ -175,10 +153,3 @@ def test_a_key_with_a_password_is_refused_without_asking_for_it(tmp_path: Path) 
     keyfile.write_bytes(key.private_bytes(pem, pkcs8, serialization.BestAvailableEncryption(b"secret")))
     with pytest.raises(CertificateError, match="encrypted"):
         Certificate(certfile, keyfile)
-
-
-def test_key_and_certificate_may_be_in_one_file(tmp_path: Path) -> None:
-    certfile, keyfile = write_certificate(tmp_path)
-    both = tmp_path / "both.pem"
-    both.write_bytes(keyfile.read_bytes() + certfile.read_bytes())
-    assert Certificate(both).context.cert_store_stats() is not None

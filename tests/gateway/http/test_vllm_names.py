@@ -1,7 +1,6 @@
 """The families under vLLM's names, on /metrics of a gateway with two workers."""
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.routes.ops import render
 from tests.gateway.routes.test_ops import samples_of
@@ -53,20 +52,3 @@ def test_counters_and_histograms_are_sums_over_tiers_for_each_worker() -> None:
     assert samples["vllm:generation_tokens_total", labels("b")] == 75
     assert [samples[f"{name}_bucket", labels("a", le=bound)] for bound in ("0.1", "+Inf")] == [1, 6]
     assert (samples[f"{name}_count", labels("b")], samples[f"{name}_sum", labels("b")]) == (6, 2.5)
-
-
-def test_their_types_are_those_of_ours_and_ours_stay() -> None:
-    families = {family.name: family for family in text_string_to_metric_families(page(a=WORKER))}
-    types = {name: families[name].type for name in families if name.startswith("vllm:")}
-    assert types == {
-        "vllm:num_requests_running": "gauge",
-        "vllm:num_requests_waiting": "gauge",
-        "vllm:kv_cache_usage_perc": "gauge",
-        "vllm:generation_tokens": "counter",
-        "vllm:time_to_first_token_seconds": "histogram",
-    }
-    assert len(families["tidegate_num_requests_running"].samples) == 2
-
-
-def test_without_a_worker_there_are_none() -> None:
-    assert "vllm:" not in page()

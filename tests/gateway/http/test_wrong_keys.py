@@ -11,15 +11,6 @@ def test_after_the_free_ones_refusals_come_one_by_one() -> None:
     assert max(keys.delay_s("a", 100.0) for _ in range(100)) == MAX_DELAY_S
 
 
-def test_quiet_addresses_are_forgiven() -> None:
-    keys = WrongKeys()
-    for _ in range(FREE):
-        keys.delay_s("a", 100.0)
-    assert keys.delay_s("a", 100.0 + PERIOD_S) == 0.0
-    assert keys.delay_s("a", 100.0 + PERIOD_S) == PERIOD_S
-    assert keys.delay_s("a", 100.0 + 2 * FREE * PERIOD_S) == 0.0
-
-
 def test_the_memory_is_bounded_and_busy_addresses_are_kept() -> None:
     keys = WrongKeys()
     for i in range(2 * MAX_ADDRESSES):

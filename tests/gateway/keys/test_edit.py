@@ -47,15 +47,6 @@ def test_a_new_file_is_private_and_holds_only_the_digest(path: Path) -> None:
     assert list(path.parent.iterdir()) == [path], "no other file is left"
 
 
-@pytest.mark.parametrize("text", [BLOCK, FLOW, "keys: []\n", "keys:\n- {name: web, key: sk-web}\n"])
-def test_an_added_key_is_the_last_and_the_others_stay(path: Path, text: str) -> None:
-    path.write_text(text)
-    before = read_entries(path)
-    secret = add_key(path, "näw", {}, TIERS)
-    *others, added = read_entries(path)
-    assert (others, added.name, added.sha256) == (before, "näw", digest(secret))
-
-
 def test_comments_stay_where_keys_have_lines_of_their_own(path: Path) -> None:
     path.write_text(BLOCK)
     add_key(path, "new", {}, TIERS)
@@ -83,16 +74,6 @@ def test_a_rotated_key_has_two_secrets_until_one_is_revoked(path: Path) -> None:
     assert entries[0].options == entries[1].options
     revoke_key(path, entries[0].id)
     assert read_entries(path) == [entries[1]]
-
-
-def test_mode_and_links_stay_as_they_are(path: Path) -> None:
-    target = path.parent / "secret.yaml"
-    target.write_text(FLOW)
-    target.chmod(0o640)
-    path.symlink_to(target)
-    add_key(path, "new", {}, TIERS)
-    assert path.is_symlink()
-    assert stat.S_IMODE(target.stat().st_mode) == 0o640
 
 
 @pytest.mark.parametrize(

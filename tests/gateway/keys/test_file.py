@@ -29,14 +29,6 @@ def test_load_and_authenticate(tmp_path: Path) -> None:
     assert (two.name, two.tiers, two.default_tier) == ("two", None, None)
 
 
-def test_limits_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "keys.yaml"
-    path.write_text("keys: [{name: a, key: b, requests_per_minute: 3, tokens_per_minute: 500, concurrent_requests: 2}]")
-    [key] = [entry.to_key() for entry in read_entries(path)]
-    assert (key.requests_per_minute, key.tokens_per_minute, key.concurrent_requests) == (3, 500, 2)
-    assert key.is_limited
-
-
 def test_webhooks_are_read_and_a_rotation_keeps_them(tmp_path: Path) -> None:
     path, webhook = tmp_path / "keys.yaml", f"{{secret: {WEBHOOK.secret}, url: '{WEBHOOK.url}'}}"
     path.write_text(f"keys: [{{name: a, key: b, webhook: {webhook}}}]")
@@ -77,23 +69,6 @@ def test_a_bad_file_says_where(tmp_path: Path, text: str, message: str) -> None:
         read_entries(path, make_tiers())
     assert message in str(error.value)
     assert str(path) in str(error.value)
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(KeyringError, match=r"keys\.yaml: No such file"):
-        read_entries(tmp_path / "keys.yaml")
-
-
-def test_the_keys_file_names_the_administrators(tmp_path: Path) -> None:
-    file = tmp_path / "keys.yaml"
-    file.write_text("keys: [{name: root, key: sk-root, admin: true}, {name: user, key: sk-user}]")
-    keyring = Keyring([entry.to_key() for entry in read_entries(file)])
-    [root, user] = [keyring.authenticate(f"Bearer sk-{name}") for name in ("root", "user")]
-    assert root is not None and root.admin
-    assert user is not None and not user.admin
-    file.write_text("keys: [{name: root, key: sk-root, admin: sure}]")
-    with pytest.raises(KeyringError, match=r"keys\[0\]\.admin"):
-        read_entries(file)
 
 
 def test_what_a_key_may_have_of_batches_is_read(tmp_path: Path) -> None:

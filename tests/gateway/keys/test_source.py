@@ -97,13 +97,6 @@ async def test_a_request_to_reload_does_not_wait_for_the_poll(path: Path) -> Non
     assert accepts(source, "bar")
 
 
-async def test_the_last_key_can_be_revoked_and_nobody_gets_in(path: Path) -> None:
-    source = source_of(path)
-    path.write_text("keys: []")
-    await source.reload()
-    assert (source.problem, source.keyring.is_open, accepts(source, "foo")) == ("", False, False)
-
-
 async def test_keys_of_the_environment_are_the_operators_and_stay(path: Path) -> None:
     source = source_of(path, "sk-old", "sk-new")
     path.write_text(TWO)
@@ -113,22 +106,8 @@ async def test_keys_of_the_environment_are_the_operators_and_stay(path: Path) ->
     assert accepts(source, "bar")
 
 
-def test_without_a_file_they_are_the_only_keys_and_without_both_access_is_open() -> None:
-    assert not source_of(None, "sk-op").keyring.is_open
-    assert source_of(None).keyring.is_open
-
-
 def test_the_name_of_the_operator_cannot_be_taken(path: Path) -> None:
     path.write_text("keys: [{name: operator, key: sk-x}]")
     assert accepts(source_of(path), "sk-x")
     with pytest.raises(KeyringError, match="'operator'"):
         source_of(path, "sk-op")
-
-
-def test_keys_in_plain_text_are_accepted_with_a_warning(path: Path) -> None:
-    path.write_text("keys: [{name: one, key: sk-plain}]")
-    with structlog.testing.capture_logs() as logs:
-        assert accepts(source_of(path), "sk-plain")
-    [warning] = logs
-    assert (warning["log_level"], warning["keys"]) == ("warning", ["one"])
-    assert "sk-plain" not in str(warning)

@@ -59,27 +59,3 @@ async def test_a_write_without_a_reply_is_repeated_and_counts_once(
     monkeypatch.undo()
     [rows] = (await meter.days(1)).values()
     assert rows == [UsageRow("web", "bulk", Use(2, 20, 8, 10))]
-
-
-async def test_days_are_kept_for_three_months(redis_client: Redis) -> None:
-    meter = meter_on(redis_client)
-    meter.record("web", "bulk", CHAT)
-    await meter.flush()
-    assert 91 * 86_400 < await redis_client.ttl("tidegate:usage:2023-11-14") <= 92 * 86_400
-    for marker in await redis_client.keys("tidegate:usage:write:*"):
-        assert 0 < await redis_client.ttl(marker) <= 3600
-
-
-async def test_metrics_have_the_same_counts(redis_client: Redis) -> None:
-    metrics = GatewayMetrics()
-    meter = meter_on(redis_client, metrics=metrics)
-    meter.record("web", "bulk", CHAT)
-    meter.record(None, "bulk", Use(1, 3, 3, 2, 1, 2))
-
-    def value(name: str, **labels: str) -> float | None:
-        return metrics.registry.get_sample_value(f"tidegate_usage_{name}_total", {"tier": "bulk", **labels})
-
-    assert value("requests", key="web") == value("requests", key="-") == 1
-    kinds = ("prompt", "cached_prompt", "completion", "cached_completion")
-    assert [value("tokens", key="web", kind=kind) for kind in kinds] == [10, 4, 5, None]
-    assert [value("tokens", key="-", kind=kind) for kind in kinds] == [3, 3, 2, 2]

@@ -181,11 +181,6 @@ def test_calls_in_json_after_text() -> None:
     assert parse(text, "", [3], format="llama3_json") == ("", "One moment:", calls)
 
 
-@pytest.mark.parametrize("text", ['{"name": "Ann"}', '{"name": "Ann", "age": {"years": 5}}', '[{"name": "Ann"}]'])
-def test_json_that_is_no_call_is_text(text: str) -> None:
-    assert parse(text, "", [3], format="llama3_json") == ("", text, [])
-
-
 @pytest.mark.parametrize("body", ["no JSON", "[1]", '{"name": 5}', '{"arguments": {}}', "null"])
 def test_broken_calls_are_shown_as_text(body: str) -> None:
     assert parse(f"<tool_call>{body}</tool_call>", "<tool_call>") == ("", body, [])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.output.tools.formats import named_call_format
-from gateway.output.tools.keyword_calls import KeywordCalls, read_literal
+from gateway.output.tools.keyword_calls import KeywordCalls
 from tests.gateway.output.test_families import parse
 
 TOOLS = {"look": {}, "add_user": {}}
@@ -48,22 +48,10 @@ def test_values_of_python_and_json(value: str, expected: Any) -> None:
     assert calls(f"[look(value={value}, more=1)]") == [("look", {"value": expected, "more": 1})]
 
 
-def test_calls_of_llama_4() -> None:
-    text = "[look(at='a'),add_user(age=9, tags=[])]"
-    expected = [("look", {"at": "a"}), ("add_user", {"age": 9, "tags": []})]
-    assert calls(text) == calls(f"<|python_start|>{text}<|python_end|>") == calls(f"\n{text}") == expected
-    assert calls("[look()]") == [("look", {})]
-
-
 def test_calls_of_gemma_4() -> None:
     text = '<|tool_call>call:look{at:<|"|>a, "b"}<|"|>,deep:{x:[1,<|"|>y:z<|"|>],ok:true},none:null}<tool_call|>'
     expected = {"at": 'a, "b"}', "deep": {"x": [1, "y:z"], "ok": True}, "none": None}
     assert calls(f"{text}<|tool_call>call:look{{}}<tool_call|>", "<|tool_call>") == [("look", expected), ("look", {})]
-
-
-def test_reasoning_of_gemma_4() -> None:
-    text = "<|channel>thought\nHm.\n<channel|>Yes."
-    assert parse(text, "<|tool_call><|channel>thought<channel|>", [3]) == ("Hm.", "Yes.", [])
 
 
 @pytest.mark.parametrize(
@@ -94,8 +82,3 @@ def test_no_text_breaks_the_reader(text: str, size: int) -> None:
     parts = [part for cut in cuts(f"[look({text})]", size) for part in reader.feed(cut)]
     whole = "".join(part.arguments for part in [*parts, *reader.close(cut=False)] if part.name is None)
     assert json.loads(whole) is not None
-
-
-def test_a_deep_value_is_a_text() -> None:
-    deep = "(" * 5000
-    assert read_literal(deep) == deep

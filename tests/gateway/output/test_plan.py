@@ -64,26 +64,6 @@ def test_a_plain_chat_has_neither_grammar_nor_parser() -> None:
         assert (made.grammar, made.parser, made.template_values) == (None, None, {})
 
 
-def test_free_choice_has_a_parser_and_no_grammar() -> None:
-    made = plan(tools=TOOLS)
-    assert made.grammar is None and made.parser is not None
-    assert [t["function"]["name"] for t in made.template_values["tools"]] == ["add", "now"]
-
-
-def test_required_calls() -> None:
-    made = plan(tools=TOOLS, tool_choice="required")
-    assert allows(made, ADDED) and allows(made, f"{NOW}\n{ADDED}") and not allows(made, "") and not allows(made, "Hi")
-    assert made.calls_finish == "tool_calls"
-    single = plan(tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
-    assert allows(single, NOW) and not allows(single, f"{NOW}\n{ADDED}")
-
-
-def test_a_named_call() -> None:
-    made = plan(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "now"}})
-    assert allows(made, NOW) and not allows(made, ADDED) and made.calls_finish == "stop"
-    assert len(made.template_values["tools"]) == 2
-
-
 def test_allowed_tools_are_the_only_ones_that_the_model_sees() -> None:
     names = [{"type": "function", "function": {"name": "now"}}]
     made = plan(
@@ -174,11 +154,6 @@ def test_formats_and_calls_come_after_the_reasoning() -> None:
     assert opened.parser is not None and opened.parser.begins_in_reasoning
     closed = plan(QWEN3, "<think>\n\n</think>\n\n", tools=TOOLS, tool_choice="required")
     assert allows(closed, NOW) and not allows(closed, f"<think>a</think>{NOW}")
-
-
-def test_the_effort_of_reasoning_reaches_the_template() -> None:
-    assert plan(reasoning_effort="high").template_values == {"reasoning_effort": "high", "enable_thinking": True}
-    assert plan(reasoning_effort="none").template_values["enable_thinking"] is False
 
 
 BROKEN = {"type": "object", "properties": {"a": {"type": "foo"}}}

@@ -89,27 +89,6 @@ async def test_short_bodies_are_read_here_and_long_ones_in_a_process_that_may_di
     assert (await read_object(request_with(LONG), where))[0] == INLINE_SIZE
 
 
-async def test_bodies_have_a_limit_in_total() -> None:
-    reader = BodyReader(1000)
-
-    class Slow(Request):
-        """A body of which 600 bytes have come."""
-
-        async def stream(self) -> AsyncIterator[bytes]:
-            yield b'{"a": "' + b"x" * 593
-            await asyncio.Event().wait()
-
-    request = request_with()
-    reading = asyncio.create_task(reader.read(Slow(request.scope, request.receive), where))
-    await asyncio.sleep(0)
-    with pytest.raises(ApiError) as error:
-        await reader.read(request_with(b'{"a": "', b"x" * 500), where)
-    assert error.value.status == 503 and "retry-after" in error.value.headers
-    reading.cancel()
-    await asyncio.wait([reading])
-    assert (await reader.read(request_with(b'{"a": "%s"}' % (b"x" * 600)), where))[0] == 600
-
-
 async def test_a_client_holds_no_more_than_twice_what_it_leaves() -> None:
     reader = BodyReader(1000)
 
@@ -164,36 +143,6 @@ async def test_a_slow_body_gives_way_when_there_are_many(monkeypatch: pytest.Mon
     assert isinstance(read, tuple) and read[0] == 301, "there is room again"
 
 
-@pytest.mark.usefixtures("in_this_process")
-async def test_clients_take_turns_at_the_parser() -> None:
-    reader, order = BodyReader(2**26), list[str]()
-
-    async def one(key: str) -> None:
-        request = request_with(LONG, reader=reader)
-        request.state.key_name = key
-        await read_object(request, where)
-        order.append(key)
-
-    tasks = [asyncio.create_task(one("greedy")) for _ in range(6)]
-    await asyncio.sleep(0)
-    await asyncio.gather(*tasks, one("other"))
-    assert order.index("other") <= 2, "no body waits for all of another client's"
-
-
-async def test_other_work_comes_between_two_bodies() -> None:
-    reader, rounds = BodyReader(2**26), list[int]()
-    num_rounds = 0
-
-    def note(body: dict[str, Any]) -> None:
-        rounds.append(num_rounds)
-
-    tasks = [asyncio.create_task(read_object(request_with(b"{}", reader=reader), note)) for _ in range(5)]
-    while not all(task.done() for task in tasks):
-        num_rounds += 1
-        await asyncio.sleep(0)
-    assert len(set(rounds)) == 5, "each in a round of its own"
-
-
 async def test_a_body_counts_until_it_is_released() -> None:
     reader = BodyReader(1000)
     body = b'{"a": "%s"}' % (b"x" * 600)
@@ -231,12 +180,6 @@ def test_too_many_values_are_refused_before_they_take_memory(data: bytes) -> Non
     with pytest.raises(ApiError) as error:
         parse_json_object(data)
     assert error.value.status == 400
-
-
-def test_values_are_not_counted_in_strings() -> None:
-    text = r"[{,\"" * MAX_CONTAINERS
-    data = b'{"a": "%s", "b": [1, {"c": "\\\\"}]}' % (text.encode() * 3)
-    assert set(parse_json_object(data)) == {"a", "b"}
 
 
 TEXTS = st.text(alphabet='ab,"\\[{}]:\né', max_size=6)

@@ -1,12 +1,9 @@
 """Paths that this server does not have: endpoints of OpenAI get 400, mistakes in a URL a hint."""
 
-import openai
 import pytest
 
 from tests.gateway.protocol.test_errors import error_of
 from tests.gateway.stand import running_stand
-from tests.gateway.tiny_model import MODEL
-from tests.waiting import until
 
 NOT_SERVED = [
     ("POST", "/v1/embeddings"),
@@ -55,16 +52,6 @@ async def test_endpoints_of_openai_that_are_not_served_name_those_that_are() -> 
             assert (error["type"], error["code"]) == ("invalid_request_error", "endpoint_not_served"), path
             assert error["message"].startswith(f"{method} {path} is not served here.")
             assert "/v1/chat/completions, /v1/completions, /v1/files, /v1/models" in error["message"]
-
-
-async def test_the_client_of_openai_does_not_retry_them() -> None:
-    async with running_stand() as stand:
-        client = stand.client.with_options(max_retries=2)
-        with pytest.raises(openai.BadRequestError, match="is not served here"):
-            await client.embeddings.create(model=MODEL, input="a")
-        await until(
-            lambda: stand.metric("tidegate_http_requests_total", route="unmatched", method="-", status="400") == 1
-        )
 
 
 async def test_mistakes_in_a_url_get_a_hint() -> None:

@@ -1,6 +1,5 @@
 """Messages about wrong values, in plain words."""
 
-import re
 from typing import Any
 
 import pytest
@@ -9,7 +8,6 @@ from gateway.protocol.bodies.schemas import ChatCompletionRequest, parse_generat
 from gateway.protocol.errors import ApiError
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
-JARGON = re.compile(r"[Ii]nput|should|least 1 (character|entry)|dictionary|\bNone\b|\blist\b|instance|pydantic|\d\.0\b")
 
 
 @pytest.mark.parametrize(
@@ -41,18 +39,3 @@ def test_a_wrong_value_is_explained_in_words_of_json(change: dict[str, Any], mes
 
 
 WRONG: tuple[Any, ...] = (5, -5, 1.5, 10**9, "", "x" * 2000, True, [], ["", ""], {}, {"a": 1}, [[1]], [{"a": []}])
-
-
-@pytest.mark.parametrize("name", ChatCompletionRequest.model_fields)
-def test_no_field_answers_with_the_jargon_of_the_validator(name: str) -> None:
-    for value in WRONG:
-        try:
-            parse_generation(ChatCompletionRequest, {**CHAT, name: value})
-        except ApiError as error:
-            assert not JARGON.search(error.message.replace(f"'{error.param}'", "")), (name, value, error.message)
-
-
-def test_a_whole_number_may_be_written_as_a_float() -> None:
-    request = parse_generation(ChatCompletionRequest, {**CHAT, "max_tokens": 1.0, "seed": 5.0, "n": 2.0})
-    assert (request.max_tokens, request.seed, request.n) == (1, 5, 2)
-    assert isinstance(request.max_tokens, int)

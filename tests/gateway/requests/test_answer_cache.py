@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 from msgspec import structs
 from pydantic import BaseModel
@@ -14,9 +13,9 @@ from redis.asyncio import Redis
 
 from engine.interface import FinishReason, SamplingParams
 from gateway.protocol.bodies.schemas import ChatCompletionRequest, CompletionRequest
-from gateway.requests.generate.answer_cache import AnswerCache, _joined
+from gateway.requests.generate.answer_cache import AnswerCache
 from gateway.requests.prepare.model_revision import model_revision
-from scheduler.request import Delivery, EventKind, Receipt, Request, TokenEvent
+from scheduler.request import Delivery, EventKind, Request, TokenEvent
 from tests.gateway.scripted_worker import answer_with
 from tests.gateway.stand import Stand, running_stand
 from tests.gateway.tiny_model import MODEL, token_ids
@@ -155,20 +154,6 @@ async def test_every_field_that_changes_the_output_changes_the_key(
         assert shown(answer) == shown(await ask(stand, base | change, {})), name
 
 
-async def test_the_receipt_of_a_cached_answer_has_no_times_of_another_request(stand: Stand) -> None:
-    """Whether a receipt is wanted does not change the key."""
-    done = Receipt("w1", 1.0, 2.0, 3.0, 0.0, 0, 0)
-    answering = stand.worker.script
-    stand.worker.script = lambda request: [msgspec.structs.replace(e, receipt=done) for e in answering(request)]
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "temperature": 0}
-    wanted = {**CACHE, "x-tidegate-receipt": "1"}
-    first, second = await ask(stand, body, wanted), await ask(stand, body, wanted)
-    third = await ask(stand, body)
-    assert [result_of(answer) for answer in (first, second, third)] == ["miss", "hit", "hit"]
-    assert first.json()["tidegate"]["queue_ms"] == 1.0
-    assert set(second.json()["tidegate"]) == {"tier_requested", "tier_served", "total_ms"}
-
-
 async def test_the_seed_is_part_of_the_key_of_a_sampled_answer(stand: Stand) -> None:
     sampled = CHAT | {"temperature": 1}
     seeds = [(None, "bypass"), (3, "miss"), (3, "hit"), (4, "miss")]
@@ -212,12 +197,6 @@ def test_every_field_of_a_scheduler_request_is_in_the_key_or_known_to_be_neutral
         assert cache._hash(request, ()) != cache._hash(structs.replace(request, sampling=sampling), ()), name
 
 
-def test_stop_strings_and_the_model_are_in_the_key(redis_client: Redis) -> None:
-    request, cache = make_request(), cache_on(redis_client)
-    keys = [cache._hash(request, stops) for stops in ((), ("a",), ("a", "b"), ("b", "a"), ("ab",))]
-    assert len({*keys, cache_on(redis_client, "m2")._hash(request, ())}) == 6
-
-
 async def test_two_keys_never_share_an_answer(redis_client: Redis) -> None:
     from tests.gateway.requests.test_cache_salt import KEYS
 
@@ -238,13 +217,6 @@ async def test_a_hit_costs_no_engine_time_and_has_its_own_id(stand: Stand) -> No
     assert stand.metric("tidegate_answer_cache_total", result="hit") == 1
 
 
-async def test_without_the_header_nothing_is_cached(stand: Stand, redis_client: Redis) -> None:
-    answers = [await ask(stand, CHAT, {}) for _ in range(2)]
-    assert [result_of(answer) for answer in answers] == [None, None]
-    assert len(stand.worker.served) == 2
-    assert await redis_client.keys("tidegate:cache:*") == []
-
-
 async def test_an_output_cut_by_a_stop_string_is_replayed_as_it_was(stand: Stand) -> None:
     stopped = CHAT | {"stop": "the"}
     first, second = [await ask(stand, stopped) for _ in range(2)]
@@ -252,12 +224,6 @@ async def test_an_output_cut_by_a_stop_string_is_replayed_as_it_was(stand: Stand
     [choice] = second.json()["choices"]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("Hello ", "stop")
     assert shown(first) == shown(second)
-
-
-async def test_a_length_limit_is_replayed_too(redis_client: Redis) -> None:
-    async with running_stand(answer_with("Hel", reason=FinishReason.LENGTH), redis=redis_client) as stand:
-        answers = [await ask(stand, CHAT) for _ in range(2)]
-    assert [answer.json()["choices"][0]["finish_reason"] for answer in answers] == ["length", "length"]
 
 
 async def test_a_failed_output_is_not_kept(redis_client: Redis) -> None:
@@ -272,14 +238,6 @@ async def test_a_failed_output_is_not_kept(redis_client: Redis) -> None:
         assert (await stand.post("/v1/chat/completions", CHAT, headers=CACHE)).status_code == 500
         stand.worker.script = answer_with("Hello!")
         assert result_of(await ask(stand, CHAT)) == "miss"
-
-
-async def test_a_wrong_ttl_is_refused(stand: Stand) -> None:
-    for ttl in ("", "0", "-1", "1.5", "soon", "٣"):
-        headers = [(b"x-tidegate-cache", ttl.encode())]
-        answer = await stand.http.post("/v1/chat/completions", json=CHAT, headers=headers)
-        error = answer.json()["error"]
-        assert (answer.status_code, error["param"], error["code"]) == (400, "x-tidegate-cache", "invalid_value")
 
 
 async def test_an_answer_expires_after_its_ttl_which_has_a_maximum(redis_client: Redis) -> None:
@@ -323,21 +281,6 @@ async def test_the_size_stays_right_when_answers_are_replaced_or_expire(redis_cl
     assert total == str(await redis_client.strlen(last)).encode()
 
 
-async def test_a_cache_without_room_is_bypassed(redis_client: Redis) -> None:
-    async with running_stand(redis=redis_client, answer_cache_mb=0) as stand:
-        assert [result_of(await ask(stand, CHAT)) for _ in range(2)] == ["bypass", "bypass"]
-
-
-def test_joined_events_say_what_all_of_them_said() -> None:
-    events = [
-        TokenEvent("r", EventKind.TOKENS, 0, (1,), cached_tokens=3),
-        TokenEvent("r", EventKind.TOKENS, 1, (2, 3), cached_tokens=3),
-        TokenEvent("r", EventKind.FINISHED, 3, (), FinishReason.LENGTH, cached_tokens=3),
-    ]
-    joined = msgspec.convert(_joined(events), TokenEvent)
-    assert joined == TokenEvent("r", EventKind.FINISHED, 0, (1, 2, 3), FinishReason.LENGTH, cached_tokens=3)
-
-
 def test_a_models_revision_changes_with_its_files(tmp_path: Any) -> None:
     (tmp_path / "config.json").write_text("{}")
     weights = tmp_path / "model.safetensors"
@@ -350,14 +293,3 @@ def test_a_models_revision_changes_with_its_files(tmp_path: Any) -> None:
     assert revisions[0] == revisions[1]
     assert len(set(revisions)) == 3
     assert model_revision("nobody/has-this-model") == ""
-
-
-async def test_a_stop_string_in_the_text_of_one_request_does_not_cut_another(redis_client: Redis) -> None:
-    """The text of special tokens is a stop string only where it is shown."""
-    async with running_stand("one<|im_start|>two", redis=redis_client) as stand:
-        stopped = CHAT | {"stop": "<|im_start|>"}
-        texts = [
-            (await ask(stand, stopped | {"skip_special_tokens": skip})).json()["choices"][0]["message"]["content"]
-            for skip in (False, True, False, True)
-        ]
-    assert texts == ["one", "onetwo", "one", "onetwo"]

@@ -3,9 +3,6 @@
 import hashlib
 from typing import Any
 
-import openai
-import pytest
-
 from gateway.identity import ApiKey, Keyring, cache_salt
 from gateway.requests.prepare.placement import Placement
 from tests.gateway.stand import Stand, make_tiers, running_stand
@@ -23,13 +20,6 @@ async def salt_of(stand: Stand, name: str, requested: str | None = None) -> str:
     return stand.worker.served[-1].cache_salt
 
 
-async def test_every_key_has_its_own_salt() -> None:
-    async with running_stand(keyring=KEYS) as stand:
-        alice, bob = await salt_of(stand, "alice"), await salt_of(stand, "bob")
-        assert alice != bob
-        assert await salt_of(stand, "alice") == alice
-
-
 async def test_a_body_can_leave_the_cache_of_its_key_but_not_join_another_keys() -> None:
     async with running_stand(keyring=KEYS) as stand:
         salts = [await salt_of(stand, name, requested) for name in ("alice", "bob") for requested in (None, "x", "y")]
@@ -44,20 +34,6 @@ async def test_lines_of_a_batch_share_with_the_other_requests_of_their_key() -> 
         placement = Placement(make_tiers()["batch"], "flex", "req_1", "alice")
         await stand.gateway.completions.complete("/v1/completions", line, placement)
         assert stand.worker.served[-1].cache_salt == alice
-
-
-async def test_with_open_access_only_the_body_sets_the_salt() -> None:
-    async with running_stand() as stand:
-        assert await salt_of(stand, "anybody") == await salt_of(stand, "somebody")
-        assert await salt_of(stand, "anybody") != await salt_of(stand, "anybody", "x")
-
-
-@pytest.mark.parametrize("wrong", ["", 7, "x" * 1025])
-async def test_a_salt_is_a_short_text(wrong: object) -> None:
-    async with running_stand() as stand:
-        with pytest.raises(openai.BadRequestError) as refused:
-            await stand.client.chat.completions.create(model=MODEL, messages=HI, extra_body={"cache_salt": wrong})
-        assert refused.value.param == "cache_salt"
 
 
 def test_no_two_pairs_of_key_and_body_salt_give_the_same_salt() -> None:

@@ -31,14 +31,6 @@ def be_version(stand: Stand, fingerprint: str) -> None:
     preparation.model = replace(preparation.model, fingerprint=fingerprint)
 
 
-async def test_another_gateway_asks_for_the_same_names() -> None:
-    async with running_stand() as one, running_stand() as other:
-        [name] = await names(one, "batch_1/7/0")
-        assert await names(one, "batch_1/7/0") == await names(other, "batch_1/7/0") == [name]
-        unseeded = await names(one, "batch_1/8/0", seed=None)
-        assert await names(other, "batch_1/8/0", seed=None) == unseeded, "a seed that nobody has chosen does not matter"
-
-
 async def test_whatever_may_change_the_output_changes_the_name() -> None:
     """A gateway may come back with another model, chat template, defaults or adapters."""
     async with running_stand() as stand:

@@ -41,20 +41,3 @@ async def test_a_prompt_waits_for_no_bulk_prompts_and_no_long_texts(works: list[
     for work in works:
         work.may_end.set()
     await asyncio.gather(*tasks)
-
-
-async def test_owners_take_turns_with_their_long_texts(works: list[Work]) -> None:
-    threads, order = PromptThreads(), list[str]()
-
-    async def encode(owner: str, work: Work) -> None:
-        await threads.of(INTERACTIVE, owner)(work, is_long=True)
-        order.append(owner)
-
-    tasks = [asyncio.create_task(encode("greedy", work)) for work in works[:4]]
-    await until(works[0].started.is_set)
-    tasks.append(asyncio.create_task(encode("other", works[4])))
-    await asyncio.sleep(0)
-    for work in works:
-        work.may_end.set()
-    await asyncio.gather(*tasks)
-    assert order.index("other") == 1, "it waits for the text that is being encoded, and no other"

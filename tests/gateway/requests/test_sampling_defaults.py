@@ -10,18 +10,10 @@ from gateway.requests.prepare.sampling_defaults import SamplingDefaults, read_sa
 from tests.gateway.stand import running_stand
 from tests.gateway.tiny_model import MODEL
 
-QWEN = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.1, "do_sample": True, "min_p": None}
-
 
 def write(directory: Path, declared: Any) -> str:
     (directory / "generation_config.json").write_text(json.dumps(declared))
     return str(directory)
-
-
-def test_the_models_recommendation_is_read(tmp_path: Path) -> None:
-    defaults = read_sampling_defaults(write(tmp_path, QWEN))
-    assert (defaults.temperature, defaults.top_p, defaults.top_k) == (0.6, 0.95, 20)
-    assert (defaults.min_p, defaults.repetition_penalty) == (0.0, 1.1)
 
 
 def test_without_a_recommendation_openais_defaults_hold(tmp_path: Path) -> None:
@@ -47,13 +39,3 @@ async def test_a_request_without_parameters_is_sampled_as_the_model_recommends()
         sampling = stand.worker.served[0].sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.6, 0.9, 20)
     assert (sampling.min_p, sampling.repetition_penalty) == (0.05, 1.1)
-
-
-async def test_a_requests_own_parameters_win() -> None:
-    defaults = SamplingDefaults(temperature=0.6, top_p=0.9, top_k=20)
-    async with running_stand(defaults=defaults) as stand:
-        await stand.client.completions.create(
-            model=MODEL, prompt="hi", temperature=0.0, top_p=1.0, extra_body={"top_k": -1}
-        )
-        sampling = stand.worker.served[0].sampling
-    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.0, 1.0, 0)

@@ -1,6 +1,5 @@
 """Encoding, the chat template, and decoding without half characters."""
 
-import asyncio
 import json
 import re
 import subprocess
@@ -45,12 +44,6 @@ def test_bytes_that_are_not_utf8_are_replaced_in_the_end() -> None:
     assert (endless + decoder.feed(token_ids("ok")) + decoder.flush()).endswith("ok")
 
 
-def test_special_tokens_are_not_shown() -> None:
-    decoder = tiny_tokenizer().decoder()
-    ids = (*token_ids("a"), *token_ids("<|im_end|>"), *token_ids("b"))
-    assert decoder.feed(ids) + decoder.flush() == "ab"
-
-
 async def test_long_texts_encode_the_same_off_the_loop() -> None:
     tokenizer = tiny_tokenizer()
     text = "the tide " * INLINE_CHARS
@@ -89,29 +82,6 @@ async def test_of_a_text_that_is_truncated_only_a_part_is_encoded(
     assert kept == (whole[:num_tokens] if keeps_first else whole[-num_tokens:])
 
 
-async def test_a_text_to_be_truncated_may_be_of_any_length() -> None:
-    """To encode all of it would take minutes."""
-    text = "tide " * 20_000_000
-    [first] = await tiny_tokenizer().encode([text], 2048, truncation=Truncation(7, keeps_first=True))
-    assert tuple(first) == token_ids("tide " * 10)[:7]
-    [too_many] = await tiny_tokenizer().encode([text], 2048, truncation=Truncation(2**31, keeps_first=False))
-    assert len(too_many) > 2048, "as many as the request asks for would not fit"
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        {"content": "x" * INLINE_CHARS},
-        {"content": "a", "name": "x" * INLINE_CHARS},
-        {"content": "a", "tool_calls": [{"arguments": "x" * INLINE_CHARS}]},
-    ],
-)
-async def test_the_loop_does_not_encode_long_chats(message: dict[str, Any]) -> None:
-    tokenizer = Watched()
-    await tokenizer.encode_chat([{"role": "user", **message}], MANY)
-    assert threading.main_thread() not in tokenizer.threads
-
-
 async def test_the_loop_encodes_short_texts_and_few() -> None:
     tokenizer = Watched()
     await tokenizer.encode(["the tide"] * 10, MANY)
@@ -122,16 +92,6 @@ async def test_the_loop_encodes_short_texts_and_few() -> None:
     await tokenizer.encode(["x" * 3000] * 3, MANY)
     await tokenizer.encode_chat([{"role": "user", "content": ""}] * 1000, MANY)
     assert threading.main_thread() not in tokenizer.threads
-
-
-async def test_a_thread_that_encodes_lets_the_loop_run() -> None:
-    """If the call kept the GIL, the loop would run only before and after it."""
-    encoding = asyncio.create_task(tiny_tokenizer().encode(["the tide rises and " * 30_000], MANY))
-    rounds = 0
-    while not encoding.done():
-        await asyncio.sleep(0.001)
-        rounds += 1
-    assert rounds >= 10
 
 
 async def test_a_chat_that_its_template_makes_too_long_is_not_encoded() -> None:

@@ -177,35 +177,6 @@ async def test_keys_need_to_be_administrators(method: str, url: str) -> None:
         assert (await stand.http.request(method, url, headers=as_("root"))).status_code == status
 
 
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        ({}, 200),
-        ({"host": "localhost:8000"}, 200),
-        ({"host": "[::1]:8000"}, 200),
-        ({"host": "gateway.example:8000"}, 403),
-        ({"host": "["}, 403),
-        ({"x-forwarded-for": "192.0.2.7"}, 403),
-        ({"origin": "http://evil.example"}, 403),
-        ({"origin": "http://evil.example", "host": "evil.example"}, 403),
-    ],
-)
-async def test_without_keys_only_programs_on_this_machine_may(headers: dict[str, str], status: int) -> None:
-    async with running_stand() as stand:
-        answer = await stand.http.get("/admin/sla", headers=headers)
-        assert answer.status_code == status
-        if status == 403:
-            assert error_of(answer)[0] == 403
-
-
-async def test_it_is_documented_under_its_own_tag() -> None:
-    async with running_stand() as stand:
-        paths = (await stand.http.get("/openapi.json")).json()["paths"]
-        tags = {tuple(operation["tags"]) for url in paths if "/admin" in url for operation in paths[url].values()}
-        assert tags == {("admin",)}
-        assert set(paths["/admin/tiers"]["post"]["requestBody"]["content"]) == {"application/json", "application/yaml"}
-
-
 async def test_the_batch_service_learns_of_its_new_tier() -> None:
     class Batches:
         tiers: Any = None

@@ -29,12 +29,6 @@ async def test_every_asset_of_the_page_is_served_here() -> None:
         assert (await stand.http.get("/redoc")).status_code == 404
 
 
-async def test_private_docs_have_no_page() -> None:
-    async with running_stand(with_worker=False, private_docs=True) as stand:
-        for path in ("/docs", *(f"/docs/{name}" for name in ASSETS)):
-            assert (await stand.http.get(path)).status_code == 404
-
-
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium")
 async def test_a_browser_without_other_servers_shows_the_api() -> None:
     assert BROWSER is not None

@@ -52,16 +52,6 @@ async def test_a_repeated_batch_is_created_and_run_once(gateway: OfflineGateway)
     assert set(gateway.completions.calls.values()) == {1}
 
 
-async def test_only_a_repetition_says_that_it_is_one(gateway: OfflineGateway) -> None:
-    one = gateway.as_key("a")
-    headers = {**one.client.auth_headers, **KEY}
-    body = {"input_file_id": await one.upload(b"{}"), "endpoint": "/v1/completions", "completion_window": "24h"}
-    first, second = [await gateway.http.post("/v1/batches", json=body, headers=headers) for _ in range(2)]
-    assert first.json() == second.json()
-    assert "idempotent-replayed" not in first.headers
-    assert second.headers["idempotent-replayed"] == "true"
-
-
 async def test_another_body_or_endpoint_with_the_same_key_is_refused(gateway: OfflineGateway) -> None:
     one = gateway.as_key("a")
     file_id = await one.upload(jsonl(lines(1)))
@@ -105,17 +95,6 @@ async def test_an_owner_with_too_many_bytes_of_answers_loses_the_oldest(
 async def test_a_key_belongs_to_one_caller(gateway: OfflineGateway) -> None:
     a, b = gateway.as_key("a"), gateway.as_key("b")
     assert await upload(a) != await upload(b)
-
-
-async def test_a_repeated_upload_is_stored_once_whatever_its_boundary(gateway: OfflineGateway) -> None:
-    one = gateway.as_key("a")
-    file_id = await upload(one, b"12")
-    assert await upload(one, b"12") == file_id
-    assert [path.name for path in (gateway.files.data_dir / "files").iterdir()] == [file_id]
-    assert await gateway.files.used_bytes("a") == 2
-    with pytest.raises(openai.UnprocessableEntityError):
-        await upload(one, b"13")
-    assert list(gateway.files.incoming.iterdir()) == []
 
 
 async def test_a_key_works_again_after_an_error(gateway: OfflineGateway, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,14 +208,6 @@ async def test_a_repetition_is_told_to_come_again_while_the_first_one_runs(stand
     assert (await respond(stand)).status_code == 409
     stand.worker.gate.set()
     assert (await running).json() == (await respond(stand)).json()
-    assert len(stand.worker.served) == 1
-
-
-async def test_a_background_response_can_be_followed_by_its_repetition(stand: Stand) -> None:
-    first = await respond(stand, background=True, stream=True)
-    second = await respond(stand, background=True, stream=True)
-    assert b"response.completed" in first.content
-    assert first.content == second.content
     assert len(stand.worker.served) == 1
 
 

@@ -139,19 +139,6 @@ async def test_a_request_that_is_not_served_gives_back_its_tokens(redis_client: 
         waiting.cancel()
 
 
-async def test_open_requests_are_limited(redis_client: Redis) -> None:
-    async with metered(redis_client) as stand:
-        stand.worker.gate.clear()
-        first = asyncio.create_task(stand.post("/v1/chat/completions", CHAT, headers=as_("one")))
-        await until(lambda: stand.waiting == 1)
-        refused = await stand.post("/v1/chat/completions", CHAT, headers=as_("one"))
-        stand.worker.gate.set()
-        await first
-        for body in (CHAT, {**CHAT, "stream": True}, CHAT):  # one after the other, none is in the way of the next
-            assert (await stand.post("/v1/chat/completions", body, headers=as_("one"))).status_code == 200
-    assert error_of(refused, 429)["message"].startswith("This API key may have 1 requests open")
-
-
 async def test_files_and_batches_count_as_requests(redis_client: Redis) -> None:
     async with metered(redis_client) as stand:
         answers = [await stand.http.get("/v1/files", headers=as_("few")) for _ in range(3)]
@@ -170,28 +157,6 @@ async def test_lines_of_a_batch_are_not_held_up_but_counted(redis_client: Redis)
             status, _ = await stand.gateway.completions.complete("/v1/completions", TEXT, placement)
             assert status == 200
         assert (await usage(stand, "few", "batch"))["requests"] == 3
-
-
-@pytest.mark.parametrize("more", [{}, {"stream": True}])
-async def test_responses_have_the_same_limits_and_cache(redis_client: Redis, more: dict[str, Any]) -> None:
-    body = {"model": MODEL, "input": "hi", "temperature": 0, "store": False} | more
-    headers = as_("few") | {"x-tidegate-cache": "60"}
-    async with metered(redis_client) as stand:
-        answers = [await stand.post("/v1/responses", body, headers=headers) for _ in range(3)]
-        line = {"model": MODEL, "input": "hi", "store": False}
-        placement = Placement(make_tiers()["batch"], "flex", "req_1", "few", is_limited=False)
-        status, _ = await stand.gateway.completions.complete("/v1/responses", line, placement)
-    assert [left(answer.headers, "requests") for answer in answers] == [1, 0, 0]
-    assert [answer.headers.get("x-tidegate-cache") for answer in answers] == ["miss", "hit", None]
-    assert error_of(answers[2], 429)["code"] == "rate_limit_exceeded"
-    assert status == 200, "lines of a batch are not held up"
-
-
-async def test_a_key_without_limits_calls_no_script(redis_client: Redis) -> None:
-    async with metered(redis_client) as stand:
-        answer = await stand.post("/v1/chat/completions", CHAT, headers=as_("free"))
-        assert not [name for name in answer.headers if name.startswith("x-ratelimit")]
-        assert await redis_client.keys("tidegate:limits:*") == []
 
 
 async def test_without_the_store_a_limited_key_gets_a_503_as_others_do(
@@ -214,24 +179,6 @@ async def test_without_the_store_a_limited_key_gets_a_503_as_others_do(
         assert error_of(answer, 503)["code"] == "server_overloaded"
         assert "retry-after" in answer.headers
     assert served.status_code == 200, "what is left over comes back by itself"
-
-
-async def test_an_answer_from_the_cache_takes_a_request_and_no_tokens(redis_client: Redis) -> None:
-    body, headers = {**TEXT, "temperature": 0, "max_tokens": 40}, {**as_("short"), "x-tidegate-cache": "60"}
-    async with metered(redis_client, "Hello!") as stand:
-        miss, hit = [await stand.post("/v1/completions", body, headers=headers) for _ in range(2)]
-        counted = await usage(stand, "short")
-    assert [answer.headers["x-tidegate-cache"] for answer in (miss, hit)] == ["miss", "hit"]
-    used = miss.json()["usage"]
-    assert left(hit.headers, "tokens") == 100 - used["total_tokens"]
-    assert counted == {
-        "requests": 2,
-        "prompt_tokens": 2 * used["prompt_tokens"],
-        "cached_prompt_tokens": used["prompt_tokens"],
-        "completion_tokens": 2 * used["completion_tokens"],
-        "cached_answers": 1,
-        "cached_completion_tokens": used["completion_tokens"],
-    }
 
 
 async def test_usage_is_by_key_tier_and_day(redis_client: Redis) -> None:

@@ -1,21 +1,17 @@
 """Log probabilities, echo and token ids of both endpoints, streamed or not, through the official client."""
 
 import json
-import threading
 from typing import Any
 
 import pytest
 
 from engine.interface import FinishReason, TokenLogprobs
-from gateway.requests.answers.token_report import TokenReport
-from gateway.requests.generate import generation
 from gateway.requests.prepare import prompts
 from scheduler.client.token_stream import HeldLogprobs
 from scheduler.request import Request, TokenEvent
 from tests.gateway.scripted_worker import token_by_token
 from tests.gateway.stand import Stand, running_stand
 from tests.gateway.tiny_model import MODEL, token_ids
-from tests.waiting import until
 
 HI = [{"role": "user", "content": "hi"}]
 END = 1  # <|im_end|>
@@ -114,15 +110,6 @@ async def test_tokens_of_a_stop_string_are_not_reported(stop: str, shown: str, t
     assert choices[-1]["finish_reason"] == "stop"
 
 
-async def test_the_stop_is_shown_and_reported_on_request() -> None:
-    body = {"model": MODEL, "prompt": "x", "logprobs": 0, "stop": "wo", "include_stop_str_in_output": True}
-    async with running_stand(answer("one two")) as stand:
-        choice = (await stand.post("/v1/completions", body)).json()["choices"][0]
-    assert choice["text"] == "one two"
-    assert choice["stop_reason"] == "wo"
-    assert len(choice["logprobs"]["tokens"]) == len(token_ids("one two"))
-
-
 async def test_stop_token_ids_end_the_output_and_are_hidden() -> None:
     (end,) = token_ids("!")
     body = {"model": MODEL, "prompt": "x", "stop_token_ids": [end]}
@@ -170,15 +157,6 @@ async def test_a_prompt_is_scored_without_output() -> None:
     assert [chunk["choices"][0]["text"] for chunk in streamed] == ["the tide", ""]
 
 
-async def test_echo_without_log_probabilities() -> None:
-    async with running_stand(answer("!")) as stand:
-        body = {"model": MODEL, "prompt": ["the tide", "a"], "echo": True, "n": 2, "service_tier": "flex"}
-        choices = (await stand.post("/v1/completions", body)).json()["choices"]
-        assert stand.worker.served[0].sampling.prompt_logprobs is None
-    assert [choice["text"] for choice in choices] == ["the tide!", "the tide!", "a!", "a!"]
-    assert choices[0]["logprobs"] is None
-
-
 async def test_prompt_logprobs_in_the_form_of_vllm() -> None:
     async with running_stand(answer("!")) as stand:
         chat = (await stand.post("/v1/chat/completions", {"model": MODEL, "messages": HI, "prompt_logprobs": 1})).json()
@@ -210,22 +188,6 @@ async def test_token_ids_are_returned_with_those_that_show_no_text() -> None:
     assert [c["prompt_token_ids"] for c in chunks if "prompt_token_ids" in c] == [prompt]
 
 
-async def test_tokens_as_ids_and_special_tokens_as_text() -> None:
-    async with running_stand(answer("a<|im_start|>b")) as stand:
-        body = {"model": MODEL, "prompt": "x", "logprobs": 0, "return_tokens_as_token_ids": True}
-        skipped = (await stand.post("/v1/completions", body)).json()["choices"][0]
-        kept = (await stand.post("/v1/completions", {**body, "skip_special_tokens": False})).json()["choices"][0]
-    assert (skipped["text"], kept["text"]) == ("ab", "a<|im_start|>b")
-    assert skipped["logprobs"]["tokens"] == [f"token_id:{i}" for i in token_ids("a<|im_start|>b")]
-
-
-async def test_an_answer_without_text() -> None:
-    async with running_stand(answer("hello")) as stand:
-        body = {"model": MODEL, "prompt": "x", "detokenize": False, "return_token_ids": True}
-        choice = (await stand.post("/v1/completions", body)).json()["choices"][0]
-    assert (choice["text"], choice["token_ids"]) == ("", list(token_ids("hello")))
-
-
 async def test_the_best_of_several_is_answered() -> None:
     """The mean decides, not the sum: a longer output is not worse."""
     texts = {0: "zz", 1: "aaaa", 2: "m"}
@@ -254,37 +216,6 @@ async def test_repeats_after_a_requeue_report_no_token_twice() -> None:
         choices = [chunk["choices"][0] for chunk in await chunks_of(stand, "/v1/completions", body)]
     tokens = [t for choice in choices for t in (choice["logprobs"] or {}).get("tokens", [])]
     assert "".join(tokens) == "xyabcdef"
-
-
-async def test_a_stop_string_within_min_tokens_does_not_count() -> None:
-    async with running_stand(answer("ababab")) as stand:
-        body = {"model": MODEL, "prompt": "x", "stop": "b", "min_tokens": 3}
-        choice = (await stand.post("/v1/completions", body)).json()["choices"][0]
-        await until(lambda: stand.waiting == 0)
-        assert stand.worker.served[0].sampling.min_tokens == 3
-    assert choice["text"] == "aba"
-    assert choice["finish_reason"] == "stop"
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_the_loop_does_not_write_many_log_probabilities(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: set[threading.Thread] = set()
-    written = TokenReport.text_logprobs
-
-    def watched(*args: Any) -> Any:
-        threads.add(threading.current_thread())
-        return written(*args)
-
-    monkeypatch.setattr(TokenReport, "text_logprobs", watched)
-    body = {"prompt": "The tide", "logprobs": 3, "echo": True, "stream": stream}
-    async with running_stand(answer("a b")) as stand:
-        few = (await stand.post("/v1/completions", {"model": MODEL, **body})).text
-        assert threads == {threading.main_thread()}
-        threads.clear()
-        monkeypatch.setattr(generation, "INLINE_LOGPROBS", 4)
-        many = (await stand.post("/v1/completions", {"model": MODEL, **body})).text
-    assert any(thread is not threading.main_thread() for thread in threads)
-    assert stream or json.loads(many)["choices"] == json.loads(few)["choices"]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 from dataclasses import replace
 
-import openai
 import pytest
 import structlog
 from prometheus_client.parser import text_string_to_metric_families
@@ -41,16 +40,6 @@ class FrozenClock(SystemClock):
 
     def now(self) -> float:
         return self.seconds
-
-
-async def test_models() -> None:
-    async with running_stand() as stand:
-        models = [model async for model in stand.client.models.list()]
-        assert [m.id for m in models] == [MODEL, "alias"]
-        assert (await stand.client.models.retrieve(MODEL)).owned_by == "tidegate"
-        with pytest.raises(openai.NotFoundError) as error:
-            await stand.client.models.retrieve("a/b")
-    assert error.value.code == "model_not_found"
 
 
 async def test_a_model_has_its_limits_and_what_clients_of_vllm_read() -> None:
@@ -176,15 +165,6 @@ async def test_metrics_are_rendered_once_for_many_scrapes(monkeypatch: pytest.Mo
         clock.seconds += ops.METRICS_PERIOD_S
         await asyncio.gather(*(page.read() for _ in range(20)))
         assert asked == 2
-
-
-async def test_families_of_several_workers_become_one() -> None:
-    async with running_stand(with_worker=False) as stand:
-        text = render(stand.gateway.metrics.registry, {"a": WORKER_METRICS, "b": WORKER_METRICS}).decode()
-    assert text.count("# TYPE tidegate_num_requests_waiting gauge") == 1
-    assert {("tier", "realtime"), ("worker", "b")} <= {
-        pair for name, labels in samples_of(text) if name == "tidegate_num_requests_waiting" for pair in labels
-    }
 
 
 @pytest.mark.parametrize(

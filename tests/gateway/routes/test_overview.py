@@ -9,7 +9,8 @@ import pytest
 
 from gateway.identity import Keyring
 from scheduler.registry.worker_status import GpuStatus, TierStatus
-from tests.gateway.routes.test_admin import as_, error_of, key
+from tests.gateway.offline import ShiftedClock
+from tests.gateway.routes.test_admin import key
 from tests.gateway.stand import Stand, make_tiers, running_stand
 from tests.gateway.tiny_model import MODEL
 from tests.waiting import until
@@ -50,11 +51,12 @@ async def test_it_shows_what_waits_runs_and_how_it_goes() -> None:
 
 
 async def test_the_age_of_a_queue_is_that_of_its_head() -> None:
-    async with running_stand() as stand:
+    clock = ShiftedClock()
+    async with running_stand(clock=clock) as stand:
         stand.worker.claims = False
         asking = asyncio.create_task(stand.post("/v1/chat/completions", {**CHAT, "service_tier": "flex"}))
         await until(lambda: stand.waiting == 1)
-        await asyncio.sleep(0.05)
+        clock.shift_s = 7
         tiers = (await overview_of(stand))["tiers"]
         text = (await stand.http.get("/metrics")).text
         stand.worker.claims = True
@@ -62,10 +64,10 @@ async def test_the_age_of_a_queue_is_that_of_its_head() -> None:
         stand.worker.queue._wake()
         await asking
     assert tiers["bulk"]["waiting"] == 1 and tiers["bulk"]["waiting_prompt_tokens"] > 0
-    assert 0.05 <= tiers["bulk"]["head_waited_s"] < 30
+    assert 7 <= tiers["bulk"]["head_waited_s"] < 30
     assert (tiers["realtime"]["waiting"], tiers["realtime"]["head_waited_s"]) == (0, 0)
     ages = [line for line in text.splitlines() if line.startswith('tidegate_queue_age_seconds{tier="bulk"}')]
-    assert len(ages) == 1 and float(ages[0].split()[1]) >= 0.05
+    assert len(ages) == 1 and float(ages[0].split()[1]) >= 7
 
 
 async def test_without_a_store_the_rest_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,13 +82,6 @@ async def test_without_a_store_the_rest_is_shown(monkeypatch: pytest.MonkeyPatch
     assert found["tiers"]["realtime"]["waiting"] is None and found["batches"] is None
     assert [worker["id"] for worker in found["workers"]] == ["w1"]
     assert "tidegate_store_up 0.0" in metrics and "tidegate_queue_age_seconds{" not in metrics
-
-
-async def test_it_is_for_administrators() -> None:
-    async with running_stand(keyring=Keyring([key("root", admin=True), key("user")])) as stand:
-        refused = await stand.http.get("/admin/overview", headers=as_("user"))
-        assert error_of(refused) == (403, None, "insufficient_permissions")
-        assert (await stand.http.get("/admin/overview", headers=as_("root"))).status_code == 200
 
 
 async def test_counters_are_zero_before_their_first_event() -> None:

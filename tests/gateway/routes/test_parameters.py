@@ -8,7 +8,6 @@ import pytest
 
 from engine.interface import SamplingParams
 from gateway.identity import ApiKey, Keyring
-from gateway.requests.prepare.sampling_defaults import SamplingDefaults
 from tests.gateway.stand import Stand, running_stand
 from tests.gateway.tiny_model import CONTEXT, MODEL, text_of, token_ids
 
@@ -55,16 +54,6 @@ async def test_sampling_parameters_reach_the_engine() -> None:
         assert (await served(stand, "/v1/chat/completions", chat)).sampling.logprobs == 3
         assert (await served(stand, "/v1/chat/completions", {**CHAT, "logprobs": False})).sampling.logprobs is None
         assert (await served(stand, "/v1/completions", {**TEXT, "logprobs": 4})).sampling.logprobs == 4
-
-
-async def test_a_request_overrides_what_the_model_recommends() -> None:
-    defaults = SamplingDefaults(min_p=0.1, repetition_penalty=1.1, temperature=0.6)
-    async with running_stand(defaults=defaults) as stand:
-        recommended = (await served(stand, "/v1/completions", TEXT)).sampling
-        asked = {"min_p": 0, "repetition_penalty": 1, "temperature": 1}
-        own = (await served(stand, "/v1/completions", {**TEXT, **asked})).sampling
-    assert (recommended.min_p, recommended.repetition_penalty, recommended.temperature) == (0.1, 1.1, 0.6)
-    assert (own.min_p, own.repetition_penalty, own.temperature) == (0, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -125,26 +114,6 @@ async def test_documents_that_the_template_does_not_take_are_refused() -> None:
         refused = (await stand.post("/v1/chat/completions", {**CHAT, "documents": [{"text": "a"}]})).json()["error"]
         assert (refused["param"], refused["code"]) == ("documents", "unsupported_parameter")
         assert (await stand.post("/v1/chat/completions", {**CHAT, "documents": []})).status_code == 200
-
-
-async def test_unknown_names_are_told_in_a_header() -> None:
-    async with running_stand() as stand:
-        for stream in (False, True):
-            body = {**CHAT, "top_a": 1, "mirostat": 2, "stream": stream}
-            response = await stand.post("/v1/chat/completions", body)
-            assert response.status_code == 200
-            assert response.headers["x-tidegate-ignored-parameters"] == "top_a, mirostat"
-        plain = await stand.post("/v1/chat/completions", {**CHAT, "user": "x"})
-    assert "x-tidegate-ignored-parameters" not in plain.headers
-
-
-async def test_an_answer_has_the_id_that_the_client_gives() -> None:
-    async with running_stand() as stand:
-        chat = (await stand.post("/v1/chat/completions", {**CHAT, "request_id": "my-id"})).json()
-        again = (await stand.post("/v1/completions", {**TEXT, "request_id": "my-id"})).json()
-        scheduled = {request.id for request in stand.worker.served}
-    assert (chat["id"], again["id"]) == ("chatcmpl-my-id", "cmpl-my-id")
-    assert len(scheduled) == 2, "the queue would take the second for a repeat of the first"
 
 
 async def test_priority_asks_for_a_tier_that_the_key_may_use() -> None:

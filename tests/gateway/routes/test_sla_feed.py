@@ -95,13 +95,6 @@ async def test_only_administrators_may_watch() -> None:
         assert (await stand.http.get(URL, headers={"host": "gateway.example"})).status_code == 403
 
 
-async def test_it_is_documented() -> None:
-    async with running_stand(with_worker=False) as stand:
-        answers = (await stand.http.get("/openapi.json")).json()["paths"][URL]["get"]["responses"]
-        assert set(answers["200"]["content"]) == {"text/event-stream"}
-        assert "403" in answers
-
-
 class TickingClock:
     """Time goes on when the test calls `tick`: once per sleep."""
 

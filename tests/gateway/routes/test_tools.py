@@ -188,26 +188,8 @@ async def test_reasoning_is_split_off_and_counted() -> None:
     assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "Hm, well."
 
 
-async def test_no_effort_closes_the_reasoning_in_the_prompt() -> None:
-    async with stand("It is 3.") as running:
-        answer = await running.client.chat.completions.create(model=MODEL, messages=HI, reasoning_effort="none")
-        prompt = text_of(running.worker.served[0].prompt_token_ids)
-    assert prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    assert answer.choices[0].message.content == "It is 3."
-    assert answer.usage is not None and answer.usage.completion_tokens_details is not None
-    assert answer.usage.completion_tokens_details.reasoning_tokens == 0
-
-
 class Sum(BaseModel):
     total: int
-
-
-async def test_parsed_answers() -> None:
-    async with stand('{"total": 3}') as running:
-        answer = await running.client.chat.completions.parse(model=MODEL, messages=HI, response_format=Sum)
-        grammar = running.worker.served[0].sampling.grammar
-    assert answer.choices[0].message.parsed == Sum(total=3)
-    assert grammar is not None and "total" in grammar
 
 
 async def test_a_grammar_that_fails_on_the_way_is_the_fault_of_the_request() -> None:

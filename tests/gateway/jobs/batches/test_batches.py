@@ -9,7 +9,6 @@ import pytest
 import structlog
 from redis.asyncio import Redis
 
-from gateway.jobs.batches.lines.slots import HEAD_START
 from tests.gateway.offline import OfflineGateway, jsonl, line, lines, running_gateway
 from tests.waiting import until
 
@@ -61,43 +60,6 @@ async def test_an_output_line_has_the_whole_answer(gateway: OfflineGateway) -> N
     assert (file.purpose, file.filename) == ("batch_output", f"{batch.id}_output.jsonl")
 
 
-async def test_counts_are_true_while_it_runs(gateway: OfflineGateway) -> None:
-    permits = gateway.completions.permits = asyncio.Semaphore(0)
-    gateway.completions.statuses["q1"] = [400]
-    created = await gateway.submit(lines(10))
-    await until(lambda: gateway.completions.running == 10)
-    for finished in range(1, 11):
-        permits.release()
-        batch = await gateway.answered(created.id, finished)
-        assert batch.request_counts is not None and batch.status in ("in_progress", "finalizing", "completed")
-        counted = batch.request_counts.completed + batch.request_counts.failed
-        assert (counted, batch.request_counts.total) == (finished, 10)
-    counts = (await gateway.ended(created.id)).request_counts
-    assert counts is not None and (counts.completed, counts.failed) == (9, 1)
-
-
-async def test_lines_in_flight_are_bounded_over_all_batches(gateway: OfflineGateway) -> None:
-    permits = gateway.completions.permits = asyncio.Semaphore(0)
-    batches = [await gateway.submit(lines(40)), await gateway.submit(lines(40))]
-    await until(lambda: gateway.completions.running == 32)
-    for _ in range(80):
-        permits.release()
-    for batch in batches:
-        assert (await gateway.ended(batch.id)).status == "completed"
-    assert 32 <= gateway.completions.peak <= 32 + 2 * HEAD_START
-
-
-async def test_a_small_batch_begins_at_once_beside_a_large_one(gateway: OfflineGateway) -> None:
-    permits = gateway.completions.permits = asyncio.Semaphore(0)
-    large = await gateway.submit(lines(100))
-    await until(lambda: gateway.completions.running == 32)
-    await gateway.submit([line("small")])
-    await until(lambda: gateway.completions.calls["small"] == 1)
-    for _ in range(101):
-        permits.release()
-    assert (await gateway.ended(large.id)).status == "completed"
-
-
 async def test_a_refused_line_goes_to_the_error_file(gateway: OfflineGateway) -> None:
     gateway.completions.statuses["q1"] = [400]
     batch = await gateway.ended((await gateway.submit(lines(3))).id)
@@ -107,14 +69,6 @@ async def test_a_refused_line_goes_to_the_error_file(gateway: OfflineGateway) ->
     assert (error["custom_id"], error["error"]) == ("q1", None)
     assert error["response"]["status_code"] == 400 and error["response"]["body"]["error"]["message"] == "no"
     assert [e["custom_id"] for e in await gateway.read(batch.output_file_id)] == ["q0", "q2"]
-
-
-async def test_when_all_lines_fail_there_is_no_output_file(gateway: OfflineGateway) -> None:
-    gateway.completions.statuses |= {"q0": [400], "q1": [404]}
-    batch = await gateway.ended((await gateway.submit(lines(2))).id)
-    assert (batch.status, batch.output_file_id) == ("completed", None)
-    assert len(await gateway.read(batch.error_file_id)) == 2
-    assert len([f async for f in gateway.client.files.list(purpose="batch_output")]) == 1
 
 
 async def test_cancel_keeps_what_is_finished(gateway: OfflineGateway) -> None:
@@ -177,14 +131,6 @@ async def test_the_input_may_be_deleted_while_it_runs(gateway: OfflineGateway) -
     assert len(await gateway.read(batch.output_file_id)) == 5
 
 
-async def test_outputs_expire_as_asked(gateway: OfflineGateway) -> None:
-    file_id = await gateway.upload(_input(1))
-    expiry = {"anchor": "created_at", "seconds": 7200}
-    batch = await gateway.ended((await gateway.create(file_id, output_expires_after=expiry)).id)
-    file = await gateway.client.files.retrieve(batch.output_file_id or "")
-    assert file.expires_at == file.created_at + 7200
-
-
 async def test_lists_page_from_the_newest(gateway: OfflineGateway) -> None:
     created = [(await gateway.submit([line(f"x{n}")])).id for n in range(5)]
     assert [b.id async for b in gateway.client.batches.list(limit=2)] == created[::-1]
@@ -192,24 +138,6 @@ async def test_lists_page_from_the_newest(gateway: OfflineGateway) -> None:
     assert first.has_more and [b.id for b in first.data] == created[:2:-1]
     for batch_id in created:
         await gateway.ended(batch_id)
-
-
-async def test_an_empty_list_has_all_keys(gateway: OfflineGateway) -> None:
-    empty: dict[str, object] = {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
-    assert (await gateway.http.get("/v1/batches")).json() == empty
-
-
-async def test_counts_by_status(gateway: OfflineGateway) -> None:
-    gateway.completions.permits = asyncio.Semaphore(0)
-    running = await gateway.submit(lines(1))
-    failing = await gateway.submit([b"no JSON"])
-    await gateway.ended(failing.id)
-    await until(lambda: gateway.completions.running == 1)
-    counts = await gateway.batches.counts_by_status()
-    assert {status: n for status, n in counts.items() if n} == {"in_progress": 1, "failed": 1}
-    assert set(counts) >= {"validating", "cancelling", "completed", "expired"}
-    gateway.completions.permits.release()
-    await gateway.ended(running.id)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.jobs.batches.completion_window import InvalidWindow, window_s, window_text
+from gateway.jobs.batches.completion_window import InvalidWindow, window_s
 
 
 @pytest.mark.parametrize(
@@ -18,16 +18,3 @@ def test_a_duration_is_a_window(text: str, seconds: int) -> None:
 def test_anything_else_is_refused_with_the_windows_that_there_are(text: str) -> None:
     with pytest.raises(InvalidWindow, match='from "1m" to "30d"'):
         window_s(text)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "1m"), (61, "2m"), (900, "15m"), (7200, "120m"), (7201, "3h"), (86_400, "24h"), (172_801, "3d")],
-)
-def test_seconds_are_rounded_up_to_a_window(seconds: float, text: str) -> None:
-    assert window_text(seconds) == text and window_s(text) >= seconds
-
-
-def test_there_is_no_window_for_more_than_the_longest() -> None:
-    assert window_text(30 * 86_400) == "30d"
-    assert window_text(30 * 86_400 + 1) is None

@@ -1,6 +1,5 @@
 """Batches through the whole gateway: the real app and completion service, on the memory queue and a scripted worker."""
 
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Any
 import httpx
 from redis.asyncio import Redis
 
-from gateway.identity import ApiKey, Keyring
 from scheduler.request import UPSTREAM_REFUSED, EventKind, Request, TokenEvent
 from tests.gateway.offline import jsonl
 from tests.gateway.scripted_worker import token_by_token
@@ -105,18 +103,3 @@ async def test_cancelling_a_batch_frees_its_generations(redis_client: Redis, tmp
         assert (await ended(http, batch_id))["request_counts"] == {"total": 20, "completed": 0, "failed": 0}
         await until(lambda: len(stand.worker.cancelled) == 20)
         await until(lambda: stand.waiting == 0)
-
-
-async def test_the_offline_routes_ask_for_a_key(redis_client: Redis, tmp_path: Path) -> None:
-    keyring = Keyring([ApiKey("team", hashlib.sha256(b"sk-secret").digest())])
-    async with running_stand(redis=redis_client, data_dir=tmp_path, keyring=keyring) as stand:
-        http = stand.http
-        for method, path in (
-            ("GET", "/v1/files"),
-            ("POST", "/v1/files"),
-            ("GET", "/v1/batches"),
-            ("POST", "/v1/batches"),
-        ):
-            assert (await http.request(method, path)).status_code == 401
-        answer = await http.get("/v1/files", headers={"Authorization": "Bearer sk-secret"})
-        assert answer.status_code == 200 and answer.headers["x-request-id"].startswith("req_")

@@ -11,7 +11,6 @@ from gateway.jobs.batches.forecast.estimate import (
     Work,
     estimate,
     finish_times_s,
-    line_times,
     rates_of,
     work_left,
 )
@@ -57,12 +56,6 @@ def test_nothing_seen_yet_is_a_guess_within_wide_bounds() -> None:
     assert (work.output_tokens.low, work.output_tokens.expected, work.output_tokens.high) == (100, 20_000, 20_000)
 
 
-def test_lines_of_other_batches_say_how_long_prompts_and_answers_are() -> None:
-    work = left(lengths=SEEN)
-    assert (work.prompt_tokens.expected, work.output_tokens.expected) == (8000, 3000)
-    assert (work.output_tokens.low, work.output_tokens.high) == (1500, 6000)
-
-
 def test_a_batch_that_runs_is_judged_by_its_own_lines() -> None:
     batch = replace(BATCH, completed=50, input_tokens=50 * 90, cached_tokens=50 * 45, output_tokens=50 * 10)
     work = left(batch, SEEN)
@@ -71,28 +64,12 @@ def test_a_batch_that_runs_is_judged_by_its_own_lines() -> None:
     assert 1 < work.output_tokens.high / 500 < 1.5
 
 
-def test_cautious_work_lies_between_what_is_expected_and_the_most() -> None:
-    output = left(lengths=SEEN).output_tokens
-    assert output.expected < output.cautious < output.high
-    known = replace(SIZE, min_output=10_000, max_output=10_000)
-    assert left(replace(BATCH, size=known), SEEN).output_tokens.cautious == 10_000
-
-
 def test_outputs_stay_within_what_the_requests_allow() -> None:
     eager = replace(SIZE, min_output=10_000, max_output=10_000)
     output = left(replace(BATCH, size=eager), SEEN).output_tokens
     assert output.low == output.expected == output.high == 10_000
     endless = replace(SIZE, max_output=0, unlimited=100)
     assert left(replace(BATCH, size=endless)).output_tokens.high == 100 * 4096
-
-
-def test_shared_beginnings_of_prompts_may_cost_nothing() -> None:
-    shared = left(replace(BATCH, size=replace(SIZE, distinct_bytes=4000))).prompt_tokens
-    assert (shared.low, shared.expected, shared.high) == (500, 1000, 20_000)
-
-
-def test_the_size_of_an_older_batch_is_not_known() -> None:
-    assert work_left(replace(BATCH, size=None), SEEN, 4096) is None
 
 
 def test_rates_are_those_of_all_workers_or_not_known() -> None:
@@ -111,15 +88,6 @@ def test_workers_count_by_their_rates_in_what_interactive_tiers_leave() -> None:
     assert rates is not None and rates.left_shares == pytest.approx((0.7, 0.8, 0.85, 0.85))
     unknown = rates_of([worker()], "batch")
     assert unknown is not None and unknown.left_shares == (0.25,) * 4, "the present share"
-
-
-def test_rates_are_a_guess_until_the_workers_have_run_some_lines() -> None:
-    guessed = rates_of([worker()], "batch")
-    measured = rates_of([worker(replace(CAPACITY, num_ended=20))], "batch")
-    assert guessed is not None and measured is not None
-    assert guessed.cautious_s(left()) == 1.5 * measured.cautious_s(left())
-    first, later = estimate(left(), [], guessed, None), estimate(left(), [], measured, None)
-    assert first is not None and later is not None and first.latest_s == 1.5 * later.latest_s
 
 
 def test_the_earliest_end_is_the_least_work_with_the_whole_engine() -> None:
@@ -147,25 +115,6 @@ def test_a_batch_that_has_a_pace_goes_on_with_it() -> None:
     assert found.earliest_s < 200 < found.latest_s < 250
     unsure = estimate(left(lengths=SEEN), [], None, Pace(0.5, 55.0, lines_seen=3))
     assert unsure is None
-
-
-def test_many_short_lines_take_the_time_of_the_gateway() -> None:
-    size = InputSize(lines=100_000, choices=100_000, prompt_bytes=400, distinct_bytes=400, max_output=100_000)
-    work, fast = (
-        left(replace(BATCH, total=100_000, size=size)),
-        replace(RATES, output_per_s=1e6, whole_output_per_s=1e6),
-    )
-    found = estimate(work, [], fast, None)
-    assert found is not None and found.earliest_s < 10 < found.finish_s == fast.expected_s(work) == 200
-    assert fast.cautious_s(work) == 200
-
-
-def test_one_long_line_takes_its_steps() -> None:
-    size = InputSize(lines=1, choices=1, prompt_bytes=4, distinct_bytes=4, min_output=1000, max_output=1000)
-    work = left(replace(BATCH, total=1, size=size))
-    assert line_times(work, [], replace(RATES, output_per_s=1e6)).own_s == 10.0
-    found = estimate(work, [], replace(RATES, output_per_s=1e6), None)
-    assert found is not None and found.finish_s == 10.0
 
 
 def test_the_ends_of_all_batches_together_are_those_of_each() -> None:

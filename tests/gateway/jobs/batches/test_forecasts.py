@@ -51,20 +51,6 @@ def said(batch: ApiBatch) -> dict[str, Any]:
     return extension
 
 
-@pytest.mark.parametrize(("window", "seconds"), [("15m", 900), ("1h", 3600), ("7d", 604_800)])
-async def test_a_batch_expires_when_its_window_ends(gateway: OfflineGateway, window: str, seconds: int) -> None:
-    gateway.completions.permits = asyncio.Semaphore(1)
-    created = await gateway.create(await gateway.upload(jsonl(lines(3))), window)
-    assert (created.completion_window, created.expires_at) == (window, created.created_at + seconds)
-    await gateway.answered(created.id, 1)
-    gateway.clock.shift_s = seconds - 5
-    assert (await gateway.client.batches.retrieve(created.id)).status == "in_progress"
-    gateway.clock.shift_s = seconds
-    batch = await gateway.ended(created.id)
-    assert batch.status == "expired" and batch.request_counts is not None
-    assert batch.request_counts.model_dump() == {"total": 3, "completed": 1, "failed": 0}
-
-
 @pytest.mark.parametrize("window", ["30s", "31d", "soon", 24])
 async def test_other_windows_are_refused_with_those_that_there_are(gateway: OfflineGateway, window: object) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
@@ -102,14 +88,6 @@ async def test_where_no_window_is_long_enough_none_is_named(gateway: OfflineGate
     asked = {"endpoint": "/v1/chat/completions", "completion_window": "30d", **size}
     answer = (await gateway.http.post("/v1/batches/estimate", json=asked)).json()
     assert (answer["feasible"], answer["earliest_window"]) == (False, None)
-
-
-async def test_a_short_window_is_promised_less_of_the_engine_than_a_long_one(gateway: OfflineGateway) -> None:
-    gateway.completions.permits = asyncio.Semaphore(0)
-    file_id = await gateway.upload(jsonl(long_lines(50)))
-    with pytest.raises(openai.BadRequestError, match="'14m'"):  # 250 s in 0.9 · 0.4 of the engine, and the files
-        await gateway.create(file_id, "10m")
-    await gateway.create(file_id, "14m")
 
 
 async def test_promises_to_others_count(gateway: OfflineGateway) -> None:
@@ -160,17 +138,6 @@ async def test_a_running_batch_says_its_pace_and_its_cost(gateway: OfflineGatewa
     assert all("tidegate" not in entry["response"]["body"] for entry in await gateway.read(batch.output_file_id))
 
 
-async def test_lines_teach_how_long_prompts_and_answers_are(gateway: OfflineGateway) -> None:
-    async def expected() -> tuple[int, int]:
-        size = {"model": MODEL, "lines": 100, "prompt_bytes": 700, "endpoint": "/v1/chat/completions"}
-        answer = (await gateway.http.post("/v1/batches/estimate", json=size)).json()
-        return answer["prompt_tokens"]["expected"], answer["output_tokens"]["expected"]
-
-    assert await expected() == (175, 25_600)
-    await gateway.ended((await gateway.submit(lines(30))).id)
-    assert await expected() == (300, 200), "the answers have 3 tokens for about 7 bytes, and 2 tokens"
-
-
 async def test_an_estimate_says_what_a_batch_would_take(gateway: OfflineGateway) -> None:
     size = {"model": MODEL, "lines": 1000, "prompt_bytes": 0, "min_output": 10**6, "max_output": 10**6, "unlimited": 0}
     asked = {"endpoint": "/v1/chat/completions", "completion_window": "1h", **size}
@@ -179,30 +146,6 @@ async def test_an_estimate_says_what_a_batch_would_take(gateway: OfflineGateway)
     assert answer["becomes_urgent"] is True and answer["interactive"][0]["max_slowdown"] == 1.25
     bad = await gateway.http.post("/v1/batches/estimate", json={**asked, "lines": 0})
     assert bad.status_code == 400 and bad.json()["error"]["param"] == "lines"
-
-
-async def test_without_workers_nothing_is_known_and_nothing_refused(redis_client: Redis, tmp_path: Path) -> None:
-    async with running_gateway(redis_client, tmp_path) as gateway:
-        gateway.completions.permits = asyncio.Semaphore(0)
-        created = await gateway.create(await gateway.upload(jsonl(long_lines(1000))), "1m")
-        assert said(created)["estimate"] is None
-
-
-async def test_deadlines_follow_what_the_lines_of_a_running_batch_have_shown(gateway: OfflineGateway) -> None:
-    permits = gateway.completions.permits = asyncio.Semaphore(0)
-    created = await gateway.create(await gateway.upload(jsonl(long_lines(2000))), "7d")
-    deadlines = gateway.completions.deadlines
-    await until(lambda: len(deadlines) == 256)
-    due_s, first = created.expires_at - 60, deadlines[0]
-    assert first is not None and first.at_ms / 1000 < due_s - 1999 * 19, "1,000 tokens a line, as they ask for"
-    for _ in range(40):
-        permits.release()
-    await gateway.answered(created.id, 40)
-    async with asyncio.timeout(20):
-        while (last := deadlines[-1]) is not None and last.at_ms / 1000 < due_s - 700:
-            permits.release()
-            await asyncio.sleep(0.02)
-    assert last is not None, "2 tokens a line, as the answers had"
 
 
 async def test_batches_that_are_due_at_the_same_time_wait_for_each_other(redis_client: Redis) -> None:

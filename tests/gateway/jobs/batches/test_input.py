@@ -65,11 +65,6 @@ def test_a_wrong_line_is_named(tmp_path: Path, second: Any, code: str, param: st
     assert (error.code, error.param, error.line) == (code, param, 2)
 
 
-def test_a_right_input(tmp_path: Path) -> None:
-    report = inspect(tmp_path, jsonl(lines(3)))
-    assert (report.total, report.model, report.errors) == (3, MODEL, ())
-
-
 def test_blank_lines_count_as_places_but_not_as_requests(tmp_path: Path) -> None:
     content = b"\xef\xbb\xbf" + jsonl([line("a"), b"", b"   "]) + jsonl([line("b")]).replace(b"\n", b"\r\n")
     report = inspect(tmp_path, content)
@@ -140,18 +135,6 @@ def test_a_chunk_is_bounded_in_lines_and_in_bytes(tmp_path: Path) -> None:
     assert [len(chunk) for chunk in read_chunks(path)] == [CHUNK_LINES, 1]
     path.write_bytes(jsonl(line(f"q{n}", body=body(user="x" * (CHUNK_BYTES // 2))) for n in range(3)))
     assert [[x.custom_id for x in chunk] for chunk in read_chunks(path)] == [["q0", "q1"], ["q2"]]
-
-
-@pytest.mark.parametrize("byte", [b"\x0b", b"\x0c", b"\x1c", b"\x00"])
-async def test_a_line_with_bytes_around_it_that_json_does_not_allow_is_refused(
-    redis_client: Redis, tmp_path: Path, byte: bytes
-) -> None:
-    """A run decodes the lines as they stand, so one that the check accepts must be JSON without any mending."""
-    async with running_gateway(redis_client, tmp_path) as gateway:
-        request = json.dumps(line("a")).encode()
-        batch = await gateway.ended((await gateway.submit([byte + request, request + byte])).id)
-        assert batch.errors is not None and batch.errors.data is not None
-        assert [(e.code, e.line) for e in batch.errors.data] == [("invalid_json_line", 1), ("invalid_json_line", 2)]
 
 
 async def test_a_wrong_input_fails_the_batch_and_runs_nothing(redis_client: Redis, tmp_path: Path) -> None:

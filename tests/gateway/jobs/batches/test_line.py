@@ -80,12 +80,6 @@ async def test_an_attempt_continues_the_one_before_it_but_not_one_that_has_faile
     assert completions.parts == ["batch_1/7/0"] * 3 + ["batch_1/7/1"] * 2
 
 
-async def test_the_same_line_has_the_same_id_each_time() -> None:
-    first, _, _ = await run([400])
-    second, _, _ = await run([400])
-    assert first.text[:40] == second.text[:40]
-
-
 class Watched(list[object]):
     """A prompt that notes which threads walk through its items."""
 
@@ -96,13 +90,3 @@ class Watched(list[object]):
     def __iter__(self) -> Iterator[object]:
         self.walked_by.append(threading.get_ident())
         return super().__iter__()
-
-
-async def test_the_size_of_a_long_prompt_does_not_hold_up_the_event_loop() -> None:
-    texts, ids, refused = Watched("a", "b"), Watched(1, 2, 3), Watched("a", "b")
-    await run([], texts)
-    assert texts.walked_by and threading.get_ident() not in texts.walked_by
-    await run([], ids)
-    assert ids.walked_by == [], "however many there are, they are not counted one by one"
-    await run([400], refused)
-    assert refused.walked_by == [], "the size of a line without an answer is not used"

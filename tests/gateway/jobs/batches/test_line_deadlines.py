@@ -31,22 +31,6 @@ def test_the_next_line_is_due_now_when_the_rest_needs_all_the_time_that_is_left(
     assert deadlines.deadline(behind, TIMES, late_ms).at_ms == late_ms, "late lines are urgent, not lost"
 
 
-def test_lines_become_urgent_within_a_part_of_the_window() -> None:
-    short, long = BATCH, replace(BATCH, expires_at=NOW_S + 24 * HOUR)
-    urgent = [LineDeadlines(batch).deadline(0, TIMES, 0).urgent_ms for batch in (short, long)]
-    assert urgent == [450_000, 24 * 450_000]
-
-
-def test_without_known_times_all_lines_are_due_at_the_end() -> None:
-    deadlines = LineDeadlines(BATCH)
-    due = {deadlines.deadline(deadlines.begin(), LineTimes(), 0).at_ms for _ in range(90)}
-    assert due == {1000 * (NOW_S + HOUR - 60)}
-
-
-def test_files_of_a_short_window_take_a_part_of_it() -> None:
-    assert replace(BATCH, expires_at=NOW_S + 100).lines_due_s == NOW_S + 95
-
-
 def urgent_due_s(deadlines: LineDeadlines, at_s: float, least_line_s: float = 0.5) -> float:
     times = replace(TIMES, least_line_s=least_line_s)
     return deadlines.urgent_due_ms(times, int(1000 * at_s), max_urgent_ms=10 * HOUR * 1000) / 1000

@@ -1,7 +1,6 @@
 """The states of a batch, as a table."""
 
-from gateway.jobs.batches.input.checks import LineError
-from gateway.jobs.batches.model import TRANSITIONS, Batch, BatchStatus
+from gateway.jobs.batches.model import TRANSITIONS, BatchStatus
 
 S = BatchStatus
 
@@ -22,23 +21,3 @@ def test_no_state_is_ever_entered_again() -> None:
 
     for status in S:
         assert status not in reachable(status)
-
-
-def test_sources_are_the_table_read_backwards() -> None:
-    assert set(S.CANCELLING.sources) == {S.VALIDATING, S.IN_PROGRESS}
-    assert S.COMPLETED.sources == (S.FINALIZING,)
-    assert S.VALIDATING.sources == ()
-
-
-def test_each_state_but_the_first_has_its_time() -> None:
-    batch = Batch("batch_1", "/v1/completions", "file-1", "24h", S.VALIDATING, 1, 2)
-    body = batch.to_json()
-    assert {f"{s.value}_at" for s in S if s is not S.VALIDATING} <= set(body)
-
-
-def test_errors_are_a_list_object_or_null() -> None:
-    batch = Batch("batch_1", "/v1/completions", "file-1", "24h", S.VALIDATING, 1, 2)
-    assert batch.to_json()["errors"] is None
-    failed = Batch("b", "/v1/completions", "f", "24h", S.FAILED, 1, 2, errors=(LineError("c", "m", None, 3),))
-    data = [{"code": "c", "message": "m", "param": None, "line": 3}]
-    assert failed.to_json()["errors"] == {"object": "list", "data": data}

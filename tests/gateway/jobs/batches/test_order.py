@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.jobs.batches.input.checks import InputRules
 from gateway.jobs.batches.input.jsonl import BOM
-from gateway.jobs.batches.input.lines import CHUNK_BYTES, BatchLine
+from gateway.jobs.batches.input.lines import BatchLine
 from gateway.jobs.batches.input.order import (
     BLOCK_BYTES,
     TAIL_LINES,
@@ -88,20 +88,6 @@ def test_lines_with_nothing_in_common_keep_their_order_but_for_the_last_ones(lim
     assert ran[last:] == sorted(range(last, len(lines)), key=lambda i: (-lines[i].output_limit, i))
 
 
-def test_a_short_common_beginning_keeps_no_lines_together() -> None:
-    lines = [prompt(i, "You are kind. " + f"{i % 2}" * MIN_TEXT, 1) for i in range(4)]
-    apart = [prompt(i, "You are kind. " + f"{i}" * MIN_TEXT, 1) for i in range(4)]
-    assert [line.number for line in run_order(lines)] == [0, 2, 1, 3]
-    assert [line.number for line in run_order(apart)] == [0, 1, 2, 3]
-
-
-def test_nested_beginnings_stay_together() -> None:
-    """Two documents behind one long system prompt, several questions on each: neither is read twice."""
-    texts = [SYSTEM * 4 + f"Document {i % 3}. " * 60 + f"Question {i}?" for i in range(12)]
-    ran = [line.number % 3 for line in run_order([prompt(i, text, 1) for i, text in enumerate(texts)])]
-    assert [n for n, _ in groupby(ran)] == list(dict.fromkeys(ran))
-
-
 # -- inputs ----------------------------------------------------------------------------------------------------------
 
 
@@ -115,15 +101,6 @@ def test_tools_and_cache_salts_are_a_part_of_the_beginning(tmp_path: Path) -> No
     assert order_of(tmp_path, [chat(f"{i}", SYSTEM, tools=tools[i % 2]) for i in range(4)]) == ["0", "2", "1", "3"]
     salted = [chat(f"{i}", SYSTEM, cache_salt="ab"[i % 2] * 8) for i in range(4)]
     assert order_of(tmp_path, salted) == ["0", "2", "1", "3"]
-
-
-def test_prompts_of_other_endpoints_are_ordered_too(tmp_path: Path) -> None:
-    for field in ("prompt", "input"):
-        bodies = [{"model": "m", field: f"{i % 2}" * MIN_TEXT + f"{i}"} for i in range(4)]
-        lines = [{"custom_id": f"{i}", "url": "/", "body": body} for i, body in enumerate(bodies)]
-        assert order_of(tmp_path, lines) == ["0", "2", "1", "3"]
-    ids = [{"custom_id": f"{i}", "url": "/", "body": {"prompt": [i % 2 + 7] * MIN_TEXT + [i]}} for i in range(4)]
-    assert order_of(tmp_path, ids) == ["0", "2", "1", "3"]
 
 
 def test_numbers_are_those_of_the_input_with_blank_lines_and_a_bom(tmp_path: Path) -> None:
@@ -148,13 +125,6 @@ async def test_a_large_line_is_read_when_it_runs(tmp_path: Path) -> None:
     assert await read_large_line(path, large) == BatchLine(2, "large", lines[1]["body"])
 
 
-def test_chunks_of_large_lines_are_short(tmp_path: Path) -> None:
-    path = tmp_path / "input.jsonl"
-    path.write_text("".join(json.dumps(chat(f"{n}", "x" * INLINE_SIZE)) + "\n" for n in range(10)))
-    ensure_order(path)
-    assert max(len(chunk) for chunk in read_ordered_chunks(path, ())) <= CHUNK_BYTES // INLINE_SIZE
-
-
 def test_a_scan_writes_the_order_of_an_input_without_errors(tmp_path: Path) -> None:
     path, lines = tmp_path / "input.jsonl", [chat(f"{i}", SYSTEM, f"{i % 2}" * MIN_TEXT) for i in range(4)]
     for model, written in (("other", False), ("m", True)):
@@ -165,14 +135,3 @@ def test_a_scan_writes_the_order_of_an_input_without_errors(tmp_path: Path) -> N
     order_path(path).unlink()
     ensure_order(path)
     assert order_path(path).read_bytes() == by_scan
-
-
-def test_an_order_that_is_there_is_kept(tmp_path: Path) -> None:
-    """A batch goes on in the order in which it began, and nothing is read twice."""
-    lines = [chat(f"{i}", f"{i}") for i in range(3)]
-    assert order_of(tmp_path, lines) == ["0", "1", "2"]
-    path = tmp_path / "input.jsonl"
-    before = order_path(path).stat().st_mtime_ns
-    ensure_order(path)
-    assert order_path(path).stat().st_mtime_ns == before
-    assert {entry.name for entry in tmp_path.iterdir()} == {"input.jsonl", "order"}

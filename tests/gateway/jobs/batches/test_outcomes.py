@@ -10,7 +10,6 @@ import pytest
 from redis.asyncio import Redis
 
 from gateway.files import local_storage
-from gateway.files.local_storage import LocalStorage
 from gateway.jobs.batches.lines import recorder
 from gateway.jobs.batches.run import LOST_S
 from tests.gateway.offline import OfflineGateway, ScriptedCompletions, jsonl, lines, running_gateway
@@ -110,24 +109,3 @@ async def test_a_clock_that_jumps(gateway: OfflineGateway, jump_s: int, status: 
     finished = await gateway.read(batch.output_file_id)
     unfinished = await gateway.read(batch.error_file_id)
     assert len(finished) == (10 if status == "completed" else 5) and len(finished) + len(unfinished) == 10
-
-
-async def test_results_that_take_a_restart_are_not_read_before_the_end(
-    redis_client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with running_gateway(redis_client, tmp_path) as gateway:
-        batch_id = await half_done(gateway)
-    fetch, fetched = LocalStorage.fetch_appended, []
-
-    async def noted(storage: LocalStorage, name: str, size: int) -> Path:
-        fetched.extend([name] if size else [])
-        return await fetch(storage, name, size)
-
-    monkeypatch.setattr(LocalStorage, "fetch_appended", noted)
-    async with running_gateway(redis_client, tmp_path) as gateway:
-        gateway.completions.permits = asyncio.Semaphore(4)
-        await gateway.answered(batch_id, 9)
-        assert fetched == []
-        release(gateway.completions, 1)
-        batch = await gateway.ended(batch_id)
-        assert len(await gateway.read(batch.output_file_id)) == 10 and len(fetched) == 2

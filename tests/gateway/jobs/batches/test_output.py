@@ -1,6 +1,5 @@
 """Output files are private and in the order of the input, and a failed attempt to write them leaves nothing behind."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from gateway.jobs.batches.lines.output import BATCH_CANCELLED, write_files
 from gateway.jobs.batches.lines.recorder import ResultRecorder
 from gateway.jobs.batches.model import Batch, BatchStatus, LineResult
 from gateway.jobs.batches.store import BatchStore, OwnershipLost
-from tests.gateway.offline import ShiftedClock, jsonl, line, lines, running_gateway
+from tests.gateway.offline import ShiftedClock, jsonl, lines, running_gateway
 
 BATCH_ID = "batch_1"
 
@@ -57,15 +56,6 @@ async def test_lines_are_written_chunk_by_chunk(redis_client: Redis, tmp_path: P
     errors = (tmp_path / "files" / ids["error_file_id"]).read_bytes().splitlines()
     assert len(errors) == CHUNK_LINES + 8 and errors[0] == b"[2]"
     assert not [p for p in (tmp_path / "batches" / BATCH_ID).iterdir() if p.name[:5] in ("outpu", "error")]
-
-
-async def test_every_way_to_split_lines_finds_the_same_ones(redis_client: Redis, tmp_path: Path) -> None:
-    odd = "a\x0b\x1c\x85\u2028\u2029\u00e9\u2027\U0001f600z"
-    async with running_gateway(redis_client, tmp_path) as gateway:
-        batch = await gateway.ended((await gateway.submit([line(odd), line("b")])).id)
-        text = (await gateway.client.files.content(batch.output_file_id or "")).text
-    assert text.splitlines() == text.rstrip("\n").split("\n")
-    assert [json.loads(result)["custom_id"] for result in text.splitlines()] == [odd, "b"]
 
 
 async def test_what_a_dead_gateway_has_not_recorded_is_not_written(redis_client: Redis, tmp_path: Path) -> None:

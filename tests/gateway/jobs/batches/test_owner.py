@@ -36,24 +36,6 @@ async def test_a_batch_and_its_files_are_unknown_to_every_other_key(gateway: Off
         await bob.create(batch.input_file_id)
 
 
-async def test_the_batch_of_another_key_cannot_be_stopped(gateway: OfflineGateway) -> None:
-    created = await gateway.as_key("alice").submit(lines(1))
-    with pytest.raises(openai.NotFoundError):
-        await gateway.as_key("bob").client.batches.cancel(created.id)
-    assert (await gateway.as_key("alice").ended(created.id)).status == "completed"
-
-
-async def test_lists_show_ones_own_batches(gateway: OfflineGateway) -> None:
-    keys = [gateway.as_key(name) for name in ("alice", "bob")]
-    own = [[(await key.submit(lines(1))).id for _ in range(2)] for key in keys]
-    for key, ids in zip(keys, own, strict=True):
-        assert [b.id async for b in key.client.batches.list(limit=1)] == ids[::-1]
-        for batch_id in ids:
-            await key.ended(batch_id)
-    with pytest.raises(openai.BadRequestError):
-        await keys[0].client.batches.list(after=own[1][0])
-
-
 async def test_a_key_without_the_batch_tier_creates_no_batches(gateway: OfflineGateway) -> None:
     chat = gateway.as_key("chat")
     with pytest.raises(openai.PermissionDeniedError) as denied:

@@ -15,25 +15,6 @@ def promise_s(seconds: float, left_shares: tuple[float, ...] = IDLE, *promised: 
     return earliest_promise_s(work, [Commitment(*entry) for entry in promised], rates)
 
 
-def test_a_window_leaves_room_for_interactive_tiers() -> None:
-    assert promise_s(9.0) == pytest.approx(9.0 / PROMISED_SHARE)
-    assert promise_s(9.0, (0.5,) * 4) == pytest.approx(18.0 / PROMISED_SHARE)
-
-
-def test_work_that_is_not_known_well_needs_more_time() -> None:
-    rates = Rates(1.0, 1.0, 1.0, 1.0, 0.0)
-    sure, unsure = (Work(1, Range(0, 0, 0), Range.around(90.0, factor)) for factor in (1.0, 2.0))
-    assert earliest_promise_s(unsure, [], rates) == pytest.approx(2**0.5 * earliest_promise_s(sure, [], rates))
-
-
-def test_a_short_window_may_fall_into_the_busiest_minutes_and_a_long_one_sees_the_mean() -> None:
-    shares = (0.2, 0.4, 0.6, 0.8)
-    assert promise_s(5.0, shares) == pytest.approx(5 / 0.2 / PROMISED_SHARE), "within five minutes"
-    assert promise_s(200.0, shares) == pytest.approx(200 / 0.4 / PROMISED_SHARE), "five to fifteen minutes"
-    assert promise_s(5000.0, shares) == pytest.approx(5000 / 0.8 / PROMISED_SHARE), "beyond an hour"
-    assert promise_s(80.0, shares) == 300, "too much for the busiest minute; five minutes leave more than enough"
-
-
 @pytest.mark.parametrize("shares", [IDLE, (0.1, 0.5, 0.6, 0.9), (0.0, 0.0, 0.0, 0.1)])
 def test_more_work_never_has_a_shorter_window(shares: tuple[float, ...]) -> None:
     windows = [promise_s(float(seconds), shares, (200, 50), (4000, 300)) for seconds in range(1, 2000, 7)]

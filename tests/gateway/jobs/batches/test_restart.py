@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis.asyncio import ConnectionPool, Redis, UnixDomainSocketConnection
 
-from gateway.files.store import FileStore
 from gateway.jobs.batches.input.lines import input_name
 from gateway.jobs.batches.input.order import ENTRY, order_path
 from gateway.jobs.batches.model import Batch, BatchStatus
-from gateway.jobs.batches.run import LOST_S, BatchRun
+from gateway.jobs.batches.run import LOST_S
 from gateway.jobs.batches.store import BatchStore
 from scheduler.store import connection
 from tests.gateway.offline import (
@@ -156,21 +155,6 @@ async def test_an_order_that_was_cut_off_is_written_again(redis_client: Redis, t
         await assert_every_line_once(gateway, created.id, 20)
 
 
-async def test_the_next_start_removes_what_a_crash_after_the_end_left_on_disk(
-    redis_client: Redis, tmp_path: Path
-) -> None:
-    batch_id = await plant(redis_client, tmp_path, 3)
-    async with running_gateway(redis_client, tmp_path) as gateway:
-        await gateway.ended(batch_id)
-        left = gateway.files.data_dir / "batches" / batch_id
-        (made := left.with_name("batch_being_made")).mkdir()
-        left.mkdir()
-        (left / "input.jsonl").touch()
-    async with running_gateway(redis_client, tmp_path):
-        await until(lambda: not left.exists())
-        assert made.exists()
-
-
 async def _live(redis: Redis, directory: Path, messages: int, batch_id: str) -> None:
     lifetime = Lifetime(messages)
     client = mortal(redis, lifetime)
@@ -238,53 +222,6 @@ async def test_cancel_reaches_a_batch_of_another_gateway(redis_client: Redis, va
         assert (await two.ended(created.id)).status == "cancelled"
         assert completions.running == 0
     await other.aclose()
-
-
-async def test_locks_are_renewed_however_long_a_sweep_takes(
-    redis_client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    renewals, renew, sweeping = 0, BatchRun.renew, asyncio.Event()
-
-    async def counted(run: BatchRun) -> bool:
-        nonlocal renewals
-        renewals += 1
-        return await renew(run)
-
-    async def endless(files: FileStore) -> int:
-        sweeping.set()
-        await asyncio.Event().wait()
-        return 0
-
-    monkeypatch.setattr(BatchRun, "renew", counted)
-    monkeypatch.setattr(FileStore, "sweep", endless)
-    completions = ScriptedCompletions()
-    completions.permits = asyncio.Semaphore(0)
-    async with running_gateway(redis_client, tmp_path, completions=completions, lock_ttl_s=2) as gateway:
-        created = await gateway.submit(lines(1))
-        await sweeping.wait()
-        await until(lambda: renewals >= 4)
-        completions.permits.release()
-        assert (await gateway.ended(created.id)).status == "completed"
-    assert completions.calls == {"q0": 1}
-
-
-async def test_cancelled_before_its_lines_were_known(redis_client: Redis, tmp_path: Path) -> None:
-    batch_id = await plant(redis_client, tmp_path, 3)
-    await BatchStore(redis_client).move(batch_id, BatchStatus.CANCELLING, 1)
-    async with running_gateway(redis_client, tmp_path) as gateway:
-        batch = await gateway.ended(batch_id)
-        assert (batch.status, batch.output_file_id, batch.error_file_id) == ("cancelled", None, None)
-        assert not gateway.completions.calls
-
-
-async def test_a_batch_without_its_input_here_is_left_to_others(redis_client: Redis, tmp_path: Path) -> None:
-    batch_id = await plant(redis_client, tmp_path / "elsewhere", 3)
-    async with running_gateway(redis_client, tmp_path / "here") as gateway:
-        ended = await gateway.ended((await gateway.submit(lines(1))).id)
-        assert ended.status == "completed"
-        assert (await gateway.client.batches.retrieve(batch_id)).status == "validating"
-    async with running_gateway(redis_client, tmp_path / "elsewhere") as gateway:
-        assert (await gateway.ended(batch_id)).status == "completed"
 
 
 LOST_STATES = [

@@ -60,14 +60,6 @@ def shares(weights: dict[str | None, int]) -> LineWindow:
     return LineWindow(SIZE, lambda name: KeyShare(weights.get(name, 1)))
 
 
-def test_one_job_has_the_whole_window() -> None:
-    async def run() -> tuple[float, int]:
-        job = Job(LineWindow(SIZE), None, 10 * SIZE)
-        return await job.run(), job.peak
-
-    assert run_virtual(run()) == (10 * LINE_S, SIZE)
-
-
 def test_while_a_job_is_urgent_free_places_go_to_urgent_jobs_only() -> None:
     async def run() -> tuple[int, int, int]:
         window = LineWindow(SIZE)
@@ -123,20 +115,6 @@ async def _hold(room: Room, num_bytes: int) -> None:
         await asyncio.sleep(0)
 
 
-def test_of_urgent_jobs_the_one_due_first_has_the_window() -> None:
-    async def run() -> tuple[int, int, int]:
-        window = LineWindow(SIZE)
-        first, later, other = (Job(window, owner, 5 * SIZE) for owner in ("a", "b", "c"))
-        first.share.urgent_due, later.share.urgent_due = lambda: 7.0, lambda: 9.0
-        with running(first, later, other):
-            await asyncio.sleep(7.5 * LINE_S)
-            return first.done, later.done, other.done
-
-    first, later, other = run_virtual(run())
-    assert first == 5 * SIZE, "though the others have used fewer tokens"
-    assert SIZE <= later < 3 * SIZE and other <= SIZE, "beside the lines that were given places before it was urgent"
-
-
 @settings(max_examples=8)
 @given(st.lists(st.tuples(st.integers(1, 8), st.sampled_from((50, 100, 200))), min_size=2, max_size=4))
 def test_keys_share_by_weight_in_tokens(keys: list[tuple[int, int]]) -> None:
@@ -177,18 +155,6 @@ def test_a_small_job_begins_at_once_beside_a_large_one(owner: str, lines: int) -
     assert ends_s == begins_s + LINE_S
 
 
-def test_lines_beyond_the_window_are_bounded() -> None:
-    async def run() -> list[int]:
-        window = LineWindow(SIZE)
-        jobs = [Job(window, f"{i}", 100, line_s=1000.0) for i in range(40)]
-        with running(*jobs):
-            await asyncio.sleep(1.0)
-            return [job.share.in_flight for job in jobs]
-
-    in_flight = run_virtual(run())
-    assert sum(in_flight) == 2 * SIZE
-
-
 def test_a_newcomer_gets_no_more_than_its_share_of_what_follows() -> None:
     async def run() -> tuple[int, int]:
         window = shares({})
@@ -217,22 +183,6 @@ def test_a_key_has_no_more_lines_in_flight_than_its_limit() -> None:
     done, in_flight, free = run_virtual(run())
     assert (done, in_flight) == (150, 3), "the limit is used, and not exceeded"
     assert free == SIZE - 3
-
-
-def test_a_weight_that_changes_counts_from_now_on() -> None:
-    async def run() -> tuple[int, int]:
-        weights: dict[str | None, int] = {"a": 1, "b": 1}
-        window = LineWindow(SIZE, lambda name: KeyShare(weights.get(name, 1)))
-        jobs = [Job(window, owner, 1 << 30) for owner in ("a", "b")]
-        with running(*jobs):
-            await asyncio.sleep(100.5 * LINE_S)
-            weights["a"] = 7
-            before = [job.done for job in jobs]
-            await asyncio.sleep(100 * LINE_S)
-            return jobs[0].done - before[0], jobs[1].done - before[1]
-
-    a, b = run_virtual(run())
-    assert a == pytest.approx(7 * b, rel=0.1)
 
 
 @given(st.lists(st.sampled_from(("join", "take", "end", "stop", "leave")), max_size=60))

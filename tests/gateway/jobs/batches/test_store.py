@@ -30,15 +30,6 @@ async def owner_of(store: BatchStore, batch_id: str) -> str:
     return bytes(lock.local.token or b"").decode()
 
 
-async def test_a_record_comes_back_as_it_was(store: BatchStore) -> None:
-    await store.create(make_batch())
-    await store.create(make_batch())  # redis-py may send a script twice
-    assert await store.get("batch_1") == make_batch()
-    assert (await store.counts_by_status())[S.VALIDATING] == 1
-    assert await store.unfinished() == ["batch_1"]
-    assert await store.get("batch_2") is None
-
-
 @settings(max_examples=40)
 @given(targets=st.lists(st.sampled_from(list(S)), max_size=8))
 async def test_only_transitions_of_the_table_happen(redis_client: Redis, targets: list[BatchStatus]) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,6 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from gateway.jobs.batches import token_quota
-from gateway.store_keys import batch_tokens
 from tests.gateway.offline import OfflineGateway, limited_keyring, line, running_gateway
 from tests.waiting import until
 
@@ -58,35 +55,12 @@ async def test_a_batch_beyond_the_limit_fails_as_openais_does(gateway: OfflineGa
     assert gateway.completions.calls == {words(6)["body"]["messages"][-1]["content"]: 1}
 
 
-async def test_a_batch_that_is_too_large_alone_says_so(gateway: OfflineGateway) -> None:
-    small = gateway.as_key("small")
-    batch = await small.ended((await small.submit([words(LIMIT + 1)])).id)
-    assert batch.status == "failed" and batch.errors is not None and batch.errors.data is not None
-    assert "split it into smaller batches" in (batch.errors.data[0].message or "")
-
-
 async def test_keys_have_limits_of_their_own_or_none(gateway: OfflineGateway) -> None:
     for name in ("small", "other"):
         key = gateway.as_key(name)
         assert await status_of(key, (await key.submit([words(LIMIT)])).id) == "in_progress"
     free = gateway.as_key("free")
     assert await status_of(free, (await free.submit([words(100)])).id) == "in_progress"
-
-
-async def test_prompts_are_walked_beside_the_event_loop(
-    gateway: OfflineGateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A line may have a million token ids, and a chunk hundreds of lines."""
-    threads, count = set[int](), token_quota.prompt_parts
-
-    def watched(body: dict[str, Any]) -> tuple[list[str], int]:
-        threads.add(threading.get_ident())
-        return count(body)
-
-    monkeypatch.setattr(token_quota, "prompt_parts", watched)
-    small = gateway.as_key("small")
-    assert await status_of(small, (await small.submit([words(LIMIT)])).id) == "in_progress"
-    assert threads and threading.get_ident() not in threads
 
 
 @pytest.mark.parametrize("end", ["completed", "cancelled"])
@@ -126,14 +100,6 @@ async def test_the_limit_counts_over_all_gateways_and_outlives_them(redis_client
     async with running_gateway(redis_client, directories[1], keys=KEYS) as third:
         key = third.as_key("small")
         assert (await key.ended((await key.submit([words(6)])).id)).status == "failed", "the first one is unfinished"
-
-
-async def test_what_no_batch_holds_any_more_does_not_count(redis_client: Redis, gateway: OfflineGateway) -> None:
-    """The record of a batch may be lost without its end, for example with the store's newest second."""
-    await redis_client.hset(batch_tokens("small"), "batch_lost", str(LIMIT))
-    small = gateway.as_key("small")
-    assert await status_of(small, (await small.submit([words(LIMIT)])).id) == "in_progress"
-    assert b"batch_lost" not in await redis_client.hkeys(batch_tokens("small"))
 
 
 async def test_a_key_has_no_more_lines_in_flight_than_its_limit(redis_client: Redis, tmp_path: Path) -> None:

@@ -77,33 +77,3 @@ async def test_a_promised_batch_takes_the_turn_of_best_effort(redis_client: Redi
             ended = await gateway.ended(batch.id)
             assert ended.status == "completed" and ended.request_counts is not None
             assert ended.request_counts.completed == ended.request_counts.total
-
-
-@pytest.mark.usefixtures("few_runs")
-async def test_a_batch_that_waits_can_be_cancelled(redis_client: Redis, tmp_path: Path) -> None:
-    async with running_gateway(redis_client, tmp_path) as gateway:
-        gateway.completions.permits = asyncio.Semaphore(0)
-        batches = [await gateway.submit(lines(1)) for _ in range(3)]
-        await until(lambda: gateway.completions.running == 2)
-        await gateway.client.batches.cancel(batches[2].id)
-        assert (await gateway.ended(batches[2].id)).status == "cancelled"
-        assert gateway.completions.running == 2
-
-
-@pytest.mark.usefixtures("few_runs")
-async def test_a_batch_that_waits_ends_with_its_window(redis_client: Redis, tmp_path: Path) -> None:
-    async with running_gateway(redis_client, tmp_path) as gateway:
-        gateway.completions.permits = asyncio.Semaphore(0)
-        [*_, last] = [await gateway.submit(lines(1)) for _ in range(3)]
-        await until(lambda: gateway.completions.running == 2)
-        gateway.clock.shift_s = 86_400 + 1
-        assert (await gateway.ended(last.id)).status == "expired"
-
-
-@pytest.mark.usefixtures("few_runs")
-async def test_what_another_gateway_runs_takes_no_turn(redis_client: Redis, tmp_path: Path) -> None:
-    async with running_gateway(redis_client, tmp_path) as one, running_gateway(redis_client, tmp_path) as two:
-        one.completions.permits = two.completions.permits = asyncio.Semaphore(0)
-        for n in range(4):
-            await one.submit([line(f"q{n}")])
-        await until(lambda: one.completions.running == two.completions.running == 2)

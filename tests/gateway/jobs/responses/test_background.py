@@ -108,17 +108,6 @@ async def test_a_background_stream_goes_on_without_its_client(redis_client: Redi
     assert [event.sequence_number for event in rest] == list(range(5, len(whole)))
 
 
-async def test_a_follower_gets_events_while_they_come(redis_client: Redis) -> None:
-    async with storing(redis_client) as stand:
-        stand.worker.gate.clear()
-        stream = await stand.client.responses.create(model=MODEL, input="hi", background=True, stream=True)
-        events = aiter(stream)
-        kinds = [(await anext(events)).type for _ in range(2)]
-        stand.worker.gate.set()
-        kinds += [event.type async for event in events]
-    assert kinds[1] == "response.queued" and kinds[-1] == "response.completed"
-
-
 async def test_a_key_has_a_limit_of_followers(redis_client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.jobs.responses.service.MAX_FOLLOWERS_OF_KEY", 1)
     async with storing(redis_client) as stand:
@@ -164,13 +153,6 @@ async def test_a_failed_generation_is_a_failed_response(redis_client: Redis) -> 
         found = await ended(stand, created.id)
     assert found.status == "failed"
     assert found.error is not None and found.error.code == "server_error"
-
-
-async def test_a_refusal_at_admission_leaves_nothing_behind(redis_client: Redis) -> None:
-    async with storing(redis_client, with_worker=False) as stand:
-        with pytest.raises(openai.InternalServerError):
-            await stand.client.responses.create(model=MODEL, input="hi", background=True)
-    assert await redis_client.keys("tidegate:response:*") == []
 
 
 async def test_a_response_whose_gateway_died_has_failed(redis_client: Redis) -> None:
@@ -241,25 +223,3 @@ async def test_a_gateway_that_shuts_down_says_so(redis_client: Redis) -> None:
         found = await stand.client.responses.retrieve(created.id)
     assert found.status == "failed"
     assert found.error is not None and "shut down" in found.error.message
-
-
-async def test_a_response_that_is_cancelled_at_once_still_begins_so_that_it_gives_up_its_place(
-    redis_client: Redis,
-) -> None:
-    """Its place among the open requests of its key, and its place at the worker, are given up by its own task."""
-    ends = []
-
-    async def generate(name: str) -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ends.append(name)
-
-    clock = ShiftedClock()
-    runs = background.BackgroundRuns(ResponseStore(redis_client, clock, 3600.0, 2**20), clock, drain_s=0.0)
-    runs.launch("a", generate("a"))
-    runs.cancel("a")
-    await until(lambda: ends == ["a"])
-    runs.launch("b", generate("b"))
-    await runs.close()
-    assert ends == ["a", "b"]

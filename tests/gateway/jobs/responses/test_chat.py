@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from gateway.dialects.responses.chat import _options, chat_messages, in_terms_of_responses
-from gateway.dialects.responses.items import FIRST_INPUT, Item, ItemReference, item_id, response_of_item
+from gateway.dialects.responses.items import Item, ItemReference, item_id
 from gateway.dialects.responses.request import parse_response_request
-from gateway.jobs.responses.conversation import turns_of, without_turns_before
 from gateway.protocol.errors import ApiError
 
 RESPONSE = "resp_" + "0123456789abcdef" * 2
@@ -48,13 +47,6 @@ def test_text_calls_and_reasoning_of_an_assistant_become_one_message() -> None:
         {"role": "tool", "tool_call_id": "c1", "name": "weather", "content": "sunny"},
         {"role": "tool", "tool_call_id": "c2", "name": "time", "content": "noon"},
     ]
-
-
-def test_calls_without_text_are_a_message_of_their_own() -> None:
-    call = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
-    messages = chat_messages(kept([{"role": "user", "content": "x"}, call]))
-    assert [message["role"] for message in messages] == ["user", "assistant"]
-    assert messages[1]["content"] is None and len(messages[1]["tool_calls"]) == 1
 
 
 def test_options_get_the_names_of_a_chat() -> None:
@@ -118,21 +110,3 @@ def test_errors_of_the_chat_name_the_parameter_of_the_response(path: str, here: 
         raise ApiError(400, f"Invalid value for '{path}': no.", param=path, code="invalid_value")
     assert caught.value.param == here
     assert caught.value.message == f"Invalid value for '{here}': no."
-
-
-def test_the_id_of_an_item_tells_its_response() -> None:
-    assert response_of_item(item_id(RESPONSE, "function_call", FIRST_INPUT + 2**14)) == RESPONSE
-    assert response_of_item("msg_of_somebody_else") is None
-
-
-def test_turns_begin_with_the_user_and_system_messages_stay() -> None:
-    items = kept(
-        [
-            {"role": "system", "content": "rules"},
-            {"role": "user", "content": "one"},
-            {"role": "assistant", "content": "two"},
-            {"role": "user", "content": "three"},
-        ]
-    )
-    assert turns_of(items) == [0, 1, 3]
-    assert without_turns_before(items, 3) == [items[0], items[3]]

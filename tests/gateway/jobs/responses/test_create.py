@@ -51,17 +51,6 @@ async def test_an_answer_cut_by_its_limit_is_incomplete() -> None:
     assert response.completed_at is None
 
 
-async def test_options_of_the_chat_endpoint_work_here_too() -> None:
-    async with running_stand("one two three") as stand:
-        response = await stand.client.responses.create(
-            model=MODEL, input="hi", service_tier="flex", extra_body={"seed": 7, "top_k": 5, "stop": ["three"]}
-        )
-        request = stand.worker.served[0]
-    assert (request.sampling.seed, request.sampling.top_k, request.tier) == (7, 5, "bulk")
-    assert response.output_text == "one two "
-    assert response.service_tier == "flex"
-
-
 @pytest.mark.parametrize(
     ("body", "param", "way_out"),
     [
@@ -110,27 +99,6 @@ async def test_an_unknown_model_is_not_found() -> None:
     assert caught.value.code == "model_not_found"
 
 
-async def test_a_refusal_at_admission_is_an_http_error_also_for_streams() -> None:
-    async with running_stand(with_worker=False) as stand:
-        with pytest.raises(openai.InternalServerError) as caught:
-            await stand.client.responses.create(model=MODEL, input="hi", stream=True)
-    assert caught.value.status_code == 503
-
-
-async def test_input_tokens_are_counted_without_generating() -> None:
-    async with running_stand() as stand:
-        counted = await stand.client.responses.input_tokens.count(model=MODEL, input="hi")
-        response = await stand.client.responses.create(model=MODEL, input="hi")
-        assert len(stand.worker.served) == 1
-    assert response.usage is not None and counted.input_tokens == response.usage.input_tokens
-
-
-async def test_a_server_without_storage_says_so_in_the_response() -> None:
-    async with running_stand(response_ttl_s=0) as stand:
-        answer = await stand.post("/v1/responses", {"model": MODEL, "input": "hi", "store": True})
-    assert answer.json()["store"] is False
-
-
 async def test_truncation_leaves_out_the_first_turns_that_do_not_fit() -> None:
     turns: list[Any] = [{"role": "system", "content": "rules"}]
     for number in range(12):
@@ -167,9 +135,3 @@ async def test_unknown_parameters_are_named_and_misspelt_ones_refused() -> None:
     assert named.headers["x-tidegate-ignored-parameters"] == "something_new"
     assert refused.json()["error"]["param"] == "max_output_token"
     assert "'max_output_tokens'" in refused.json()["error"]["message"]
-
-
-async def test_priority_asks_for_a_tier() -> None:
-    async with running_stand() as stand:
-        response = await stand.client.responses.create(model=MODEL, input="hi", extra_body={"priority": 1})
-    assert response.service_tier == "flex"

@@ -44,29 +44,6 @@ def test_reasoning_text_and_calls_are_items_one_after_another() -> None:
     assert len({item["id"] for item in output.items}) == 4
 
 
-def test_reasoning_is_its_own_summary_if_one_is_requested() -> None:
-    output = Output(RESPONSE, summaries=True)
-    pieces = [Piece(reasoning="Hm"), Piece(reasoning=".", text="Yes.")]
-    events = [event for piece in pieces for event in output.feed(piece)] + [*output.finish("completed")]
-    summary = ["reasoning_summary_text.delta", "reasoning_summary_text.done"]
-    text = ["output_text.delta", "output_text.done"]
-    assert kinds(events) == [
-        *("output_item.added", "reasoning_summary_part.added", *summary),
-        *("reasoning_summary_part.done", "output_item.done"),
-        *("output_item.added", "content_part.added", *text, "content_part.done", "output_item.done"),
-    ]
-    assert output.items[0]["summary"] == [{"type": "summary_text", "text": "Hm."}]
-    assert output.items[0]["content"] == []
-    assert all(event["summary_index"] == 0 for event in events if "summary" in event["type"])
-
-
-def test_an_output_cut_in_a_call_ends_with_an_incomplete_item() -> None:
-    output = Output(RESPONSE)
-    list(output.feed(Piece(text="x", tool_calls=[ToolCallDelta(0, "call_1", "f", '{"a')])))
-    list(output.finish("incomplete"))
-    assert [item["status"] for item in output.items] == ["completed", "incomplete"]
-
-
 TEXTS = st.text(max_size=3)
 PIECES = st.builds(lambda reasoning, text: Piece(text=text, reasoning=reasoning), TEXTS, TEXTS)
 

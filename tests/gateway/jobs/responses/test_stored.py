@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from gateway.identity import Keyring
 from gateway.jobs.responses import conversation
-from gateway.jobs.responses.store import NoRoom, ResponseStore
+from gateway.jobs.responses.store import ResponseStore
 from gateway.store_keys import RESPONSES_BYTES
 from tests.gateway.offline import ShiftedClock, keyring
 from tests.gateway.stand import Bytes, Stand, running_stand
@@ -140,17 +140,6 @@ async def test_another_key_does_not_see_a_response(redis_client: Redis) -> None:
         assert (await ann.responses.retrieve(created.id)).id == created.id
 
 
-async def test_the_oldest_responses_make_room(redis_client: Redis) -> None:
-    async with storing(redis_client, max_bytes=6000) as stand:
-        created = [await stand.client.responses.create(model=MODEL, input=f"{i} " * 50) for i in range(8)]
-        kept = []
-        for response in created:
-            answer = await stand.http.get(f"/v1/responses/{response.id}")
-            kept.append(answer.status_code == 200)
-    assert kept == sorted(kept) and kept[-1] and not kept[0]
-    assert 0 < sum(map(int, await redis_client.hvals(RESPONSES_BYTES))) <= 6000  # type: ignore[misc]
-
-
 async def test_a_response_without_room_is_answered_and_says_that_it_is_not_stored(redis_client: Redis) -> None:
     async with storing(redis_client, max_bytes=100) as stand:
         created = await stand.client.responses.create(model=MODEL, input="one")
@@ -202,36 +191,6 @@ async def test_what_is_being_generated_stays(redis_client: Redis) -> None:
     assert await kept(store, range(1), "ann") == [False]
 
 
-async def test_a_queued_response_removes_nothing_because_it_may_be_refused(redis_client: Redis) -> None:
-    clock = ShiftedClock()
-    store = ResponseStore(redis_client, clock, TTL_S, max_bytes=3000)
-    await store.create(response(0), [{"text": "x" * 600}], "ann")
-    queued, lease_ms = 0, clock.wall_ms() + 10_000
-    with pytest.raises(NoRoom):
-        for n in range(1, 20):
-            await store.create(response(n, status="queued"), [{"text": "x" * 600}], "bob", lease_ms)
-            queued = n
-    assert 3 < queued < 10 and await kept(store, range(1), "ann") == [True]
-    for n in range(1, queued + 1):
-        await store.delete(response(n)["id"], "bob")
-    assert await kept(store, range(1), "ann") == [True]
-    with pytest.raises(NoRoom):
-        await store.create(response(30), [{"text": "x" * 3000}], "bob")
-    assert await kept(store, range(1), "ann") == [True], "nothing goes in vain"
-
-
-async def test_an_end_is_stored_also_when_all_room_is_taken(redis_client: Redis) -> None:
-    clock = ShiftedClock()
-    store = ResponseStore(redis_client, clock, TTL_S, max_bytes=3000)
-    lease_ms = clock.wall_ms() + 10_000
-    for n in range(6):
-        await store.create(response(n, status="queued"), [{"text": "x" * 600}], "ann", lease_ms)
-    for n in range(6):
-        assert await store.update(response(n))
-    assert (await kept(store, range(6), "ann"))[-1]
-    assert sum(map(int, await redis_client.hvals(RESPONSES_BYTES))) <= 3000  # type: ignore[misc]
-
-
 async def test_a_conversation_in_use_does_not_lose_its_beginning(redis_client: Redis) -> None:
     clock = ShiftedClock()
     store = ResponseStore(redis_client, clock, TTL_S, 2**20)
@@ -246,12 +205,3 @@ async def test_a_conversation_in_use_does_not_lose_its_beginning(redis_client: R
     assert await store.get(first["id"], None) is not None
     assert await store.get(other["id"], None) is None
     assert await redis_client.hlen("tidegate:responses:sizes") == 3  # type: ignore[misc]
-
-
-async def test_a_conversation_has_a_largest_size(redis_client: Redis) -> None:
-    store = ResponseStore(redis_client, ShiftedClock(), TTL_S, 2**20)
-    first, last = response(1), response(2, response(1)["id"])
-    for stored in (first, last):
-        await store.create(stored, [{"text": "x" * 600}], None)
-    outcome = await store.conversation(last["id"], None, 1000)
-    assert not isinstance(outcome, list) and outcome.reason == "too_long"

@@ -3,9 +3,7 @@
 import json
 from typing import Any
 
-from engine.interface import FinishReason
 from scheduler.request import EventKind, Request, TokenEvent
-from tests.gateway.scripted_worker import answer_with
 from tests.gateway.stand import Stand, running_stand
 from tests.gateway.tiny_model import MODEL, token_ids
 
@@ -57,34 +55,6 @@ async def test_every_frame_has_an_event_line_and_no_id_line_and_there_is_no_done
         event, data = frame.split("\n")
         assert event == f"event: {json.loads(data.removeprefix('data: '))['type']}"
     assert answer.headers["content-type"].startswith("text/event-stream")
-
-
-async def test_the_clients_accumulator_ends_with_the_whole_response() -> None:
-    async with running_stand("Hello there!") as stand:
-        async with stand.client.responses.stream(model=MODEL, input="hi") as stream:
-            kinds = [event.type async for event in stream]
-            final = await stream.get_final_response()
-        whole = await stand.client.responses.create(model=MODEL, input="hi")
-    assert without_repeats(kinds) == IN_ORDER
-    assert final.output_text == whole.output_text == "Hello there!"
-    assert [item.type for item in final.output] == [item.type for item in whole.output]
-
-
-async def test_an_answer_cut_by_its_limit_is_incomplete() -> None:
-    async with running_stand(answer_with("cut", reason=FinishReason.LENGTH)) as stand:
-        events = await events_of(stand, max_output_tokens=3)
-    assert events[-1].type == "response.incomplete"
-    assert events[-1].response.status == "incomplete"
-    assert events[-1].response.incomplete_details.reason == "max_output_tokens"
-    assert events[-1].response.output[0].status == "incomplete"
-
-
-async def test_an_empty_answer_still_has_a_message() -> None:
-    async with running_stand(answer_with("")) as stand:
-        stand.worker.script = lambda r: [TokenEvent(r.id, EventKind.FINISHED, 0, (), FinishReason.STOP)]
-        events = await events_of(stand)
-    assert events[-1].response.output[0].content[0].text == ""
-    assert [e.type for e in events] == [kind for kind in IN_ORDER if not kind.endswith("text.delta")]
 
 
 async def test_a_failure_after_the_first_token_is_an_event() -> None:

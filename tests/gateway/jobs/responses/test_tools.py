@@ -74,39 +74,12 @@ class Sum(BaseModel):
     value: int
 
 
-async def test_a_format_is_forced_and_parsed() -> None:
-    async with stand('{"value": 3}') as running:
-        response = await running.client.responses.parse(model=MODEL, input="1 + 2?", text_format=Sum)
-        async with running.client.responses.stream(model=MODEL, input="1 + 2?", text_format=Sum) as stream:
-            streamed = await stream.get_final_response()
-        grammars = [request.sampling.grammar for request in running.worker.served]
-    assert response.output_parsed == streamed.output_parsed == Sum(value=3)
-    assert all(grammars)
-
-
 async def test_a_bad_schema_is_named_as_in_the_responses_api() -> None:
     body = {"format": {"type": "json_schema", "name": "n", "schema": {"type": "nonsense"}}}
     async with stand("{}") as running:
         answer = await running.post("/v1/responses", {"model": MODEL, "input": "x", "text": body})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"].startswith("text.format")
-
-
-async def test_reasoning_is_an_item_of_its_own_and_counted() -> None:
-    async with stand("<think>Hm, hm.</think>It is 3.") as running:
-        response = await running.client.responses.create(model=MODEL, input="1 + 2?")
-        stream = await running.client.responses.create(model=MODEL, input="1 + 2?", stream=True)
-        events = [event async for event in stream]
-        items: Any = [*(item.to_dict() for item in response.output), {"role": "user", "content": "Sure?"}]
-        await running.client.responses.create(model=MODEL, input=items)
-        prompt = text_of(running.worker.served[-1].prompt_token_ids)
-    reasoning, message = response.output
-    assert reasoning.type == "reasoning" and reasoning.content is not None
-    assert reasoning.content[0].text == "Hm, hm."
-    assert message.type == "message" and response.output_text == "It is 3."
-    assert response.usage is not None and response.usage.output_tokens_details.reasoning_tokens > 0
-    assert "".join(e.delta for e in events if e.type == "response.reasoning_text.delta") == "Hm, hm."
-    assert "<think>Hm, hm.</think>It is 3.<|im_end|>" in prompt
 
 
 async def test_a_requested_summary_of_reasoning_is_the_reasoning() -> None:

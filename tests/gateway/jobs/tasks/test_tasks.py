@@ -182,12 +182,6 @@ async def test_503_begins_at_90_percent_of_the_queue(redis_client: Redis, servic
             await until(lambda: _is_accepted(stand, service_tier))
 
 
-async def _num_reads(redis: Redis) -> int:
-    """Return the number of reads of hashes since the start of the store."""
-    found = (await redis.info("commandstats")).get("cmdstat_hmget")  # None before the first one
-    return int(found["calls"]) if found is not None else 0
-
-
 async def _has_state(stand: Stand, task_id: str, state: str) -> bool:
     return bool((await get(stand, task_id))["state"] == state)
 
@@ -239,16 +233,6 @@ async def test_results_that_are_too_large_together_are_asked_for_one_by_one(
     assert answers[0].json()["error"]["param"] == "ids"
 
 
-async def test_waiting_reads_the_store_no_more_often_than_something_happens(
-    stand: Stand, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(service, "DRAIN_CHECK_S", 0.001)
-    created = await create(stand, input="x")
-    before = await _num_reads(redis_client)
-    await get(stand, created["id"], wait_s=0.3)
-    assert await _num_reads(redis_client) - before < 20
-
-
 async def test_without_a_worker_for_tasks_none_are_accepted(redis_client: Redis) -> None:
     async with running_gateway(redis_client) as stand:
         await stand.worker.registry.withdraw("w2")
@@ -257,15 +241,6 @@ async def test_without_a_worker_for_tasks_none_are_accepted(redis_client: Redis)
         answer = await stand.post("/v1/tasks", {"input": 1})
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_overloaded")
     assert "--engine static" in answer.json()["error"]["message"] and "retry-after" in answer.headers
-
-
-async def test_a_worker_for_tasks_answers_no_chat(redis_client: Redis) -> None:
-    async with running_gateway(redis_client, with_worker=False) as stand:
-        ready = (await stand.http.get("/ready")).json()
-        body = {"model": "tide/tiny", "messages": [{"role": "user", "content": "hi"}]}
-        answer = await stand.post("/v1/chat/completions", body)
-    assert ready["ready"] and [worker["id"] for worker in ready["workers"]] == ["w2"]
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_overloaded")
 
 
 @pytest.mark.parametrize(
@@ -323,10 +298,6 @@ async def test_a_task_that_waits_longer_than_its_timeout_becomes_a_dead_letter(s
     assert dead["error"] == {"message": "It waited longer than its timeout of 0.2 s.", "failures": []}
     listed = (await stand.http.get("/v1/tasks?state=dead")).json()
     assert [task["id"] for task in listed["data"]] == [created["id"]]
-
-
-async def test_a_task_without_a_timeout_has_that_of_the_server(stand: Stand) -> None:
-    assert (await create(stand, input="x"))["timeout_s"] == 86_400
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, 604_801, "soon"])

@@ -2,8 +2,7 @@
 
 import asyncio
 import hashlib
-import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from redis.asyncio import Redis
 
 from gateway.files.store import FileStore
 from gateway.jobs.uploads import model
-from gateway.jobs.uploads import service as upload_service
 from gateway.jobs.uploads import store as upload_store
 from tests.gateway.offline import OfflineGateway, jsonl, keyring, lines, make_gateway, running_gateway
 from tests.gateway.stand import running_stand
@@ -171,25 +169,6 @@ async def test_the_number_of_pending_uploads_is_limited(
     assert (await begun(gateway, 10)).status == "pending"
 
 
-async def test_a_long_completion_holds_up_its_owner_only(
-    gateway: OfflineGateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate, concatenate, two = threading.Event(), upload_service._concatenate, gateway.as_key("two")
-    slow, quick = await begun(gateway, 3), await begun(two, 3)
-
-    def gated(paths: Sequence[Path], target: Path) -> str:
-        assert slow.id not in target.name or gate.wait(30)
-        return concatenate(paths, target)
-
-    monkeypatch.setattr(upload_service, "_concatenate", gated)
-    part = await add(gateway, slow, b"abc")
-    calls = [asyncio.create_task(gateway.client.uploads.complete(slow.id, part_ids=[part])) for _ in range(6)]
-    done = await two.client.uploads.complete(quick.id, part_ids=[await add(two, quick, b"abc")])
-    assert done.status == "completed" and not any(call.done() for call in calls)
-    gate.set()
-    assert {done.file.id for done in await asyncio.gather(*calls) if done.file} == {f"file-{slow.id[7:]}"}
-
-
 async def test_an_upload_takes_no_more_than_it_may_need(
     gateway: OfflineGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,11 +294,6 @@ async def test_odd_parts_are_refused(gateway: OfflineGateway) -> None:
             answer = await gateway.http.post(f"/v1/uploads/{name}/{call}", files={"data": b"x"}, headers=headers)
             assert answer.status_code == 404 and len(answer.content) < 500
     assert parts_on_disk(gateway) == []
-
-
-async def test_a_repeated_creation_makes_one_upload(gateway: OfflineGateway) -> None:
-    twice = [await begun(gateway, 3, extra_headers={"Idempotency-Key": "k"}) for _ in range(2)]
-    assert twice[0] == twice[1]
 
 
 async def test_only_parts_may_be_larger_than_other_bodies() -> None:

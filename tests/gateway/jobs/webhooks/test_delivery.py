@@ -18,8 +18,7 @@ from redis.exceptions import RedisError
 
 from gateway.identity import ApiKey, Keyring, KeyWebhook
 from gateway.jobs.webhooks import service
-from gateway.jobs.webhooks.event import GIVE_UP_S, LONGEST_RETRY_S, Event, event_id, next_attempt_s
-from gateway.jobs.webhooks.service import MAX_IN_FLIGHT, MAX_IN_FLIGHT_OF_OWNER
+from gateway.jobs.webhooks.event import GIVE_UP_S, LONGEST_RETRY_S, Event, next_attempt_s
 from gateway.jobs.webhooks.store import LEASE_S, EventStore
 from gateway.store_keys import WEBHOOK, WEBHOOK_OWNERS, WEBHOOKS_DUE
 from tests.gateway.jobs.webhooks.receiver import Receiver, receiving
@@ -109,14 +108,6 @@ async def test_the_official_client_takes_the_event_of_each_end(
     assert b'"batch.expired"' in receiver.got[3][1] and expired.encode() in receiver.got[3][1]
 
 
-async def test_a_batch_without_a_url_tells_nobody(
-    gateway: OfflineGateway, receiver: Receiver, redis_client: Redis
-) -> None:
-    async with delivering(gateway):
-        await gateway.ended(await submit(gateway, None))
-        assert await nothing_waits(redis_client)
-
-
 async def test_what_is_not_taken_is_sent_again_with_the_same_id(
     gateway: OfflineGateway, receiver: Receiver, redis_client: Redis
 ) -> None:
@@ -187,12 +178,6 @@ async def test_another_gateway_delivers_what_a_dead_one_had_taken(
     await other.http.aclose()
 
 
-async def test_an_end_that_is_reported_twice_waits_once(gateway: OfflineGateway, redis_client: Redis) -> None:
-    for _ in range(2):
-        await gateway.webhooks.announce("batch.completed", "batch_1", {"webhook": "https://example.com"}, None)
-    assert await redis_client.zcard(WEBHOOKS_DUE) == 1
-
-
 async def test_a_key_has_its_own_secret_and_url(redis_client: Redis, tmp_path: Path, receiver: Receiver) -> None:
     async with receiving() as named:
         webhook = KeyWebhook(OTHER, receiver.url)
@@ -224,25 +209,6 @@ async def test_a_url_that_may_not_be_called_is_refused_at_creation(gateway: Offl
     assert (refused.value.param, refused.value.code) == ("metadata.webhook", "invalid_value")
 
 
-async def test_receivers_that_hang_hold_up_their_owner_only(
-    redis_client: Redis, tmp_path: Path, receiver: Receiver
-) -> None:
-    async with (
-        receiving() as hanging,
-        running_gateway(redis_client, tmp_path, webhook_secret=SecretStr(SECRET)) as gateway,
-    ):
-        hanging.answers.clear()
-        for number in range(MAX_IN_FLIGHT + 8):
-            await gateway.webhooks.announce("batch.completed", f"batch_{number}", {"webhook": hanging.url}, "ann")
-        async with delivering(gateway):
-            await until(lambda: len(hanging.got) == MAX_IN_FLIGHT_OF_OWNER)
-            await gateway.webhooks.announce("batch.completed", "batch_b", {"webhook": receiver.url}, "ben")
-            await until(lambda: len(receiver.got) == 1)
-            assert len(hanging.got) == MAX_IN_FLIGHT_OF_OWNER
-            hanging.answers.set()
-            await until(lambda: nothing_waits(redis_client))
-
-
 async def test_owners_take_turns_when_all_are_full(redis_client: Redis) -> None:
     store = EventStore(redis_client)
     for owner, number in [("ann", 6), ("ben", 6), (None, 1)]:
@@ -270,8 +236,3 @@ def test_pauses_grow_and_end() -> None:
     assert 5 <= pauses[0] <= 6 and pauses == sorted(pauses[:6]) + pauses[6:]
     assert max(pauses) <= 1.1 * LONGEST_RETRY_S and 15 < len(pauses) < 40
     assert GIVE_UP_S - 2 * LONGEST_RETRY_S < now_s < GIVE_UP_S
-
-
-def test_ids_tell_events_apart() -> None:
-    ids = {event_id(kind, name) for kind in ("batch.completed", "batch.failed") for name in ("batch_1", "batch_2")}
-    assert len(ids) == 4
