@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, Field
 
-from bench.isolation.arms import FIRST_COME, OURS, OURS_ALONE, PEER, PREMIUM_SERVICE_TIERS, STRICT
+from bench.isolation.arms import FIRST_COME, OURS, OURS_ALONE, PEER, PREMIUM_SERVICE_TIERS, STRICT, has_slo
 from bench.simulator_accuracy import Compared, compare_arm, read_result
 from loadtest.reporting.formats import ABSENT, number, percent
 from loadtest.reporting.record import Provenance, Record, Section, Table
@@ -43,9 +43,7 @@ class ReadmeFigures(BaseModel):
 
     def cli_cmd(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
-        tiers = read_shipped_tiers()
-        tiers["admission"] = {**(tiers.get("admission") or {}), "predict": True}
-        (self.out / "predict.yaml").write_text(yaml.safe_dump(tiers), encoding="utf-8")
+        (self.out / "predict.yaml").write_text(yaml.safe_dump(strict_tiers()), encoding="utf-8")
         for name, command in self.commands().items():
             print_progress(f"{name}: {' '.join(command)}")
             subprocess.run([sys.executable, "-m", *command], check=True)
@@ -76,6 +74,15 @@ class ReadmeFigures(BaseModel):
 
     def _json(self, name: str) -> list[str]:
         return ["--json", str(self.out / f"{name}.json")]
+
+
+def strict_tiers() -> Json:
+    """Return the shipped tiers in which requests are refused whose first token is predicted to miss the SLO."""
+    document = read_shipped_tiers()
+    for tier in document["tiers"].values():
+        if has_slo(tier):
+            tier["admission"] = {**(tier.get("admission") or {}), "predict": True}
+    return document
 
 
 def readme_record(results: dict[str, Json], compared: Sequence[Compared], seed: int) -> Record:

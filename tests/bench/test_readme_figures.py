@@ -6,9 +6,10 @@ import pytest
 from pydantic_settings import CliApp
 
 from bench.__main__ import Bench
-from bench.readme_figures import ReadmeFigures, figures
+from bench.readme_figures import ReadmeFigures, figures, strict_tiers
 from bench.simulator_accuracy import Compared
 from loadtest.simulation.summary import spread
+from scheduler.config import parse_tiers
 
 RATIO = {"value": 1.03, "low": 0.76, "high": 1.37}
 ISOLATION = {
@@ -58,3 +59,8 @@ def test_the_commands_exist_with_their_flags(vllm_python: Path | None, monkeypat
     for package, *flags in commands.values():
         if package == "bench":
             CliApp.run(Bench, cli_args=flags)
+
+
+def test_the_overload_is_measured_with_strict_admission() -> None:
+    tiers = parse_tiers(strict_tiers())
+    assert [tier.name for tier in tiers.by_priority if tier.admission.predict] == ["realtime"]
