@@ -1,6 +1,7 @@
 """The whole server in front of another one: `tidegate serve --engine openai` with a scripted server."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Iterator
 
 import httpx
@@ -14,6 +15,14 @@ from tests.system.server import START_TIMEOUT_S, Server, free_port, make_client,
 pytestmark = pytest.mark.full
 
 KILL_LIMIT_S = 5.0  # after the worker's SIGKILL, the upstream must run nothing of it
+
+
+def bound_to(port: int) -> socket.socket:
+    """Return a socket for the next server on a port, at which another one may have ended just now."""
+    bound = socket.socket()
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.bind(("127.0.0.1", port))
+    return bound
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, upstream_port: int) -> Iter
 
 @pytest_asyncio.fixture
 async def upstream(server: Server, upstream_port: int) -> AsyncIterator[ScriptedServer]:
-    async with scripted_server(upstream_port) as scripted:
+    async with scripted_server(bound_to(upstream_port)) as scripted:
         await asyncio.to_thread(server.wait_until_ready)
         scripted.bodies.clear()
         yield scripted
@@ -86,12 +95,12 @@ async def test_what_the_upstream_cannot_do_is_refused_by_name(client: AsyncOpenA
 async def test_an_upstream_that_dies_and_comes_back_loses_nothing(
     server: Server, client: AsyncOpenAI, upstream_port: int
 ) -> None:
-    async with scripted_server(upstream_port) as first:
+    async with scripted_server(bound_to(upstream_port)) as first:
         await asyncio.to_thread(server.wait_until_ready)
         first.scripts.extend(Script(after=5, then="hang") for _ in range(4))
         asked = [asyncio.create_task(ask(client, [70 + i, 71], tier="flex")) for i in range(4)]
         await first.wait_until("num_open", 4)
-    async with scripted_server(upstream_port):
+    async with scripted_server(bound_to(upstream_port)):
         answers = await asyncio.gather(*asked)
     assert answers == [tokens_after([70 + i, 71], 20) for i in range(4)]
 
@@ -99,23 +108,23 @@ async def test_an_upstream_that_dies_and_comes_back_loses_nothing(
 async def test_an_upstream_that_comes_back_with_another_model_gets_nothing(
     server: Server, client: AsyncOpenAI, upstream_port: int
 ) -> None:
-    async with scripted_server(upstream_port) as first:
+    async with scripted_server(bound_to(upstream_port)) as first:
         await asyncio.to_thread(server.wait_until_ready)
         first.scripts.append(Script(after=5, then="hang"))
         asked = asyncio.create_task(ask(client, [90, 91], tier="flex"))
         await first.wait_until("num_open", 1)
-    async with scripted_server(upstream_port, root="org/other") as other:
+    async with scripted_server(bound_to(upstream_port), root="org/other") as other:
         said = "has another model than at the start of this worker"
         await asyncio.to_thread(wait_for, lambda: is_down(server, said), START_TIMEOUT_S, said)
         assert other.bodies == []
-    async with scripted_server(upstream_port):
+    async with scripted_server(bound_to(upstream_port)):
         assert await asked == tokens_after([90, 91], 20)
 
 
 async def test_an_upstream_that_takes_the_key_no_longer_fails_no_request(
     server: Server, client: AsyncOpenAI, upstream_port: int
 ) -> None:
-    async with scripted_server(upstream_port) as upstream:
+    async with scripted_server(bound_to(upstream_port)) as upstream:
         await asyncio.to_thread(server.wait_until_ready)
         upstream.key = "another"
         asked = [asyncio.create_task(ask(client, [95 + i, 91], tier="flex")) for i in range(4)]
