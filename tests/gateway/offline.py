@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import time
 from collections import Counter
@@ -16,7 +15,7 @@ import structlog
 from openai.types import Batch as ApiBatch
 from redis.asyncio import Redis
 
-from gateway.identity import ApiKey, Keyring
+from gateway.identity import Keyring
 from gateway.jobs.batches import service
 from gateway.jobs.uploads.service import UploadService
 from gateway.jobs.webhooks.service import WebhookService
@@ -25,6 +24,7 @@ from gateway.requests.tokens.tokenizer import Tokenizer
 from scheduler.config import load_tiers
 from scheduler.registry.worker_status import WorkerStatus
 from scheduler.request import JobDeadline
+from tests.gateway.api_keys import key, secret_of
 from tests.gateway.stand import Stand, make_stand
 from tests.gateway.tiny_model import pretrained
 from tests.waiting import until
@@ -190,17 +190,13 @@ def jsonl(entries: Iterable[Any]) -> bytes:
 
 def keyring(**tiers: frozenset[str] | None) -> Keyring:
     """Return a keyring with one key per name and the tiers that it may use (None: all)."""
-    return Keyring([ApiKey(n, hashlib.sha256(secret_of(n).encode()).digest(), t) for n, t in tiers.items()])
+    return Keyring([key(n, t) for n, t in tiers.items()])
 
 
 def limited_keyring(**limits: dict[str, Any]) -> Keyring:
     """Return a keyring with one key per name and its limits."""
     keys = keyring(**dict.fromkeys(limits)).keys
     return Keyring([replace(key, **limits[key.name]) for key in keys])
-
-
-def secret_of(name: str) -> str:
-    return f"sk-{name.encode().hex()}"
 
 
 class WordTokenizer(Tokenizer):

@@ -1,7 +1,6 @@
 """Admission over HTTP: refusals with a reason and Retry-After, demotion, and deadlines of requests."""
 
 import asyncio
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ import pytest
 from gateway.identity import ApiKey, Keyring, demotion_of, patient_service_tier
 from scheduler.registry.worker_status import TierCapacity
 from scheduler.request import Request, TokenEvent
+from tests.gateway.api_keys import key
 from tests.gateway.protocol.test_errors import CHAT, error_of
 from tests.gateway.scripted_worker import answer_with
 from tests.gateway.stand import Stand, make_tiers, running_stand
@@ -126,7 +126,7 @@ def test_trap_12_a_keys_tiers_limit_demotion_too() -> None:
 @pytest.mark.parametrize("priority", [-(10**6), -1, 0, 1, 10**6])
 async def test_trap_12_a_priority_number_opens_no_tier_that_the_key_may_not_use(priority: int) -> None:
     """A `priority` number in a body has no effect: the key and `service_tier` decide on the tier."""
-    secret = Keyring([ApiKey("k", hashlib.sha256(b"sk-bulk").digest(), frozenset({"bulk"}))])
+    secret = Keyring([key("bulk", frozenset({"bulk"}))])
     async with running_stand(keyring=secret) as stand:
         for asked in ({}, {"service_tier": "priority"}, {"service_tier": "default"}):
             body = {**CHAT, **asked, "priority": priority}

@@ -17,7 +17,8 @@ from gateway.files.disk import DiskFull, DiskReserve, noticing_full_disk
 from gateway.http.multipart import MAX_FORM_BYTES
 from gateway.identity import Keyring
 from scheduler.store.errors import NotDurable
-from tests.gateway.offline import OfflineGateway, jsonl, keyring, lines, running_gateway, secret_of
+from tests.gateway.api_keys import secret_of
+from tests.gateway.offline import OfflineGateway, jsonl, keyring, lines, running_gateway
 from tests.gateway.stand import Bytes
 
 RESERVE = 100 * 2**20

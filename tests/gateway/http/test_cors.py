@@ -1,19 +1,19 @@
 """CORS: pages of allowed origins get headers on every answer; preflight requests need no key."""
 
-import hashlib
 from typing import Any
 
 import httpx
 import pytest
 
 from gateway.http.access.cors import AllowedOrigins
-from gateway.identity import ApiKey, Keyring
+from gateway.identity import Keyring
+from tests.gateway.api_keys import key
 from tests.gateway.stand import Stand, running_stand
 from tests.gateway.tiny_model import MODEL
 
 PAGE = "https://chat.example"
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
-KEYED = Keyring([ApiKey("a", hashlib.sha256(b"sk-right").digest())])
+KEYED = Keyring([key("right")])
 
 
 async def preflight(stand: Stand, origin: str, headers: str = "authorization,content-type") -> httpx.Response:

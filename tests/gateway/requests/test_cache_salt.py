@@ -1,15 +1,15 @@
 """Requests of two keys never share cached KV."""
 
-import hashlib
 from typing import Any
 
-from gateway.identity import ApiKey, Keyring, cache_salt
+from gateway.identity import Keyring, cache_salt
 from gateway.requests.prepare.placement import Placement
+from tests.gateway.api_keys import key
 from tests.gateway.stand import Stand, make_tiers, running_stand
 from tests.gateway.tiny_model import MODEL
 
 HI: Any = [{"role": "user", "content": "hi"}]
-KEYS = Keyring([ApiKey(name, hashlib.sha256(f"sk-{name}".encode()).digest()) for name in ("alice", "bob")])
+KEYS = Keyring([key(name) for name in ("alice", "bob")])
 
 
 async def salt_of(stand: Stand, name: str, requested: str | None = None) -> str:

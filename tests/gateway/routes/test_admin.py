@@ -1,7 +1,6 @@
 """/admin: permissions, changes of the tiers, and refusals."""
 
 import asyncio
-import hashlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,23 +10,16 @@ import pytest
 import yaml
 from redis.asyncio import Redis
 
-from gateway.identity import ApiKey, Keyring
+from gateway.identity import Keyring
 from gateway.protocol.errors import ApiError
 from gateway.routes.operators.admin import describe_change
 from gateway.state import GatewayTiers
 from scheduler.registry.worker_status import TierCapacity
 from scheduler.reload.coordinator import Late
+from tests.gateway.api_keys import as_, key
 from tests.gateway.stand import TIERS, Stand, make_tiers, running_stand
 from tests.scheduler.builders import tiers_document
 from tests.waiting import until
-
-
-def key(name: str, **options: Any) -> ApiKey:
-    return ApiKey(name, hashlib.sha256(f"sk-{name}".encode()).digest(), **options)
-
-
-def as_(name: str) -> dict[str, str]:
-    return {"authorization": f"Bearer sk-{name}"}
 
 
 def changed(**limits: int) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """/admin/dead-letters: what was given up is listed without its prompt, retried as a new batch, or removed."""
 
 import dataclasses
-import hashlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,8 +9,9 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from gateway.identity import ApiKey, Keyring
+from gateway.identity import Keyring
 from scheduler.request import WORKER_DIED, EventKind, Request, TokenEvent
+from tests.gateway.api_keys import as_, key
 from tests.gateway.in_process import InProcess
 from tests.gateway.jobs.batches.test_completions import ask, ended, read, repeat, submit
 from tests.gateway.stand import Stand, running_stand
@@ -32,14 +32,6 @@ class Deadly:
             self.num_given_up += 1
             return [TokenEvent(request.id, EventKind.FAILED, error=REASON, code=WORKER_DIED)]
         return repeat(request)
-
-
-def key(name: str, **options: bool) -> ApiKey:
-    return ApiKey(name, hashlib.sha256(f"sk-{name}".encode()).digest(), **options)
-
-
-def as_(name: str) -> dict[str, str]:
-    return {"authorization": f"Bearer sk-{name}"}
 
 
 @dataclasses.dataclass

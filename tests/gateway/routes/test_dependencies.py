@@ -1,7 +1,6 @@
 """Web pages of other origins and other host names may not use a server without keys. With keys, a key is enough."""
 
 import asyncio
-import hashlib
 from typing import Any
 
 import msgspec
@@ -9,13 +8,14 @@ import pytest
 import structlog
 
 from gateway.http.access.wrong_keys import FREE
-from gateway.identity import ApiKey, Keyring
+from gateway.identity import Keyring
+from tests.gateway.api_keys import key
 from tests.gateway.stand import Stand, running_stand, serving_stand
 from tests.gateway.tiny_model import MODEL
 
 CHAT = msgspec.json.encode({"model": MODEL, "messages": [{"role": "user", "content": "hi"}]})
 
-KEYRING = Keyring([ApiKey("a", hashlib.sha256(b"sk-right").digest())])
+KEYRING = Keyring([key("right")])
 
 
 async def post_as_a_page(stand: Stand, origin: str, **headers: str) -> Any:

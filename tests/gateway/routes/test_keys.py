@@ -12,9 +12,10 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as StoreUnreachable
 
-from gateway.identity import ApiKey, Keyring
+from gateway.identity import Keyring
 from gateway.requests.prepare.placement import Placement
 from scheduler.request import Request, TokenEvent
+from tests.gateway.api_keys import as_, key
 from tests.gateway.protocol.test_errors import CHAT, TEXT, error_of
 from tests.gateway.stand import Stand, make_tiers, running_stand
 from tests.gateway.tiny_model import MODEL
@@ -27,14 +28,6 @@ class StandingClock(ManualClock):
 
     def now(self) -> float:
         return asyncio.get_running_loop().time()
-
-
-def key(name: str, **options: Any) -> ApiKey:
-    return ApiKey(name, hashlib.sha256(f"sk-{name}".encode()).digest(), **options)
-
-
-def as_(name: str) -> dict[str, str]:
-    return {"authorization": f"Bearer sk-{name}"}
 
 
 KEYS = Keyring(

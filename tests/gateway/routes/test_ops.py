@@ -1,18 +1,18 @@
 """Models, health, readiness, metrics and logs."""
 
 import asyncio
-import hashlib
 from dataclasses import replace
 
 import pytest
 import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.identity import ApiKey, Keyring
+from gateway.identity import Keyring
 from gateway.routes import ops
 from gateway.routes.ops import render
 from scheduler.clock import SystemClock
 from scheduler.registry.worker_status import WorkerStart
+from tests.gateway.api_keys import key
 from tests.gateway.stand import running_stand
 from tests.gateway.tiny_model import CONTEXT, MODEL, token_ids
 from tests.waiting import until
@@ -56,7 +56,7 @@ async def test_a_model_has_its_limits_and_what_clients_of_vllm_read() -> None:
 
 
 async def test_version_and_ping() -> None:
-    keyring = Keyring([ApiKey("a", hashlib.sha256(b"sk-right").digest())])
+    keyring = Keyring([key("right")])
     async with running_stand(with_worker=False, keyring=keyring) as stand:
         version = (await stand.http.get("/version")).json()["version"]
         assert version == (await stand.http.get("/openapi.json")).json()["info"]["version"]

@@ -1,13 +1,13 @@
 """Parameters on their way: from the body to the engine's sampling parameters, to the prompt, and to the answer."""
 
-import hashlib
 import json
 from typing import Any
 
 import pytest
 
 from engine.interface import SamplingParams
-from gateway.identity import ApiKey, Keyring
+from gateway.identity import Keyring
+from tests.gateway.api_keys import key
 from tests.gateway.stand import Stand, running_stand
 from tests.gateway.tiny_model import CONTEXT, MODEL, text_of, token_ids
 
@@ -118,9 +118,9 @@ async def test_documents_that_the_template_does_not_take_are_refused() -> None:
 
 async def test_priority_asks_for_a_tier_that_the_key_may_use() -> None:
     keys = {
-        "all": ApiKey("all", hashlib.sha256(b"sk-all").digest()),
-        "one": ApiKey("one", hashlib.sha256(b"sk-one").digest(), frozenset({"realtime"})),
-        "low": ApiKey("low", hashlib.sha256(b"sk-low").digest(), frozenset({"bulk"}), "bulk"),
+        "all": key("all"),
+        "one": key("one", frozenset({"realtime"})),
+        "low": key("low", frozenset({"bulk"}), "bulk"),
     }
     async with running_stand(keyring=Keyring(list(keys.values()))) as stand:
 

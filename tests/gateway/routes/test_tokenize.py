@@ -1,11 +1,11 @@
 """/tokenize and /detokenize: the shapes of vLLM, and the same tokens as the completion endpoints."""
 
-import hashlib
 from typing import Any
 
 import pytest
 
-from gateway.identity import ApiKey, Keyring
+from gateway.identity import Keyring
+from tests.gateway.api_keys import key
 from tests.gateway.protocol.test_errors import error_of
 from tests.gateway.stand import running_stand
 from tests.gateway.tiny_model import CONTEXT, MODEL, pretrained, token_ids
@@ -58,7 +58,7 @@ async def test_invalid_bodies_name_the_parameter(path: str, body: dict[str, Any]
 
 @pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": []})])
 async def test_the_model_and_the_key_are_checked(path: str, body: dict[str, Any]) -> None:
-    keyring = Keyring([ApiKey("a", hashlib.sha256(b"sk-right").digest())])
+    keyring = Keyring([key("right")])
     async with running_stand(keyring=keyring) as stand:
         right = {"authorization": "Bearer sk-right"}
         assert (await stand.post(path, body)).status_code == 401

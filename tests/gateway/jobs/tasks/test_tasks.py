@@ -26,7 +26,8 @@ from scheduler.store import keys
 from scheduler.tasks.queue import TaskQueue
 from scheduler.worker.heartbeat import WorkerIdentity
 from scheduler.worker.loop import WorkerLoop
-from tests.gateway.offline import keyring, secret_of
+from tests.gateway.api_keys import as_
+from tests.gateway.offline import keyring
 from tests.gateway.stand import Bytes, Stand, make_tiers, running_stand
 from tests.waiting import until
 
@@ -155,7 +156,7 @@ async def test_a_task_can_be_cancelled_once(stand: Stand, method: str) -> None:
 
 async def test_a_key_sees_only_its_own_tasks(redis_client: Redis) -> None:
     async with running_gateway(redis_client, keyring(ann=None, ben=None)) as stand:
-        ann, ben = ({"authorization": f"Bearer sk-{name.encode().hex()}"} for name in ("ann", "ben"))
+        ann, ben = (as_(name) for name in ("ann", "ben"))
         created = (await stand.post("/v1/tasks", {"input": 1}, headers=ann)).json()
         path = f"/v1/tasks/{created['id']}"
         assert (await stand.http.get(path, headers=ann)).status_code == 200
@@ -196,7 +197,7 @@ async def _is_accepted(stand: Stand, service_tier: str) -> bool:
 
 async def test_a_key_that_holds_too_many_bytes_is_told_and_others_go_on(redis_client: Redis) -> None:
     async with running_gateway(redis_client, keyring(ann=None, ben=None), tasks_quota_mb=Bytes(3000)) as stand:
-        ann, ben = ({"authorization": f"Bearer {secret_of(name)}"} for name in ("ann", "ben"))
+        ann, ben = (as_(name) for name in ("ann", "ben"))
         first = await stand.post("/v1/tasks", {"input": "x" * 2000}, headers=ann)
         refused = await stand.post("/v1/tasks", {"input": "x" * 2000}, headers=ann)
         assert (first.status_code, refused.status_code) == (202, 429), refused.text
