@@ -2,12 +2,13 @@
 
 import hashlib
 from typing import Any
+from urllib.parse import quote
 
 from gateway.identity import ApiKey
 
 
 def secret_of(name: str) -> str:
-    return f"sk-{name}"
+    return f"sk-{quote(name)}"
 
 
 def key(name: str, *more: Any, **options: Any) -> ApiKey:
