@@ -46,6 +46,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    """Let libraries find their objects at exit: triton's bindings would name hundreds as leaked."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def valkey_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with running_valkey(tmp_path_factory.mktemp("valkey")) as url:

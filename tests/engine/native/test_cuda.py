@@ -11,25 +11,21 @@ import torch
 from engine.interface import PreemptionMode
 from tests.engine.conftest import MakeEngine, ModelDirectory
 from tests.engine.drive import drive, make_new, random_chunks, random_preemption
-from tests.engine.models import CONFIGS, VOCAB_SIZE, generate
+from tests.engine.models import CONFIGS, generate, make_prompts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU")
 
 MAX_TOKENS = 16
+PROMPTS = make_prompts(random.Random(3), 6)
 KV_BYTES = 1 << 21
 MIN_AGREEMENT = 0.5  # share of bf16 tokens equal to fp32's; tiny random models have many near ties
-
-
-def make_prompts() -> dict[str, tuple[int, ...]]:
-    rng = random.Random(3)
-    return {f"s{i}": tuple(rng.randrange(1, VOCAB_SIZE) for _ in range(rng.randint(1, 30))) for i in range(6)}
 
 
 @pytest.fixture
 def expected(request: pytest.FixtureRequest, model_directory: ModelDirectory) -> dict[str, tuple[int, ...]]:
     """The tokens of `generate` in fp32 on the CPU."""
     model = model_directory(request.getfixturevalue("name"))[1]
-    return {seq_id: tuple(generate(model, prompt, MAX_TOKENS)) for seq_id, prompt in make_prompts().items()}
+    return {seq_id: tuple(generate(model, prompt, MAX_TOKENS)) for seq_id, prompt in PROMPTS.items()}
 
 
 @pytest.mark.parametrize("is_disturbed", (False, True), ids=("whole", "chunked-and-preempted"))
@@ -41,7 +37,7 @@ def test_greedy_tokens_are_those_of_generate(
     engine = make_engine(name, device="cuda", kv_cache_bytes=KV_BYTES)
     modes = [mode for mode in PreemptionMode if mode.value in engine.info.preemption_modes]
     disturbance = {"chunk": random_chunks(rng, 7), "preempt": random_preemption(rng, 0.2, *modes), "arrivals_a_step": 2}
-    news = [make_new(seq_id, prompt, max_tokens=MAX_TOKENS) for seq_id, prompt in make_prompts().items()]
+    news = [make_new(seq_id, prompt, max_tokens=MAX_TOKENS) for seq_id, prompt in PROMPTS.items()]
     free_blocks: list[int] = []
     schedule = disturbance if is_disturbed else {}
     driven = drive(engine, news, after_step=lambda result: free_blocks.append(result.free_blocks), **schedule)
@@ -52,7 +48,7 @@ def test_greedy_tokens_are_those_of_generate(
 @pytest.mark.parametrize("name", ("llama", "qwen3"))
 def test_bfloat16_mostly_agrees(name: str, make_engine: MakeEngine, expected: dict[str, tuple[int, ...]]) -> None:
     engine = make_engine(name, device="cuda", dtype="bfloat16", kv_cache_bytes=KV_BYTES)
-    news = [make_new(seq_id, prompt, max_tokens=MAX_TOKENS) for seq_id, prompt in make_prompts().items()]
+    news = [make_new(seq_id, prompt, max_tokens=MAX_TOKENS) for seq_id, prompt in PROMPTS.items()]
     driven = drive(engine, news)
     pairs = [(a, b) for seq_id, d in driven.items() for a, b in zip(d.output, expected[seq_id], strict=True)]
     agreement = sum(a == b for a, b in pairs) / len(pairs)

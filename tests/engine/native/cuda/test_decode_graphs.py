@@ -15,15 +15,10 @@ from engine.native.cuda.decode_graphs import CaptureFailure, DecodeGraphs, bucke
 from engine.sequences.sequence_table import SequenceTable
 from tests.engine.conftest import MakeEngine, ModelDirectory
 from tests.engine.drive import drive, make_new
-from tests.engine.models import VOCAB_SIZE, generate
+from tests.engine.models import VOCAB_SIZE, generate, make_prompts
 from tests.engine.native.cuda.rebuilt import RerunGraph, plain_ring, with_graphs
 
 SIZES = (1, 2, 4, 8)
-
-
-def make_prompts(count: int) -> dict[str, tuple[int, ...]]:
-    rng = random.Random(3)
-    return {f"s{i}": tuple(rng.randrange(1, VOCAB_SIZE) for _ in range(rng.randint(1, 30))) for i in range(count)}
 
 
 def test_sizes_grow_with_the_batch_and_end_at_the_largest() -> None:
@@ -40,7 +35,7 @@ def test_sizes_grow_with_the_batch_and_end_at_the_largest() -> None:
 def test_tokens_are_those_of_generate(name: str, make_engine: MakeEngine, model_directory: ModelDirectory) -> None:
     """The batch shrinks from eleven sequences, more than the largest graph has rows, to one."""
     engine, _, graphs = with_graphs(make_engine(name, optimize=False), SIZES)
-    prompts = make_prompts(11)
+    prompts = make_prompts(random.Random(3), 11)
     lengths = {seq_id: 2 + i for i, seq_id in enumerate(prompts)}
     driven = drive(engine, [make_new(k, p, max_tokens=lengths[k]) for k, p in prompts.items()])
     expected = {k: generate(model_directory(name)[1], p, lengths[k]) for k, p in prompts.items()}
@@ -55,7 +50,7 @@ def test_a_prompt_computed_token_by_token_samples_its_last_row_only(
 ) -> None:
     """Graphs compute the logits of all rows, even if only some or none are wanted."""
     engine, _, graphs = with_graphs(make_engine("llama", optimize=False), SIZES)
-    prompts = make_prompts(3)
+    prompts = make_prompts(random.Random(3), 3)
     driven = drive(engine, [make_new(k, p) for k, p in prompts.items()], chunk=lambda s: 1)
     assert {k: tuple(d.output) for k, d in driven.items()} == {
         k: generate(model_directory("llama")[1], p, 8) for k, p in prompts.items()
