@@ -63,7 +63,7 @@ async def _load(
     await clients.offer(traffic.arrivals, observation.duration_s)
     observation.engines = [replace(worker.record) for worker in deployment.workers]
     for worker in deployment.workers:
-        observation.preemptions.update(worker.core.preemptions)
+        observation.preemptions.update(worker.core.planner.preemptions)
     await clients.finish(drain_s)
 
 

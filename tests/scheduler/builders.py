@@ -254,7 +254,9 @@ class CheckedCore(SchedulerCore):
         states = [self._states[request_id] for request_id in runnable if request_id in self._states]
         waits_s = {name: output.max_wait_s for name, output in self.controller.outputs(now).items()}
         ends_s = min((s.claimed_s + waits_s[s.tier.name] for s in states), default=float("inf"))
-        return now < self.idle_until_s <= ends_s < float("inf") and all(s.status is Status.WAITING for s in states)
+        return now < self.planner.idle_until_s <= ends_s < float("inf") and all(
+            s.status is Status.WAITING for s in states
+        )
 
     def _check_blocks(self, result: StepResult) -> None:
         """Assert free + used = total. A shared block counts once, but states count it once each or not at all: `used`

@@ -132,8 +132,8 @@ def test_the_laws_hold_in_full_memory_with_sharing_swaps_and_cancels() -> None:
                 receipt = assert_receipt_adds_up(answer)
                 num_paused += receipt.paused_ms > 0
                 num_told += receipt.preemptions
-        num_preemptions += sum(world.core.preemptions.values())
-        modes.update({mode: count for (_, mode), count in world.core.preemptions.items()})
+        num_preemptions += sum(world.core.planner.preemptions.values())
+        modes.update({mode: count for (_, mode), count in world.core.planner.preemptions.items()})
         num_hits += sum(bool(life.num_cached_tokens) for life in world.core.lives)
         num_exhausted += sum(life.num_preemptions == MAX_PREEMPTIONS for life in world.core.lives)
         num_cancelled += world.core.held.counts["cancelled"]

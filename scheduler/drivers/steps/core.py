@@ -4,8 +4,7 @@
 the SLA controller in `apply` and `review`. Knows tiers and tokens; does not know queues, the engine, clocks or metrics.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -46,8 +45,8 @@ class SchedulerCore:
         self._states = self.held.table.states
         self._engine_state = EngineState(engine)
         self.isolation = Isolation(self.held.table)
-        self._planner = Planner(
-            engine, controller, self.step_time, self.held.table, self._engine_state, self.running, self.isolation
+        self.planner = Planner(
+            self.held, engine, controller, self.step_time, self._engine_state, self.running, self.isolation
         )
         self._awaiting_grammar: dict[str, RequestState] = {}
         self.interactive_s = 0.0  # engine time since the start that interactive tiers take from urgent bulk
@@ -59,19 +58,9 @@ class SchedulerCore:
         return self._engine_state.kv_usage
 
     @property
-    def preemptions(self) -> Counter[tuple[str, str]]:
-        """The number of preemptions since the start, by (tier, mode)."""
-        return self._planner.preemptions
-
-    @property
     def is_busy(self) -> bool:
         """Whether there is a plan whose result has not been applied yet."""
         return self.running.is_any
-
-    @property
-    def idle_until_s(self) -> float:
-        """The time at which the first batching delay ends, if the newest plan was empty; otherwise inf."""
-        return self._planner.idle_until_s
 
     def status(self, now: float) -> CoreStatus:
         return replace(
@@ -79,8 +68,8 @@ class SchedulerCore:
             kv_usage=self.kv_usage,
             kv_reserve_blocks=self.controller.kv_reserve_blocks,
             interactive_s=self.interactive_s,
-            preemptions=self.preemptions,
-            recomputed_tokens=self._planner.recomputed_tokens,
+            preemptions=self.planner.preemptions,
+            recomputed_tokens=self.planner.recomputed_tokens,
             num_step_evictions=self.running.waste_budget.num_evictions,
             wasted_s=self.running.waste_budget.wasted_s,
         )
@@ -93,7 +82,7 @@ class SchedulerCore:
 
     def claim_limits(self, now: float) -> dict[str, int]:
         """Return how many more requests of each tier to claim from the queue. The highest tier comes first."""
-        return self._planner.claim_limits(self.held.tiers, now)
+        return self.planner.claim_limits(now)
 
     def _begin(self, state: RequestState) -> None:
         state.bulk_seen_s = self.running.bulk_total_s
@@ -133,13 +122,6 @@ class SchedulerCore:
             self.held.table.remove(state)
             self.held.note_refused(state, reason)
 
-    def evictees_for(self, request_ids: Iterable[str], now: float) -> Sequence[str]:
-        """Return the sequences to evict from the step in flight so that one of these requests starts sooner.
-
-        The result is empty if an eviction does not pay, or if no request could start in the next step.
-        """
-        return self._planner.evictees_for(self.held.tiers, request_ids, now)
-
     # -- one step ----------------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> StepPlan:
@@ -147,14 +129,7 @@ class SchedulerCore:
 
         The request states are already updated, so the caller must execute the plan.
         """
-        return self._planner.plan(self.held.tiers, now)
-
-    def plan_async(self, now: float) -> StepPlan | None:
-        """Return the plan of the step after the one in flight, if there is nothing left to decide about it; else None.
-
-        The request states are already updated, so the caller must execute the plan.
-        """
-        return None if self.held.num_refused else self._planner.plan_async(now)
+        return self.planner.plan(now)
 
     def apply(self, result: StepResult, now: float, overhead_s: float = 0.0) -> Report:
         """Apply the result of a step, and return the report on it.

@@ -61,7 +61,7 @@ class StepDriver:
     def note_arrived(self, request_ids: Sequence[str], now: float) -> None:
         """Evict bulk from the step in flight, if a request then starts sooner and this is worth the lost work."""
         self._grammars.wake()
-        if evictees := self.core.evictees_for(request_ids, now):
+        if evictees := self.core.planner.evictees_for(request_ids, now):
             self._engine.evict(evictees)
 
     async def clear(self) -> list[Lease]:
@@ -119,7 +119,7 @@ class StepDriver:
         wait_s = self.core.running.step_s - PLANNING_S
         if wait_s > 0:
             await asyncio.wait({collecting}, timeout=wait_s)
-        plan = None if self._worker.is_stopped else self.core.plan_async(self._clock.now())
+        plan = None if self._worker.is_stopped else self.core.planner.plan_async(self._clock.now())
         if plan is not None:
             self._engine.submit(plan)
         return plan is not None
@@ -146,7 +146,7 @@ class StepDriver:
     async def _idle(self) -> None:
         """Sleep until something changes or a batching delay ends. Maintenance also wakes the loop every `UPDATE_S`."""
         self._worker.claimer.note_room()
-        left_s = self.core.idle_until_s - self._clock.now()
+        left_s = self.core.planner.idle_until_s - self._clock.now()
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, left_s) if left_s < UPDATE_S else None):
                 await self._worker.intake.changed.wait()

@@ -14,14 +14,13 @@ from engine.interface import EngineInfo, PreemptionMode, StepPlan
 from engine.step_time.cost import StepCost
 from engine.step_time.model import StepTimeModel
 from scheduler.clock import NEVER_S
-from scheduler.config import Tier
 from scheduler.control.budget import Budgets
 from scheduler.control.controller import SLAController
 from scheduler.drivers.steps.engine_state import EngineState
 from scheduler.drivers.steps.isolation import AllBut, Isolation
 from scheduler.drivers.steps.running_step import RunningStep
 from scheduler.holdings.claims import claim_limits
-from scheduler.holdings.request_table import RequestTable
+from scheduler.holdings.holdings import Holdings
 from scheduler.planning.async_plan import async_plan
 from scheduler.planning.batch import form_batch
 from scheduler.planning.batching_delay import idle_until_s
@@ -35,10 +34,10 @@ class Planner:
 
     def __init__(
         self,
+        held: Holdings,
         engine: EngineInfo,
         controller: SLAController,
         step_time: StepTimeModel,
-        table: RequestTable,
         engine_state: EngineState,
         running: RunningStep,
         isolation: Isolation,
@@ -46,7 +45,8 @@ class Planner:
         self._engine = engine
         self._controller = controller
         self._step_time = step_time
-        self._table = table
+        self._held = held
+        self._table = held.table
         self._engine_state = engine_state
         self._running = running
         self._isolation = isolation
@@ -57,25 +57,27 @@ class Planner:
         self.preemptions: Counter[tuple[str, str]] = Counter()  # number of preemptions, by (tier, mode)
         self.recomputed_tokens: Counter[str] = Counter()  # number of tokens whose KV was lost, by tier
 
-    def claim_limits(self, tiers: Sequence[Tier], now: float) -> dict[str, int]:
+    def claim_limits(self, now: float) -> dict[str, int]:
         """Return how many more requests of each tier to claim from the queue. The highest tier comes first."""
         ending = self._running.ending(self._table.states, self._engine.max_model_len)
         held_back = Counter(state.tier.name for state in self._isolation.held_back().values())
-        return claim_limits(tiers, self._table, self._budgets(now), self._engine.max_step_tokens, ending, held_back)
+        return claim_limits(
+            self._held.tiers, self._table, self._budgets(now), self._engine.max_step_tokens, ending, held_back
+        )
 
-    def plan(self, tiers: Sequence[Tier], now: float) -> StepPlan:
+    def plan(self, now: float) -> StepPlan:
         """Return the plan of the next step. The plan is empty if no sequence can run now."""
         budgets = self._budgets(now)
-        plan = self._form(tiers, budgets, now)
+        plan = self._form(budgets, now)
         plan = replace(plan, abort=self._engine_state.pop_aborts())
-        self.idle_until_s = idle_until_s(tiers, self._table, budgets, now) if plan.is_empty else NEVER_S
+        self.idle_until_s = idle_until_s(self._held.tiers, self._table, budgets, now) if plan.is_empty else NEVER_S
         if not plan.is_empty:
             self._min_shares_served = frozenset(name for name, budget in budgets.tiers.items() if budget.min_share_due)
             self._isolation.note_plan(plan)
             self._enter(plan, now)
         return plan
 
-    def _form(self, tiers: Sequence[Tier], budgets: Budgets, now: float) -> StepPlan:
+    def _form(self, budgets: Budgets, now: float) -> StepPlan:
         """Return the plan of a shared step, or of a step in which an isolated request runs alone.
 
         The other kind of step is taken if nothing can run in the first.
@@ -85,7 +87,9 @@ class Planner:
         def shared() -> StepPlan:
             # If a request came back before its old sequence is aborted, it starts in the step after the abort.
             barred = aborts.union(self._isolation.held_back())
-            return form_batch(self._next_step_id, view, tiers, self._table, budgets, now, barred, self._prefixes)
+            return form_batch(
+                self._next_step_id, view, self._held.tiers, self._table, budgets, now, barred, self._prefixes
+            )
 
         def single(state: RequestState) -> StepPlan:
             barred = AllBut(state.id)
@@ -105,17 +109,22 @@ class Planner:
     def plan_async(self, now: float) -> StepPlan | None:
         """Return the plan of the step after the one in flight: the same decodes without the sequences that end.
 
-        Return None if there is anything to decide.
+        Return None if there is anything to decide. Like `plan`, it updates the request states.
         """
         running = self._running.plan
-        if running is None or self._engine.steps_ahead < 1 or self._engine_state.num_abandoned:
+        if (
+            running is None
+            or self._engine.steps_ahead < 1
+            or self._engine_state.num_abandoned
+            or self._held.num_refused
+        ):
             return None
         plan = async_plan(running, self._next_step_id, self._engine_state.view(), self._table)
         if plan is not None:
             self._enter(plan, now)
         return plan
 
-    def evictees_for(self, tiers: Sequence[Tier], request_ids: Iterable[str], now: float) -> Sequence[str]:
+    def evictees_for(self, request_ids: Iterable[str], now: float) -> Sequence[str]:
         """Return the sequences to evict from the step in flight so that one of these requests starts sooner.
 
         The result is empty if an eviction does not pay, or if no request could start in the next step.
@@ -124,13 +133,13 @@ class Planner:
             return ()
         for request_id in request_ids:
             state = self._table.states.get(request_id)
-            if state is not None and state.tier.is_interactive and self._could_start(state, tiers):
+            if state is not None and state.tier.is_interactive and self._could_start(state):
                 evictees = self._running.evictees(state, self._controller.step_eviction, now)
                 if evictees:
                     return evictees
         return ()
 
-    def _could_start(self, state: RequestState, tiers: Sequence[Tier]) -> bool:
+    def _could_start(self, state: RequestState) -> bool:
         """Return whether the request could start.
 
         It needs a slot, enough blocks that are free or held by lower tiers, and its grammar compiled if it has one.
@@ -138,7 +147,7 @@ class Planner:
         if state.awaits_grammar:
             return False
         slots = self._controller.max_num_seqs(state.tier.name)
-        below = (s for t in tiers if t.priority < state.priority for s in self._table.of_tier(t.name))
+        below = (s for t in self._held.tiers if t.priority < state.priority for s in self._table.of_tier(t.name))
         has_slot = self._table.num_resident(state.tier.name) < slots
         return has_slot and has_blocks(state, self._engine_state.view(), below)
 

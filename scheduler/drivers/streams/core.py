@@ -133,12 +133,12 @@ class StreamCore:
                 budget = replace(budgets.tiers[tier.name], decodes_only=False)
                 most = min(budget.max_num_seqs, held)
                 budgets = replace(budgets, tiers={**budgets.tiers, tier.name: replace(budget, max_num_seqs=most)})
-        held_back = self._retries.num_held_back(now)
+        held_back = self._retries.busy.num_waiting(now)
         return claim_limits(self.held.tiers, self._table, budgets, self._engine.max_step_tokens, held_back=held_back)
 
     def _begin(self, state: RequestState) -> None:
         state.bulk_seen_s = self._bulk_total_s
-        self._retries.begin(state)
+        self._retries.attempts.begin(state)
 
     def _drop(self, state: RequestState) -> None:
         """Forget a request that ends here. If it has a stream, the driver must hang up."""
@@ -152,7 +152,7 @@ class StreamCore:
 
     def refuse(self, now: float) -> Report:
         """Fail requests that the server can never serve, and those without an attempt left. Return the report."""
-        for state, reason in self._retries.pop_given_up():
+        for state, reason in self._retries.attempts.pop_given_up():
             if self._table.states.get(state.id) is state:
                 self._table.remove(state)
                 self._drop(state)
@@ -188,7 +188,7 @@ class StreamCore:
             evictable=self._streams.evictable(),
             recompute_tokens=self.recompute.num_tokens,
             hang_up_from_s=self._hang_up_from_s,
-            held_back=self._retries.held_back(now),
+            held_back=self._retries.busy.waiting(now),
         )
 
     def _budgets(self, now: float) -> Budgets:

@@ -4,7 +4,7 @@ Keeps the counts that this depends on, and tells the limit and the server's stat
 no I/O; the time is passed in.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from engine.interface import SequenceOutput
 from engine.streaming import UpstreamBusy, UpstreamLost, UpstreamUnreachable, UpstreamUnusable
@@ -27,6 +27,7 @@ class Attempts:
         self._given_up: list[tuple[RequestState, str]] = []
 
     def begin(self, state: RequestState) -> None:
+        """Count the attempts of a request from its claim on."""
         self._counts[state.id] = state.attempt
 
     def forget(self, request_id: str) -> None:
@@ -66,48 +67,32 @@ class Retries:
         self._streams = streams
         self._server = server
         self._limit = limit
-        self._attempts = Attempts()
-        self._busy = BusyRefusals()
-
-    def begin(self, state: RequestState) -> None:
-        """Count the attempts of a request from its claim on."""
-        self._attempts.begin(state)
+        self.attempts = Attempts()
+        self.busy = BusyRefusals()
 
     def forget(self, request_id: str) -> None:
         """End the counts of a request that is held no longer."""
-        self._attempts.forget(request_id)
-        self._busy.forget(request_id)
-
-    def held_back(self, now: float) -> frozenset[str]:
-        """Return the ids of the requests that are not sent now."""
-        return self._busy.waiting(now)
-
-    def num_held_back(self, now: float) -> Mapping[str, int]:
-        """Return the number of the requests that are not sent now, by tier."""
-        return self._busy.num_waiting(now)
-
-    def pop_given_up(self) -> list[tuple[RequestState, str]]:
-        """Return the requests that are not sent again, each with the reason for the user, and forget them."""
-        return self._attempts.pop_given_up()
+        self.attempts.forget(request_id)
+        self.busy.forget(request_id)
 
     # -- what streams bring ------------------------------------------------------------------------------------
 
     def note_output(self, state: RequestState, output: SequenceOutput) -> None:
         """Record what a stream brought; call this before `StreamTable.learn`."""
         if output.token_ids and self._streams.awaits_tokens(state.id):
-            self._busy.note_served(state, self._streams.begun_s(state.id))
+            self.busy.note_served(state, self._streams.begun_s(state.id))
 
     def refuse(self, state: RequestState, error: UpstreamBusy, now: float) -> bool:
         """Handle a request for which the server has no place. Return whether it goes back to the queue."""
-        is_overtaken = self._busy.note_refused(state, self._streams.begun_s(state.id))
+        is_overtaken = self.busy.note_refused(state, self._streams.begun_s(state.id))
         if not is_overtaken:
             self._limit.note_busy(len(self._streams), error.retry_after_s, now)
         self._streams.interrupt(state, now)
-        if self._busy.is_last(state, now):
-            self._attempts.give_up(state, f"{error} {ALWAYS_REFUSED}")
+        if self.busy.is_last(state, now):
+            self.attempts.give_up(state, f"{error} {ALWAYS_REFUSED}")
             return False
         if is_overtaken:
-            self._busy.wait(state, error.retry_after_s, now)
+            self.busy.wait(state, error.retry_after_s, now)
             return False
         return not state.output_token_ids
 
@@ -121,12 +106,12 @@ class Retries:
             self._server.note_lost()
             self.count(state, str(error), now)
         if isinstance(error, UpstreamUnusable):
-            self._attempts.turn_away(state, str(error))
+            self.attempts.turn_away(state, str(error))
 
     def count(self, state: RequestState, reason: str, now: float) -> None:
         """Prepare another attempt at a request whose stream has ended. After the last one, it is given up."""
         self._rewind(state, reason, now)
-        self._attempts.count(state, reason)
+        self.attempts.count(state, reason)
 
     def _rewind(self, state: RequestState, reason: str, now: float) -> None:
         self.end_unfinishable([state], reason)
@@ -139,11 +124,11 @@ class Retries:
 
         If it turned requests away, and serves others again before it counts as down, the fault was in these requests.
         """
-        self._attempts.settle(is_counted=not was_down)
+        self.attempts.settle(is_counted=not was_down)
 
     def end_unfinishable(self, states: Iterable[RequestState], reason: str) -> list[RequestState]:
         """Give up the requests of which the client has tokens that would not fit those of a new stream. Return them."""
         ending = [state for state in states if self._streams.cannot_go_on(state)]
         for state in ending:
-            self._attempts.give_up(state, f"{reason} {CANNOT_GO_ON}")
+            self.attempts.give_up(state, f"{reason} {CANNOT_GO_ON}")
         return ending

@@ -163,7 +163,7 @@ async def test_gauges_show_the_present_and_preemptions_are_counted_once(world: W
     await asyncio.gather(*bulk)
     await world.clock.sleep(1.0)
     counted = value(registry, "num_preemptions_total", tier="bulk", mode="pause")
-    assert counted == world.core.preemptions["bulk", "pause"] == 3
+    assert counted == world.core.planner.preemptions["bulk", "pause"] == 3
     assert value(registry, "generation_tokens_total", tier="bulk") == 450
     assert value(registry, "requests_finished_total", tier="bulk", reason="length") == 3
 

@@ -66,7 +66,7 @@ def test_a_victim_is_computed_again_and_its_output_is_the_same() -> None:
     stepped.accept(make_request("rt", prompt=180, max_tokens=5))
     plan = stepped.step()
     assert preempted(plan) == {"b": "recompute"}
-    assert stepped.core.preemptions == {("bulk", "recompute"): 1}
+    assert stepped.core.planner.preemptions == {("bulk", "recompute"): 1}
     stepped.run()
     assert stepped.tokens("b") == expected_tokens(bulk)
     sent = [(e.index, len(e.token_ids)) for e in stepped.events if e.request_id == "b"]
@@ -150,7 +150,7 @@ def test_a_victim_is_swapped_where_that_is_cheaper_and_resumes_where_it_was() ->
         stepped.step()
     stepped.accept(make_request("rt", prompt=180, max_tokens=5))
     assert preempted(stepped.step()) == {"b": "swap"}
-    assert stepped.core.preemptions == {("bulk", "swap"): 1}
+    assert stepped.core.planner.preemptions == {("bulk", "swap"): 1}
     assert (stepped.core.life("b").status, stepped.engine.num_used_swap_blocks) == (Status.SWAPPED, 8)
     while stepped.core.life("b").status is Status.SWAPPED:
         plan = stepped.step()
