@@ -189,7 +189,7 @@ async def test_an_answer_for_which_others_leave_no_room_is_told_to_come_again(st
             assert await after.receive() == [scored(0, 6, "next")]
 
 
-@pytest.mark.parametrize("other", [tokens(0, 9), tokens(1, 9), finished(0, 5, 9), tokens(4, 8)])
+@pytest.mark.parametrize("other", [tokens(0, 9), tokens(1, 9), finished(0, 5, 9), tokens(3, 8)])
 @played_by(play)
 async def test_an_output_that_diverges_fails_and_its_work_is_cancelled(stage: Stage, other: TokenEvent) -> None:
     """A mixture of two answers, or an answer with a gap, is worse than an error."""

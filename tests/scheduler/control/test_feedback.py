@@ -91,12 +91,13 @@ def test_without_data_nothing_moves(samples: int, age_s: float, moved: set[tuple
         assert found == moved - by_load
 
 
-def test_between_the_thresholds_nothing_moves() -> None:
+@pytest.mark.parametrize(("late", "moves"), [(3, []), (6, ["down"])])
+def test_bulk_is_cut_from_twice_the_misses_that_are_allowed(late: int, moves: list[str]) -> None:
     """The dead band: 1.5 % of misses are neither a reason to cut nor to grow."""
     outer = OuterLoop()
-    observe(outer.controller, "ttft", 100, count=197)
-    observe(outer.controller, "ttft", 900, count=3, bulk_ms=500)
-    assert not of_tier(outer.update(MIXED, rounds=5), "bulk")
+    observe(outer.controller, "ttft", 100, count=200 - late)
+    observe(outer.controller, "ttft", 900, count=late, bulk_ms=500)
+    assert [d.direction for d in of_tier(outer.update(MIXED, rounds=5), "bulk")] == moves
 
 
 def test_the_token_ceiling_moves_with_the_slots_and_is_reported_like_them() -> None:
