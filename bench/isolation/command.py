@@ -3,14 +3,13 @@
 Knows flags and exit codes; the experiment is `bench.isolation.run`.
 """
 
-import shlex
 import tempfile
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Literal
 
 import yaml
-from pydantic import AliasChoices, BaseModel, Field
+from pydantic import AliasChoices, Field
 
 from bench.isolation.admin import Systems, tiers_in_force, tiers_restored
 from bench.isolation.arms import OWN_ARMS, Document, slowdown_of
@@ -18,29 +17,20 @@ from bench.isolation.experiments import EXPERIMENTS, ExperimentName
 from bench.isolation.results.record import Drawings, isolation_record
 from bench.isolation.results.result import Result
 from bench.isolation.run import ExperimentConfig, run_experiment
-from bench.isolation.servers import (
-    context_of,
-    engine_python,
-    serving_tidegate,
-    vllm_command,
-    vllm_server_environment,
-    with_tokenizer,
-    write_served_shape,
-)
+from bench.isolation.servers import ServerFlags, context_of, with_tokenizer, write_served_shape
 from loadtest.client.http import Target, TargetError
 from loadtest.client.runner import Timing
 from loadtest.model_shapes import ShapeError
 from loadtest.reporting.record import Provenance
 from loadtest.reporting.writers import publish, write_page
-from loadtest.running import PLOTS, ends_on_sigterm, print_progress, require, run_to_end, running_server
-from loadtest.serving import serving
+from loadtest.running import PLOTS, ends_on_sigterm, print_progress, require, run_to_end
 from loadtest.shipped_tiers import read_shipped_tiers
 from loadtest.traffic.scenario import Scenario, Targets, load_scenario
 from loadtest.traffic.scenario_arrivals import ClosedLoop
 from scheduler.config import TierConfigError, load_tiers
 
 
-class Isolation(BaseModel):
+class Isolation(ServerFlags):
     """Interactive and bulk traffic on one server under several policies, which take turns.
 
     Reports goals and tables, and writes a page with plots.
@@ -52,18 +42,10 @@ class Isolation(BaseModel):
     arms: str = Field(
         "", description="Arms to run, such as A0,A1,OURS,S1.25 (`max_slowdown` 1.25); empty: the experiment's."
     )
-    url: str = Field("", description="A running Tidegate; empty: one is started.")
     model: Path | None = Field(None, description="Model directory to serve; unset: --shape.")
     shape: str = Field("135m", description="Shape to serve with random weights; demo: the shipped demo model.")
     load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights for --model.")
-    server_flags: str = Field("", description="More flags for `tidegate serve`, in one string.")
     tiers: Path | None = Field(None, description="Tiers file of OURS; unset: the shipped one, or that of --url.")
-    peer_url: str = Field("", description="X1: any running OpenAI-compatible server with the same model.")
-    vllm_python: Path | None = Field(None, description="X1: the Python of an environment with vLLM, to be started.")
-    engine: Literal["native", "vllm"] = Field(
-        "native", description="Engine of our server; vllm: vLLM's executor, in the environment of --vllm-python."
-    )
-    vllm_flags: str = Field("", description="More flags for vLLM's server, in one string.")
     scenario: str = Field("", description="A shipped scenario, or a YAML file; empty: the experiment's.")
     bulk_pool: str = Field("", description="A shipped bulk pool in place of the scenario's own bulk.")
     streams: int = Field(0, ge=0, le=900, description="Streams of each bulk backlog; 0: the scenario's.")
@@ -80,7 +62,6 @@ class Isolation(BaseModel):
     duration: float = Field(60.0, gt=0, le=7200, description="Seconds measured of each arm.")
     rounds: int = Field(2, ge=1, le=100, description="Number of parts that each arm's duration is divided into.")
     lead: float = Field(5.0, ge=0, le=120, description="Seconds of bulk before each part is measured.")
-    settle: float = Field(1.0, ge=0, le=60, description="Seconds of rest before each part.")
     drain: float = Field(
         20.0, ge=0, le=600, description="Seconds that interactive requests may take after the end of a part."
     )
@@ -97,7 +78,6 @@ class Isolation(BaseModel):
     threads: int = Field(
         0, ge=0, description="CPU threads of the servers that are started; 0: the servers' own choice."
     )
-    allow_remote: bool = Field(False, description="Accept a URL that is not this machine.")
     seed: int = Field(1, ge=0, description="The same seed sends the same requests.")
     json_file: Path | None = Field(
         None, validation_alias=AliasChoices("json"), description="Also write the result, request by request."
@@ -121,8 +101,11 @@ class Isolation(BaseModel):
         async with AsyncExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidegate-isolation-")))
             model_dir = self._model_dir(folder)
-            ours = await self._own_server(stack, folder, model_dir)
-            systems = Systems(ours, await self._peer(stack, folder, model_dir))
+            load_format = self.load_format if self.model is not None else "dummy"
+            served = None if model_dir is None else (model_dir, load_format)
+            ours = (await self.start_ours(stack, folder, served, self.threads)).target
+            peer = await self.start_peer(stack, folder, served, self.threads)
+            systems = Systems(ours, None if peer is None else peer.target)
             config = await self._config(ours, model_dir)
             if self.url:
                 await stack.enter_async_context(tiers_restored(ours))
@@ -139,32 +122,6 @@ class Isolation(BaseModel):
             return write_served_shape(folder / f"shape-{self.shape}", self.shape, self.context or 8192)
         except ShapeError as error:
             raise TargetError(str(error)) from error
-
-    @property
-    def _format(self) -> str:
-        return self.load_format if self.model is not None else "dummy"
-
-    async def _own_server(self, stack: AsyncExitStack, folder: Path, model_dir: Path | None) -> Target:
-        if self.url:
-            return await running_server(self.url, self.allow_remote)
-        print_progress("starting tidegate serve")
-        flags = shlex.split(self.server_flags)
-        vllm_python = engine_python(self.engine, self.vllm_python)
-        serving_ours = serving_tidegate(model_dir, self._format, folder, self.threads, flags, vllm_python)
-        return (await stack.enter_async_context(serving_ours)).target
-
-    async def _peer(self, stack: AsyncExitStack, folder: Path, model_dir: Path | None) -> Target | None:
-        if self.peer_url:
-            return await running_server(self.peer_url, self.allow_remote)
-        if self.vllm_python is None:
-            return None
-        if model_dir is None:
-            raise TargetError("vLLM needs a model directory: --model or --shape")
-        print_progress("starting vLLM; it may compile for minutes")
-        command = vllm_command(self.vllm_python, model_dir, self._format, shlex.split(self.vllm_flags))
-        environment = vllm_server_environment(self.threads)
-        serving_vllm = serving(command, folder / "vllm.log", "/health", environment)
-        return (await stack.enter_async_context(serving_vllm)).target
 
     async def _config(self, ours: Target, model_dir: Path | None) -> ExperimentConfig:
         experiment = EXPERIMENTS[self.experiment]

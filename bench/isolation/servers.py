@@ -1,14 +1,17 @@
-"""The servers to measure, as context managers: `tidegate serve`, and vLLM in its own environment.
+"""The servers to measure: `tidegate serve`, and vLLM in its own environment, with the flags that choose them.
 
 Knows command lines and model directories; `loadtest.serving` starts and ends the processes.
 """
 
 import json
 import os
+import shlex
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
+from typing import Literal
 
+from pydantic import BaseModel, Field
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -18,9 +21,55 @@ from loadtest.child_environment import ROOT
 from loadtest.client.http import TargetError
 from loadtest.machine import usable_cores
 from loadtest.model_shapes import read_config, write_shape
+from loadtest.running import print_progress, running_server
 from loadtest.serving import Server, serving, tidegate_command, tidegate_environment
 
+Served = tuple[Path, str]  # a model directory, and the format from which its weights are loaded
+
 DEFAULT_KV_GIB = "2"  # vLLM's KV cache on a CPU, unless VLLM_CPU_KVCACHE_SPACE says otherwise
+
+
+class ServerFlags(BaseModel):
+    """The flags of a command that measures our server beside another one. Each is started, or runs already."""
+
+    url: str = Field("", description="A running Tidegate; empty: one is started.")
+    server_flags: str = Field("", description="More flags for `tidegate serve`, in one string.")
+    peer_url: str = Field("", description="To compare with: a running server with the same model.")
+    vllm_python: Path | None = Field(None, description="The Python of an environment with vLLM, to be started.")
+    engine: Literal["native", "vllm"] = Field(
+        "native", description="Engine of our server; vllm: vLLM's executor, in the environment of --vllm-python."
+    )
+    vllm_flags: str = Field("", description="More flags for vLLM's server, in one string.")
+    settle: float = Field(1.0, ge=0, le=60, description="Seconds of rest before each part.")
+    allow_remote: bool = Field(False, description="Accept a URL that is not this machine.")
+
+    async def start_ours(
+        self, stack: AsyncExitStack, folder: Path, served: Served | None, num_threads: int, *flags: str
+    ) -> Server:
+        """Return our server, which runs until `stack` ends. `served` is None for the demo model."""
+        if self.url:
+            return Server(await running_server(self.url, self.allow_remote))
+        print_progress("starting tidegate serve")
+        vllm_python = engine_python(self.engine, self.vllm_python)
+        model_dir, load_format = served or (None, "auto")
+        every_flag = [*flags, *shlex.split(self.server_flags)]
+        ours = serving_tidegate(model_dir, load_format, folder, num_threads, every_flag, vllm_python)
+        return await stack.enter_async_context(ours)
+
+    async def start_peer(
+        self, stack: AsyncExitStack, folder: Path, served: Served | None, num_threads: int, *flags: str
+    ) -> Server | None:
+        """Return the server to compare with, which runs until `stack` ends; None if the flags name none."""
+        if self.peer_url:
+            return Server(await running_server(self.peer_url, self.allow_remote))
+        if self.vllm_python is None:
+            return None
+        if served is None:
+            raise TargetError("vLLM needs a model directory: --model or --shape")
+        print_progress("starting vLLM; it may compile for minutes")
+        command = vllm_command(self.vllm_python, *served, [*flags, *shlex.split(self.vllm_flags)])
+        environment = vllm_server_environment(num_threads)
+        return await stack.enter_async_context(serving(command, folder / "vllm.log", "/health", environment))
 
 
 def write_served_shape(directory: Path, name: str, max_position_embeddings: int) -> Path:

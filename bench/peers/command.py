@@ -4,22 +4,14 @@ Our server and vLLM's server get the same weights. Knows flags and command lines
 """
 
 import re
-import shlex
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Literal
 
 from pydantic import Field
 
-from bench.isolation.servers import (
-    engine_python,
-    serving_tidegate,
-    vllm_command,
-    vllm_server_environment,
-    write_word_tokenizer,
-)
+from bench.isolation.servers import ServerFlags, write_word_tokenizer
 from bench.peers.arms import ARMS, VLLM, Servers, ours_of, parse_arms
 from bench.peers.closed_loops import Loops, run_closed_loops
 from bench.peers.closed_loops_report import loops_record
@@ -34,14 +26,13 @@ from loadtest.running import (
     print_progress,
     require,
     run_to_end,
-    running_server,
 )
-from loadtest.serving import Server, serving
+from loadtest.serving import Server
 
 MAX_MODEL_LEN = 2048  # context of vLLM's server in tokens; its KV memory must hold one request of this length
 
 
-class ClosedLoops(ModelCommand):
+class ClosedLoops(ServerFlags, ModelCommand):
     """Closed loops of some numbers of streams, on our server in two service tiers and on vLLM's server.
 
     The arms take turns on the same weights. Reports tokens per second, first tokens, gaps and ratios to vLLM, judged by
@@ -54,16 +45,6 @@ class ClosedLoops(ModelCommand):
     prompt_tokens: str = Field("32-256", description="Lowest and highest length of a prompt, in tokens.")
     new_tokens: int = Field(64, ge=1, le=100_000, description="New tokens of a request.")
     rounds: int = Field(2, ge=1, le=100, description="Times that every arm gets every number of streams.")
-    url: str = Field("", description="A running Tidegate; empty: one is started with the shipped tiers.")
-    server_flags: str = Field("", description="More flags for `tidegate serve`, in one string.")
-    peer_url: str = Field("", description="A running vLLM server with the same model, in place of --vllm-python.")
-    vllm_python: Path | None = Field(None, description="The Python of an environment with vLLM, to be started.")
-    engine: Literal["native", "vllm"] = Field(
-        "native", description="Engine of our server; vllm: vLLM's executor, in the environment of --vllm-python."
-    )
-    vllm_flags: str = Field("", description="More flags for vLLM's server, in one string.")
-    settle: float = Field(1.0, ge=0, le=60, description="Seconds of rest before each part.")
-    allow_remote: bool = Field(False, description="Accept a URL that is not this machine.")
 
     def cli_cmd(self) -> None:
         with ends_on_sigterm(), one_sentence(ShapeError):
@@ -105,29 +86,19 @@ class ClosedLoops(ModelCommand):
             yield Servers(ours, vllm)
 
     async def _ours(self, stack: AsyncExitStack, folder: Path) -> Server:
-        if self.url:
-            return Server(await running_server(self.url, self.allow_remote))
-        print_progress("starting tidegate serve")
-        flags = ["--dtype", self.dtype, "--device", self.device, *shlex.split(self.server_flags)]
+        flags = ["--dtype", self.dtype, "--device", self.device]
         if self.engine == "vllm":
             flags += ["--max-model-len", str(MAX_MODEL_LEN)]  # as in vLLM's own server
-        vllm_python = engine_python(self.engine, self.vllm_python)
-        model_dir = self._served_model(folder)
-        ours = serving_tidegate(model_dir, "auto", folder, self.threads, flags, vllm_python)
-        return await stack.enter_async_context(ours)
+        served = None if self.url else (self._served_model(folder), "auto")
+        return await self.start_ours(stack, folder, served, self.threads, *flags)
 
     async def _vllm(self, stack: AsyncExitStack, folder: Path) -> Server:
-        if self.peer_url:
-            return Server(await running_server(self.peer_url, self.allow_remote))
-        if self.vllm_python is None:
-            raise TargetError("the arm vllm needs --vllm-python or --peer-url; --arms can leave it out")
-        print_progress("starting vLLM; it may compile for minutes")
         flags = ["--dtype", self.dtype, "--max-model-len", str(MAX_MODEL_LEN), "--scheduling-policy", "fcfs"]
-        command = vllm_command(
-            self.vllm_python, self._served_model(folder), "auto", [*flags, *shlex.split(self.vllm_flags)]
-        )
-        environment = vllm_server_environment(self.num_threads)
-        return await stack.enter_async_context(serving(command, folder / "vllm.log", "/health", environment))
+        served = (self._served_model(folder), "auto") if self.vllm_python and not self.peer_url else None
+        vllm = await self.start_peer(stack, folder, served, self.num_threads, *flags)
+        if vllm is None:
+            raise TargetError("the arm vllm needs --vllm-python or --peer-url; --arms can leave it out")
+        return vllm
 
     def _served_model(self, folder: Path) -> Path:
         """Return a directory with the weights and a tokenizer, which both servers load. Raises `ShapeError`."""
