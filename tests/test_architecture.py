@@ -90,6 +90,7 @@ PURE_ROOMS = (
     "scheduler.client.ttft_forecast",
     "scheduler.client.forecast_correction",
     "scheduler.client.inflight",
+    "scheduler.client.open_requests",
     "scheduler.drivers.calls.busy_spells",
     "scheduler.drivers.calls.policy",
     "scheduler.drivers.calls.settled",

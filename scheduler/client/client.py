@@ -6,13 +6,15 @@ The client's id is the name of the event stream to which workers send the events
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
 from scheduler.client import rejection
 from scheduler.client.admission import Admission, Ticket
+from scheduler.client.cancellations import Cancellations
 from scheduler.client.live_workers import LiveWorkers
+from scheduler.client.open_requests import OpenRequests
 from scheduler.client.rejection import Rejected
 from scheduler.client.token_stream import MAX_LOGPROBS, HeldLogprobs, TokenStream
 from scheduler.clock import Clock
@@ -22,8 +24,8 @@ from scheduler.queue.base import Backlog, Queue, QueueFull, TooFarBehind
 from scheduler.registry.base import WorkerRegistry
 from scheduler.registry.heartbeat_monitor import CHECK_S
 from scheduler.registry.worker_status import WorkerStart, WorkerStatus
-from scheduler.request import EventKind, Request, TokenEvent
-from scheduler.store.errors import STORE_AWAY, StoreRefused
+from scheduler.request import Request
+from scheduler.store.errors import StoreRefused
 
 log = structlog.get_logger()
 
@@ -60,15 +62,11 @@ class SchedulerClient:
         self._draw = draw
         self._admission = Admission(tiers)
         self.gateway_id = gateway_id
-        self._open: dict[str, TokenStream] = {}  # the stream of each request that has had no last event, by request id
+        self._open = OpenRequests(self._admission)
+        self._cancellations = Cancellations(queue)
         self._held_logprobs = HeldLogprobs(max_logprobs)
-        self._being_put: set[str] = set()  # ids of open requests whose `put` has not returned yet
-        self._missing: set[str] = set()  # ids of open requests that the queue did not know at the last check
         # Ids of requests ended by `fail_open`. A worker may still run them, so `close` cancels them.
         self._failed_here: list[str] = []
-        self._refusal: StoreRefused | None = None  # the store's answer to the last probe, if it takes no writes
-        self._unwithdrawn: list[str] = []  # ids of requests that the store could not cancel yet
-        self._withdrawals: set[asyncio.Task[None]] = set()
         self._live = LiveWorkers(registry, clock)
         self._draining = False
         self._tasks: list[asyncio.Task[None]] = []
@@ -84,9 +82,9 @@ class SchedulerClient:
         """Cancel all open requests and stop listening. After that, publishing to this gateway fails."""
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, *self._withdrawals, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         try:
-            await self._queue.cancel([*self._open, *self._failed_here, *self._unwithdrawn])
+            await self._cancellations.close([*self._open, *self._failed_here])
         finally:
             await self._events.close()
 
@@ -100,12 +98,13 @@ class SchedulerClient:
         Later events of these requests are ignored, and `close` cancels them.
         """
         self._failed_here += self._open
-        self._fail(list(self._open), message)
+        self._open.fail(list(self._open), message, self._clock.now())
 
     @property
     def refusal(self) -> str | None:
         """Why the store takes no writes, as it answered within the last second or two; None if it takes them."""
-        return None if self._refusal is None else str(self._refusal)
+        refusal = self._cancellations.refusal
+        return None if refusal is None else str(refusal)
 
     @property
     def is_draining(self) -> bool:
@@ -185,8 +184,8 @@ class SchedulerClient:
         if not self._has_engine(requests[0].tier):
             await self.look_for_workers()
         if not self._has_engine(requests[0].tier):
-            if self._refusal is not None:  # then workers cannot announce themselves
-                raise StoreRefused(self._refusal.cause)
+            if (refusal := self._cancellations.refusal) is not None:  # then workers cannot announce themselves
+                raise StoreRefused(refusal.cause)
             return rejection.no_engine()
         ticket = self._admission.begin(requests, self._clock.now(), self._clock.wall_ms())
         if isinstance(ticket, Rejected):
@@ -197,55 +196,26 @@ class SchedulerClient:
 
     async def _put(self, ticket: Ticket, stream: TokenStream) -> QueueFull | TooFarBehind | None:
         request_ids = [request.id for request in ticket.requests]
-        self._open.update(dict.fromkeys(request_ids, stream))  # the first event may come before `put` returns
-        self._being_put.update(request_ids)
+        self._open.add(request_ids, stream)
         try:
             reply = await self._queue.put(ticket.requests, ticket.tier.queue_limit, ticket.ahead)
         except StoreRefused:  # then nothing was put
-            self._forget(request_ids)
+            self._open.forget(request_ids)
             raise
         except BaseException:
-            self._forget(request_ids)
-            self._withdraw(request_ids)
+            self._open.forget(request_ids)
+            self._cancellations.cancel_later(request_ids)  # the queue may have the requests nevertheless
             raise
         finally:
-            self._being_put.difference_update(request_ids)
+            self._open.note_put(request_ids)
         if reply is not None:
-            self._forget(request_ids)
+            self._open.forget(request_ids)
         return reply
 
     async def cancel(self, request_ids: Sequence[str]) -> None:
         """Cancel requests. While the store is away or takes no writes, they are cancelled when it is back."""
-        self._forget(request_ids)
-        try:
-            await self._queue.cancel(request_ids)
-        except STORE_AWAY:
-            self._unwithdrawn += request_ids
-
-    def _forget(self, request_ids: Iterable[str]) -> None:
-        for request_id in request_ids:
-            self._open.pop(request_id, None)
-            self._admission.forget(request_id)
-
-    def _withdraw(self, request_ids: Sequence[str]) -> None:
-        """Cancel requests in the background.
-
-        After an interrupted `put`, this is needed too: the queue may have the requests nevertheless.
-        """
-
-        async def withdraw() -> None:
-            try:
-                await self.cancel(request_ids)
-            except Exception as error:  # the store is unreachable, as it probably was during the `put`
-                log.warning("requests not withdrawn", error=str(error))
-
-        task = asyncio.create_task(withdraw())
-        self._withdrawals.add(task)
-        task.add_done_callback(self._withdrawals.discard)
-
-    def _fail(self, request_ids: Sequence[str], message: str) -> None:
-        """Deliver an UNAVAILABLE event for each request. Only the client makes such events, no worker."""
-        self._dispatch([TokenEvent(i, EventKind.UNAVAILABLE, error=message) for i in request_ids])
+        self._open.forget(request_ids)
+        await self._cancellations.cancel(request_ids)
 
     def _has_engine(self, tier: str) -> bool:
         """Return whether a request of `tier` may be accepted: a worker is alive, or bulk work can wait for one."""
@@ -260,23 +230,12 @@ class SchedulerClient:
         while True:
             try:
                 async for message in self._events.listen(self.gateway_id):
-                    self._dispatch(message)
+                    self._open.deliver(message, self._clock.now())
             except StoreRefused:
-                pass  # `_probe` tells of it; nothing is lost, because no worker can send anything now
+                pass  # the probe tells of it; nothing is lost, because no worker can send anything now
             except Exception:
                 log.exception("listening for token events failed")
             await self._clock.sleep(REFRESH_S)
-
-    def _dispatch(self, message: Sequence[TokenEvent]) -> None:
-        now = self._clock.now()
-        for event in message:
-            stream = self._open.get(event.request_id)
-            if stream is None:
-                continue
-            if event.is_last:
-                del self._open[event.request_id]
-            self._admission.on_event(event, now)
-            stream.deliver(event)
 
     async def _keep_fresh(self) -> None:
         rounds = 0
@@ -284,28 +243,12 @@ class SchedulerClient:
             await self._clock.sleep(REFRESH_S)
             rounds += 1
             try:
-                await self._probe()
+                await self._cancellations.probe()
                 await self._refresh()
                 if rounds % CHECK_EVERY == 0:
                     await self._fail_lost()
             except Exception as error:  # the store may be restarting: keep the last data and try again
                 log.warning("heartbeats not read", error=str(error))
-
-    async def _probe(self) -> None:
-        """Learn whether the store takes writes, and log a change."""
-        try:
-            await self._queue.probe()
-        except StoreRefused as refusal:
-            if self._refusal is None:
-                log.warning("the store refuses writes", cause=refusal.cause)
-            self._refusal = refusal
-            return
-        if self._refusal is not None:
-            log.info("the store takes writes again")
-        self._refusal = None
-        if self._unwithdrawn:
-            left, self._unwithdrawn = self._unwithdrawn, []
-            await self.cancel(left)
 
     async def _watch_workers(self) -> None:
         while True:
@@ -333,30 +276,22 @@ class SchedulerClient:
         if not self._live.were_away(MAX_AWAY_S):
             return
         interactive = [tier.name for tier in self._tiers.tiers.values() if tier.is_interactive]
-        unserved = [i for i in self._admission.ids(interactive) if i in self._open and i not in self._being_put]
+        unserved = self._open.of_tiers(interactive)
         if unserved:
             log.warning("requests failed because no worker is alive", count=len(unserved))
-            self._fail(unserved, self._why_unserved())
-            self._withdraw(unserved)
+            self._open.fail(unserved, self._why_unserved(), self._clock.now())
+            self._open.forget(unserved)
+            self._cancellations.cancel_later(unserved)
 
     def _why_unserved(self) -> str:
-        if self._refusal is not None:
-            return f"{self._refusal} No token can be passed on until it takes them again."
+        if self.refusal is not None:
+            return f"{self.refusal} No token can be passed on until it takes them again."
         reason = rejection.no_engine()
         return f"{reason.message} {reason.advice}"
 
     async def _fail_lost(self) -> None:
-        """Fail the requests that the queue did not know at two checks in a row.
-
-        Such a request is lost: a failover of the store may have lost its record, or its last event was in an event
-        stream that expired. One check is not enough: a request that the queue does not know may just have ended, and
-        its last event may still be on the way.
-        """
-        asked = [i for i in self._open if i not in self._being_put]
-        known = await self._queue.known(asked) if asked else []
-        missing = {i for i, is_known in zip(asked, known, strict=True) if not is_known}
-        lost = [i for i in asked if i in missing and i in self._missing and i in self._open]
-        self._missing = missing
+        checked = self._open.to_check()
+        lost = self._open.lost(checked, await self._queue.known(checked) if checked else [])
         if lost:
             log.warning("requests were lost", count=len(lost))
-            self._fail(lost, "The request was lost. Please send it again.")
+            self._open.fail(lost, "The request was lost. Please send it again.", self._clock.now())

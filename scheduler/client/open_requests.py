@@ -1,0 +1,74 @@
+"""The requests of a gateway that have had no last event: their streams, and which of them the queue has lost.
+
+Passes token events on, and makes those that no worker can make. Does no I/O.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from scheduler.client.admission import Admission
+from scheduler.client.token_stream import TokenStream
+from scheduler.request import EventKind, TokenEvent
+
+
+class OpenRequests:
+    """The open requests, by id. `admission` learns of their events and ends."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self._streams: dict[str, TokenStream] = {}
+        self._being_put: set[str] = set()  # ids of open requests whose `put` has not returned yet
+        self._missing: set[str] = set()  # ids of open requests that the queue did not know at the last check
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._streams)
+
+    def add(self, request_ids: Iterable[str], stream: TokenStream) -> None:
+        """Add requests that are about to be put: the first event may come before `put` returns."""
+        for request_id in request_ids:
+            self._streams[request_id] = stream
+            self._being_put.add(request_id)
+
+    def note_put(self, request_ids: Iterable[str]) -> None:
+        """Note that the `put` of requests has returned."""
+        self._being_put.difference_update(request_ids)
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._streams.pop(request_id, None)
+            self._admission.forget(request_id)
+
+    def of_tiers(self, tiers: Sequence[str]) -> list[str]:
+        """Return the ids of the requests of these tiers that the queue has."""
+        return [i for i in self._admission.ids(tiers) if i in self._streams and i not in self._being_put]
+
+    def deliver(self, events: Iterable[TokenEvent], now: float) -> None:
+        for event in events:
+            stream = self._streams.get(event.request_id)
+            if stream is None:
+                continue
+            if event.is_last:
+                del self._streams[event.request_id]
+            self._admission.on_event(event, now)
+            stream.deliver(event)
+
+    def fail(self, request_ids: Iterable[str], message: str, now: float) -> None:
+        """Deliver an UNAVAILABLE event for each request. Only gateways make such events, no worker."""
+        self.deliver([TokenEvent(i, EventKind.UNAVAILABLE, error=message) for i in request_ids], now)
+
+    def to_check(self) -> list[str]:
+        """Return the ids of the requests that the queue should know."""
+        return [i for i in self._streams if i not in self._being_put]
+
+    def lost(self, checked: Sequence[str], known: Sequence[bool]) -> list[str]:
+        """Return the requests that the queue did not know at two checks in a row: this one, and the one before.
+
+        Such a request is lost: a failover of the store may have lost its record, or its last event was in an event
+        stream that expired. One check is not enough: a request that the queue does not know may just have ended, and
+        its last event may still be on the way.
+        """
+        before = self._missing
+        self._missing = {i for i, is_known in zip(checked, known, strict=True) if not is_known}
+        return [i for i in checked if i in self._missing and i in before and i in self._streams]
