@@ -7,9 +7,10 @@ the tiers above have recently left, but at least their min share. A rate of 0 me
 because too few steps or requests were seen: no request is refused because of a guess.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from statistics import fmean
 
 from engine.interface import EngineInfo
@@ -20,7 +21,7 @@ from scheduler.config import Tier
 from scheduler.deadlines import is_too_long
 from scheduler.holdings.report import Ended
 from scheduler.holdings.status import CoreStatus
-from scheduler.registry.worker_status import TierCapacity
+from scheduler.registry.worker_status import LEFT_STRETCHES_S, TierCapacity
 from scheduler.request_state import RequestState, Status
 
 # Weight of the newest heartbeat in the average share of engine time that a tier uses: about the last ten seconds.
@@ -30,6 +31,8 @@ ENDED_WEIGHT = 1 / 32
 # The smallest share of the time that counts as left to a tier without a min share. A share of 0 would be a rate of 0,
 # which means that the rate is not known.
 MIN_SHARE_LEFT = 0.02
+INTERVAL_S = 10.0  # seconds that are summed up before they count
+MAX_INTERVALS = int(LEFT_STRETCHES_S[-1] / INTERVAL_S)
 
 
 @dataclass(slots=True)
@@ -229,3 +232,35 @@ def _request_s(
 def _per_s(amount: float, seconds: float) -> float:
     """Return the rate `amount` ÷ `seconds`; 0 (not known) if `seconds` is 0."""
     return amount / seconds if seconds > 0 else 0.0
+
+
+class SpareShare:
+    """The share of the engine that interactive tiers leave to urgent bulk, over the last hour.
+
+    Windows of batches are promised by it. Interactive load comes in bursts, so a mean over seconds says little, and a
+    long mean hides a busy time that a short window may meet. So `shares` has the busiest stretch of each of the lengths
+    `LEFT_STRETCHES_S`; it is empty at first.
+    """
+
+    def __init__(self) -> None:
+        self.shares: tuple[float, ...] = ()
+        self._taken: deque[float] = deque(maxlen=MAX_INTERVALS)  # share of interactive tiers, by interval
+        self._total_s = 0.0  # engine time of interactive tiers at the begin of the present interval
+        self._elapsed_s = 0.0  # length of the present interval
+
+    def add(self, interactive_s: float, interval_s: float) -> None:
+        """Note the engine time of interactive tiers since the start, `interval_s` seconds after the last call."""
+        self._elapsed_s += interval_s
+        if self._elapsed_s < INTERVAL_S:
+            return
+        self._taken.append(min(1.0, (interactive_s - self._total_s) / self._elapsed_s))
+        self._total_s, self._elapsed_s = interactive_s, 0.0
+        left = (1 - max(self._means(int(stretch_s / INTERVAL_S))) for stretch_s in LEFT_STRETCHES_S)
+        self.shares = tuple(accumulate(left, max))  # a longer stretch consists of shorter ones, except for its end
+
+    def _means(self, length: int) -> Iterator[float]:
+        """Yield the mean share of each stretch of `length` intervals, or of all if there are fewer."""
+        length = min(length, len(self._taken))
+        sums = list(accumulate(self._taken, initial=0.0))
+        for end in range(length, len(sums)):
+            yield (sums[end] - sums[end - length]) / length

@@ -14,9 +14,8 @@ import msgspec
 from engine.interface import EngineInfo
 from engine.step_time.ewma import Ewma
 from scheduler.clock import Clock
-from scheduler.holdings.capacity import CapacityEstimator
+from scheduler.holdings.capacity import CapacityEstimator, SpareShare
 from scheduler.holdings.report import Ended
-from scheduler.holdings.spare_share import SpareShare
 from scheduler.holdings.status import CoreStatus
 from scheduler.registry.base import WorkerRegistry
 from scheduler.registry.worker_status import GpuStatus, TierCapacity, TierStatus, WorkerStatus

@@ -13,10 +13,12 @@ from engine.step_time.cost import StepWork
 from scheduler.control.feedback import UPDATE_S
 from scheduler.drivers.steps.core import SchedulerCore
 from scheduler.drivers.steps.grammar_compiler import GrammarCompiler
+from scheduler.drivers.steps.isolation import Isolation
 from scheduler.drivers.steps.step_log import NoStepLog, StepEntry, StepLog
-from scheduler.drivers.steps.step_marks import StepMarks
 from scheduler.holdings.report import Report
+from scheduler.queue.base import Queue
 from scheduler.request import Lease
+from scheduler.store.outage import StoreOutage
 from scheduler.worker.driver import RequestWorker
 
 # A step counts as stuck when it takes longer than `STUCK_S` seconds and longer than `STUCK_FACTOR` times its
@@ -53,7 +55,7 @@ class StepDriver:
         self._worker = worker
         self._clock = worker.clock
         self._marks = StepMarks(self.core.isolation, worker.queue, worker.outage)
-        self._grammars = GrammarCompiler(self.core, self._engine, worker.intake, self._marks)
+        self._grammars = GrammarCompiler(self.core, self._engine, worker.intake, self._marks.write)
 
     def beside(self) -> Sequence[Coroutine[Any, Any, None]]:
         return [self._grammars.run()]
@@ -150,3 +152,30 @@ class StepDriver:
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, left_s) if left_s < UPDATE_S else None):
                 await self._worker.intake.changed.wait()
+
+
+class StepMarks:
+    """Tells the store which suspects are in the worker's steps, so that only they are blamed if the worker dies.
+
+    A worker that dies cannot say anything any more, so the store must know it before each step. Only what has changed
+    is written, and nothing at all while no request is suspect.
+    """
+
+    def __init__(self, isolation: Isolation, queue: Queue, outage: StoreOutage) -> None:
+        self._isolation = isolation
+        self._queue = queue
+        self._outage = outage
+        self._waits: dict[Lease, bool] = {}  # what the store knows; a request without a mark counts as in a step
+        self._alone: Lease | None = None
+        self._lock = asyncio.Lock()  # the driver and the compiler of grammars write
+
+    async def write(self) -> None:
+        """Bring the marks in the store up to date. Call it before each step."""
+        if not (self._isolation.has_suspects or self._waits or self._alone):
+            return
+        async with self._lock:
+            waits, alone = self._isolation.marks()
+            changed = {lease: waiting for lease, waiting in waits.items() if self._waits.get(lease, False) != waiting}
+            is_known = not changed and alone == self._alone
+            if is_known or await self._outage.attempt(self._queue.note_step(changed, alone)):
+                self._waits, self._alone = waits, alone

@@ -5,20 +5,23 @@ up an interactive request. Knows the core and the engine; does not know what a g
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 from engine.interface import Engine, GrammarError
 from scheduler.drivers.steps.core import SchedulerCore
-from scheduler.drivers.steps.step_marks import StepMarks
 from scheduler.request import Request
 from scheduler.worker.request_intake import RequestIntake
 
 
 class GrammarCompiler:
-    def __init__(self, core: SchedulerCore, engine: Engine, intake: RequestIntake, marks: StepMarks) -> None:
+    def __init__(
+        self, core: SchedulerCore, engine: Engine, intake: RequestIntake, before: Callable[[], Awaitable[None]]
+    ) -> None:
+        """`before` is awaited before each compilation."""
         self._core = core
         self._engine = engine
         self._intake = intake
-        self._marks = marks
+        self._before = before
         self._woken = asyncio.Event()
 
     def wake(self) -> None:
@@ -35,7 +38,7 @@ class GrammarCompiler:
 
     async def _compile(self, request: Request) -> None:
         assert request.sampling.grammar is not None
-        await self._marks.write()
+        await self._before()
         try:
             compiled = await self._engine.compile_grammar(request.sampling.grammar)
         except GrammarError as error:

@@ -4,7 +4,7 @@ A request whose attempts ended with its workers becomes a suspect before its las
 of its tier). In the last attempt but one, suspects start a few at a time, so that few of them can be blamed for the
 next death. In its last attempt, a request is isolated: it runs alone in a step. Then only this request can be blamed.
 
-Knows the request table; writes nothing, and does not know the store (`scheduler.drivers.steps.step_marks`).
+Knows the request table; writes nothing, and does not know the store (`scheduler.drivers.steps.driver`).
 """
 
 from collections.abc import Mapping

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler.holdings.spare_share import INTERVAL_S, SpareShare
+from scheduler.holdings.capacity import INTERVAL_S, SpareShare
 from scheduler.registry.worker_status import LEFT_STRETCHES_S
 
 BEAT_S = 0.5
