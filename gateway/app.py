@@ -2,11 +2,10 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 from fastapi import Depends, FastAPI
 from starlette.middleware import Middleware
@@ -89,40 +88,30 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     """
     gateway: Gateway = app.state.gateway
     async with AsyncExitStack() as stack:
-        if gateway.tier_changes is not None:
-            await stack.enter_async_context(gateway.tier_changes.follower)
-        if gateway.usage is not None:
-            stack.push_async_callback(gateway.usage.try_flush)
+        await stack.enter_async_context(gateway.tier_changes.follower)
+        stack.push_async_callback(gateway.usage.try_flush)
         await stack.enter_async_context(_running(gateway))
         await gateway.client.start()
         stack.push_async_callback(gateway.client.close)
         stack.callback(gateway.client.drain)
-        if gateway.batches is not None:
-            await gateway.batches.start()
-            stack.push_async_callback(gateway.batches.close)
-        if gateway.tasks is not None:
-            stack.push_async_callback(gateway.tasks.close)
-        if gateway.responses is not None:
-            stack.push_async_callback(gateway.responses.close)
+        await gateway.batches.start()
+        stack.push_async_callback(gateway.batches.close)
+        stack.push_async_callback(gateway.tasks.close)
+        stack.push_async_callback(gateway.responses.close)
         yield
 
 
 @asynccontextmanager
 async def _running(gateway: Gateway) -> AsyncIterator[None]:
     """Run what looks after keys, limits, usage, uploads, webhooks and responses every few seconds, within the block."""
-    work: list[Coroutine[Any, Any, None]] = []
-    if gateway.key_source is not None:
-        work.append(gateway.key_source.follow())
-    if gateway.limits is not None:
-        work.append(gateway.limits.renew())
-    if gateway.usage is not None:
-        work.append(gateway.usage.follow())
-    if gateway.uploads is not None:
-        work.append(gateway.uploads.follow())
-    if gateway.webhooks is not None:
-        work.append(gateway.webhooks.follow())
-    if gateway.responses is not None:
-        work.append(gateway.responses.watch())
+    work = (
+        gateway.key_source.follow(),
+        gateway.limits.renew(),
+        gateway.usage.follow(),
+        gateway.uploads.follow(),
+        gateway.webhooks.follow(),
+        gateway.responses.watch(),
+    )
     tasks = [asyncio.create_task(part) for part in work]
     try:
         yield

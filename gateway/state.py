@@ -45,18 +45,18 @@ class Gateway:
     keyring: Keyring
     completions: CompletionService
     metrics: GatewayMetrics
-    files: FileStore | None = None
-    batches: BatchService | None = None
-    uploads: UploadService | None = None
-    webhooks: WebhookService | None = None
-    responses: ResponseService | None = None
-    tasks: TaskService | None = None
-    dead_letters: DeadLetters | None = None
-    tier_changes: TierChanges | None = None
-    key_source: KeySource | None = None
-    limits: KeyLimits | None = None
-    usage: UsageMeter | None = None
-    idempotency: IdempotencyStore | None = None
+    files: FileStore
+    batches: BatchService
+    uploads: UploadService
+    webhooks: WebhookService
+    responses: ResponseService
+    tasks: TaskService
+    dead_letters: DeadLetters
+    tier_changes: TierChanges
+    key_source: KeySource
+    limits: KeyLimits
+    usage: UsageMeter
+    idempotency: IdempotencyStore
     allowed_hosts: AllowedHosts = field(default_factory=AllowedHosts)  # while no API keys are configured
     files_quota_mb: int | None = None  # size of all files of a key that has no quota of its own; None: no limit
     tracing: TracingMiddleware | None = None  # None: requests are not traced
@@ -80,7 +80,7 @@ def gateway_of(request: Request) -> Gateway:
 class GatewayTiers:
     """The part of a tier change that concerns one gateway: checks new tiers and puts them in force."""
 
-    def __init__(self, client: SchedulerClient, keyring: Keyring, batches: BatchService | None) -> None:
+    def __init__(self, client: SchedulerClient, keyring: Keyring, batches: BatchService) -> None:
         self._client = client
         self._keyring = keyring
         self._batches = batches
@@ -92,5 +92,4 @@ class GatewayTiers:
     def reconfigure(self, tiers: TierSet) -> None:
         """Use `tiers` for requests from now on. Requests under way keep their tier."""
         self._client.reconfigure(tiers)
-        if self._batches is not None:
-            self._batches.reconfigure(tiers)
+        self._batches.reconfigure(tiers)

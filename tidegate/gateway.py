@@ -128,14 +128,12 @@ async def _serve(
     background = Background()
 
     def reload() -> None:
-        if gateway.tier_changes is not None and gateway.key_source is not None:
-            background.start(gateway.tier_changes.reload_on_signal())
-            background.start(gateway.key_source.reload())
+        background.start(gateway.tier_changes.reload_on_signal())
+        background.start(gateway.key_source.reload())
         if certificate is not None:
             reload_certificate(certificate)
 
-    if gateway.files is not None:
-        await check_storage(gateway.files.tie)
+    await check_storage(gateway.files.tie)
     freeze_heap()
     log.info("the gateway serves", host=settings.host, port=port, tls=certificate is not None)
     try:

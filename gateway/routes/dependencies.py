@@ -66,9 +66,8 @@ async def request_counted(request: Request, key: Caller) -> None:
 
     Raises `ApiError` 429 if the limit is reached.
     """
-    limits = gateway_of(request).limits
-    if limits is not None and key is not None and key.requests_per_minute is not None:
-        request.state.headers = (await limits.reserve(key, tokens=0)).headers
+    if key is not None and key.requests_per_minute is not None:
+        request.state.headers = (await gateway_of(request).limits.reserve(key, tokens=0)).headers
 
 
 async def administrator(request: Request, key: Caller) -> None:

@@ -153,7 +153,7 @@ async def _exposition(gateway: Gateway) -> bytes:
     limited = {key.name for key in gateway.keyring.keys if key.is_limited}
     metrics.show_from_the_start(gateway.tiers, limited or {NO_KEY}, (NO_KEY,) if gateway.keyring.is_open else ())
     metrics.workers_alive.set(len(client.workers) + len(client.task_workers))
-    metrics.batches_late.set(gateway.batches.num_late if gateway.batches is not None else 0)
+    metrics.batches_late.set(gateway.batches.num_late)
     snapshots: dict[str, str] = {}
     queues: Queues | None = None
     with suppress(Exception):  # after any error of the store, the gateway's own metrics are still worth reading
@@ -161,10 +161,9 @@ async def _exposition(gateway: Gateway) -> bytes:
             queues = await read_queues(client, gateway.clock)
             metrics.show_backlogs(queues.backlogs, client.predicted_ttfts_s(queues.backlogs))
             snapshots = await client.worker_metrics()
-            for status, count in (await gateway.batches.counts_by_status() if gateway.batches else {}).items():
+            for status, count in (await gateway.batches.counts_by_status()).items():
                 metrics.batches.labels(status).set(count)
-            if gateway.dead_letters is not None:
-                metrics.dead_letters.set(await gateway.dead_letters.count(gateway.clock.wall_ms()))
+            metrics.dead_letters.set(await gateway.dead_letters.count(gateway.clock.wall_ms()))
     if queues is None:
         metrics.show_store(False, STORE_TIMEOUT_S, {})
     else:

@@ -45,7 +45,7 @@ async def create_response(request: Request, key: Caller) -> Response:
 async def _answer(request: Request, key: ApiKey | None, body_held: AsyncExitStack) -> Response:
     digest = hashlib.sha256()
     body = await body_held.enter_async_context(hold_object(request, parse_response_request, digest.update))
-    service, owner = responses_of(request), key.name if key else None
+    service, owner = gateway_of(request).responses, key.name if key else None
     if body.stream and not body.background:
         if idempotency_key(request) is not None:
             message = "A stream cannot be repeated, so it has no Idempotency-Key, unless 'background' is true as well."
@@ -79,8 +79,7 @@ async def _create(
 async def _create_in_background(
     request: Request, body: ResponseRequest, key: ApiKey | None, service: ResponseService, new: NewResponse
 ) -> Response:
-    if (webhooks := gateway_of(request).webhooks) is not None:
-        webhooks.check(body.metadata, key)
+    gateway_of(request).webhooks.check(body.metadata, key)
 
     async def prepare(placement: Placement) -> PreparedRequest:
         prepared = await new.prepare(placement)
@@ -100,7 +99,7 @@ async def count_input_tokens(request: Request, key: Caller, owner: Owner) -> dic
     """Count the tokens of the prompt that a response would have. Nothing is generated."""
     async with hold_object(request, parse_response_request) as body:
         tier = resolve_tier(body.service_tier, key, gateway_of(request).tiers).tier
-        new = responses_of(request).new(body)
+        new = gateway_of(request).responses.new(body)
         prepared = await new.prepare(Placement(tier, "auto", request.state.request_id, owner))
     return {"object": "response.input_tokens", "input_tokens": len(prepared.requests[0].prompt_token_ids)}
 
@@ -114,7 +113,7 @@ async def retrieve_response(
     starting_after: Annotated[int, Query(ge=0)] | None = None,
 ) -> Response:
     """Return a stored response, or with `stream` the events of a background response."""
-    service = responses_of(request)
+    service = gateway_of(request).responses
     found = _existing(await service.get(response_id, owner), response_id)
     if not stream:
         if starting_after is not None:
@@ -129,7 +128,7 @@ async def retrieve_response(
 @router.delete("/v1/responses/{response_id}")
 async def delete_response(request: Request, owner: Owner, response_id: str) -> dict[str, Any]:
     """Delete a stored response. Responses that continue its conversation lose what came before them."""
-    if not await responses_of(request).delete(response_id, owner):
+    if not await gateway_of(request).responses.delete(response_id, owner):
         _existing(None, response_id)
     return {"id": response_id, "object": "response", "deleted": True}
 
@@ -137,7 +136,7 @@ async def delete_response(request: Request, owner: Owner, response_id: str) -> d
 @router.post("/v1/responses/{response_id}/cancel")
 async def cancel_response(request: Request, owner: Owner, response_id: str) -> Response:
     """Cancel a response that is generated in the background. A response that has ended stays as it is."""
-    service = responses_of(request)
+    service = gateway_of(request).responses
     found = _existing(await service.get(response_id, owner), response_id)
     if not found.response["background"]:
         message = "Only responses that were created with 'background' can be cancelled."
@@ -155,7 +154,7 @@ async def list_input_items(
     after: str | None = None,
 ) -> Response:
     """List the input items of a stored response, page by page. Earlier turns of the conversation are not listed."""
-    items = _existing(await responses_of(request).get(response_id, owner), response_id).input
+    items = _existing(await gateway_of(request).responses.get(response_id, owner), response_id).input
     items = items[::-1] if order == "desc" else items
     ids = [item["id"] for item in items]
     if after is not None and after not in ids:
@@ -165,13 +164,6 @@ async def list_input_items(
     first, last = (data[0]["id"], data[-1]["id"]) if data else ("", "")  # strings, as the openai client expects
     page = {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": bool(left)}
     return _json(page)
-
-
-def responses_of(request: Request) -> ResponseService:
-    responses = gateway_of(request).responses
-    if responses is None:
-        raise ApiError(404, "This server has no /v1/responses. Use /v1/chat/completions.")
-    return responses
 
 
 def _existing(found: StoredResponse | None, response_id: str) -> StoredResponse:

@@ -119,13 +119,11 @@ class OfflineGateway(Stand):
 
     @property
     def uploads(self) -> UploadService:
-        assert self.gateway.uploads is not None
         return self.gateway.uploads
 
     @property
     def webhooks(self) -> WebhookService:
         """A test that wants deliveries runs its `follow()`."""
-        assert self.gateway.webhooks is not None
         return self.gateway.webhooks
 
     def as_key(self, name: str) -> Self:

@@ -88,12 +88,10 @@ class Stand:
 
     @property
     def files(self) -> FileStore:
-        assert self.gateway.files is not None
         return self.gateway.files
 
     @property
     def batches(self) -> BatchService:
-        assert self.gateway.batches is not None
         return self.gateway.batches
 
     @property

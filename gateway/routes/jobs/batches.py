@@ -94,12 +94,11 @@ class EstimateRequest(Body):
 
 @router.post("/v1/batches", openapi_extra=json_body(CreateBatchRequest))
 async def create_batch(request: Request, caller: Caller, owner: Owner) -> Response:
-    batches = batches_of(request)
+    batches = gateway_of(request).batches
     _check_tier(request, caller)
     digest = hashlib.sha256()
     body = await read_object(request, partial(parse, CreateBatchRequest), digest.update)
-    if (webhooks := gateway_of(request).webhooks) is not None:
-        webhooks.check(body.metadata, caller)
+    gateway_of(request).webhooks.check(body.metadata, caller)
 
     async def create(new_id: str) -> Response:
         with refusing_full_disk():
@@ -118,7 +117,7 @@ async def create_batch(request: Request, caller: Caller, owner: Owner) -> Respon
 @router.post("/v1/batches/estimate", openapi_extra=json_body(EstimateRequest))
 async def estimate_batch(request: Request, caller: Caller, owner: Owner) -> dict[str, Any]:
     """Say what a batch would take, before anything is uploaded."""
-    batches = batches_of(request)
+    batches = gateway_of(request).batches
     _check_tier(request, caller)
     body = await read_object(request, partial(parse, EstimateRequest))
     new = NewBatch("", body.endpoint, owner, body.completion_window)
@@ -138,7 +137,7 @@ async def estimate_batch(request: Request, caller: Caller, owner: Owner) -> dict
 async def list_batches(
     request: Request, owner: Owner, limit: Annotated[int, Query(ge=1, le=100)] = 20, after: str | None = None
 ) -> dict[str, Any]:
-    batches = batches_of(request)
+    batches = gateway_of(request).batches
     page = await batches.list(owner=owner, after=after, limit=limit)
     if page is None:
         raise invalid_value("after", "Invalid value for 'after': there is no such batch.")
@@ -148,13 +147,13 @@ async def list_batches(
 
 @router.get("/v1/batches/{batch_id}")
 async def retrieve_batch(request: Request, owner: Owner, batch_id: str) -> dict[str, Any]:
-    batches = batches_of(request)
+    batches = gateway_of(request).batches
     return await _described(batches, _existing(await batches.retrieve(batch_id, owner=owner), batch_id))
 
 
 @router.post("/v1/batches/{batch_id}/cancel")
 async def cancel_batch(request: Request, owner: Owner, batch_id: str) -> dict[str, Any]:
-    batches = batches_of(request)
+    batches = gateway_of(request).batches
     outcome = await batches.cancel(batch_id, owner=owner)
     if isinstance(outcome, NotCancellable):
         message = f"Cannot cancel a batch with status '{outcome.status.value}'."
@@ -186,13 +185,6 @@ def _too_many(found: TooManyBatches) -> ApiError:
         "cancel some (POST /v1/batches/{batch_id}/cancel), or put more requests into one batch."
     )
     return ApiError(429, message, "batches", code="rate_limit_exceeded", headers=retry_after(TOO_MANY_RETRY_S))
-
-
-def batches_of(request: Request) -> BatchService:
-    batches = gateway_of(request).batches
-    if batches is None:
-        raise ApiError(404, "This server runs no batches.")
-    return batches
 
 
 def _check_tier(request: Request, caller: ApiKey | None) -> None:

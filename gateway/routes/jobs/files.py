@@ -67,9 +67,8 @@ def refusing_full_disk() -> Iterator[None]:
 
 @router.post("/v1/files", openapi_extra=form_body(UPLOAD))
 async def upload_file(request: Request, caller: Caller, owner: Owner) -> Response:
-    files, quota_bytes = files_of(request), quota_bytes_of(request, caller)
-    uploads = gateway_of(request).uploads
-    reserved = 0 if uploads is None or quota_bytes is None else await uploads.reserved_bytes(owner)
+    files, quota_bytes = gateway_of(request).files, quota_bytes_of(request, caller)
+    reserved = 0 if quota_bytes is None else await gateway_of(request).uploads.reserved_bytes(owner)
     announced = int(request.headers.get("content-length") or 0)
     if announced > MAX_FILE_BYTES + MAX_FORM_BYTES:
         raise _too_large(MAX_FILE_BYTES)  # refused before the client sends the file
@@ -141,7 +140,7 @@ async def list_files(
     order: Literal["asc", "desc"] = "desc",
     after: str | None = None,
 ) -> dict[str, Any]:
-    page = await files_of(request).page(
+    page = await gateway_of(request).files.page(
         owner=owner, purpose=purpose, after=after, limit=limit, newest_first=order == "desc"
     )
     if page is None:
@@ -157,7 +156,7 @@ async def retrieve_file(request: Request, owner: Owner, file_id: str) -> dict[st
 @router.get("/v1/files/{file_id}/content")
 async def file_content(request: Request, owner: Owner, file_id: str) -> Response:
     file = await _existing(request, owner, file_id)
-    storage, name = files_of(request).storage, content_name(file.id)
+    storage, name = gateway_of(request).files.storage, content_name(file.id)
     media_type = "application/jsonl" if file.purpose == "batch_output" else "application/octet-stream"
     try:
         if (path := storage.path(name)) is None:
@@ -172,16 +171,9 @@ async def file_content(request: Request, owner: Owner, file_id: str) -> Response
 
 @router.delete("/v1/files/{file_id}")
 async def delete_file(request: Request, owner: Owner, file_id: str) -> dict[str, Any]:
-    if not await files_of(request).delete(file_id, owner=owner):
+    if not await gateway_of(request).files.delete(file_id, owner=owner):
         raise _no_such_file(file_id)
     return {"id": file_id, "object": "file", "deleted": True}
-
-
-def files_of(request: Request) -> FileStore:
-    files = gateway_of(request).files
-    if files is None:
-        raise ApiError(404, "This server keeps no files.")
-    return files
 
 
 def check_suffix(purpose: str, filename: str, param: str) -> None:
@@ -262,7 +254,7 @@ def _expiry_s(upload: Upload, purpose: str) -> int | None:
 
 
 async def _existing(request: Request, owner: str | None, file_id: str) -> StoredFile:
-    file = await files_of(request).get(file_id, owner=owner)
+    file = await gateway_of(request).files.get(file_id, owner=owner)
     if file is None:
         raise _no_such_file(file_id)
     return file

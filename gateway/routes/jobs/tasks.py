@@ -13,7 +13,7 @@ from fastapi import APIRouter, Query, Request, Response
 from gateway.http.disconnect import CLIENT_CLOSED, ClientDisconnected, until_disconnect
 from gateway.identity import resolve_tier
 from gateway.jobs.tasks.model import MAX_INPUTS, CreateTasks, task_object
-from gateway.jobs.tasks.service import MAX_RESULT_BYTES, TaskService, TooLargeAnswer
+from gateway.jobs.tasks.service import MAX_RESULT_BYTES, TooLargeAnswer
 from gateway.protocol import errors
 from gateway.protocol.errors import ApiError, invalid_request, invalid_value
 from gateway.protocol.json_body import parse, read_object
@@ -35,7 +35,7 @@ WaitS = Annotated[float, Query(ge=0, le=MAX_WAIT_S)]
 @router.post("/v1/tasks", status_code=202, openapi_extra=json_body(CreateTasks))
 async def create_tasks(request: Request, key: Caller, owner: Owner) -> Response:
     """Enqueue one task, or a list of tasks, and return them at once."""
-    service, digest = tasks_of(request), hashlib.sha256()
+    service, digest = gateway_of(request).tasks, hashlib.sha256()
     body = await read_object(request, partial(parse, CreateTasks), digest.update)
     resolved = resolve_tier(body.service_tier, key, gateway_of(request).tiers)
     may_exist = idempotency_key(request) is not None
@@ -62,7 +62,7 @@ async def list_tasks(
     after: str | None = None,
 ) -> Response:
     """List the tasks with these `ids`, or with `state=dead` the dead letters, the newest first."""
-    service = tasks_of(request)
+    service = gateway_of(request).tasks
     if ids is not None:
         wanted = [task_id for task_id in ids.split(",") if task_id]
         if len(wanted) > MAX_INPUTS:
@@ -83,7 +83,7 @@ async def list_tasks(
 @router.get("/v1/tasks/{task_id}")
 async def retrieve_task(request: Request, owner: Owner, task_id: str, wait_s: WaitS = 0.0) -> Response:
     """Return a task. With `wait_s`, wait up to so many seconds for its end."""
-    service = tasks_of(request)
+    service = gateway_of(request).tasks
     if not wait_s:
         return _json(task_object(_existing(await service.get(task_id, owner), task_id)))
     try:
@@ -99,7 +99,7 @@ async def retrieve_task(request: Request, owner: Owner, task_id: str, wait_s: Wa
 @router.post("/v1/tasks/{task_id}/cancel")
 async def cancel_task(request: Request, owner: Owner, task_id: str) -> Response:
     """Cancel a task that waits or runs. One that has ended stays as it is."""
-    service = tasks_of(request)
+    service = gateway_of(request).tasks
     found = _existing(await service.get(task_id, owner), task_id)
     return _json(task_object(await service.cancel(found)))
 
@@ -107,7 +107,7 @@ async def cancel_task(request: Request, owner: Owner, task_id: str) -> Response:
 @router.post("/v1/tasks/{task_id}/retry", status_code=202)
 async def retry_task(request: Request, key: Caller, owner: Owner, task_id: str) -> Response:
     """Enqueue a dead letter again, with all its tries before it."""
-    service, tiers = tasks_of(request), gateway_of(request).tiers
+    service, tiers = gateway_of(request).tasks, gateway_of(request).tiers
     found = _existing(await service.get(task_id, owner), task_id)
     tier = tiers.tiers.get(found.task.tier) or resolve_tier(found.task.service_tier, key, tiers).tier
     revived = await service.revive(found, tier)
@@ -117,13 +117,6 @@ async def retry_task(request: Request, key: Caller, owner: Owner, task_id: str) 
         message = f"Cannot retry a task with state '{found.state.value}': only dead letters can be retried."
         raise ApiError(409, message, headers={"x-should-retry": "false"})
     return _json(task_object(revived), status=202)
-
-
-def tasks_of(request: Request) -> TaskService:
-    tasks = gateway_of(request).tasks
-    if tasks is None:
-        raise ApiError(404, "This server has no /v1/tasks.")
-    return tasks
 
 
 def _refused(reason: Rejected) -> ApiError:

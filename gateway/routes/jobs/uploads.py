@@ -28,13 +28,13 @@ from gateway.jobs.uploads.model import (
     TooManyUploads,
     UploadRefused,
 )
-from gateway.jobs.uploads.service import NewUpload, UploadService
+from gateway.jobs.uploads.service import NewUpload
 from gateway.protocol.errors import ApiError, files_quota_exceeded, invalid_request, invalid_value, retry_after
 from gateway.protocol.json_body import Body, parse, read_object
 from gateway.protocol.openapi import form_body, json_body
 from gateway.routes.dependencies import Caller
 from gateway.routes.jobs.batches import ExpiresAfter
-from gateway.routes.jobs.files import BATCH_EXPIRY_S, Owner, check_suffix, files_of, quota_bytes_of, refusing_full_disk
+from gateway.routes.jobs.files import BATCH_EXPIRY_S, Owner, check_suffix, quota_bytes_of, refusing_full_disk
 from gateway.routes.jobs.idempotency import once
 from gateway.state import gateway_of
 
@@ -92,7 +92,7 @@ async def create_upload(request: Request, caller: Caller, owner: Owner) -> Respo
     async def create(new_id: str) -> Response:
         with _refusing():
             new = body.to_new_upload(owner)
-            upload = await uploads_of(request).create(new, new_id, quota_bytes_of(request, caller))
+            upload = await gateway_of(request).uploads.create(new, new_id, quota_bytes_of(request, caller))
         return JSONResponse(upload.to_json(PENDING))
 
     return await once(request, owner, digest.hexdigest(), create)
@@ -100,7 +100,7 @@ async def create_upload(request: Request, caller: Caller, owner: Owner) -> Respo
 
 @router.post("/v1/uploads/{upload_id}/parts", openapi_extra=form_body(PART))
 async def add_upload_part(request: Request, owner: Owner, upload_id: str) -> dict[str, Any]:
-    uploads, files = uploads_of(request), files_of(request)
+    uploads, files = gateway_of(request).uploads, gateway_of(request).files
     announced = int(request.headers.get("content-length") or 0)
     if announced > MAX_PART_BYTES + MAX_FORM_BYTES:
         raise _part_too_large()
@@ -122,7 +122,7 @@ async def add_upload_part(request: Request, owner: Owner, upload_id: str) -> dic
 async def complete_upload(request: Request, caller: Caller, owner: Owner, upload_id: str) -> dict[str, Any]:
     body = await read_object(request, partial(parse, CompleteUploadRequest))
     with _refusing(upload_id):
-        upload, file = await uploads_of(request).complete(
+        upload, file = await gateway_of(request).uploads.complete(
             upload_id, body.part_ids, body.md5, owner=owner, quota_bytes=quota_bytes_of(request, caller)
         )
     return upload.to_json(COMPLETED, None if file is None else file.to_json())
@@ -131,14 +131,7 @@ async def complete_upload(request: Request, caller: Caller, owner: Owner, upload
 @router.post("/v1/uploads/{upload_id}/cancel")
 async def cancel_upload(request: Request, owner: Owner, upload_id: str) -> dict[str, Any]:
     with _refusing(upload_id):
-        return (await uploads_of(request).cancel(upload_id, owner=owner)).to_json(CANCELLED)
-
-
-def uploads_of(request: Request) -> UploadService:
-    uploads = gateway_of(request).uploads
-    if uploads is None:
-        raise ApiError(404, "This server keeps no files.")
-    return uploads
+        return (await gateway_of(request).uploads.cancel(upload_id, owner=owner)).to_json(CANCELLED)
 
 
 async def _receive(request: Request, files: FileStore) -> Upload:

@@ -49,10 +49,7 @@ SLA_EVENTS: dict[int | str, dict[str, Any]] = {
 
 
 def tier_changes_of(request: Request) -> TierChanges:
-    changes = gateway_of(request).tier_changes
-    if changes is None:
-        raise ApiError(404, "The tiers of this server cannot be changed while it runs.")
-    return changes
+    return gateway_of(request).tier_changes
 
 
 Changes = Annotated[TierChanges, Depends(tier_changes_of)]

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse
 
-from gateway.dead_letters import DeadLetter, DeadLetters
+from gateway.dead_letters import DeadLetter
 from gateway.jobs.batches.retry import retry_line
 from gateway.jobs.batches.service import InputProblem
 from gateway.protocol.errors import ApiError, invalid_value
@@ -27,7 +27,7 @@ async def list_dead_letters(
     request: Request, limit: Annotated[int, Query(ge=1, le=1000)] = 100, after: str | None = None
 ) -> dict[str, Any]:
     """List the dead letters of all keys, the newest first."""
-    found = await _letters_of(request).page(limit + 1, after)
+    found = await gateway_of(request).dead_letters.page(limit + 1, after)
     if found is None:
         raise invalid_value("after", "Invalid value for 'after': there is no such dead letter.")
     return {"object": "list", "data": [_object(letter) for letter in found[:limit]], "has_more": len(found) > limit}
@@ -36,11 +36,11 @@ async def list_dead_letters(
 @router.post("/admin/dead-letters/{letter_id}/retry", status_code=202)
 async def retry_dead_letter(request: Request, letter_id: str) -> JSONResponse:
     """Create a batch of the same owner for the line, and remove the dead letter. The answer names the batch."""
-    letters, gateway = _letters_of(request), gateway_of(request)
+    letters, gateway = gateway_of(request).dead_letters, gateway_of(request)
     letter = await letters.get(letter_id)
     if letter is None:
         raise _unknown(letter_id)
-    if letter.batch_id is None or letter.line is None or gateway.batches is None or gateway.files is None:
+    if letter.batch_id is None or letter.line is None:
         raise _cannot_retry("Only lines of batches can be retried. The client must send this request again.")
     new_id = hashlib.sha256(letter.id.encode()).hexdigest()[:24]  # so that a repetition creates no second batch
     with refusing_full_disk():
@@ -54,16 +54,9 @@ async def retry_dead_letter(request: Request, letter_id: str) -> JSONResponse:
 @router.delete("/admin/dead-letters/{letter_id}")
 async def delete_dead_letter(request: Request, letter_id: str) -> dict[str, Any]:
     """Remove a dead letter."""
-    if not await _letters_of(request).remove(letter_id):
+    if not await gateway_of(request).dead_letters.remove(letter_id):
         raise _unknown(letter_id)
     return {"id": letter_id, "object": "dead_letter", "deleted": True}
-
-
-def _letters_of(request: Request) -> DeadLetters:
-    letters = gateway_of(request).dead_letters
-    if letters is None:
-        raise ApiError(404, "This server keeps no dead letters.")
-    return letters
 
 
 def _object(letter: DeadLetter) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from fastapi import APIRouter, Query, Request
 from gateway.identity import ApiKey
 from gateway.keys.file import ID_DIGITS
 from gateway.keys.usage import MAX_DAYS, UsageRow, total
-from gateway.protocol.errors import ApiError
 from gateway.routes.dependencies import Administrator
 from gateway.state import gateway_of
 
@@ -26,9 +25,9 @@ async def read_keys(request: Request) -> dict[str, Any]:
     gateway = gateway_of(request)
     source = gateway.key_source
     return {
-        "source": str(source.path) if source is not None and source.path is not None else None,
-        "loaded_at": source.loaded_ms // 1000 if source is not None else None,
-        "problem": (source.problem or None) if source is not None else None,
+        "source": str(source.path) if source.path is not None else None,
+        "loaded_at": source.loaded_ms // 1000,
+        "problem": source.problem or None,
         "open_access": gateway.keyring.is_open,
         "keys": [_key(key) for key in gateway.keyring.keys],
     }
@@ -40,10 +39,7 @@ async def read_usage(request: Request, days: Annotated[int, Query(ge=1, le=MAX_D
 
     The counts are those of all gateways. Other gateways write theirs every few seconds.
     """
-    meter = gateway_of(request).usage
-    if meter is None:
-        raise ApiError(404, "This server keeps no usage.")
-    rows_by_day = await meter.days(days)
+    rows_by_day = await gateway_of(request).usage.days(days)
     return {
         "total": [_row(row) for row in total(rows_by_day)],
         "days": [{"date": date, "usage": [_row(row) for row in rows]} for date, rows in rows_by_day.items()],

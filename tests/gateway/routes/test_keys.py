@@ -159,7 +159,6 @@ async def test_without_the_store_a_limited_key_gets_a_503_as_others_do(
         raise StoreUnreachable
 
     async with metered(redis_client) as stand:
-        assert stand.gateway.limits is not None
         monkeypatch.setattr(stand.gateway.limits, "_reserve", unreachable)
         refused = [
             await stand.post("/v1/chat/completions", CHAT, headers=as_("few")),

@@ -119,7 +119,6 @@ async def test_waiting_ends_with_the_state_of_then(stand: Stand) -> None:
 async def test_a_client_that_hangs_up_ends_its_wait(stand: Stand) -> None:
     created = await create(stand, input="x")
     tasks = stand.gateway.tasks
-    assert tasks is not None
     waiting = asyncio.create_task(get(stand, created["id"], wait_s=60))
     await until(lambda: bool(tasks._ends._watched))
     waiting.cancel()
