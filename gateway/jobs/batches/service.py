@@ -21,8 +21,7 @@ from gateway.http.trace import CURRENT_TRACE
 from gateway.identity import Keyring
 from gateway.jobs.batches.forecast.forecasts import BatchForecasts, Infeasible
 from gateway.jobs.batches.forecast.line_statistics import LineStatistics
-from gateway.jobs.batches.input.checks import MAX_LINES, InputRules
-from gateway.jobs.batches.input.jsonl import MAX_LINE_BYTES
+from gateway.jobs.batches.input.checks import InputRules
 from gateway.jobs.batches.input.lines import input_name
 from gateway.jobs.batches.input.offload import offload
 from gateway.jobs.batches.input.scan import InputScan, scan_input
@@ -65,10 +64,6 @@ class NotCancellable:
     status: BatchStatus
 
 
-async def _ignore(batch: Batch) -> None:
-    pass
-
-
 def _traced(on_end: OnEnd, tracer: BatchTracer) -> OnEnd:
     async def end(batch: Batch) -> None:
         await on_end(batch)
@@ -83,7 +78,7 @@ class BatchService:
 
     `max_lines` is the limit of one batch, and `max_unfinished` that of the unfinished batches of one key. `on_end` is
     called with each batch that is over, at least once. `keyring` has the weights and limits of the keys that own
-    batches, and `count_tokens` counts the tokens of prompts against these limits (None: no limits).
+    batches, and `count_tokens` counts the tokens of prompts against these limits.
     """
 
     def __init__(
@@ -95,15 +90,15 @@ class BatchService:
         model_names: Collection[str],
         clock: Clock,
         *,
-        keyring: Keyring | None = None,
-        count_tokens: CountTokens | None = None,
-        max_lines: int = MAX_LINES,
-        max_unfinished: int = 200,
-        max_body_bytes: int = MAX_LINE_BYTES,
-        workers: Callable[[], Sequence[WorkerStatus]] = list,
-        dead_letters: DeadLetters | None = None,
-        on_end: OnEnd = _ignore,
-        tracer: BatchTracer | None = None,
+        keyring: Keyring,
+        count_tokens: CountTokens,
+        max_lines: int,
+        max_unfinished: int,
+        max_body_bytes: int,
+        workers: Callable[[], Sequence[WorkerStatus]],
+        dead_letters: DeadLetters,
+        on_end: OnEnd,
+        tracer: BatchTracer | None,
     ) -> None:
         """`workers` returns the status of the workers that live, which says how fast batches are.
 
@@ -117,7 +112,7 @@ class BatchService:
         self._model_names = model_names
         self._scans: dict[str, InputScan] = {}  # of batches that are launched at this moment
         self._clock = clock
-        self._keyring = keyring or Keyring()
+        self._keyring = keyring
         self._run_parts = RunParts(
             self._store,
             files,

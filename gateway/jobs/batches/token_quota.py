@@ -24,7 +24,7 @@ CountTokens = Callable[[Sequence[str]], Awaitable[int]]
 
 
 class TokenQuota:
-    def __init__(self, redis: Redis, keyring: Keyring, count_tokens: CountTokens | None) -> None:
+    def __init__(self, redis: Redis, keyring: Keyring, count_tokens: CountTokens) -> None:
         self._reserve = load_script(redis, "gateway.jobs.batches", "reserve_tokens")
         self._keyring = keyring
         self._count_tokens = count_tokens
@@ -35,7 +35,7 @@ class TokenQuota:
         Return the error with which the batch fails if they exceed the limit. A repeated call counts them once.
         """
         key = self._keyring.named(batch.owner)
-        if key is None or key.batch_enqueued_tokens is None or self._count_tokens is None:
+        if key is None or key.batch_enqueued_tokens is None:
             return ()
         limit = key.batch_enqueued_tokens
         tokens = await self._count(path, self._count_tokens, limit)

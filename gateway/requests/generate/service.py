@@ -6,7 +6,7 @@ Knows bodies, tiers and the scheduler's client. Does not know HTTP, how a reques
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,9 +21,9 @@ from gateway.protocol.errors import ApiError, invalid_value, rejected
 from gateway.protocol.json_body import is_large
 from gateway.requests.generate.endpoints import Endpoint
 from gateway.requests.generate.generation import Generation
-from gateway.requests.generate.metering import UNMETERED, Metering
+from gateway.requests.generate.metering import Metering
 from gateway.requests.prepare.placement import Placement
-from gateway.requests.prepare.preparation import Model, Preparation, draw_seed
+from gateway.requests.prepare.preparation import Model, Preparation
 from gateway.requests.prepare.prepared import AnyRequest, PreparedRequest
 from gateway.requests.prepare.sampling_defaults import SamplingDefaults
 from gateway.requests.tokens.tokenizer import Tokenizer
@@ -32,7 +32,6 @@ from scheduler.client.rejection import Rejected, RejectReason
 from scheduler.client.token_stream import TokenStream
 from scheduler.clock import Clock
 
-OPENAI_DEFAULTS = SamplingDefaults()
 PING_S = 15.0  # seconds of silence before a keep-alive; proxies close connections that are silent for 30 to 60 s
 ONLINE = {"stream": "streaming is not possible here"}
 
@@ -48,14 +47,13 @@ class CompletionService:
         metrics: GatewayMetrics,
         model_names: tuple[str, ...],
         *,
-        defaults: SamplingDefaults = OPENAI_DEFAULTS,
-        draw_seed: Callable[[], int] = draw_seed,
-        trusts_templates: bool = False,
-        tool_parser: str = "auto",
-        metering: Metering | None = None,
-        dead_letters: DeadLetters | None = None,
-        revision: str = "",
-        adapters: Collection[str] = (),
+        defaults: SamplingDefaults,
+        trusts_templates: bool,
+        tool_parser: str,
+        metering: Metering,
+        dead_letters: DeadLetters,
+        revision: str,
+        adapters: Collection[str],
     ) -> None:
         """`trusts_templates` says whether a request may bring its own chat template.
 
@@ -79,7 +77,7 @@ class CompletionService:
             fingerprint="fp_" + hashlib.sha256(f"{model_names[0]}{revision}".encode()).hexdigest()[:10],
             trusts_templates=trusts_templates,
         )
-        self._preparation = Preparation(model, client, clock, self._lock, draw_seed)
+        self._preparation = Preparation(model, client, clock, self._lock)
         self.prepare, self.encode = self._preparation.prepare, self._preparation.encode
         new = partial(NewCompletion, self._preparation)
         self.endpoints = {
@@ -113,7 +111,7 @@ class CompletionService:
 
         Raises `ApiError` 429 if a limit of the owner's key is reached, and the errors of `_enqueue`.
         """
-        account = UNMETERED if self._metering is None else await self._metering.open(prepared)
+        account = await self._metering.open(prepared)
         try:
             tokens = account.replay(prepared.requests)
             if tokens is None:

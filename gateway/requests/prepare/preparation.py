@@ -91,14 +91,11 @@ class _Tokenised:
 class Preparation:
     """Prepares the requests of one gateway. `lock` has the turns of all that is done on the event loop for requests."""
 
-    def __init__(
-        self, model: Model, client: SchedulerClient, clock: Clock, lock: FairLock, draw_seed: Callable[[], int]
-    ) -> None:
+    def __init__(self, model: Model, client: SchedulerClient, clock: Clock, lock: FairLock) -> None:
         self.model = model
         self._client = client
         self._clock = clock
         self._lock = lock
-        self._draw_seed = draw_seed
         self._threads = PromptThreads()
 
     async def prepare(
@@ -208,7 +205,7 @@ class Preparation:
         }
         requests = []
         for i, prompt in enumerate(tokenised.prompts):
-            seed = self._draw_seed() if request.seed is None else request.seed
+            seed = draw_seed() if request.seed is None else request.seed
             for j in range(n):
                 index, options = i * n + j, (prompt.max_tokens, seed + j, tokenised.constraints, adapter)
                 sampling = sampling_params(request, self.model.defaults, *options)
