@@ -170,7 +170,7 @@ def build_gateway(
         max_lines=settings.batch_max_lines,
         max_unfinished=settings.batch_max_unfinished,
         max_body_bytes=max_body_bytes,
-        workers=lambda: client.workers,
+        workers=lambda: client.live.engines,
         keyring=keyring,
         count_tokens=tokenizer.count,
         dead_letters=dead_letters,

@@ -38,7 +38,7 @@ async def retrieve_model(request: Request, model: str, key: Caller) -> dict[str,
 def _model(gateway: Gateway, name: str) -> dict[str, Any]:
     """Return the object of one name. `root` is the main name of the model, for which the other names are aliases."""
     tokenizer = gateway.tokenizer
-    context = model_limits(gateway.client.workers, tokenizer).max_model_len
+    context = model_limits(gateway.client.live.engines, tokenizer).max_model_len
     return {
         "id": name,
         "object": "model",

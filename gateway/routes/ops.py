@@ -115,7 +115,7 @@ class MetricsPage:
 async def _readiness(client: SchedulerClient) -> tuple[bool, dict[str, Any]]:
     """Return whether requests can be served now, and the body of the answer."""
     depths, starting = await _depths(client)
-    workers = [*client.workers, *client.task_workers]
+    workers = [*client.live.engines, *client.live.endpoints]
     present = {"store": depths is not None and client.refusal is None, "worker": bool(workers)}
     missing = [part for part, is_there in present.items() if not is_there]
     is_ready = not missing and not client.is_draining
@@ -140,8 +140,8 @@ async def _depths(client: SchedulerClient) -> tuple[dict[str, int] | None, list[
     """
     try:
         async with asyncio.timeout(STORE_TIMEOUT_S):
-            if not (client.workers or client.task_workers):
-                await client.look_for_workers()
+            if not (client.live.engines or client.live.endpoints):
+                await client.live.look()
             return await client.depths(), await client.starting()
     except Exception:  # each store adapter has its own errors; all of them mean "not ready"
         return None, []
@@ -152,7 +152,7 @@ async def _exposition(gateway: Gateway) -> bytes:
     metrics, client = gateway.metrics, gateway.client
     limited = {key.name for key in gateway.keyring.keys if key.is_limited}
     metrics.show_from_the_start(gateway.tiers, limited or {NO_KEY}, (NO_KEY,) if gateway.keyring.is_open else ())
-    metrics.workers_alive.set(len(client.workers) + len(client.task_workers))
+    metrics.workers_alive.set(len(client.live.engines) + len(client.live.endpoints))
     metrics.batches_late.set(gateway.batches.num_late)
     snapshots: dict[str, str] = {}
     queues: Queues | None = None

@@ -86,7 +86,7 @@ def _check_model(model_names: tuple[str, ...], model: str | None) -> None:
 
 
 def _limits(gateway: Gateway) -> ModelLimits:
-    return model_limits(gateway.client.workers, gateway.tokenizer)
+    return model_limits(gateway.client.live.engines, gateway.tokenizer)
 
 
 def _json(answer: dict[str, Any]) -> Response:

@@ -23,7 +23,7 @@ from scheduler.events.base import EventChannel
 from scheduler.queue.base import Backlog, Queue, QueueFull, TooFarBehind
 from scheduler.registry.base import WorkerRegistry
 from scheduler.registry.heartbeat_monitor import CHECK_S
-from scheduler.registry.worker_status import WorkerStart, WorkerStatus
+from scheduler.registry.worker_status import WorkerStart
 from scheduler.request import Request
 from scheduler.store.errors import StoreRefused
 
@@ -67,13 +67,13 @@ class SchedulerClient:
         self._held_logprobs = HeldLogprobs(max_logprobs)
         # Ids of requests ended by `fail_open`. A worker may still run them, so `close` cancels them.
         self._failed_here: list[str] = []
-        self._live = LiveWorkers(registry, clock)
+        self.live = LiveWorkers(registry, clock)
         self._draining = False
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         await self._events.open(self.gateway_id)
-        await self._live.read()
+        await self.live.read()
         await self._refresh()
         work = (self._receive(), self._keep_fresh(), self._watch_workers())
         self._tasks = [asyncio.create_task(task) for task in work]
@@ -113,21 +113,6 @@ class SchedulerClient:
     @property
     def num_open(self) -> int:
         return len(self._open)
-
-    @property
-    def workers(self) -> list[WorkerStatus]:
-        """The workers with an engine that were alive at the last refresh."""
-        return self._live.engines
-
-    @property
-    def task_workers(self) -> list[WorkerStatus]:
-        """The workers with a static endpoint that were alive at the last refresh."""
-        return self._live.endpoints
-
-    @property
-    def has_task_worker(self) -> bool:
-        """Whether tasks may be accepted: a worker for them is alive, or was so lately and may be restarting."""
-        return self._live.has_endpoint
 
     @property
     def tiers(self) -> TierSet:
@@ -182,7 +167,7 @@ class SchedulerClient:
         if self._draining:
             return rejection.draining()
         if not self._has_engine(requests[0].tier):
-            await self.look_for_workers()
+            await self.live.look()
         if not self._has_engine(requests[0].tier):
             if (refusal := self._cancellations.refusal) is not None:  # then workers cannot announce themselves
                 raise StoreRefused(refusal.cause)
@@ -220,7 +205,7 @@ class SchedulerClient:
     def _has_engine(self, tier: str) -> bool:
         """Return whether a request of `tier` may be accepted: a worker is alive, or bulk work can wait for one."""
         is_bulk = tier in self._tiers.tiers and not self._tiers[tier].is_interactive
-        return bool(self._live.engines) or (is_bulk and self._live.has_engine)
+        return bool(self.live.engines) or (is_bulk and self.live.has_engine)
 
     async def _receive(self) -> None:
         """Pass token events to their streams, for ever.
@@ -254,26 +239,22 @@ class SchedulerClient:
         while True:
             await self._clock.sleep(CHECK_S)
             try:
-                await self._live.read()
+                await self.live.read()
                 self._fail_unserved()
             except Exception as error:  # as above
                 log.warning("worker list not refreshed", error=str(error))
-
-    async def look_for_workers(self) -> None:
-        """Read the workers now, because one may have come since the last regular read."""
-        await self._live.look()
 
     async def starting(self) -> list[WorkerStart]:
         """Return what each worker does that starts and does not serve yet."""
         return await self._registry.starting()
 
     async def _refresh(self) -> None:
-        workers = await self._live.reporting()
+        workers = await self.live.reporting()
         self._admission.on_heartbeat(workers, await self.backlogs(), self._clock.now(), self._clock.wall_ms())
 
     def _fail_unserved(self) -> None:
         """Fail the open interactive requests if no worker has been alive for `MAX_AWAY_S`."""
-        if not self._live.were_away(MAX_AWAY_S):
+        if not self.live.were_away(MAX_AWAY_S):
             return
         interactive = [tier.name for tier in self._tiers.tiers.values() if tier.is_interactive]
         unserved = self._open.of_tiers(interactive)

@@ -115,7 +115,7 @@ async def test_the_worker_exits_with_1_and_the_next_one_does_its_work(valkey_url
         worker(valkey_url, steps=float("inf")) as heir,
     ):
         serve(dying)
-        await until(lambda: bool(client.workers), 60)
+        await until(lambda: bool(client.live.engines), 60)
         generation = await submit(client, make_request("r"))
         assert await asyncio.wait_for(dying.wait(), 60) == 1
         serve(heir)

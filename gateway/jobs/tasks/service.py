@@ -69,9 +69,9 @@ class TaskService:
                 return found
         if self._client.is_draining:
             return rejection.draining()
-        if not self._client.has_task_worker:
-            await self._client.look_for_workers()
-        if not self._client.has_task_worker:
+        if not self._client.live.has_endpoint:
+            await self._client.live.look()
+        if not self._client.live.has_endpoint:
             return rejection.no_task_worker()
         refused = await self._queue.put(tasks, task_limit(resolved.tier))
         if isinstance(refused, QueueFull):
@@ -164,7 +164,7 @@ class TaskService:
         return next(iter(await self._find_all([task_id], owner)), None)
 
     def _full(self, tier: Tier, refused: QueueFull) -> Rejected:
-        return rejection.queue_full(tier, refused.depth, self._client.task_workers, task_limit(tier))
+        return rejection.queue_full(tier, refused.depth, self._client.live.endpoints, task_limit(tier))
 
 
 def task_limit(tier: Tier) -> int:

@@ -130,7 +130,7 @@ class Preparation:
             await self._lock.acquire(owner or "")
 
     def _limits(self) -> ModelLimits:
-        return model_limits(self._client.workers, self.model.tokenizer)
+        return model_limits(self._client.live.engines, self.model.tokenizer)
 
     def _check(self, request: AnyRequest, tier: Tier) -> None:
         if request.model not in self.model.names:
@@ -162,7 +162,7 @@ class Preparation:
         answer_as: AnswerAs | None,
     ) -> PreparedRequest:
         requests = self._requests(request, placement, tokenised, arrival_ms)
-        check_supported(requests, self._client.workers)
+        check_supported(requests, self._client.live.engines)
         report, options = self._report(request), request.stream_options
         include_usage = bool(options and options.include_usage)
 

@@ -34,7 +34,7 @@ async def show_overview(request: Request) -> dict[str, Any]:
     gateway = gateway_of(request)
     client, now_ms = gateway.client, gateway.clock.wall_ms()
     queues, signals, batches = await _read_store(gateway)
-    workers = [*client.workers, *client.task_workers]
+    workers = [*client.live.engines, *client.live.endpoints]
     predicted = client.predicted_ttfts_s(queues.backlogs) if queues is not None else {}
     return {
         "at_ms": now_ms,
@@ -46,7 +46,8 @@ async def show_overview(request: Request) -> dict[str, Any]:
             "refusal": client.refusal,
         },
         "tiers": {
-            tier.name: _tier(tier, queues, client.workers, signals) | {"predicted_ttft_s": predicted.get(tier.name)}
+            tier.name: _tier(tier, queues, client.live.engines, signals)
+            | {"predicted_ttft_s": predicted.get(tier.name)}
             for tier in gateway.tiers.by_priority
         },
         "workers": [_worker(status, now_ms) for status in workers],

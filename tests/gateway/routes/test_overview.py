@@ -35,7 +35,7 @@ async def test_it_shows_what_waits_runs_and_how_it_goes() -> None:
         stand.worker.registry = stand.worker.registry.__class__(stand.gateway.clock)  # it announces itself elsewhere
         announced = replace(status, tiers=tiers, busy=0.75, kv_usage=0.5, gpus=(gpu,))
         await stand.gateway.client._registry.announce(announced, "", SLA)
-        await until(lambda: stand.gateway.client.workers == [announced])
+        await until(lambda: stand.gateway.client.live.engines == [announced])
         found = await overview_of(stand)
     assert found["store"]["answers"] and found["store"]["latency_ms"] >= 0
     assert list(found["tiers"]) == ["realtime", "bulk", "batch"]

@@ -445,7 +445,7 @@ async def test_a_worker_that_has_just_come_serves_the_next_request(stage: Stage)
     await stage.announce()
     async with await stage.submit(make_request("b")):
         assert stage.clock.now() == before_s
-        assert [worker.worker_id for worker in stage.client.workers] == ["w"]
+        assert [worker.worker_id for worker in stage.client.live.engines] == ["w"]
 
 
 @played_by(play)
@@ -457,7 +457,7 @@ async def test_bulk_waits_a_while_for_a_restarting_engine_and_interactive_reques
     await stage.clock.sleep(1.5 * CHECK_S)
     assert (await refused(stage, make_request("chat"))).reason is RejectReason.NO_ENGINE
     await stage.clock.sleep(WORKER_GRACE_S - 1)
-    assert stage.client.workers == []
+    assert stage.client.live.engines == []
     await stage.submit(make_request("r", "bulk"))
     await stage.clock.sleep(2)
     assert (await refused(stage, make_request("b", "bulk"))).reason is RejectReason.NO_ENGINE

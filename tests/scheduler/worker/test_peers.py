@@ -72,12 +72,12 @@ async def test_a_worker_whose_step_does_not_end_looks_dead_and_drops_the_lost_re
     answer = world.answers["chat"]
     assert answer.token_ids == expected_tokens(answer.request)
     assert second.loop.is_stuck
-    assert [w.worker_id for w in world.client.workers] == ["worker"]
+    assert [w.worker_id for w in world.client.live.engines] == ["worker"]
     second.engine.goes_on.set()
     await world.clock.sleep(5.0)
     assert not second.loop.is_stuck
     assert len(second.core.held) == 0
-    assert {w.worker_id for w in world.client.workers} == {"worker", "second"}
+    assert {w.worker_id for w in world.client.live.engines} == {"worker", "second"}
     second.loop.drain()
     await second.running
 

@@ -236,8 +236,8 @@ async def test_results_that_are_too_large_together_are_asked_for_one_by_one(
 async def test_without_a_worker_for_tasks_none_are_accepted(redis_client: Redis) -> None:
     async with running_gateway(redis_client) as stand:
         await stand.worker.registry.withdraw("w2")
-        stand.gateway.client._live.endpoints.clear()
-        stand.gateway.client._live._endpoint_seen_s = None
+        stand.gateway.client.live.endpoints.clear()
+        stand.gateway.client.live._endpoint_seen_s = None
         answer = await stand.post("/v1/tasks", {"input": 1})
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_overloaded")
     assert "--engine static" in answer.json()["error"]["message"] and "retry-after" in answer.headers
