@@ -175,7 +175,7 @@ def test_the_worker_gives_up_after_a_long_outage() -> None:
 
 def test_outages_far_apart_are_not_added_up() -> None:
     async def story(rig: Rig, serving: "asyncio.Task[None]") -> None:
-        for _ in range(4):
+        for _ in range(3):
             await rig.clock.sleep(2 * SETTLED_S)
             rig.store.is_away = True
             await rig.clock.sleep(GIVE_UP_S / 2)
