@@ -1,6 +1,6 @@
 """`RequestState`: the worker's record of one claimed request, and the statuses that the request goes through.
 
-`SchedulerCore` owns the states. Code outside the core only reads them. Times are monotonic seconds of the worker's
+`StepCore` owns the states. Code outside the core only reads them. Times are monotonic seconds of the worker's
 clock; None means that the event has not happened.
 """
 

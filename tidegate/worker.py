@@ -19,7 +19,7 @@ from engine.upstream.connect import connect as connect_upstream
 from scheduler.clock import Clock, SystemClock
 from scheduler.config import TierSet
 from scheduler.control.controller import SLAController
-from scheduler.drivers.steps.core import SchedulerCore
+from scheduler.drivers.steps.core import StepCore
 from scheduler.drivers.steps.driver import StepDriver
 from scheduler.drivers.steps.step_log import open_step_log
 from scheduler.drivers.steps.warmup import warm_up
@@ -110,7 +110,7 @@ async def _serve(
 ) -> None:
     clock = SystemClock()
     controller = SLAController(tiers, engine.info.step_eviction, engine.info.num_layers)
-    core = SchedulerCore(tiers, engine.info, controller, worker_id=identity.worker_id)
+    core = StepCore(tiers, engine.info, controller, worker_id=identity.worker_id)
     runner = LoopRunner(settings.drain_s)
     with signals_call(runner.end), contextlib.closing(open_step_log(settings.step_log, engine.info)) as step_log:
         with progress.phase("measuring steps"):
@@ -190,7 +190,7 @@ class WorkerTiers:
         self._metrics.reconfigure(tiers)
 
 
-async def teach(engine: Engine, core: SchedulerCore, clock: Clock) -> None:
+async def teach(engine: Engine, core: StepCore, clock: Clock) -> None:
     """Run synthetic steps on the engine, from which the core learns how long steps take.
 
     Raises `EngineStartError` if a step fails, because such an engine could not serve requests either.

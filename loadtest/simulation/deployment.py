@@ -20,7 +20,7 @@ from scheduler.client.client import SchedulerClient
 from scheduler.clock import Clock
 from scheduler.config import TierSet
 from scheduler.control.controller import SLAController
-from scheduler.drivers.steps.core import SchedulerCore
+from scheduler.drivers.steps.core import StepCore
 from scheduler.drivers.steps.driver import StepDriver
 from scheduler.drivers.steps.warmup import warm_up
 from scheduler.events.memory import MemoryEventChannel
@@ -33,12 +33,12 @@ from scheduler.worker.loop import WorkerLoop, build_loop
 WARM_UP_S = 1.0  # seconds for the warm-up steps of a worker
 MODEL_NAMES = ("model",)
 
-BuildCore = Callable[[TierSet, EngineInfo], SchedulerCore]
+BuildCore = Callable[[TierSet, EngineInfo], StepCore]
 
 
-def build_core(tiers: TierSet, info: EngineInfo) -> SchedulerCore:
+def build_core(tiers: TierSet, info: EngineInfo) -> StepCore:
     """Return the shipped scheduler core. Its step-time model has not observed any step of its engine yet."""
-    return SchedulerCore(tiers, info, SLAController(tiers, info.step_eviction, info.num_layers))
+    return StepCore(tiers, info, SLAController(tiers, info.step_eviction, info.num_layers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    core: SchedulerCore
+    core: StepCore
     loop: WorkerLoop
     record: EngineRecord
     running: "asyncio.Task[None]"
@@ -113,7 +113,7 @@ async def start_deployment(setting: Setting, observation: Observation) -> Deploy
     return Deployment(clock, setting.tiers, queue, client, workers, begins_s)
 
 
-async def _serve(loop: WorkerLoop, core: SchedulerCore, engine: Engine, clock: Clock) -> None:
+async def _serve(loop: WorkerLoop, core: StepCore, engine: Engine, clock: Clock) -> None:
     await warm_up(engine, core.observe_step_time, clock, WARM_UP_S)
     await loop.run()
 

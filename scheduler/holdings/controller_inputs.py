@@ -1,7 +1,7 @@
 """The inputs of the SLA controller: arrivals, finished steps, latencies, ended requests, urgency and the load.
 
 Reads the request table and the reports on steps, and passes the observations to the controller. Decides nothing.
-`SchedulerCore` owns it.
+`StepCore` owns it.
 """
 
 from collections import Counter, defaultdict

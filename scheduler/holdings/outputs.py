@@ -1,7 +1,7 @@
 """The handler of step results: it applies new tokens, ends and failures to the request states.
 
 Writes to request states and to the report on the step. Knows results and request states; does not know plans or
-budgets. `SchedulerCore` owns the handler.
+budgets. `StepCore` owns the handler.
 """
 
 from collections import Counter

@@ -1,7 +1,7 @@
 """The request table: the requests that a worker holds, indexed by tier and by the kind of work that they need next.
 
 With the index, a plan looks only at the states that it can use, even if many other requests wait. Knows states and
-their orders; decides nothing. `SchedulerCore` owns the table. The core and its parts call `update` whenever the index
+their orders; decides nothing. `StepCore` owns the table. The core and its parts call `update` whenever the index
 entry of a state may have changed. All other code only reads the table.
 """
 

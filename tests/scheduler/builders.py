@@ -9,7 +9,7 @@ from engine.step_time.cost import StepCost, StepWork
 from engine.step_time.model import StepTimeModel
 from scheduler.config import Retry, TierSet, parse_tiers
 from scheduler.control.controller import SLAController
-from scheduler.drivers.steps.core import SchedulerCore
+from scheduler.drivers.steps.core import StepCore
 from scheduler.holdings.report import Report
 from scheduler.holdings.request_table import RequestTable
 from scheduler.planning.kv_budget import EngineView
@@ -195,7 +195,7 @@ class KnownStepTime(StepTimeModel):
         pass
 
 
-class CheckedCore(SchedulerCore):
+class CheckedCore(StepCore):
     """The shipped core; asserts the laws after every call, and keeps all plans, results and states."""
 
     def __init__(

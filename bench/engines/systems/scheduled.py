@@ -1,6 +1,6 @@
 """Our engine driven by the scheduler loop: its speed with the cost of planning, the queue and token events.
 
-Uses the real `WorkerLoop`, `SchedulerCore` and `EngineThread`. Queue and events are in memory, so that no store is
+Uses the real `WorkerLoop`, `StepCore` and `EngineThread`. Queue and events are in memory, so that no store is
 measured. The one tier has no SLO, so that no step is kept short; the other systems have no SLOs either.
 """
 
@@ -18,7 +18,7 @@ from loadtest.calibration.stepper import greedy
 from scheduler.clock import SystemClock
 from scheduler.config import TierSet, parse_tiers
 from scheduler.control.controller import SLAController
-from scheduler.drivers.steps.core import SchedulerCore
+from scheduler.drivers.steps.core import StepCore
 from scheduler.drivers.steps.driver import StepDriver
 from scheduler.drivers.steps.warmup import warm_up
 from scheduler.events.memory import MemoryEventChannel
@@ -41,7 +41,7 @@ class ScheduledEngine:
         self._queue = MemoryQueue(self._clock)
         self._events = MemoryEventChannel()
         self._tiers = one_tier(spec.max_num_seqs)
-        self._core = SchedulerCore(
+        self._core = StepCore(
             self._tiers,
             self._engine.info,
             SLAController(self._tiers, self._engine.info.step_eviction, self._engine.info.num_layers),

@@ -1,8 +1,8 @@
 """The driver of a static endpoint: look at the queue, claim a batch, call, write its results.
 
-There are no steps and no tokens, only calls. Makes no decisions: `policy` says when to call and
-for whom, `settled` what a result means. Tasks are claimed at the start of a call and not before, so an interactive task
-that comes while a batch is waiting is in it, and bulk gets what is left.
+There are no steps and no tokens, only calls. Makes no decisions: `policy` says when to call and for whom, `settled`
+what a result means. Tasks are claimed at the start of a call and not before, so an interactive task that comes while a
+batch is waiting is in it, and bulk gets what is left.
 """
 
 import asyncio

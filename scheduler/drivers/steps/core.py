@@ -25,7 +25,7 @@ from scheduler.request import Request
 from scheduler.request_state import RequestState, Status
 
 
-class SchedulerCore:
+class StepCore:
     """The scheduler of one worker with an engine. Implements `scheduler.worker.driver.WorkerCore`."""
 
     def __init__(

@@ -1,6 +1,6 @@
 """Runs steps while there is work: plan a step, execute it on the engine, apply the result, report it.
 
-Makes no decisions: `SchedulerCore` plans, and the engine computes.
+Makes no decisions: `StepCore` plans, and the engine computes.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from typing import Any
 from engine.interface import Engine, StepPlan, StepResult
 from engine.step_time.cost import StepWork
 from scheduler.control.feedback import UPDATE_S
-from scheduler.drivers.steps.core import SchedulerCore
+from scheduler.drivers.steps.core import StepCore
 from scheduler.drivers.steps.grammar_compiler import GrammarCompiler
 from scheduler.drivers.steps.isolation import Isolation
 from scheduler.drivers.steps.step_log import NoStepLog, StepEntry, StepLog
@@ -33,7 +33,7 @@ class StepDriver:
 
     def __init__(
         self,
-        core: SchedulerCore,
+        core: StepCore,
         engine: Engine,
         step_log: StepLog | None = None,
     ) -> None:

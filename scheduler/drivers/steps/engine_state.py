@@ -1,6 +1,6 @@
 """The scheduler's record of its engine: free blocks, and the sequences to abort.
 
-Knows results, and reads request states; decides nothing. `SchedulerCore` owns it.
+Knows results, and reads request states; decides nothing. `StepCore` owns it.
 """
 
 from collections.abc import Iterable

@@ -8,14 +8,14 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from engine.interface import Engine, GrammarError
-from scheduler.drivers.steps.core import SchedulerCore
+from scheduler.drivers.steps.core import StepCore
 from scheduler.request import Request
 from scheduler.worker.request_intake import RequestIntake
 
 
 class GrammarCompiler:
     def __init__(
-        self, core: SchedulerCore, engine: Engine, intake: RequestIntake, before: Callable[[], Awaitable[None]]
+        self, core: StepCore, engine: Engine, intake: RequestIntake, before: Callable[[], Awaitable[None]]
     ) -> None:
         """`before` is awaited before each compilation."""
         self._core = core

@@ -3,7 +3,7 @@
 The planner updates the request states when it makes a plan, so the caller must execute the plan. An eviction ends or
 shortens the running step, so that the plan for a newly arrived request comes sooner. The planner passes the
 controller's budgets, the free capacity of the engine and the request table to `form_batch`, which decides.
-`SchedulerCore` owns the planner.
+`StepCore` owns the planner.
 """
 
 from collections import Counter

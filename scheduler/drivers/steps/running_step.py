@@ -2,7 +2,7 @@
 
 Knows the plan of the step and the predicted cost of its runs. Asks `step_eviction` whether an eviction pays. Sends
 nothing to the engine. With async scheduling, a second step may wait in the engine for the running one to end.
-`SchedulerCore` owns this object.
+`StepCore` owns this object.
 """
 
 from collections import Counter, defaultdict

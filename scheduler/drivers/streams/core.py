@@ -1,6 +1,6 @@
 """The scheduler in front of a server that plans its own steps.
 
-Asks the policy what to send and what to hang up. `held` has the requests. What a step is for `SchedulerCore`, the
+Asks the policy what to send and what to hang up. `held` has the requests. What a step is for `StepCore`, the
 tokens of one stream are here. What is known of the server is in `server_state`, the open streams are in `streams`. Does
 no I/O; the time is passed in.
 """

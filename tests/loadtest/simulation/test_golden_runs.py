@@ -22,7 +22,7 @@ from loadtest.simulation.summary import summarize
 from loadtest.simulation.traffic import scenario_traffic
 from scheduler.config import TierSet
 from scheduler.control.controller import SLAController
-from scheduler.drivers.steps.core import SchedulerCore
+from scheduler.drivers.steps.core import StepCore
 from tests.loadtest.simulation.builders import make_card, make_scenario, make_tiers
 from tests.scheduler.builders import KnownStepTime
 
@@ -35,9 +35,9 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-def build_core(tiers: TierSet, info: EngineInfo) -> SchedulerCore:
+def build_core(tiers: TierSet, info: EngineInfo) -> StepCore:
     step_time = KnownStepTime(CARD.step_cost(mixed=True))
-    return SchedulerCore(tiers, info, SLAController(tiers, info.step_eviction, info.num_layers), step_time)
+    return StepCore(tiers, info, SLAController(tiers, info.step_eviction, info.num_layers), step_time)
 
 
 @pytest.mark.parametrize("name", RUNS)

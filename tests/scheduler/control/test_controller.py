@@ -25,13 +25,13 @@ def test_a_starved_tier_is_guaranteed_its_min_share_and_is_then_not_paused() -> 
         controller.observe_step(0.1, 0.1, {"realtime": 0.1}, ["realtime", *BULK], 0.0, 0.0)
     assert budgets_of(controller, states)["bulk"].min_share_due
     assert not budgets_of(controller, states)["bulk"].decodes_only
-    assert budgets_of(controller, states)["batch"].decodes_only, "without a min share there is no deficit"
+    assert budgets_of(controller, states)["batch"].decodes_only, "without a min share nothing is due"
     controller.observe_step(0.1, 0.1, {"bulk": 0.1}, ["realtime", "bulk"], 0.0, 0.0)
-    assert not budgets_of(controller, states)["bulk"].min_share_due, "the deficit is gone"
+    assert not budgets_of(controller, states)["bulk"].min_share_due, "nothing is due any more"
 
 
 @pytest.mark.parametrize("slo", [{"ttft_p99_ms": 500}, {"ttft_p99_ms": 30_000}, {"itl_p99_ms": 100}])
-def test_the_deficit_reaches_its_threshold_whatever_the_slo_and_no_long_burst_follows(slo: dict[str, Any]) -> None:
+def test_what_is_due_reaches_its_threshold_whatever_the_slo_and_no_long_burst_follows(slo: dict[str, Any]) -> None:
     controller = SLAController(make_tiers(realtime={"slo": slo}, bulk={"floor": 0.02}))
     states = [make_state("rt"), make_decode("b")]
     for _ in range(10_000):

@@ -14,7 +14,7 @@ def make_counter(min_share: float = 0.05) -> MinShares:
 
 
 @given(st.lists(st.floats(0.001, 0.2), min_size=20, max_size=100), st.floats(0.01, 0.4))
-def test_a_tier_that_is_served_whenever_it_has_a_deficit_gets_its_share(steps: list[float], min_share: float) -> None:
+def test_a_tier_that_is_served_whenever_time_is_due_gets_its_share(steps: list[float], min_share: float) -> None:
     counter, used_s = make_counter(min_share), 0.0
     for elapsed_s in steps:
         bulk_s = elapsed_s if counter.is_due("bulk", STEP_S) else 0.0
@@ -24,13 +24,13 @@ def test_a_tier_that_is_served_whenever_it_has_a_deficit_gets_its_share(steps: l
     assert used_s >= min_share * sum(steps) - STEP_S - min_share * max(steps)
 
 
-def test_a_long_flood_leaves_no_larger_deficit_than_a_short_one() -> None:
-    deficits_s = []
+def test_a_long_flood_leaves_no_more_due_than_a_short_one() -> None:
+    due_s = []
     for flood_s in (10.0, 100.0, 10_000.0):
         counter = make_counter()
         counter.add_step(flood_s, {}, ["bulk"])
-        deficits_s.append(counter.due_s("bulk"))
-    assert deficits_s[0] < deficits_s[1] == deficits_s[2] < 5
+        due_s.append(counter.due_s("bulk"))
+    assert due_s[0] < due_s[1] == due_s[2] < 5
 
 
 def test_in_an_overload_urgent_work_raises_the_share_up_to_a_limit() -> None:
@@ -56,7 +56,7 @@ def test_urgency_gives_a_share_to_a_tier_without_a_min_share() -> None:
     assert counter.is_due("bulk", STEP_S)
 
 
-def test_no_deficit_is_worth_no_step_even_if_steps_cost_nothing() -> None:
+def test_nothing_due_is_worth_no_step_even_if_steps_cost_nothing() -> None:
     """Noise can make the predicted fixed cost of a step 0."""
     counter = make_counter()
     assert not counter.is_due("bulk", 0.0)

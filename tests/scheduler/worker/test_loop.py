@@ -331,7 +331,7 @@ async def _bulk_share_under_a_flood(world: World, bulk: list[asyncio.Task[Answer
 
 @pytest.mark.parametrize("min_share", [pytest.param(0.0, marks=pytest.mark.full), 0.02])
 def test_paused_bulk_gets_its_min_share_also_when_its_queue_is_empty(min_share: float) -> None:
-    """The deficit grows for held requests, too, not only for queued ones. Bulk prefills do not run beside interactive
+    """What is due grows for held requests, too, not only for queued ones. Bulk prefills do not run beside interactive
     prefills as decodes do."""
 
     async def story(world: World) -> float:
@@ -347,7 +347,7 @@ def test_paused_bulk_gets_its_min_share_also_when_its_queue_is_empty(min_share: 
 
 @pytest.mark.parametrize("min_share", [pytest.param(0.05, marks=pytest.mark.full), 0.2])
 def test_bulk_decodes_get_their_min_share_though_every_step_could_be_full_of_prompts(min_share: float) -> None:
-    """A token per sequence and step is very little time beside prompts that take a tenth of a second: a deficit is
+    """A token per sequence and step is very little time beside prompts that take a tenth of a second: what is due is
     served in steps that prompts do not fill."""
 
     async def story(world: World) -> float:
