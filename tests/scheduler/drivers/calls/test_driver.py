@@ -6,11 +6,13 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from structlog.testing import capture_logs
 
 from engine.static.interface import CallFailed, EndpointHangs, ItemResult, Unreachable
 from scheduler.drivers.calls.lanes import MAX_TRIES
 from scheduler.drivers.calls.settled import WORKER_DIED
 from scheduler.tasks.task import TaskState
+from tests.refusals import refusing
 from tests.scheduler.drivers.calls.stand import BATCH, Stand, echo
 from tests.waiting import until
 
@@ -104,6 +106,22 @@ async def test_isolated_tasks_of_a_busy_endpoint_leave_the_others_their_calls(st
     others = await stand.put(numbers(40 * BATCH), "bulk")
     assert {s.state for s in await stand.ended(others)} == {TaskState.DONE}
     assert (await stand.states(first))[0].state in (TaskState.QUEUED, TaskState.RUNNING)
+
+
+async def test_a_call_outlasts_a_store_that_refuses_writes(stand: Stand, valkey_url: str) -> None:
+    """The call goes on while heartbeats are refused, and its results are written when the store takes writes again."""
+    stand.endpoint.gate.clear()
+    tasks = await stand.put(numbers(BATCH))
+    _, running = stand.start()
+    await until(lambda: bool(stand.endpoint.calls))
+    with refusing(valkey_url), capture_logs() as said:
+        away = "the store is away; the worker keeps its work and tries again"
+        await until(lambda: away in [entry["event"] for entry in said])
+        stand.endpoint.gate.set()
+        await until(lambda: stand.metric("endpoint_calls_total", outcome="ok") == 1)
+        assert not running.done()
+    assert {(s.state, s.attempts) for s in await stand.ended(tasks)} == {(TaskState.DONE, 1)}
+    assert len(stand.endpoint.calls) == 1
 
 
 async def test_draining_ends_the_call_under_way_and_claims_no_more(stand: Stand) -> None:
