@@ -113,7 +113,7 @@ def _doctor(args: list[str]) -> int:
 
 
 def _adopt(args: list[str]) -> int:
-    settings = _load(GatewaySettings, "adopt", args)
+    settings = _load(ServeSettings, "adopt", args)  # whoever adopts has the flags of `serve` or of `gateway`
     from tidegate.adopt import run_adopt
 
     return run_adopt(settings)

@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
+CHECK_STORAGE_S = 10.0  # seconds for the storage and the store to show their markers, before the gateway serves
+
 
 def run_gateway(settings: GatewaySettings) -> int:
     """Run the gateway until SIGTERM or SIGINT. Return the exit code."""
@@ -133,10 +135,10 @@ async def _serve(
         if certificate is not None:
             reload_certificate(certificate)
 
-    await check_storage(gateway.files.tie)
-    freeze_heap()
-    log.info("the gateway serves", host=settings.host, port=port, tls=certificate is not None)
     try:
+        await check_storage(gateway.files.tie)
+        freeze_heap()
+        log.info("the gateway serves", host=settings.host, port=port, tls=certificate is not None)
         with signals_call(drain), hangup_calls(reload, drain):
             async with background:
                 background.start(report_life(lambda: server.started))
@@ -148,11 +150,15 @@ async def _serve(
 
 
 async def check_storage(tie: StorageTie) -> None:
-    """Raise `ForeignStorage` if the storage does not belong to the store. If either does not answer, a sweep asks."""
+    """Raise `ForeignStorage` if the storage does not belong to the store.
+
+    If that cannot be told within `CHECK_STORAGE_S`, the gateway serves, and its next sweep finds out.
+    """
     try:
-        await tie.check()
-    except (*STORE_AWAY, LockError, OSError) as error:
-        log.warning("the storage is compared with the store later", reason=str(error))
+        async with asyncio.timeout(CHECK_STORAGE_S):
+            await tie.check()
+    except (*STORE_AWAY, LockError, OSError) as error:  # `TimeoutError` is an `OSError`
+        log.warning("the storage is compared with the store later", reason=str(error) or "no answer in time")
 
 
 def reload_certificate(certificate: Certificate) -> None:

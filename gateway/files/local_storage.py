@@ -18,7 +18,6 @@ READ_BYTES = 2**20
 
 
 class LocalStorage:
-    is_shared = False  # other gateways see a content only if they see the directory
     collect_s = 0.0
 
     def __init__(self, directory: Path) -> None:

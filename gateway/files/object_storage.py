@@ -60,7 +60,6 @@ def open_storage(url: str | None, data_dir: Path) -> Storage:
 
 
 class ObjectStorage:
-    is_shared = True
     collect_s = 2.0  # results of so many seconds share an object; a crash loses at most these
 
     def __init__(self, url: str, directory: Path) -> None:

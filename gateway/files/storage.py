@@ -49,11 +49,6 @@ class Storage(Protocol):
     def directory(self) -> Path: ...
 
     @property
-    def is_shared(self) -> bool:
-        """Whether every gateway of the store sees the contents, also those that do not share `directory`."""
-        ...
-
-    @property
     def collect_s(self) -> float:
         """Seconds for which results are collected before they are appended, because each append is costly."""
         ...

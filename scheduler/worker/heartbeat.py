@@ -37,7 +37,7 @@ class SelfReport(Protocol):
     """What a worker says of itself."""
 
     def read(self, now: float, wall_ms: int, interval_s: float) -> tuple[WorkerStatus, str]:
-        """Return the status of the last `interval_s` seconds, and what the controller does as JSON (empty: none)."""
+        """Return the status of the last `interval_s` seconds, and what the controller does (a JSON object)."""
         ...
 
 

@@ -1,13 +1,16 @@
 """A worker for tests whose answers are scripted. It uses the queue as a real one does: leases, acks, cancels."""
 
 import asyncio
+import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 from msgspec.structs import replace
 
 from engine.interface import FinishReason
-from scheduler.clock import SystemClock
+from scheduler.clock import Clock, SystemClock
 from scheduler.events.memory import MemoryEventChannel
 from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.memory import MemoryWorkerRegistry
@@ -38,6 +41,17 @@ def token_by_token(
     return [*steps, last]
 
 
+class EverAlive(MemoryWorkerRegistry):
+    """A registry whose workers have beaten again at each read, so that none is silent however slow the test runs."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock, ttl_s=math.inf)
+        self._beats = count(clock.wall_ms())
+
+    async def workers(self) -> list[WorkerStatus]:
+        return [dataclasses.replace(status, at_ms=next(self._beats)) for status in await super().workers()]
+
+
 @dataclass(slots=True)
 class ScriptedWorker:
     """One worker. A test may replace `script` at any time, and clear `gate` to hold all events back."""
@@ -54,12 +68,6 @@ class ScriptedWorker:
     cancelled: list[str] = field(default_factory=list)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     _serving: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-
-    async def beat(self) -> None:
-        """Announce the worker every second, so that it never counts as silent."""
-        while True:
-            await self.announce()
-            await asyncio.sleep(1.0)
 
     async def announce(self, metrics: str | None = None) -> None:
         self.metrics = self.metrics if metrics is None else metrics

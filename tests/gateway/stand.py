@@ -38,11 +38,10 @@ from scheduler.clock import Clock, SystemClock
 from scheduler.config import TierSet, parse_tiers
 from scheduler.events.memory import MemoryEventChannel
 from scheduler.queue.memory import MemoryQueue
-from scheduler.registry.memory import MemoryWorkerRegistry
 from scheduler.registry.worker_status import TierCapacity, WorkerStatus
 from scheduler.store import connection
 from tests.gateway.in_process import InProcess
-from tests.gateway.scripted_worker import ScriptedWorker, Scripting, answer_with
+from tests.gateway.scripted_worker import EverAlive, ScriptedWorker, Scripting, answer_with
 from tests.gateway.tiny_model import MODEL, tiny_tokenizer
 from tests.scheduler.builders import tiers_document
 from tests.waiting import until
@@ -152,7 +151,7 @@ def make_stand(
     `tiers` are in force, and `tiers_file` is where new ones come from. `lines` answers the lines of batches.
     """
     clock, tiers = clock or SystemClock(), tiers or make_tiers()
-    queue, events, registry = MemoryQueue(clock), MemoryEventChannel(), MemoryWorkerRegistry(clock, ttl_s=600)
+    queue, events, registry = MemoryQueue(clock), MemoryEventChannel(), EverAlive(clock)
     script = answer_with(script) if isinstance(script, str) else script
     outside = Outside(
         queue=queue,
@@ -211,8 +210,7 @@ async def running_stand(
         if with_worker:
             await stand.worker.announce()
             stack.push_async_callback(stand.worker.stop)
-            for work in (stand.worker.run(), stand.worker.beat()):
-                stack.callback(asyncio.create_task(work).cancel)
+            stack.callback(asyncio.create_task(stand.worker.run()).cancel)
         await stack.enter_async_context(stand.app.router.lifespan_context(stand.app))
         yield await stack.enter_async_context(stand)
 

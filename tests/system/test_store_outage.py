@@ -17,7 +17,8 @@ def test_two_servers_share_a_store_and_survive_its_outage(tmp_path: Path) -> Non
     with contextlib.ExitStack() as ending:
         store = ending.enter_context(contextlib.ExitStack())
         url = store.enter_context(running_valkey(tmp_path / "store"))
-        servers = [ending.enter_context(running(tmp_path / name, "--redis-url", url)) for name in ("a", "b")]
+        shared = ("--redis-url", url, "--files-url", f"file://{tmp_path}/files")
+        servers = [ending.enter_context(running(tmp_path / name, *shared)) for name in ("a", "b")]
         for server in servers:
             server.wait_until_ready()
         wait_for(lambda: all(len(set(server.workers())) == 2 for server in servers), 30, "two workers")

@@ -144,6 +144,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._receiving = _Receiving.BODY
+        self._table.clear(self)  # the body has its own time
         self._has_advanced = True
         if len(self.pipeline) >= MAX_PIPELINED:  # all of them are parsed at once, and would hold up other connections
             raise ValueError("too many requests at once")
@@ -240,7 +241,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._table.clear(self)
         elif self._receiving is _Receiving.BODY:
             self._table.await_more(self, 0 if is_answered else self._num_body_bytes)
-        elif self._num_unparsed:
+        elif self._receiving is _Receiving.HEADERS or self._num_unparsed:
             self._table.await_more(self)
 
     def _send_error(self, error: ApiError) -> None:

@@ -176,8 +176,9 @@ class ConnectionTable:
 
     def _make_room(self, address: str) -> bool:
         limits = self.limits
-        # Connections that cost their clients least if they are closed come first.
-        replaceable = chain(self._sending, self._idle)
+        # Those that cost their clients least if they are closed come first, then those without progress for longest.
+        of_headers = (c for c in self._sending if not c.is_sending_body)
+        replaceable = chain(of_headers, self._idle, self._sending)
         if self._num_by_address[address] >= limits.max_per_address and not limits.exempt(address):
             return self._replace(c for c in replaceable if c.address == address)
         return self._num_open < limits.max_connections or self._replace(replaceable)

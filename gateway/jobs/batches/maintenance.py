@@ -12,8 +12,7 @@ import asyncio
 import contextvars
 import logging
 import math
-import os
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -25,7 +24,7 @@ from gateway.files.store import MAX_ORPHANS, ORPHAN_S, FileStore
 from gateway.jobs.batches.input.lines import work_folder
 from gateway.jobs.batches.lines.execution import stop
 from gateway.jobs.batches.model import BatchStatus
-from gateway.jobs.batches.run import LOST_S, BatchRun
+from gateway.jobs.batches.run import BatchRun
 from gateway.jobs.batches.store import BatchStore
 from gateway.jobs.batches.turns import UnfinishedBatch, next_turns
 from scheduler.clock import Clock
@@ -83,7 +82,6 @@ class BatchMaintenance:
         )
         sweeping = (
             _Duty(self._files.sweep, SWEEP_S),
-            _Duty(self._end_lost, SWEEP_S),
             _Duty(self.sweep_orphans, ORPHAN_SWEEP_S),
             _Duty(self._warn_of_no_log, math.inf),
         )
@@ -182,14 +180,13 @@ class BatchMaintenance:
     async def _unfinished(self) -> list[UnfinishedBatch]:
         """Return the unfinished batches that this gateway runs or may run now: no other one runs them.
 
-        Gateways that share neither a storage nor a data directory do not run each other's batches. A lock that lives
-        too long is taken for free, because a run shortens it.
+        A lock that lives too long is taken for free, because a run shortens it.
         """
         now, lock_ttl_ms = self._clock.now(), 1000 * self._lock_ttl_s
-        seen = [i for i in await self._seen(await self._store.unfinished()) if now >= self._not_before.get(i, now)]
+        due = [i for i in await self._store.unfinished() if now >= self._not_before.get(i, now)]
         return [
             batch
-            for batch in await self._store.read_unfinished(seen)
+            for batch in await self._store.read_unfinished(due)
             if batch.id in self._runs or batch.lock_ms is None or batch.lock_ms > lock_ttl_ms
         ]
 
@@ -199,13 +196,6 @@ class BatchMaintenance:
         for batch_id in waiting[: max(0, limit - len(running))]:
             self._launch(batch_id)
 
-    async def _seen(self, batch_ids: Sequence[str]) -> list[str]:
-        """Return the ids of the batches whose input this gateway sees."""
-        if self._storage.is_shared:
-            return list(batch_ids)
-        here = set(await asyncio.to_thread(os.listdir, self._directory))
-        return [batch_id for batch_id in batch_ids if batch_id in here]
-
     async def _warn_of_no_log(self) -> None:
         if not await self._store.durable():
             log.warning("the store keeps no log on its disk (AOF): if it dies, files and batches are lost")
@@ -214,17 +204,6 @@ class BatchMaintenance:
         for batch_id, owner in list(self._withdrawn.items()):
             await self._store.withdraw(batch_id, owner)
             self._withdrawn.pop(batch_id, None)
-
-    async def _end_lost(self) -> None:
-        """End the batches whose input is still missing long after their completion window.
-
-        Such a batch is ended by a run: a run that finds no input ends its batch.
-        """
-        unfinished = await self._store.unfinished()
-        seen = set(await self._seen(unfinished))
-        for batch in await self._store.get_all([batch_id for batch_id in unfinished if batch_id not in seen]):
-            if self._clock.wall_ms() // 1000 >= batch.expires_at + LOST_S:
-                self._launch(batch.id)
 
     async def sweep_orphans(self) -> None:
         """Remove the leftovers of a crash from the storage, unless it may belong to another store.

@@ -125,4 +125,4 @@ class TaskReport:
             at_ms=wall_ms,
             batch_items=self._batch,
         )
-        return status, ""
+        return status, "{}"

@@ -155,11 +155,11 @@ class FakeConnection:
     """A connection of which the table needs nothing but its address."""
 
     address = "192.0.2.1"
-    is_sending_body = True
     is_read_paused = False
     num_unsent = 0
 
-    def __init__(self) -> None:
+    def __init__(self, is_sending_body: bool = True) -> None:
+        self.is_sending_body = is_sending_body
         self.closed: Closed | None = None
 
     def give_up(self, reason: Closed) -> None:
@@ -181,6 +181,21 @@ async def test_a_body_that_keeps_the_rate_is_read_however_long_it_takes(monkeypa
         table._sweep()
     assert steady.closed is None
     assert slow.closed is Closed.SLOW_BODY
+
+
+async def test_half_open_connections_make_room_first_then_idle_ones_then_uploads() -> None:
+    table = ConnectionTable(ConnectionLimits(max_connections=3), count_closed=lambda reason: None)
+    upload, idle, half_open = connections = [FakeConnection(is_sending_body=n == 0) for n in range(3)]
+    for connection in connections:
+        table.admit(connection)
+    table.await_request(idle)
+    order = []
+    for _ in range(3):
+        new = FakeConnection()
+        table.admit(new)
+        table.clear(new)  # it is served
+        order += [c for c in connections if c.closed is Closed.REPLACED and c not in order]
+    assert order == [half_open, idle, upload]
 
 
 async def test_the_rest_of_a_refused_body_must_come_soon() -> None:

@@ -1,6 +1,7 @@
 """The loop of a worker with a static endpoint, on a real store."""
 
 import asyncio
+import json
 import math
 import random
 from collections.abc import Sequence
@@ -231,3 +232,32 @@ async def test_each_of_3000_tasks_ends_in_a_result_or_a_dead_letter(stand: Stand
     assert bad <= {inputs[s.task.id] for s in dead}
     assert all(s.error and len(s.task.failures) == s.attempts == MAX_TRIES for s in dead)
     assert len(dead) < 60
+
+
+async def test_two_workers_share_the_tasks_of_a_third_that_is_killed(stand: Stand) -> None:
+    """Nobody starts the third worker again: the others notice that its heartbeats have stopped."""
+    stand.endpoint.gate.clear()
+    tasks = await stand.put(numbers(BATCH))
+    _, running = stand.start("w3")
+    await until(lambda: bool(stand.endpoint.calls))
+    stand.start("w1")
+    stand.start("w2")
+
+    async def are_announced() -> bool:
+        return len(await stand.registry.workers()) == 3
+
+    await until(are_announced)
+    await stand.kill(running)
+    stand.endpoint.gate.set()
+    assert {s.state for s in await stand.ended(tasks)} == {TaskState.DONE}
+
+
+async def test_a_worker_says_that_no_controller_explains_it(stand: Stand) -> None:
+    """The gateway reads what the controllers of all workers say as JSON."""
+    stand.start()
+
+    async def is_announced() -> bool:
+        return bool(await stand.registry.sla())
+
+    await until(is_announced)
+    assert [json.loads(said) for said in (await stand.registry.sla()).values()] == [{}]
