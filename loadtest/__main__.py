@@ -29,7 +29,6 @@ MOVED = {
     "coserve": _IN_BENCH.format("isolation"),
     "locust": "`tidegate loadtest run --compare batching`",
     "engine": _IN_BENCH.format("engines"),
-    "growth": "`python -m bench growth` at the tag `experiments-2026-11` of the repository",
     "soak": _IN_BENCH.format("soak"),
     "compare": _IN_BENCH.format("simulator-accuracy"),
     "queue": _IN_BENCH.format("store"),
