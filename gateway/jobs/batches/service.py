@@ -183,20 +183,21 @@ class BatchService:
             if infeasible is not None:
                 await self._maintenance.withdraw(batch_id, new.owner)
                 return infeasible
+            self._scans[batch_id] = scan  # the maintenance may run the batch as soon as it has a record
             if not await self._store.create(batch, limit):
                 await self._maintenance.withdraw(batch_id, new.owner)
                 return TooManyBatches(self._max_unfinished)
             await self._store.durable(batch_id)
+            self._forecasts.on_created()
+            self._maintenance.launch_if_room(batch_id)
+            return batch
         except ContentLost:  # the file was deleted just now
             return absent
         except BaseException:
             await self._maintenance.withdraw(batch_id, new.owner)
             raise
-        self._forecasts.on_created()
-        self._scans[batch_id] = scan
-        self._maintenance.launch_if_room(batch_id)
-        self._scans.pop(batch_id, None)  # a run that begins later scans its input itself
-        return batch
+        finally:
+            self._scans.pop(batch_id, None)  # a run that begins later scans its input itself
 
     async def describe(self, batches: Sequence[Batch]) -> list[dict[str, Any]]:
         """Return what is known of the future and the cost of each batch."""
