@@ -1,4 +1,4 @@
-"""The record of everything that routes need. The composition root, tidegate/gateway.py, builds it and its parts."""
+"""The record of everything that routes need. The composition root, tidegate/gateway/parts.py, builds it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

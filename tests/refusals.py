@@ -10,7 +10,7 @@ from pathlib import Path
 import redis as sync_redis
 
 from tests.system.server import wait_for
-from tidegate.process import dies_with_parent
+from tidegate.supervision.process import dies_with_parent
 from tidegate.valkey import EmbeddedValkey
 
 NO_LIMIT = resource.RLIM_INFINITY

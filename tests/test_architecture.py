@@ -34,9 +34,8 @@ MAY_IMPORT = {
 }
 # The levels of each house from the bottom up; the rooms of one level do not import each other.
 HOUSES = {
-    "tidegate": "background batch drain gpu listening logs notify process settings start_progress top tracing"
-    " → gateway_parts supervisor valkey → adopt demo gateway keys serve worker_process → static_worker worker"
-    " → doctor → cli",
+    "tidegate": "batch logs settings supervision top tracing → demo gateway keys valkey worker → adopt doctor serve"
+    " → cli",
     "gateway": "console fairness store_keys → files → protocol → dead_letters http identity output → keys → requests"
     " → dialects → jobs → state → routes → app",
     "gateway/requests": "tokens → answers → prepare → generate",

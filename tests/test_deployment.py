@@ -71,8 +71,8 @@ def test_a_gateway_starts_without_torch() -> None:
 import asyncio
 
 import tidegate.cli
-from tidegate.gateway import run_gateway
-from tidegate.gateway_parts import load_tokenizer
+from tidegate.gateway.process import run_gateway
+from tidegate.gateway.parts import load_tokenizer
 from tidegate.settings import GatewaySettings
 
 tokenizer = load_tokenizer(GatewaySettings())

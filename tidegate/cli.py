@@ -14,7 +14,6 @@ from pydantic_settings import CliApp, SettingsError
 
 from tidegate import settings as settings_module
 from tidegate.logs import configure_logging
-from tidegate.process import keep_files_private
 from tidegate.settings import (
     CONFIG_VARIABLE,
     CommonSettings,
@@ -24,6 +23,7 @@ from tidegate.settings import (
     ServeSettings,
     WorkerSettings,
 )
+from tidegate.supervision.process import keep_files_private
 
 S = TypeVar("S", bound=CommonSettings)
 
@@ -82,7 +82,7 @@ def _serve(args: list[str]) -> int:
 
 def _gateway(args: list[str]) -> int:
     settings = _needs_store(_load(GatewaySettings, "gateway", args))
-    from tidegate.gateway import run_gateway
+    from tidegate.gateway.process import run_gateway
 
     return run_gateway(settings)
 
@@ -90,10 +90,10 @@ def _gateway(args: list[str]) -> int:
 def _worker(args: list[str]) -> int:
     settings = _needs_store(_load(WorkerSettings, "worker", args))
     if settings.engine == "static":
-        from tidegate.static_worker import run_static_worker
+        from tidegate.worker.static_worker import run_static_worker
 
         return run_static_worker(settings)
-    from tidegate.worker import run_worker
+    from tidegate.worker.engine_worker import run_worker
 
     return run_worker(settings)
 

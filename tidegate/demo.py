@@ -20,8 +20,8 @@ from statistics import median
 import httpx
 from openai import AsyncOpenAI, OpenAIError
 
-from tidegate.process import dies_with_parent
 from tidegate.settings import DEMO_MODEL, CommonSettings, DemoSettings
+from tidegate.supervision.process import dies_with_parent
 
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 45.0  # seconds; longer than the default drain of 30 s

@@ -20,11 +20,11 @@ from scheduler.config import TierConfigError, TierSet, load_tiers
 from scheduler.registry.redis import RedisWorkerRegistry
 from scheduler.reload.store import TierStore
 from scheduler.store import connection
-from tidegate.listening import CannotListen, listen
-from tidegate.notify import remove_dead_folders
-from tidegate.process import gateway_name, raise_descriptor_limit, worker_name
+from tidegate.gateway.listening import CannotListen, listen
 from tidegate.settings import CommonSettings, GatewaySettings, ServeSettings, WorkerSettings
-from tidegate.supervisor import EX_CONFIG, Part, Stage, Supervisor
+from tidegate.supervision.notify import remove_dead_folders
+from tidegate.supervision.process import gateway_name, raise_descriptor_limit, worker_name
+from tidegate.supervision.supervisor import EX_CONFIG, Part, Stage, Supervisor
 from tidegate.valkey import EmbeddedValkey, ValkeyError
 
 log = structlog.get_logger()

@@ -24,7 +24,7 @@ from typing import Self
 
 import structlog
 
-from tidegate.process import dies_with_parent
+from tidegate.supervision.process import dies_with_parent
 
 log = structlog.get_logger()
 

@@ -18,9 +18,9 @@ from bench.chaos.link import Link
 from loadtest.child_environment import python_environment
 from loadtest.client.http import TargetError
 from scheduler.store.connection import connect
-from tidegate.listening import listen
+from tidegate.gateway.listening import listen
 from tidegate.settings import STORE_VARIABLE
-from tidegate.supervisor import Part, Stage, Supervisor
+from tidegate.supervision.supervisor import Part, Stage, Supervisor
 from tidegate.valkey import EmbeddedValkey
 
 STORE = "store"

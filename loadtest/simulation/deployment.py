@@ -1,8 +1,8 @@
 """A deployment in one process and in virtual time: N workers and the client of a gateway, on one queue.
 
-It connects modeled engines to the shipped loop, core, controller, memory queue and client, as `tidegate.worker` does
-with a real engine. So the simulator has no scheduler of its own. Knows the parts; does not know the traffic (see
-`clients`).
+It connects modeled engines to the shipped loop, core, controller, memory queue and client, as
+`tidegate.worker.engine_worker` does with a real engine. So the simulator has no scheduler of its own. Knows the parts;
+does not know the traffic (see `clients`).
 """
 
 import asyncio

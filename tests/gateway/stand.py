@@ -45,7 +45,7 @@ from tests.gateway.scripted_worker import EverAlive, ScriptedWorker, Scripting, 
 from tests.gateway.tiny_model import MODEL, tiny_tokenizer
 from tests.scheduler.builders import tiers_document
 from tests.waiting import until
-from tidegate.gateway_parts import Outside, build_gateway
+from tidegate.gateway.parts import Outside, build_gateway
 from tidegate.settings import GatewaySettings
 from tidegate.tracing.exporter import Tracing
 

@@ -28,7 +28,7 @@ WORKER = """
 import asyncio
 import sys
 from engine.native.execution.model_runner import ModelRunner
-from tidegate import worker
+from tidegate.worker import engine_worker as worker
 from tidegate.settings import WorkerSettings
 
 url, steps_left = sys.argv[1], float(sys.argv[2])

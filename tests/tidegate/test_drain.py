@@ -11,10 +11,10 @@ import uvicorn
 from gateway.app import create_app
 from tests.gateway.stand import Stand, running_stand
 from tests.waiting import until
-from tidegate import drain as draining
-from tidegate.drain import Drain
-from tidegate.gateway import _Server
-from tidegate.listening import listen
+from tidegate.gateway import drain as draining
+from tidegate.gateway.drain import Drain
+from tidegate.gateway.listening import listen
+from tidegate.gateway.process import _Server
 
 CHAT = {"model": "alias", "messages": [{"role": "user", "content": "Hi"}]}
 FOR_EVER_S = 600.0

@@ -12,8 +12,8 @@ from gateway.http.metrics import GatewayMetrics
 from gateway.identity import Keyring
 from gateway.protocol.errors import ApiError
 from scheduler.clock import SystemClock
-from tidegate.gateway import connection_limits
-from tidegate.gateway_parts import BadSamplingDefaults, load_sampling_defaults, make_webhooks
+from tidegate.gateway.parts import BadSamplingDefaults, load_sampling_defaults, make_webhooks
+from tidegate.gateway.process import connection_limits
 from tidegate.settings import GatewaySettings
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from scheduler.registry.worker_status import GpuStatus
 from tests.waiting import until
-from tidegate.gpu import gpu_reader
 from tidegate.settings import WorkerSettings
-from tidegate.worker import _gpu_index
+from tidegate.worker.engine_worker import _gpu_index
+from tidegate.worker.gpu import gpu_reader
 
 NAME = "NVIDIA H100 80GB HBM3"  # what engines on CUDA give as their device
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tidegate.notify import FOLDER_PREFIX, Reports, remove_dead_folders
+from tidegate.supervision.notify import FOLDER_PREFIX, Reports, remove_dead_folders
 
 
 def leave_behind(folder: Path) -> Path:

@@ -8,7 +8,7 @@ import sys
 
 PROGRAM = """
 import asyncio
-from tidegate.process import hangup_calls, ignore_hangup
+from tidegate.supervision.process import hangup_calls, ignore_hangup
 
 async def main():
     ignore_hangup()
@@ -44,7 +44,7 @@ def test_the_limit_of_descriptors_is_raised_for_children_too() -> None:
     child = "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE))"
     program = f"""
 import resource, subprocess, sys
-from tidegate.process import raise_descriptor_limit
+from tidegate.supervision.process import raise_descriptor_limit
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 512))
 print(raise_descriptor_limit(), flush=True)
 subprocess.run([sys.executable, "-c", {child!r}])
@@ -55,7 +55,7 @@ subprocess.run([sys.executable, "-c", {child!r}])
 
 HEAP = """
 import gc, weakref
-from tidegate.process import freeze_heap
+from tidegate.supervision.process import freeze_heap
 
 class Cycle:
     def __init__(self):

@@ -12,9 +12,9 @@ from scheduler.registry.worker_status import WorkerStatus
 from scheduler.reload.store import Follower, TierStore
 from scheduler.store import connection
 from tests.system.server import free_port
-from tidegate.process import gateway_name, worker_name
 from tidegate.serve import _gateway, _worker, run_serve, start_text, with_address
 from tidegate.settings import ServeSettings
+from tidegate.supervision.process import gateway_name, worker_name
 
 
 def status(worker_id: str) -> WorkerStatus:

@@ -18,7 +18,7 @@ from tidegate.settings import (
     WorkerSettings,
     check_file,
 )
-from tidegate.supervisor import KILL_GRACE_S
+from tidegate.supervision.supervisor import KILL_GRACE_S
 
 
 @pytest.fixture(autouse=True)

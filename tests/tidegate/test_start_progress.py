@@ -13,14 +13,14 @@ from engine.config import EngineStartError
 from scheduler.registry.redis import RedisWorkerRegistry
 from tests.terminal import stderr_of
 from tests.waiting import until
-from tidegate import start_progress
-from tidegate.start_progress import StartProgress
+from tidegate.worker import start_progress
+from tidegate.worker.start_progress import StartProgress
 
 PROGRAM = """
 import sys
 import structlog
 from tidegate.logs import configure_logging, is_for_people
-from tidegate.start_progress import StartProgress
+from tidegate.worker.start_progress import StartProgress
 configure_logging("worker", "info", "auto")
 progress = StartProgress("w1", "redis://127.0.0.1:1", sys.stderr.isatty() and is_for_people("auto"))
 with progress.phase("loading the model") as phase:

@@ -16,9 +16,9 @@ from structlog.testing import capture_logs
 
 from tests.tidegate.journal import Journal
 from tests.waiting import until
-from tidegate import notify
-from tidegate import supervisor as supervision
-from tidegate.supervisor import EX_CONFIG, Part, Stage, Supervisor
+from tidegate.supervision import notify
+from tidegate.supervision import supervisor as supervision
+from tidegate.supervision.supervisor import EX_CONFIG, Part, Stage, Supervisor
 
 
 @pytest.fixture
@@ -267,7 +267,7 @@ async def test_a_second_stop_kills_at_once(journal: Journal) -> None:
 REPORTER = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from tidegate import notify
+from tidegate.supervision import notify
 
 journal, behaviour = sys.argv[1:]
 notify.ALIVE_S = 0.02
@@ -327,7 +327,7 @@ def test_a_process_without_a_supervisor_reports_nothing(monkeypatch: pytest.Monk
 SUPERVISOR = """
 import asyncio, pathlib, sys
 from tests.tidegate.journal import Journal
-from tidegate.supervisor import Stage, Supervisor
+from tidegate.supervision.supervisor import Stage, Supervisor
 
 journal = Journal(pathlib.Path(sys.argv[1]))
 parts = [journal.part("worker", Stage.WORKER, sys.argv[2]), journal.part("gateway", Stage.GATEWAY)]

@@ -31,11 +31,11 @@ from scheduler.worker.loop import WorkerLoop, build_loop
 from scheduler.worker.metrics import SchedulerMetrics
 from tests.scheduler.builders import FAST, expected_tokens, make_core, make_info, make_request, make_tiers
 from tests.scheduler.world import run_bounded
-from tidegate import worker
 from tidegate.settings import WorkerSettings
-from tidegate.supervisor import EX_CONFIG
-from tidegate.worker import run_worker
-from tidegate.worker_process import GIVE_UP_S, LONGEST_PAUSE_S, SETTLED_S, LoopRunner, keep_serving
+from tidegate.supervision.supervisor import EX_CONFIG
+from tidegate.worker import engine_worker as worker
+from tidegate.worker.engine_worker import run_worker
+from tidegate.worker.process import GIVE_UP_S, LONGEST_PAUSE_S, SETTLED_S, LoopRunner, keep_serving
 
 DRAIN_S = 5.0
 

@@ -7,7 +7,7 @@ from scheduler.config import TierSet, parse_tiers
 from scheduler.request import Claimed
 from tests.scheduler.builders import make_tiers
 from tests.scheduler.world import World, run_world
-from tidegate.worker import WorkerTiers
+from tidegate.worker.engine_worker import WorkerTiers
 
 
 def without(*names: str, **more: dict[str, Any]) -> TierSet:

@@ -7,9 +7,9 @@ from platform import machine, python_version, system
 
 from engine.factory import build_engine
 from tidegate.doctor.finding import Finding, error, warning
-from tidegate.process import raise_descriptor_limit
 from tidegate.settings import ServeSettings
-from tidegate.worker import engine_config
+from tidegate.supervision.process import raise_descriptor_limit
+from tidegate.worker.engine_worker import engine_config
 
 PACKAGES = ("torch", "transformers", "redis", "fastapi", "uvicorn")  # those whose versions matter most
 GIB = 1 << 30

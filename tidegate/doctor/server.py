@@ -22,10 +22,10 @@ from scheduler.config import load_tiers
 from scheduler.store import connection
 from scheduler.store.durability import durable
 from tidegate.doctor.finding import Finding, error, warning
-from tidegate.listening import CannotListen, listen
+from tidegate.gateway.listening import CannotListen, listen
 from tidegate.settings import ServeSettings
 from tidegate.valkey import EmbeddedValkey, ValkeyError, running_valkey
-from tidegate.worker import upstream_config
+from tidegate.worker.engine_worker import upstream_config
 
 STORE_LIMIT_S, UPSTREAM_LIMIT_S = 5.0, 10.0  # seconds for the first answer
 SLOW_STORE_S = 0.005  # seconds of a round trip: each token waits for one

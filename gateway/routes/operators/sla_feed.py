@@ -6,7 +6,7 @@ store answers again.
 
 The feed ends by itself when the gateway drains. sse-starlette also ends its responses at SIGTERM: on import it patches
 `uvicorn.Server.handle_exit`. The patch works under a plain uvicorn. It has no effect under tidegate's own server
-(tidegate/gateway.py), because that server handles signals without `handle_exit`. So
+(tidegate/gateway/process.py), because that server handles signals without `handle_exit`. So
 `AppStatus.disable_automatic_graceful_drain` need not be called. Token streams are not affected in either case, because
 they are not sse-starlette responses (gateway/http/sse.py gives the reasons).
 """

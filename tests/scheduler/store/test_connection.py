@@ -16,7 +16,7 @@ from scheduler.store import connection
 from scheduler.store.durability import ROUNDS, durable
 from scheduler.store.errors import NotDurable
 from tests.waiting import until
-from tidegate.process import dies_with_parent
+from tidegate.supervision.process import dies_with_parent
 from tidegate.valkey import EmbeddedValkey
 
 

@@ -31,11 +31,11 @@ from scheduler.store import connection
 from scheduler.store.errors import StoreRefused
 from scheduler.worker.heartbeat import WorkerIdentity
 from scheduler.worker.loop import WorkerLoop
-from tidegate.background import Background
-from tidegate.notify import report_life
-from tidegate.process import freeze_heap, hangup_calls, ignore_hangup, worker_name
 from tidegate.settings import WorkerSettings
-from tidegate.supervisor import EX_CONFIG
+from tidegate.supervision.background import Background
+from tidegate.supervision.notify import report_life
+from tidegate.supervision.process import freeze_heap, hangup_calls, ignore_hangup, worker_name
+from tidegate.supervision.supervisor import EX_CONFIG
 from tidegate.tracing.start import TracingError, traced
 
 if TYPE_CHECKING:

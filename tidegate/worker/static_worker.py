@@ -22,9 +22,9 @@ from scheduler.registry.redis import RedisWorkerRegistry
 from scheduler.tasks.queue import TaskQueue
 from scheduler.worker.heartbeat import WorkerIdentity
 from scheduler.worker.loop import WorkerLoop
-from tidegate.process import signals_call
 from tidegate.settings import WorkerSettings
-from tidegate.worker_process import LoopRunner, run_process, serve_loops
+from tidegate.supervision.process import signals_call
+from tidegate.worker.process import LoopRunner, run_process, serve_loops
 
 if TYPE_CHECKING:
     from tidegate.tracing.exporter import Tracing

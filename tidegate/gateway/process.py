@@ -30,12 +30,13 @@ from scheduler.clock import SystemClock
 from scheduler.config import TierConfigError, load_tiers
 from scheduler.store import connection
 from scheduler.store.errors import STORE_AWAY
-from tidegate.background import Background
-from tidegate.drain import Drain
-from tidegate.gateway_parts import BadSamplingDefaults, NoTokenizer, build_gateway, open_outside
-from tidegate.listening import CannotListen, listen
-from tidegate.notify import report_life
-from tidegate.process import (
+from tidegate.gateway.drain import Drain
+from tidegate.gateway.listening import CannotListen, listen
+from tidegate.gateway.parts import BadSamplingDefaults, NoTokenizer, build_gateway, open_outside
+from tidegate.settings import GatewaySettings
+from tidegate.supervision.background import Background
+from tidegate.supervision.notify import report_life
+from tidegate.supervision.process import (
     SWITCH_INTERVAL_S,
     freeze_heap,
     gateway_name,
@@ -44,8 +45,7 @@ from tidegate.process import (
     raise_descriptor_limit,
     signals_call,
 )
-from tidegate.settings import GatewaySettings
-from tidegate.supervisor import EX_CONFIG
+from tidegate.supervision.supervisor import EX_CONFIG
 from tidegate.tracing.start import TracingError, traced
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Keeps the processes of one machine running, and ends them in order: the gateway first, the store last.
 
-Knows processes, signals, exit codes and what the processes report (`tidegate.notify`); does not know what they do. A
-process that hangs is killed and started again. The processes inherit stdout and stderr, and write their own logs there.
+Knows processes, signals, exit codes and what the processes report (notify.py); does not know what they do. A process
+that hangs is killed and started again. The processes inherit stdout and stderr, and write their own logs there.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ from typing import Any
 import structlog
 from redis.backoff import ExponentialBackoff
 
-from tidegate.notify import Reports
-from tidegate.process import dies_with_parent, exit_text, hangup_calls, ignore_hangup, signals_call
+from tidegate.supervision.notify import Reports
+from tidegate.supervision.process import dies_with_parent, exit_text, hangup_calls, ignore_hangup, signals_call
 
 log = structlog.get_logger()
 

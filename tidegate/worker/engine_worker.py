@@ -34,12 +34,12 @@ from scheduler.worker.heartbeat import ReadGpus, WorkerIdentity
 from scheduler.worker.loop import WorkerLoop, build_loop
 from scheduler.worker.metrics import SchedulerMetrics
 from scheduler.worker.request_intake import RequestTracer
-from tidegate.gpu import gpu_reader
 from tidegate.logs import is_for_people
-from tidegate.process import SWITCH_INTERVAL_S, signals_call
 from tidegate.settings import WorkerSettings
-from tidegate.start_progress import StartProgress
-from tidegate.worker_process import LoopRunner, run_process, serve_loops
+from tidegate.supervision.process import SWITCH_INTERVAL_S, signals_call
+from tidegate.worker.gpu import gpu_reader
+from tidegate.worker.process import LoopRunner, run_process, serve_loops
+from tidegate.worker.start_progress import StartProgress
 
 if TYPE_CHECKING:
     from tidegate.tracing.exporter import Tracing
