@@ -12,7 +12,9 @@ import pytest
 import yaml
 
 from engine.native.cpu import build
-from tidegate.settings import CommonSettings, GatewaySettings, WorkerSettings
+from tidegate.settings.common import CommonSettings
+from tidegate.settings.gateway import GatewaySettings
+from tidegate.settings.worker import WorkerSettings
 
 ROOT = Path(__file__).parents[1]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
@@ -73,7 +75,7 @@ import asyncio
 import tidegate.cli
 from tidegate.gateway.process import run_gateway
 from tidegate.gateway.parts import load_tokenizer
-from tidegate.settings import GatewaySettings
+from tidegate.settings.gateway import GatewaySettings
 
 tokenizer = load_tokenizer(GatewaySettings())
 assert asyncio.run(tokenizer.encode(["Repeat: k7Qz-09ab"], max_tokens=64))[0]

@@ -14,7 +14,7 @@ from gateway.files.marker import StorageTie
 from gateway.files.object_storage import BadStorageUrl, open_storage
 from scheduler.clock import SystemClock
 from scheduler.store import connection
-from tidegate.settings import GatewaySettings
+from tidegate.settings.gateway import GatewaySettings
 from tidegate.supervision.supervisor import EX_CONFIG
 from tidegate.valkey import ValkeyError, running_valkey
 

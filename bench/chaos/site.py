@@ -19,7 +19,7 @@ from loadtest.child_environment import python_environment
 from loadtest.client.http import TargetError
 from scheduler.store.connection import connect
 from tidegate.gateway.listening import listen
-from tidegate.settings import STORE_VARIABLE
+from tidegate.settings.common import STORE_VARIABLE
 from tidegate.supervision.supervisor import Part, Stage, Supervisor
 from tidegate.valkey import EmbeddedValkey
 

@@ -46,7 +46,7 @@ from tests.gateway.tiny_model import MODEL, tiny_tokenizer
 from tests.scheduler.builders import tiers_document
 from tests.waiting import until
 from tidegate.gateway.parts import Outside, build_gateway
-from tidegate.settings import GatewaySettings
+from tidegate.settings.gateway import GatewaySettings
 from tidegate.tracing.exporter import Tracing
 
 _ROUTES: dict[tuple[bool, bool], list[BaseRoute]] = {}  # of the first app with these settings

@@ -10,7 +10,7 @@ from gateway.files.marker import ForeignStorage, StorageTie
 from scheduler.clock import SystemClock
 from scheduler.store import connection
 from tidegate.adopt import run_adopt
-from tidegate.settings import GatewaySettings
+from tidegate.settings.gateway import GatewaySettings
 from tidegate.valkey import running_valkey
 
 

@@ -18,7 +18,7 @@ from scheduler.queue.redis import RedisQueue
 from scheduler.registry.redis import RedisWorkerRegistry
 from scheduler.request import Request, TokenEvent
 from tests.waiting import until
-from tidegate.settings import WorkerSettings
+from tidegate.settings.worker import WorkerSettings
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(120)]
 
@@ -29,7 +29,7 @@ import asyncio
 import sys
 from engine.native.execution.model_runner import ModelRunner
 from tidegate.worker import engine_worker as worker
-from tidegate.settings import WorkerSettings
+from tidegate.settings.worker import WorkerSettings
 
 url, steps_left = sys.argv[1], float(sys.argv[2])
 teach, run = worker.teach, ModelRunner.run

@@ -9,7 +9,7 @@ import pytest
 
 from tidegate.doctor.command import CHECKS, EX_FAILED, findings, run_doctor
 from tidegate.doctor.finding import Finding, Level
-from tidegate.settings import DoctorSettings
+from tidegate.settings.commands import DoctorSettings
 from tidegate.valkey import EmbeddedValkey
 
 

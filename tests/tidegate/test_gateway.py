@@ -14,7 +14,7 @@ from gateway.protocol.errors import ApiError
 from scheduler.clock import SystemClock
 from tidegate.gateway.parts import BadSamplingDefaults, load_sampling_defaults, make_webhooks
 from tidegate.gateway.process import connection_limits
-from tidegate.settings import GatewaySettings
+from tidegate.settings.gateway import GatewaySettings
 
 
 def recommend(directory: Path, temperature: float) -> str:

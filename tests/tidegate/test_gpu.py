@@ -9,7 +9,7 @@ import pytest
 
 from scheduler.registry.worker_status import GpuStatus
 from tests.waiting import until
-from tidegate.settings import WorkerSettings
+from tidegate.settings.worker import WorkerSettings
 from tidegate.worker.engine_worker import _gpu_index
 from tidegate.worker.gpu import gpu_reader
 

@@ -13,7 +13,7 @@ from scheduler.reload.store import Follower, TierStore
 from scheduler.store import connection
 from tests.system.server import free_port
 from tidegate.serve import _gateway, _worker, run_serve, start_text, with_address
-from tidegate.settings import ServeSettings
+from tidegate.settings.commands import ServeSettings
 from tidegate.supervision.process import gateway_name, worker_name
 
 

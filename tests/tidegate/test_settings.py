@@ -10,14 +10,10 @@ from pydantic_settings import CliApp
 
 from tidegate import cli
 from tidegate.cli import main
-from tidegate.settings import (
-    CONFIG_VARIABLE,
-    GatewaySettings,
-    ServeSettings,
-    SettingsError,
-    WorkerSettings,
-    check_file,
-)
+from tidegate.settings.commands import ServeSettings, check_file
+from tidegate.settings.common import CONFIG_VARIABLE, SettingsError
+from tidegate.settings.gateway import GatewaySettings
+from tidegate.settings.worker import WorkerSettings
 from tidegate.supervision.supervisor import KILL_GRACE_S
 
 

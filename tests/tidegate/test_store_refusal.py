@@ -21,7 +21,7 @@ from scheduler.store.errors import CAUSES
 from tests.refusals import CODES, limitable_valkey, refusing
 from tests.waiting import until
 from tidegate.gateway.parts import build_gateway, open_outside
-from tidegate.settings import GatewaySettings
+from tidegate.settings.gateway import GatewaySettings
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -31,7 +31,7 @@ from scheduler.worker.loop import WorkerLoop, build_loop
 from scheduler.worker.metrics import SchedulerMetrics
 from tests.scheduler.builders import FAST, expected_tokens, make_core, make_info, make_request, make_tiers
 from tests.scheduler.world import run_bounded
-from tidegate.settings import WorkerSettings
+from tidegate.settings.worker import WorkerSettings
 from tidegate.supervision.supervisor import EX_CONFIG
 from tidegate.worker import engine_worker as worker
 from tidegate.worker.engine_worker import run_worker

@@ -24,7 +24,7 @@ from tidegate.doctor.server import (
     check_tiers,
     check_upstream,
 )
-from tidegate.settings import DoctorSettings, ServeSettings
+from tidegate.settings.commands import DoctorSettings, ServeSettings
 from tidegate.valkey import ValkeyError
 
 Check = Callable[[ServeSettings], Iterable[Finding]]

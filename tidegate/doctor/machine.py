@@ -7,7 +7,7 @@ from platform import machine, python_version, system
 
 from engine.factory import build_engine
 from tidegate.doctor.finding import Finding, error, warning
-from tidegate.settings import ServeSettings
+from tidegate.settings.commands import ServeSettings
 from tidegate.supervision.process import raise_descriptor_limit
 from tidegate.worker.engine_worker import engine_config
 

@@ -23,7 +23,7 @@ from scheduler.store import connection
 from scheduler.store.durability import durable
 from tidegate.doctor.finding import Finding, error, warning
 from tidegate.gateway.listening import CannotListen, listen
-from tidegate.settings import ServeSettings
+from tidegate.settings.commands import ServeSettings
 from tidegate.valkey import EmbeddedValkey, ValkeyError, running_valkey
 from tidegate.worker.engine_worker import upstream_config
 

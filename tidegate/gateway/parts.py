@@ -57,7 +57,7 @@ from scheduler.reload.coordinator import TierChanges
 from scheduler.reload.follower import TierFollower
 from scheduler.reload.store import TierStore
 from scheduler.tasks.queue import TaskQueue
-from tidegate.settings import GatewaySettings
+from tidegate.settings.gateway import GatewaySettings
 
 if TYPE_CHECKING:
     from tidegate.tracing.exporter import Tracing

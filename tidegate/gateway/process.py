@@ -33,7 +33,7 @@ from scheduler.store.errors import STORE_AWAY
 from tidegate.gateway.drain import Drain
 from tidegate.gateway.listening import CannotListen, listen
 from tidegate.gateway.parts import BadSamplingDefaults, NoTokenizer, build_gateway, open_outside
-from tidegate.settings import GatewaySettings
+from tidegate.settings.gateway import GatewaySettings
 from tidegate.supervision.background import Background
 from tidegate.supervision.notify import report_life
 from tidegate.supervision.process import (

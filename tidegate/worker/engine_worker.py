@@ -35,7 +35,7 @@ from scheduler.worker.loop import WorkerLoop, build_loop
 from scheduler.worker.metrics import SchedulerMetrics
 from scheduler.worker.request_intake import RequestTracer
 from tidegate.logs import is_for_people
-from tidegate.settings import WorkerSettings
+from tidegate.settings.worker import WorkerSettings
 from tidegate.supervision.process import SWITCH_INTERVAL_S, signals_call
 from tidegate.worker.gpu import gpu_reader
 from tidegate.worker.process import LoopRunner, run_process, serve_loops

@@ -31,7 +31,7 @@ from scheduler.store import connection
 from scheduler.store.errors import StoreRefused
 from scheduler.worker.heartbeat import WorkerIdentity
 from scheduler.worker.loop import WorkerLoop
-from tidegate.settings import WorkerSettings
+from tidegate.settings.worker import WorkerSettings
 from tidegate.supervision.background import Background
 from tidegate.supervision.notify import report_life
 from tidegate.supervision.process import freeze_heap, hangup_calls, ignore_hangup, worker_name

@@ -22,7 +22,7 @@ from scheduler.registry.redis import RedisWorkerRegistry
 from scheduler.tasks.queue import TaskQueue
 from scheduler.worker.heartbeat import WorkerIdentity
 from scheduler.worker.loop import WorkerLoop
-from tidegate.settings import WorkerSettings
+from tidegate.settings.worker import WorkerSettings
 from tidegate.supervision.process import signals_call
 from tidegate.worker.process import LoopRunner, run_process, serve_loops
 

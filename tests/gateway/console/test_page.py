@@ -6,7 +6,7 @@ from pathlib import Path
 from gateway.console import page
 from tests.gateway.stand import running_stand
 from tests.gateway.tiny_model import MODEL
-from tidegate.settings import GatewaySettings
+from tidegate.settings.gateway import GatewaySettings
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
 STATIC = Path(page.__file__).parent / "static"

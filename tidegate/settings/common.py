@@ -1,0 +1,163 @@
+"""The settings of each command: from flags, environment variables (`TIDEGATE_*`) or a YAML file.
+
+Flags override environment variables, and both override the file. Knows names, types and defaults; starts nothing. The
+tiers have a file of their own (`scheduler.config`).
+"""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    YamlConfigSettingsSource,
+)
+
+from demo_model.location import demo_model_path
+
+CONFIG_VARIABLE = "TIDEGATE_CONFIG"
+STORE_VARIABLE = "TIDEGATE_REDIS_URL"
+KEY_VARIABLE = "TIDEGATE_API_KEY"
+UPSTREAM_KEY_VARIABLE = "TIDEGATE_UPSTREAM_API_KEY"
+WEBHOOK_VARIABLE = "TIDEGATE_WEBHOOK_SECRET"
+DEMO_MODEL = "tidegate-demo"
+
+
+class SettingsError(Exception):
+    """The settings cannot be used. The message is for the operator."""
+
+
+def split_list(value: Any) -> list[str] | None:
+    """Return the items of a setting that is a list or a text with commas; None if there are none."""
+    parts = [value] if isinstance(value, str) else value or []
+    return [item.strip() for part in parts for item in str(part).split(",") if item.strip()] or None
+
+
+def shipped_tiers() -> Path:
+    """Return the path of the default tiers.yaml.
+
+    In an installed wheel, the file is in the folder of this package. In a source tree, it is in the top folder.
+    """
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "tiers.yaml"
+    return installed if installed.exists() else package.parent / "tiers.yaml"
+
+
+class CommonSettings(BaseSettings):
+    """The settings that every command has."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="TIDEGATE_",
+        env_ignore_empty=True,  # compose files also pass on variables that are not set
+        extra="ignore",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+        cli_parse_none_str="unset",
+        protected_namespaces=(),
+    )
+
+    config: Path | None = Field(
+        default=None, description="YAML file with settings; flags and environment variables override it"
+    )
+    model: str | None = Field(default=None, description="transformers model directory or hub id; unset: the demo model")
+    served_model_name: Annotated[list[str] | None, NoDecode] = Field(
+        default=None, description="model name or names that clients use; unset: the name of the model"
+    )
+    adapters: Annotated[list[str] | None, NoDecode] = Field(
+        default=None, description="LoRA adapters of the model as further model names, with --engine vllm: NAME=PATH,…"
+    )
+    load_format: Literal["auto", "dummy"] = Field(
+        default="auto", description="dummy: random weights with the shapes of the model's config, for benchmarks"
+    )
+    tiers: Path | None = Field(default=None, description="tiers file; unset: the shipped tiers.yaml")
+    redis_url: str | None = Field(
+        default=None, description="redis://… or unix://…; unset: `serve` starts its own Valkey"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["auto", "json", "console"] = Field(
+        default="auto", description="console: lines for people; auto: console on a terminal, JSON elsewhere"
+    )
+    otel: bool = Field(
+        default=False,
+        description="send traces to the collector of OTEL_EXPORTER_OTLP_ENDPOINT, or on port 4318 of this machine; "
+        "also on where that variable is set",
+    )
+    drain_s: float = Field(
+        default=30.0, ge=0, description="seconds that running requests may take to finish after a stop signal"
+    )
+
+    @field_validator("adapters")
+    @classmethod
+    def _are_adapters(cls, value: list[str] | None) -> list[str] | None:
+        for entry in value or ():
+            if not all(entry.partition("=")):
+                raise ValueError(f"{entry!r} is not NAME=PATH")
+        return value
+
+    @field_validator("served_model_name", "adapters", mode="before")
+    @classmethod
+    def _split_names(cls, value: Any) -> Any:
+        return split_list(value)
+
+    @property
+    def model_path(self) -> str:
+        return self.model or str(demo_model_path())
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names that clients use for the model and its adapters. The first one is the main name."""
+        own = [self.model.rstrip("/").rsplit("/", 1)[-1] if self.model else DEMO_MODEL]
+        return (*(self.served_model_name or own), *self.adapter_paths)
+
+    @property
+    def adapter_paths(self) -> dict[str, str]:
+        """The directories or hub ids of the LoRA adapters, by name."""
+        return {name: path for name, _, path in (entry.partition("=") for entry in self.adapters or ())}
+
+    @property
+    def tiers_path(self) -> Path:
+        return self.tiers or shipped_tiers()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        path = os.environ.get(CONFIG_VARIABLE)
+        file = YamlConfigSettingsSource(settings_cls, yaml_file=path)
+        return init_settings, env_settings, file
+
+    @property
+    def secret_env(self) -> dict[str, str]:
+        """Secrets for the environment of a child process.
+
+        The store's URL may hold a password, and command lines are visible to all users.
+        """
+        return {STORE_VARIABLE: self.redis_url} if self.redis_url else {}
+
+    def flags(self, kind: "type[CommonSettings]") -> tuple[str, ...]:
+        """Return these settings as command line flags for a child process that reads the settings `kind`.
+
+        Settings that `kind` does not have, and the secrets of `secret_env`, are left out.
+        """
+        flags: list[str] = []
+        for name in kind.model_fields:
+            value = getattr(self, name)
+            if value is None or name in ("redis_url", "api_key", "upstream_api_key", "webhook_secret"):
+                continue
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                flags.append(f"--{flag}" if value else f"--no-{flag}")
+            else:
+                flags += [f"--{flag}", ",".join(value) if isinstance(value, list) else str(value)]
+        return tuple(flags)
