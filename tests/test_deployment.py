@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from engine.native.cpu import build
-from tidegate.settings.common import CommonSettings
+from tidegate.settings.base import CommonSettings
 from tidegate.settings.gateway import GatewaySettings
 from tidegate.settings.worker import WorkerSettings
 

@@ -15,7 +15,7 @@ from gateway.files.object_storage import BadStorageUrl, open_storage
 from scheduler.clock import SystemClock
 from scheduler.store import connection
 from tidegate.settings.gateway import GatewaySettings
-from tidegate.supervision.supervisor import EX_CONFIG
+from tidegate.supervision.keeper import EX_CONFIG
 from tidegate.valkey import ValkeyError, running_valkey
 
 

@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from pydantic_settings import CliApp, SettingsError
 
 from tidegate.logs import configure_logging
-from tidegate.settings import commands, common
+from tidegate.settings import base, commands
+from tidegate.settings.base import CONFIG_VARIABLE, CommonSettings
 from tidegate.settings.commands import DemoSettings, DoctorSettings, ServeSettings
-from tidegate.settings.common import CONFIG_VARIABLE, CommonSettings
 from tidegate.settings.gateway import GatewaySettings
 from tidegate.settings.worker import WorkerSettings
 from tidegate.supervision.process import keep_files_private
@@ -171,7 +171,7 @@ def _load(kind: type[S], command: str, args: list[str]) -> S:
             name = ".".join(str(part) for part in e["loc"]).replace("_", "-")
             print(f"tidegate {command}: --{name}: {e['msg']}", file=sys.stderr)
         sys.exit(EX_USAGE)
-    except (SettingsError, common.SettingsError) as error:
+    except (SettingsError, base.SettingsError) as error:
         print(f"tidegate {command}: {error}", file=sys.stderr)
         sys.exit(EX_USAGE)
     configure_logging(command, settings.log_level, settings.log_format)
@@ -193,7 +193,7 @@ def _take_config(args: list[str]) -> list[str]:
             continue
         os.environ[CONFIG_VARIABLE] = value if "=" in item else next(items, "")
         if not os.environ[CONFIG_VARIABLE]:
-            raise common.SettingsError("--config needs a FILE")
+            raise base.SettingsError("--config needs a FILE")
     if os.environ.get(CONFIG_VARIABLE):
         commands.check_file(Path(os.environ[CONFIG_VARIABLE]))
     return rest

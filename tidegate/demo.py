@@ -20,8 +20,8 @@ from statistics import median
 import httpx
 from openai import AsyncOpenAI, OpenAIError
 
+from tidegate.settings.base import DEMO_MODEL, CommonSettings
 from tidegate.settings.commands import DemoSettings
-from tidegate.settings.common import DEMO_MODEL, CommonSettings
 from tidegate.supervision.process import dies_with_parent
 
 START_TIMEOUT_S = 90.0

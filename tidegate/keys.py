@@ -12,7 +12,7 @@ from typing import Any
 from gateway.keys.edit import add_key, revoke_key
 from gateway.keys.file import KeyEntry, KeyringError, read_entries
 from scheduler.config import TierConfigError, load_tiers
-from tidegate.settings.common import shipped_tiers
+from tidegate.settings.base import shipped_tiers
 
 FILE_VARIABLE = "TIDEGATE_API_KEYS"
 TIERS_VARIABLE = "TIDEGATE_TIERS"

@@ -21,13 +21,14 @@ from scheduler.registry.redis import RedisWorkerRegistry
 from scheduler.reload.store import TierStore
 from scheduler.store import connection
 from tidegate.gateway.listening import CannotListen, listen
+from tidegate.settings.base import CommonSettings
 from tidegate.settings.commands import ServeSettings
-from tidegate.settings.common import CommonSettings
 from tidegate.settings.gateway import GatewaySettings
 from tidegate.settings.worker import WorkerSettings
+from tidegate.supervision.keeper import EX_CONFIG, Part, Stage
 from tidegate.supervision.notify import remove_dead_folders
 from tidegate.supervision.process import gateway_name, raise_descriptor_limit, worker_name
-from tidegate.supervision.supervisor import EX_CONFIG, Part, Stage, Supervisor
+from tidegate.supervision.supervisor import Supervisor
 from tidegate.valkey import EmbeddedValkey, ValkeyError
 
 log = structlog.get_logger()

@@ -21,7 +21,7 @@ CHECK_S = 0.25
 # Descriptors that a part may have more than when it was idle: its pool of connections to the store, and clients'.
 MORE_DESCRIPTORS = 2 * MAX_CONNECTIONS
 HELD = tuple(f"tidegate_num_requests_{state}" for state in ("running", "paused", "swapped"))
-# Keys without a lifetime that an idle server has: numbers and indexes, records of batches, files and tiers.
+# Keys without a lifetime that an idle server has: numbers and indexes, records of batches, files and tiers, the marker.
 KEPT = (
     keys.SEQUENCE,
     keys.WORKERS,
@@ -32,6 +32,7 @@ KEPT = (
     "tidegate:files",
     "tidegate:file:",
     "tidegate:responses",
+    "tidegate:storage",
 )
 
 

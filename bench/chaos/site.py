@@ -19,8 +19,9 @@ from loadtest.child_environment import python_environment
 from loadtest.client.http import TargetError
 from scheduler.store.connection import connect
 from tidegate.gateway.listening import listen
-from tidegate.settings.common import STORE_VARIABLE
-from tidegate.supervision.supervisor import Part, Stage, Supervisor
+from tidegate.settings.base import STORE_VARIABLE
+from tidegate.supervision.keeper import Part, Stage
+from tidegate.supervision.supervisor import Supervisor
 from tidegate.valkey import EmbeddedValkey
 
 STORE = "store"

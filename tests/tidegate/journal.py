@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from tidegate.supervision.supervisor import Part, Stage
+from tidegate.supervision.keeper import Part, Stage
 
 # Usage: NAME JOURNAL BEHAVIOUR. Writes "start NAME PID" when it runs and "stop NAME PID" on SIGTERM. SIGUSR1 ends it
 # with the exit code of a part that cannot start. With the behaviour "reload", SIGHUP writes "reload NAME PID".

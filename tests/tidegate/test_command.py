@@ -7,7 +7,7 @@ import pytest
 
 from tests.system.server import run_to_end
 from tidegate import cli
-from tidegate.settings.common import CONFIG_VARIABLE
+from tidegate.settings.base import CONFIG_VARIABLE
 
 TIERS = """\
 default_tier: a

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import pytest
 
 from tidegate import demo
+from tidegate.settings.base import CommonSettings
 from tidegate.settings.commands import DemoSettings
-from tidegate.settings.common import CommonSettings
 
 
 @pytest.mark.parametrize(("alone", "beside"), [([], [0.1]), ([0.1], [])])

@@ -10,11 +10,11 @@ from pydantic_settings import CliApp
 
 from tidegate import cli
 from tidegate.cli import main
+from tidegate.settings.base import CONFIG_VARIABLE, SettingsError
 from tidegate.settings.commands import ServeSettings, check_file
-from tidegate.settings.common import CONFIG_VARIABLE, SettingsError
 from tidegate.settings.gateway import GatewaySettings
 from tidegate.settings.worker import WorkerSettings
-from tidegate.supervision.supervisor import KILL_GRACE_S
+from tidegate.supervision.keeper import KILL_GRACE_S
 
 
 @pytest.fixture(autouse=True)

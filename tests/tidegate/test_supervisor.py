@@ -16,9 +16,10 @@ from structlog.testing import capture_logs
 
 from tests.tidegate.journal import Journal
 from tests.waiting import until
+from tidegate.supervision import keeper as supervision
 from tidegate.supervision import notify
-from tidegate.supervision import supervisor as supervision
-from tidegate.supervision.supervisor import EX_CONFIG, Part, Stage, Supervisor
+from tidegate.supervision.keeper import EX_CONFIG, Part, Stage
+from tidegate.supervision.supervisor import Supervisor
 
 
 @pytest.fixture
@@ -327,7 +328,8 @@ def test_a_process_without_a_supervisor_reports_nothing(monkeypatch: pytest.Monk
 SUPERVISOR = """
 import asyncio, pathlib, sys
 from tests.tidegate.journal import Journal
-from tidegate.supervision.supervisor import Stage, Supervisor
+from tidegate.supervision.keeper import Stage
+from tidegate.supervision.supervisor import Supervisor
 
 journal = Journal(pathlib.Path(sys.argv[1]))
 parts = [journal.part("worker", Stage.WORKER, sys.argv[2]), journal.part("gateway", Stage.GATEWAY)]

@@ -32,7 +32,7 @@ from scheduler.worker.metrics import SchedulerMetrics
 from tests.scheduler.builders import FAST, expected_tokens, make_core, make_info, make_request, make_tiers
 from tests.scheduler.world import run_bounded
 from tidegate.settings.worker import WorkerSettings
-from tidegate.supervision.supervisor import EX_CONFIG
+from tidegate.supervision.keeper import EX_CONFIG
 from tidegate.worker import engine_worker as worker
 from tidegate.worker.engine_worker import run_worker
 from tidegate.worker.process import GIVE_UP_S, LONGEST_PAUSE_S, SETTLED_S, LoopRunner, keep_serving

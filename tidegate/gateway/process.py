@@ -35,6 +35,7 @@ from tidegate.gateway.listening import CannotListen, listen
 from tidegate.gateway.parts import BadSamplingDefaults, NoTokenizer, build_gateway, open_outside
 from tidegate.settings.gateway import GatewaySettings
 from tidegate.supervision.background import Background
+from tidegate.supervision.keeper import EX_CONFIG
 from tidegate.supervision.notify import report_life
 from tidegate.supervision.process import (
     SWITCH_INTERVAL_S,
@@ -45,7 +46,6 @@ from tidegate.supervision.process import (
     raise_descriptor_limit,
     signals_call,
 )
-from tidegate.supervision.supervisor import EX_CONFIG
 from tidegate.tracing.start import TracingError, traced
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from pathlib import Path
 import yaml
 from pydantic import Field
 
-from tidegate.settings.common import CommonSettings, SettingsError
+from tidegate.settings.base import CommonSettings, SettingsError
 from tidegate.settings.gateway import GatewaySettings
 from tidegate.settings.worker import WorkerSettings
 

@@ -12,7 +12,7 @@ from pydantic_settings import (
 
 from gateway.keys.webhooks import secret_bytes
 from gateway.output.tools.formats import CALL_FORMAT_NAMES
-from tidegate.settings.common import KEY_VARIABLE, WEBHOOK_VARIABLE, CommonSettings, split_list
+from tidegate.settings.base import KEY_VARIABLE, WEBHOOK_VARIABLE, CommonSettings, split_list
 
 # An entry of `allowed_origins`. Desktop apps have schemes of their own, some of them without a host (`file://`).
 ORIGIN = r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/\s]*/?"

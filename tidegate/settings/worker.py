@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
 
-from tidegate.settings.common import UPSTREAM_KEY_VARIABLE, CommonSettings
+from tidegate.settings.base import UPSTREAM_KEY_VARIABLE, CommonSettings
 
 
 class WorkerSettings(CommonSettings):

@@ -33,9 +33,9 @@ from scheduler.worker.heartbeat import WorkerIdentity
 from scheduler.worker.loop import WorkerLoop
 from tidegate.settings.worker import WorkerSettings
 from tidegate.supervision.background import Background
+from tidegate.supervision.keeper import EX_CONFIG
 from tidegate.supervision.notify import report_life
 from tidegate.supervision.process import freeze_heap, hangup_calls, ignore_hangup, worker_name
-from tidegate.supervision.supervisor import EX_CONFIG
 from tidegate.tracing.start import TracingError, traced
 
 if TYPE_CHECKING:

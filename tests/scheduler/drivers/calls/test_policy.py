@@ -16,7 +16,7 @@ from scheduler.drivers.calls.policy import (
 )
 from tests.scheduler.builders import make_tiers
 from tests.scheduler.drivers.calls.simulation import poisson, simulate
-from tidegate.settings.common import shipped_tiers
+from tidegate.settings.base import shipped_tiers
 
 TIERS = load_tiers(shipped_tiers())
 BATCH = 64
