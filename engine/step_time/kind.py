@@ -1,8 +1,7 @@
 """The model of one kind of step (decode-only or mixed), learned online from measured steps.
 
-A linear model of the work (`StepRegression`) gives the coefficients. If the linear model fits poorly, its predictions
-are multiplied by a correction that depends on the number of rows (`RowTable`). No prediction is below the shortest step
-seen. A safety factor raises the coefficients that a planner gets. Knows numbers only.
+A linear model of the work (`StepRegression`) gives the coefficients. No prediction is below the shortest step seen. A
+safety factor raises the coefficients that a planner gets. Knows numbers only.
 """
 
 import math
@@ -14,7 +13,6 @@ import numpy as np
 from engine.step_time.cost import StepCost, StepWork
 from engine.step_time.ewma import Ewma
 from engine.step_time.regression import StepRegression, Vector
-from engine.step_time.row_correction import RowTable
 
 SHORTEST_S = 1e-6  # seconds; shorter predictions and measurements count as this
 KNOWN_STEPS = 64  # steps of a kind after which a deviation is no longer taken for an error of the coefficients
@@ -45,16 +43,16 @@ class StepKind:
     def __init__(self, theta: Vector) -> None:
         self._regression = StepRegression(theta)
         self._theta: tuple[float, ...] = tuple(theta.tolist())
-        self._correction = RowTable()
         self._min_step_s = 0.0
         self._ratios: deque[float] = deque(maxlen=SAFETY_WINDOW)  # measured ÷ predicted
         self._num_tracked = 0
         self._safety = 1.0
         self._log_ratio = Ewma(USUAL_WEIGHT)
 
-    def knows(self, rows: int) -> bool:
-        """Return whether the steps learned so far say how long a step with `rows` rows takes."""
-        return self._num_tracked >= KNOWN_STEPS and self._correction.has_seen(rows)
+    @property
+    def is_known(self) -> bool:
+        """Whether the steps learned so far say how long a step takes."""
+        return self._num_tracked >= KNOWN_STEPS
 
     @property
     def safety(self) -> float:
@@ -70,9 +68,9 @@ class StepKind:
         k = [value * scale * slowdown * self._safety for value, scale in zip(self._theta, _SCALE, strict=True)]
         return StepCost(k[0], k[1], k[2], k[3], k[4], min_step_s * slowdown * self._safety)
 
-    def predict(self, x: Sequence[float], rows: int) -> float:
-        """Return the expected seconds of a step with features `x` and `rows` rows (tokens)."""
-        return max(self._linear_s(x) * self._correction.ratio(rows), self.min_step_s, SHORTEST_S)
+    def predict(self, x: Sequence[float]) -> float:
+        """Return the expected seconds of a step with features `x`."""
+        return max(self._linear_s(x), self.min_step_s, SHORTEST_S)
 
     @property
     def min_step_s(self) -> float:
@@ -84,10 +82,9 @@ class StepKind:
         one_decode_s = self._theta[0] + self._theta[4] * _SCALE[4]
         return min(self._min_step_s, MAX_MIN_STEP * one_decode_s) if one_decode_s > SHORTEST_S else self._min_step_s
 
-    def track(self, x: Sequence[float], rows: int, seconds: float) -> None:
+    def track(self, x: Sequence[float], seconds: float) -> None:
         """Record the error of the linear prediction for a step. Call this before the step is learned."""
         linear_s = max(self._linear_s(x), SHORTEST_S)
-        self._correction.observe(rows, seconds / linear_s)
         self._track_min_step(seconds, linear_s)
         self._ratios.append(seconds / max(linear_s, self.min_step_s))
         self._num_tracked += 1

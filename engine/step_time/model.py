@@ -82,20 +82,20 @@ class StepTimeModel:
 
     def predict(self, work: StepWork) -> float:
         """Return the expected time of a step in seconds, without a safety factor."""
-        return self._kinds[work.is_mixed].predict(features(work), work.rows) * self._slowdown
+        return self._kinds[work.is_mixed].predict(features(work)) * self._slowdown
 
     def observe(self, work: StepWork, elapsed_s: float) -> None:
         """Learn from a step that took `elapsed_s` seconds."""
         elapsed_s = max(elapsed_s, SHORTEST_S)
         kind, x = self._kinds[work.is_mixed], features(work)
-        step = _Step(kind, x, work.rows, elapsed_s, elapsed_s / kind.predict(x, work.rows))
+        step = _Step(kind, x, work.rows, elapsed_s, elapsed_s / kind.predict(x))
         self.num_observed += 1
         self._costs = [None, None]
         if not self.is_warm:
             self._learn(step)
             return
         self._errors.append(self._slowdown / step.pace - 1.0)
-        if not kind.knows(work.rows):
+        if not kind.is_known:
             self._track(step)  # even if it deviates: the coefficients may be wrong
         elif self._deviates(step):
             self._hold(step)
@@ -152,7 +152,7 @@ class StepTimeModel:
         self._deviating.clear()
 
     def _track(self, step: _Step) -> None:
-        step.kind.track(step.x, step.rows, step.elapsed_s / self._slowdown)
+        step.kind.track(step.x, step.elapsed_s / self._slowdown)
         self._learn(step)
 
     def _learn(self, step: _Step) -> None:

@@ -155,17 +155,6 @@ def in_tiles(rng: random.Random) -> tuple[StepWork, float]:
     return make_work(*[(1, 100)] * count), 0.008 + 0.008 * -(-count // 8)
 
 
-def test_where_the_linear_model_fits_poorly_it_is_corrected_by_rows() -> None:
-    model, rng = StepTimeModel(), random.Random(8)
-    for _ in range(3000):
-        model.observe(*in_tiles(rng))
-    fresh = [in_tiles(rng) for _ in range(300)]
-    errors = [abs(model.predict(work) / seconds - 1) for work, seconds in fresh]
-    linear_errors = [abs(model.cost(mixed=False).of(work) / seconds - 1) for work, seconds in fresh]
-    assert sum(errors) < 0.6 * sum(linear_errors)
-    assert sum(errors) / len(errors) < 0.04
-
-
 def test_the_safety_factor_covers_the_errors_of_the_linear_model() -> None:
     model, rng = StepTimeModel(), random.Random(9)
     for _ in range(1000):
