@@ -77,7 +77,9 @@ async def test_an_input_that_was_damaged_on_the_disk_fails_the_batch(gateway: Of
     assert not gateway.completions.calls
 
 
-async def test_the_batch_s_own_copy_is_lost_while_it_runs(redis_client: Redis, tmp_path: Path) -> None:
+async def test_the_batch_s_own_copy_is_lost_while_it_runs(
+    redis_client: Redis, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """What was read goes on; a later run waits for the copy, and keeps the results when it gives up."""
     async with running_gateway(redis_client, tmp_path) as gateway:
         batch_id = await half_done(gateway)
@@ -87,6 +89,7 @@ async def test_the_batch_s_own_copy_is_lost_while_it_runs(redis_client: Redis, t
         await gateway.answered(batch_id, 6)
     async with running_gateway(redis_client, tmp_path) as gateway:
         gateway.clock.shift_s = DAY_S + LOST_S - 60
+        await until(lambda: f"batch {batch_id} waits" in caplog.text)
         assert (await gateway.client.batches.retrieve(batch_id)).status == "in_progress"
         assert not gateway.completions.calls
     async with running_gateway(redis_client, tmp_path) as gateway:
