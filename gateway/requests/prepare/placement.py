@@ -1,4 +1,4 @@
-"""Where a request goes: who asks, in which tier it is generated, and on which terms.
+"""Where a request goes: its caller, the tier that generates its answer, and what the caller chose beside it.
 
 Knows API keys, tiers and the headers that choose among them; does not know prompts or answers.
 """
@@ -19,7 +19,7 @@ RECEIPT_HEADER = "x-tidegate-receipt"  # a request with it gets an answer with a
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Who asks for an answer, in which tier it is generated, and on which terms.
+    """The caller of a request, the tier that generates its answer, and what the caller chose beside it.
 
     `service_tier` is the one that the answer reports. `request_id` must be new each time, because the ids of the
     scheduler's requests are made from it. `owner` is the name of the caller's API key (None: access is open).
