@@ -6,7 +6,6 @@ Knows HTTP and the completion service; does not know the format of answers.
 """
 
 from collections.abc import Awaitable, Callable
-from typing import Protocol
 
 import structlog
 from fastapi import Request, Response
@@ -14,28 +13,19 @@ from fastapi import Request, Response
 from gateway.http.disconnect import CLIENT_CLOSED, ClientDisconnected, until_disconnect
 from gateway.http.sse import EventStreamResponse
 from gateway.identity import ApiKey
+from gateway.protocol.bodies.options import GenerationBody
 from gateway.protocol.bodies.unknown_names import IGNORED_HEADER, header_value
 from gateway.requests.answers.chunks import encode_json
-from gateway.requests.generate.endpoints import Deliverable
 from gateway.requests.generate.generation import Generation
-from gateway.requests.prepare.placement import Asked, Placement, place
+from gateway.requests.generate.service import Deliverable
+from gateway.requests.prepare.placement import Placement, place
 from gateway.requests.prepare.prepared import PreparedRequest
 from gateway.state import gateway_of
 
 Prepare = Callable[[Placement], Awaitable[PreparedRequest]]
 
 
-class Delivered(Asked, Protocol):
-    """The part of a body that matters to its delivery."""
-
-    @property
-    def stream(self) -> bool | None: ...
-
-    @property
-    def ignored_names(self) -> tuple[str, ...]: ...
-
-
-async def send_answer(request: Request, body: Delivered, generation: Deliverable) -> Response:
+async def send_answer(request: Request, body: GenerationBody, generation: Deliverable) -> Response:
     """Return the response that sends an answer as a stream or as one object."""
 
     def hung_up() -> None:
@@ -54,12 +44,12 @@ async def send_answer(request: Request, body: Delivered, generation: Deliverable
     return Response(encode_json(answer), headers=headers, media_type="application/json")
 
 
-def headers_of(body: Delivered) -> dict[str, str] | None:
+def headers_of(body: GenerationBody) -> dict[str, str] | None:
     """Return the headers of an answer to `body`."""
     return {IGNORED_HEADER: header_value(body.ignored_names)} if body.ignored_names else None
 
 
-async def submit(request: Request, body: Asked, key: ApiKey | None, prepare: Prepare) -> Generation:
+async def submit(request: Request, body: GenerationBody, key: ApiKey | None, prepare: Prepare) -> Generation:
     """Prepare the request in the tier that it asks for, and submit it. Raises `ApiError` if it is refused."""
     gateway = gateway_of(request)
     placement = place(body, request.headers, key, gateway.tiers, request.state.request_id)

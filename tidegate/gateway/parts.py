@@ -3,6 +3,7 @@
 Everything that lies outside of the process comes in as a `Settings`, a connection to the store and the `Outside`.
 """
 
+import hashlib
 import random
 import secrets
 from collections.abc import Callable
@@ -37,10 +38,12 @@ from gateway.keys.limits import KeyLimits
 from gateway.keys.source import KeySource
 from gateway.keys.usage import UsageMeter
 from gateway.keys.webhooks import TargetPolicy
+from gateway.output.model_format import ModelFormat
 from gateway.requests.generate.answer_cache import AnswerCache
 from gateway.requests.generate.metering import Metering
 from gateway.requests.generate.service import CompletionService
 from gateway.requests.prepare.model_revision import model_revision
+from gateway.requests.prepare.preparation import Model
 from gateway.requests.prepare.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from gateway.requests.tokens.tokenizer import Tokenizer
 from gateway.state import Gateway, GatewayTiers
@@ -137,20 +140,13 @@ def build_gateway(
         max_bytes=settings.answer_cache_mb * 2**20,
     )
     dead_letters = DeadLetters(redis)
-    metering = Metering(keyring, limits, usage, cache, metrics)
     completions = CompletionService(
         client,
         clock,
-        tokenizer,
+        make_model(settings, outside),
         metrics,
-        names,
-        defaults=outside.defaults,
-        trusts_templates=settings.trust_request_chat_template,
-        tool_parser=settings.tool_parser,
-        metering=metering,
-        dead_letters=dead_letters,
-        revision=outside.revision,
-        adapters=settings.adapter_paths.keys(),
+        Metering(keyring, limits, usage, cache, metrics),
+        dead_letters,
     )
     files = FileStore(redis, settings.data_dir, clock, settings.disk_reserve_mb * 2**20, outside.storage)
     max_body_bytes = settings.max_body_mb * 2**20
@@ -214,6 +210,19 @@ def build_gateway(
         tracing=tracing.middleware if tracing is not None else None,
         private_docs=settings.private_docs,
         console=settings.console,
+    )
+
+
+def make_model(settings: GatewaySettings, outside: Outside) -> Model:
+    names, tokenizer = settings.model_names, outside.tokenizer
+    return Model(
+        names=names,
+        adapters=frozenset(settings.adapter_paths),
+        tokenizer=tokenizer,
+        format=ModelFormat.of(tokenizer.chat_template, tokenizer.special_tokens, settings.tool_parser),
+        defaults=outside.defaults,
+        fingerprint="fp_" + hashlib.sha256(f"{names[0]}{outside.revision}".encode()).hexdigest()[:10],
+        trusts_templates=settings.trust_request_chat_template,
     )
 
 

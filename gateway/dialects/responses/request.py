@@ -7,21 +7,12 @@ are refused by name. Fields that are no parameter of the Responses API are kept 
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    PrivateAttr,
-    Tag,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from gateway.dialects.responses.items import InputItem
 from gateway.protocol.bodies.messages import MAX_PIECES, Text
-from gateway.protocol.bodies.options import INT64, Whole
-from gateway.protocol.bodies.schemas import ChatCompletionRequest, Metadata
+from gateway.protocol.bodies.options import GenerationBody, Whole
+from gateway.protocol.bodies.schemas import ChatCompletionRequest
 from gateway.protocol.bodies.unknown_names import unknown_names
 from gateway.protocol.errors import invalid_request, invalid_value, unsupported_parameter
 from gateway.protocol.json_body import Body, parse
@@ -160,16 +151,13 @@ Input = Annotated[
 ]
 
 
-class ResponseRequest(Body):
+class ResponseRequest(GenerationBody):
     model_config = ConfigDict(extra="allow")
 
-    model: Text
     input: Input
     instructions: Text | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=2**31), Whole] | None = None
     max_tool_calls: Annotated[int, Field(ge=1), Whole] | None = None  # of tools that run on the server
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20), Whole] | None = None
     text: TextConfig | None = None
     tools: Tools | None = None
@@ -177,23 +165,16 @@ class ResponseRequest(Body):
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     include: Annotated[list[Includable], Field(max_length=16, fail_fast=True)] | None = None
-    metadata: Metadata | None = None
-    service_tier: Text | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    user: Text | None = None
     safety_identifier: Annotated[Text, Field(max_length=64)] | None = None
     prompt_cache_key: Text | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     prompt_cache_options: dict[str, Any] | None = None  # hints to OpenAI's cache; here, the prefix cache needs none
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     store: bool | None = None
     background: bool | None = None
     background_options: dict[str, Any] | None = None  # hints of how soon an answer is needed; `service_tier` says it
     previous_response_id: Text | None = None
-    # An extension of vLLM: a number below 0 asks for a higher tier, one above 0 for a lower one.
-    priority: Annotated[int, Field(ge=-INT64, lt=INT64), Whole] | None = None
-    _ignored: tuple[str, ...] = PrivateAttr(())
 
     @field_validator("input", mode="before")
     @classmethod
@@ -206,11 +187,6 @@ class ResponseRequest(Body):
     def extensions(self) -> dict[str, Any]:
         """Parameters of /v1/chat/completions that the Responses API does not have."""
         return {name: value for name, value in (self.model_extra or {}).items() if name not in self._ignored}
-
-    @property
-    def ignored_names(self) -> tuple[str, ...]:
-        """The names in the body that this server does not know."""
-        return self._ignored
 
     @property
     def wants_logprobs(self) -> bool:

@@ -96,7 +96,7 @@ class NewResponse:
             service_tier=service_tier,
             stored=self._store is not None,
             request=self._request,
-            defaults=self._completions.defaults,
+            defaults=self._completions.model.defaults,
         )
         return ResponseAnswer(head, lambda: self._clock.wall_ms() // 1000, report)
 

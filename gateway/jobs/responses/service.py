@@ -21,9 +21,8 @@ from gateway.jobs.responses.event_log import EventWriter, follow
 from gateway.jobs.responses.response_ends import Announcer, ResponseEnds
 from gateway.jobs.responses.store import NoRoom, ResponseStore, StoredResponse
 from gateway.protocol.errors import invalid_value, too_many_followers, too_many_responses
-from gateway.requests.generate.endpoints import Endpoint
 from gateway.requests.generate.generation import Generation
-from gateway.requests.generate.service import CompletionService
+from gateway.requests.generate.service import CompletionService, Endpoint
 from scheduler.clock import Clock
 
 ENDPOINT = "/v1/responses"

@@ -5,7 +5,7 @@ from typing import Any, Self
 import msgspec
 from pydantic import Field, model_validator
 
-from gateway.protocol.bodies.schemas import Metadata
+from gateway.protocol.bodies.options import Metadata
 from gateway.protocol.json_body import Body
 from scheduler.tasks.task import StoredTask, TaskState
 

@@ -1,18 +1,20 @@
-"""Fields that both completion endpoints have beside OpenAI's common ones: sampling, the prompt, and what is reported.
+"""Fields that several endpoints have: those of all that generate something, and those of both completion endpoints.
 
 Knows types and ranges. Does not know the model: whether a token id exists is checked where the model's limits are known
-(gateway/requests/prepare/sampling.py). Most of the fields are extensions of vLLM.
+(gateway/requests/prepare/sampling.py).
 """
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PrivateAttr
 
+from gateway.protocol.bodies.messages import Text
 from gateway.protocol.json_body import Body
 
 MAX_TOP = 20  # likeliest tokens reported for a position, as in OpenAI's chat API and by default in vLLM
 MAX_TOKEN_IDS = 1024  # entries of a list or mapping of single token ids
 MAX_BAD_WORDS = 128  # each step compares the output with all of them
+MAX_PAIRS = 16  # key-value pairs of metadata
 INT64 = 2**63
 
 T = TypeVar("T")
@@ -48,7 +50,42 @@ LogitBias = Annotated[
 ]
 
 
+def _few_pairs(value: Any) -> Any:
+    """Refuse a mapping with too many pairs before its items are checked. Pydantic would check the items first."""
+    if isinstance(value, dict) and len(value) > MAX_PAIRS:
+        raise ValueError(f"must have at most {MAX_PAIRS} pairs")
+    return value
+
+
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], BeforeValidator(_few_pairs)
+]
+
+
+class GenerationBody(Body):
+    """The fields that the bodies of all endpoints have in common which generate something."""
+
+    _ignored: tuple[str, ...] = PrivateAttr(())
+
+    model: Text
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    metadata: Metadata | None = None
+    service_tier: Text | None = None
+    user: Text | None = None
+    stream: bool | None = None
+    # An extension of vLLM: a number below 0 asks for a higher tier, one above 0 for a lower one.
+    priority: Annotated[int, Field(ge=-INT64, lt=INT64), Whole] | None = None
+
+    @property
+    def ignored_names(self) -> tuple[str, ...]:
+        """The names in the body that this server does not know."""
+        return self._ignored
+
+
 class Options(Body):
+    """Extensions of vLLM, and OpenAI's options of sampling."""
+
     # sampling
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -76,4 +113,3 @@ class Options(Body):
     detokenize: bool | None = None
     # the request
     request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")] | None = None
-    priority: Annotated[int, Field(ge=-INT64, lt=INT64), Whole] | None = None

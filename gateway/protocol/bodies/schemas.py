@@ -12,10 +12,10 @@ with an error in every item would exhaust the process.
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, PrivateAttr, Tag, field_validator
+from pydantic import Field, Tag, field_validator
 
 from gateway.protocol.bodies.messages import MAX_PIECES, Message, StopText, Text, TokenIds, choose, count_pieces
-from gateway.protocol.bodies.options import INT64, Count, NumTop, Options, Whole
+from gateway.protocol.bodies.options import INT64, Count, GenerationBody, NumTop, Options, Whole
 from gateway.protocol.bodies.output_format import Choices, Grammar, ResponseFormat, Schema, StructuredOutputs
 from gateway.protocol.bodies.tools import (
     MAX_TOOLS,
@@ -32,19 +32,6 @@ from gateway.protocol.json_body import Body, has_more_values, has_too_many_value
 MAX_CHOICES = 2048  # choices of one answer, summed over all its prompts
 MAX_VALUES = 2**16  # of tools, of a format, or of the arguments of all calls: they are written in one step, of 20 ms
 MAX_PROMPT_IDS = 2**20  # token ids of a body, summed over all its prompts
-MAX_PAIRS = 16  # key-value pairs of metadata
-
-
-def _few_pairs(value: Any) -> Any:
-    """Refuse a mapping with too many pairs before its items are checked. Pydantic would check the items first."""
-    if isinstance(value, dict) and len(value) > MAX_PAIRS:
-        raise ValueError(f"must have at most {MAX_PAIRS} pairs")
-    return value
-
-
-Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], BeforeValidator(_few_pairs)
-]
 
 
 class StreamOptions(Body):
@@ -53,15 +40,10 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(Options):
+class GenerationRequest(GenerationBody, Options):
     """The fields that the bodies of both endpoints have in common."""
 
-    _ignored: tuple[str, ...] = PrivateAttr(())
-
-    model: Text
     max_tokens: Annotated[int, Field(ge=1, le=2**31), Whole] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31), Whole] | None = None
     n: Annotated[int, Field(ge=1, le=128), Whole] | None = None
     best_of: Annotated[int, Field(ge=1, le=128), Whole] | None = None
@@ -71,14 +53,10 @@ class GenerationRequest(Options):
         | Annotated[list[StopText], Field(max_length=4, fail_fast=True), Tag("<list>")],
         choose("a string or an array of strings"),
     ] = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    service_tier: Text | None = None
     deadline_ms: Annotated[int, Field(ge=1, le=2**53), Whole] | None = None  # maximum ms from arrival to the last token
-    user: Text | None = None
     # An extension of vLLM: requests share cached KV only if they have the same salt.
     cache_salt: Annotated[Text, Field(min_length=1, max_length=1024)] | None = None
-    metadata: Metadata | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None  # an extension of vLLM, as the older `guided_…`
     guided_json: str | Schema | None = None
@@ -100,11 +78,6 @@ class GenerationRequest(Options):
     def num_sequences(self) -> int:
         """The number of sequences to generate for each prompt."""
         return max(self.n or 1, self.best_of or 1)
-
-    @property
-    def ignored_names(self) -> tuple[str, ...]:
-        """The names in the body that this server does not know."""
-        return self._ignored
 
 
 class ChatCompletionRequest(GenerationRequest):

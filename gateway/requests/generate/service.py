@@ -5,35 +5,63 @@ Knows bodies, tiers and the scheduler's client. Does not know HTTP, how a reques
 """
 
 import asyncio
-import hashlib
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from gateway.dead_letters import DeadLetters
 from gateway.fairness import FairLock
 from gateway.http.metrics import GatewayMetrics
+from gateway.http.sse import Write
 from gateway.http.trace import CURRENT_TRACE
-from gateway.output.model_format import ModelFormat
 from gateway.protocol.bodies.schemas import ChatCompletionRequest, CompletionRequest, parse_generation
 from gateway.protocol.errors import ApiError, invalid_value, rejected
 from gateway.protocol.json_body import is_large
-from gateway.requests.generate.endpoints import Endpoint
 from gateway.requests.generate.generation import Generation
 from gateway.requests.generate.metering import Metering
 from gateway.requests.prepare.placement import Placement
 from gateway.requests.prepare.preparation import Model, Preparation
 from gateway.requests.prepare.prepared import AnyRequest, PreparedRequest
-from gateway.requests.prepare.sampling_defaults import SamplingDefaults
-from gateway.requests.tokens.tokenizer import Tokenizer
 from scheduler.client.client import SchedulerClient
 from scheduler.client.rejection import Rejected, RejectReason
 from scheduler.client.token_stream import TokenStream
 from scheduler.clock import Clock
+from scheduler.config import Tier
 
 PING_S = 15.0  # seconds of silence before a keep-alive; proxies close connections that are silent for 30 to 60 s
 ONLINE = {"stream": "streaming is not possible here"}
+
+
+class Deliverable(Protocol):
+    """An answer that is being generated. Only one of its methods is called, and only once."""
+
+    @property
+    def tier(self) -> Tier: ...
+
+    async def respond(self) -> dict[str, Any]: ...
+
+    async def stream(self, write: Write) -> None: ...
+
+
+class NewAnswer(Protocol):
+    """An answer to a body. Call `prepare`, submit the result, and call `run` with its generation."""
+
+    async def prepare(self, placement: Placement) -> PreparedRequest: ...
+
+    def run(self, generation: Generation) -> Deliverable: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """An endpoint that generates something. `parse` makes a request of a body, and is picklable; `new` an answer of it.
+
+    `online` has the options that need a connection to the client, with what a job is told that uses them.
+    """
+
+    parse: Callable[[dict[str, Any]], Any]
+    new: Callable[[Any], NewAnswer]
+    online: Mapping[str, str] = field(default_factory=dict)
 
 
 class CompletionService:
@@ -43,40 +71,18 @@ class CompletionService:
         self,
         client: SchedulerClient,
         clock: Clock,
-        tokenizer: Tokenizer,
+        model: Model,
         metrics: GatewayMetrics,
-        model_names: tuple[str, ...],
-        *,
-        defaults: SamplingDefaults,
-        trusts_templates: bool,
-        tool_parser: str,
         metering: Metering,
         dead_letters: DeadLetters,
-        revision: str,
-        adapters: Collection[str],
     ) -> None:
-        """`trusts_templates` says whether a request may bring its own chat template.
-
-        `revision` tells one version of the model's files from another; it is a part of the fingerprint. `adapters` are
-        those of `model_names` that name a LoRA adapter.
-        """
-        self.defaults = defaults
+        self.model = model
         self._client = client
         self._clock = clock
-        self._tokenizer = tokenizer
         self._lock = FairLock()
         self._metrics = metrics
         self._metering = metering
         self._dead_letters = dead_letters
-        model = Model(
-            names=model_names,
-            adapters=frozenset(adapters),
-            tokenizer=tokenizer,
-            format=ModelFormat.of(tokenizer.chat_template, tokenizer.special_tokens, tool_parser),
-            defaults=defaults,
-            fingerprint="fp_" + hashlib.sha256(f"{model_names[0]}{revision}".encode()).hexdigest()[:10],
-            trusts_templates=trusts_templates,
-        )
         self._preparation = Preparation(model, client, clock, self._lock)
         self.prepare, self.encode = self._preparation.prepare, self._preparation.encode
         new = partial(NewCompletion, self._preparation)
@@ -122,7 +128,7 @@ class CompletionService:
         trace = CURRENT_TRACE.get()
         if trace is not None:
             trace.note_submitted()
-        shared = (self._tokenizer, self._clock, PING_S, self._lock)
+        shared = (self.model.tokenizer, self._clock, PING_S, self._lock)
         return Generation(prepared, tokens, *shared, account, trace, self._dead_letters)
 
     async def _enqueue(self, prepared: PreparedRequest) -> tuple[PreparedRequest, TokenStream]:

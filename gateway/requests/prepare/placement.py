@@ -5,9 +5,9 @@ Knows API keys, tiers and the headers that choose among them; does not know prom
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from gateway.identity import ApiKey, ResolvedTier, demotion_of, patient_service_tier, resolve_tier
+from gateway.protocol.bodies.options import GenerationBody
 from gateway.protocol.bodies.tier_synonyms import TTFT_HEADER, wished_service_tier
 from gateway.protocol.errors import invalid_value
 from scheduler.config import Tier, TierSet
@@ -37,17 +37,9 @@ class Placement:
     is_limited: bool = True  # whether the limits of the owner's key count; what it uses is counted in any case
 
 
-class Asked(Protocol):
-    """The part of a body that says where it goes."""
-
-    @property
-    def service_tier(self) -> str | None: ...
-
-    @property
-    def priority(self) -> int | None: ...
-
-
-def place(asked: Asked, headers: Mapping[str, str], key: ApiKey | None, tiers: TierSet, request_id: str) -> Placement:
+def place(
+    asked: GenerationBody, headers: Mapping[str, str], key: ApiKey | None, tiers: TierSet, request_id: str
+) -> Placement:
     """Return where a request of an HTTP client goes. Raises `ApiError` 400 if what it asks for is unknown."""
     cache_ttl_s = _cache_ttl_s(headers.get(CACHE_HEADER))
     wished = _wished_tier(asked, headers.get(TTFT_HEADER), key, tiers)
@@ -65,7 +57,7 @@ def place(asked: Asked, headers: Mapping[str, str], key: ApiKey | None, tiers: T
     )
 
 
-def _wished_tier(asked: Asked, slo_ttft_ms: str | None, key: ApiKey | None, tiers: TierSet) -> str | None:
+def _wished_tier(asked: GenerationBody, slo_ttft_ms: str | None, key: ApiKey | None, tiers: TierSet) -> str | None:
     if not asked.priority and slo_ttft_ms is None:
         return asked.service_tier
     usual = resolve_tier(None, key, tiers).tier

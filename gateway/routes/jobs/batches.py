@@ -20,7 +20,7 @@ from gateway.jobs.batches.forecast.forecasts import Infeasible
 from gateway.jobs.batches.input.size import InputSize
 from gateway.jobs.batches.model import Batch, NewBatch
 from gateway.jobs.batches.service import BatchService, InputProblem, NotCancellable, TooManyBatches
-from gateway.protocol.bodies.schemas import Metadata
+from gateway.protocol.bodies.options import Metadata
 from gateway.protocol.errors import ApiError, invalid_request, invalid_value, retry_after
 from gateway.protocol.json_body import Body, parse, read_object
 from gateway.protocol.openapi import json_body
