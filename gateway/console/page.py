@@ -20,7 +20,6 @@ HEADERS = {
     "cache-control": "no-cache",  # a browser asks each time, so that after an upgrade it never mixes two versions
     "content-security-policy": POLICY,
     "referrer-policy": "no-referrer",
-    "x-content-type-options": "nosniff",
 }
 
 _FILES = StaticFiles(directory=Path(__file__).parent / "static")

@@ -7,6 +7,7 @@ import asyncio
 import hashlib
 import re
 from collections.abc import AsyncIterator, Callable
+from pathlib import PureWindowsPath
 from urllib.parse import quote
 
 from fastapi import Request, Response
@@ -35,7 +36,7 @@ async def stored_content(
     etag = f'"{file.sha256}"'
     headers = {
         "accept-ranges": "bytes",
-        "content-disposition": f"attachment; filename*=utf-8''{quote(file.filename, safe='')}",
+        "content-disposition": f"attachment; filename*=utf-8''{quote(saved_name(file), safe='')}",
         "etag": etag,
     }
     wanted = request.headers.get("range") if request.headers.get("if-range", etag) == etag else None
@@ -59,6 +60,12 @@ async def stored_content(
         end()
         raise
     return _Download(_rest(first, chunks), status, headers, media_type, end)
+
+
+def saved_name(file: StoredFile) -> str:
+    """Return the name under which clients may save `file`: the last part of what may be a path (RFC 6266, 4.3)."""
+    name = PureWindowsPath(file.filename).name  # knows both kinds of slashes
+    return name if name.strip(". ") else file.id
 
 
 class _Download(StreamingResponse):

@@ -69,6 +69,7 @@ class RequestContext:
                 headers["x-request-id"] = request_id
                 headers["openai-processing-ms"] = str(round(1000 * (self._clock.now() - began_s)))
                 headers["openai-version"] = OPENAI_VERSION
+                headers["x-content-type-options"] = "nosniff"  # no browser takes an uploaded file for a page
                 headers.update(scope["state"].get("headers", {}))
             await send(message)
 

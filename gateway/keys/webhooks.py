@@ -12,7 +12,7 @@ import hashlib
 import hmac
 import re
 from dataclasses import dataclass
-from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
+from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address, ip_network
 from urllib.parse import SplitResult, urlsplit
 
 from gateway.http.access.hosts import address_of
@@ -23,6 +23,9 @@ PREFIX = "whsec_"
 MIN_SECRET_BYTES, MAX_SECRET_BYTES = 24, 64  # as in the specification
 MAX_URL = 2048  # characters
 NAT64 = IPv6Network("64:ff9b::/96")  # addresses that stand for the IPv4 address in their last four bytes
+# What `is_global` of Python 3.11 calls public, and the registries of IANA do not: addresses of protocols, relays of
+# 6to4, and addresses for documentation.
+NOT_PUBLIC = tuple(map(ip_network, ("192.0.0.0/24", "192.88.99.0/24", "3fff::/20")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class TargetPolicy:
             return self.allow_loopback or self.allow_private
         if inner.is_multicast or inner.is_unspecified or inner.is_reserved:
             return False
-        return scheme == "https" if inner.is_global else self.allow_private
+        return scheme == "https" if _is_public(inner) else self.allow_private
 
     def _refusal(self, host: str) -> str:
         way_out = "the server must be started with --webhook-allow-private to call addresses of its own network."
@@ -84,6 +87,11 @@ def _inner(address: Address) -> Address:
     if address in NAT64:
         return IPv4Address(address.packed[-4:])
     return address.ipv4_mapped or address.sixtofour or address
+
+
+def _is_public(address: Address) -> bool:
+    is_site_local = isinstance(address, IPv6Address) and address.is_site_local
+    return address.is_global and not is_site_local and not any(address in network for network in NOT_PUBLIC)
 
 
 def secret_bytes(secret: str) -> bytes:

@@ -4,8 +4,9 @@ If API keys are configured, a request needs one of them, and /admin needs a key 
 
 If no keys are configured, /v1 is open to every program that can reach the port, but not to web pages of other origins,
 unless `--allowed-origins` names them. Such pages must be refused, because a browser lets every page post text/plain or
-a form to 127.0.0.1. Browsers send the page's origin in the `Origin` header; other programs do not send this header. The
-server compares `Origin` with `Host`, so a proxy has to pass on `Host` as the client wrote it.
+a form to 127.0.0.1. Browsers send the page's origin in the `Origin` header, or at least `Sec-Fetch-Site` where a page
+only loads an image or follows a link; other programs send neither. The server compares `Origin` with `Host`, so a proxy
+has to pass on `Host` as the client wrote it.
 
 Without keys, /admin is open only to programs on this machine. The client's address must be a loopback address, and the
 host name in the request must be `localhost` or a loopback address. The check of the host name keeps out web pages whose
@@ -38,14 +39,9 @@ async def authenticated(request: Request) -> ApiKey | None:
     Raises `ApiError` 401 if the caller's key is missing or wrong. Raises `ApiError` 403 if no keys are configured and a
     web page of an origin that is not allowed sent the request.
     """
-    gateway, origin = gateway_of(request), request.headers.get("origin")
+    gateway = gateway_of(request)
     keyring = gateway.keyring
-    if (
-        keyring.is_open
-        and origin is not None
-        and _is_cross_site(request)
-        and not gateway.allowed_origins.allows(origin)
-    ):
+    if keyring.is_open and (origin := _other_origin(request)) and not gateway.allowed_origins.allows(origin):
         raise foreign_origin(origin)
     try:
         key = keyring.authenticate(request.headers.get("authorization"))
@@ -75,7 +71,7 @@ async def administrator(request: Request, key: Caller) -> None:
     if key is not None and not key.admin:
         message = "This API key may not administrate: that takes `admin: true` in the keys file."
         raise ApiError(403, message, code="insufficient_permissions")
-    if key is None and (_is_cross_site(request) or not _is_local(request)):
+    if key is None and (_other_origin(request) or not _is_local(request)):
         message = "Without API keys, administration is open to programs on the server's own machine only."
         raise ApiError(403, message, code="insufficient_permissions")
 
@@ -83,18 +79,19 @@ async def administrator(request: Request, key: Caller) -> None:
 Administrator = Depends(administrator)
 
 
-def _is_cross_site(request: Request) -> bool:
-    """Whether a web page of another origin sent the request.
+def _other_origin(request: Request) -> str | None:
+    """Return the origin of the web page of another origin that sent the request; None if no such page did.
 
-    The origin `null`, which sandboxed pages have, counts as another origin.
+    It is `null` for sandboxed pages, and where the browser does not tell the origin.
     """
     origin = request.headers.get("origin")
     if origin is None:
-        return False
+        return "null" if request.headers.get("sec-fetch-site") in ("cross-site", "same-site") else None
     try:
-        return urlsplit(origin).netloc.lower() != request.headers.get("host", "").lower()
+        is_own = urlsplit(origin).netloc.lower() == request.headers.get("host", "").lower()
     except ValueError:
-        return True
+        is_own = False
+    return None if is_own else origin
 
 
 def _is_local(request: Request) -> bool:

@@ -42,7 +42,7 @@ router = APIRouter(include_in_schema=False)
 
 @router.get("/docs")
 async def docs(request: Request) -> HTMLResponse:
-    headers = {"content-security-policy": POLICY, "x-content-type-options": "nosniff"}
+    headers = {"content-security-policy": POLICY}
     return HTMLResponse(PAGE.format(title=request.app.title), headers=headers)
 
 

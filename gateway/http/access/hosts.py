@@ -1,9 +1,10 @@
-"""The host names by which clients may call a server without API keys.
+"""The `Host` header: what a valid one is, and the names by which clients may call a server without API keys.
 
 Keeps out web pages whose host name was made to resolve to this server (DNS rebinding): to a browser, they are pages of
-the server itself. Knows the `Host` header; does not know the client's address.
+the server itself. Does not know the client's address.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -13,9 +14,11 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.protocol.error_handlers import error_response
-from gateway.protocol.errors import host_not_allowed
+from gateway.protocol.errors import host_not_allowed, invalid_request
 
 MAX_HOST = 300  # characters of a `Host` header: DNS names have at most 253
+# A name or an address, and a port (RFC 3986, section 3.2.2): no user name, no path, no blank.
+HOST = re.compile(r"(\[[0-9A-Za-z:.%]+\]|[\w.~!$&'()*+,;=%-]*)(:[0-9]*)?", re.ASCII)
 MAX_CACHED = 256  # answers for the host names of recent requests, because parsing one takes longer than all else here
 
 
@@ -47,7 +50,11 @@ class AllowedHosts:
 
 
 class HostCheck:
-    """The middleware that refuses other host names with status 403 while `is_open()`."""
+    """The middleware that refuses other host names with status 403 while `is_open()`.
+
+    Requests without one valid `Host` header are refused with status 400, as RFC 9112 wants it: proxies and servers that
+    read different names in one request can be played off against each other.
+    """
 
     def __init__(self, app: ASGIApp, allowed: AllowedHosts, is_open: Callable[[], bool]) -> None:
         self._app = app
@@ -55,10 +62,14 @@ class HostCheck:
         self._is_open = is_open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._is_open():
-            host = Headers(scope=scope).get("host", "")
-            if len(host) > MAX_HOST or not self._allowed.allows(host):
-                await error_response(host_not_allowed(host))(scope, receive, send)
+        if scope["type"] == "http":
+            hosts = Headers(scope=scope).getlist("host") or [""] * (scope["http_version"] == "1.0")
+            if len(hosts) != 1 or not HOST.fullmatch(hosts[0]):
+                message = "A request must have exactly one `Host` header, with a host name and perhaps a port."
+                await error_response(invalid_request(message, code="invalid_http"))(scope, receive, send)
+                return
+            if self._is_open() and (len(hosts[0]) > MAX_HOST or not self._allowed.allows(hosts[0])):
+                await error_response(host_not_allowed(hosts[0]))(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -18,7 +18,7 @@ from fastapi.responses import FileResponse, JSONResponse
 from gateway.files.disk import DiskFull
 from gateway.files.storage import ContentDamaged, ContentLost
 from gateway.files.store import FileStore, QuotaExceeded, StoredFile, content_name
-from gateway.http.download import stored_content
+from gateway.http.download import saved_name, stored_content
 from gateway.http.multipart import MAX_FORM_BYTES, MalformedUpload, Upload, UploadTooLarge, receive_upload
 from gateway.identity import ApiKey
 from gateway.protocol.errors import ApiError, disk_full, files_quota_exceeded, invalid_request, invalid_value
@@ -166,7 +166,7 @@ async def file_content(request: Request, owner: Owner, file_id: str) -> Response
         raise ApiError(500, "This file is damaged in the server's storage.", "server_error", headers=NO_RETRY) from None
     except (FileNotFoundError, ContentLost):  # the file was deleted just now
         raise _no_such_file(file_id) from None
-    return FileResponse(path, media_type=media_type, filename=file.filename, stat_result=stat_result)
+    return FileResponse(path, media_type=media_type, filename=saved_name(file), stat_result=stat_result)
 
 
 @router.delete("/v1/files/{file_id}")

@@ -37,6 +37,24 @@ async def test_a_file_comes_back_as_it_was(gateway: OfflineGateway) -> None:
         assert response.headers["content-type"] == "application/octet-stream"
 
 
+@pytest.mark.parametrize(
+    ("name", "saved"),
+    [
+        ("../../.bashrc", 'filename=".bashrc"'),
+        ("..\\..\\run.bat", 'filename="run.bat"'),
+        ("C:run.bat", 'filename="run.bat"'),
+        ("/etc/größe", "filename*=utf-8''gr%C3%B6%C3%9Fe"),
+        ("a/..", 'filename="{id}"'),
+        ("x; filename=y", "filename*=utf-8''x%3B%20filename%3Dy"),
+    ],
+)
+async def test_a_download_names_no_folder_and_is_no_page(gateway: OfflineGateway, name: str, saved: str) -> None:
+    file_id = await gateway.upload(b"<script>", name, "user_data")
+    answer = await gateway.http.get(f"/v1/files/{file_id}/content")
+    assert answer.headers["content-disposition"] == f"attachment; {saved.format(id=file_id)}"
+    assert answer.headers["x-content-type-options"] == "nosniff"
+
+
 @pytest.mark.parametrize(("wanted", "first"), [("bytes=7-", 7), ("bytes=-3", 17)])
 async def test_a_download_goes_on_where_it_was_cut_off(gateway: OfflineGateway, wanted: str, first: int) -> None:
     content = bytes(range(20))

@@ -36,10 +36,27 @@ async def test_an_open_server_refuses_pages_of_other_origins(origin: str) -> Non
     assert (upload.status_code, upload.json()["error"]["code"]) == (403, "origin_not_allowed")
 
 
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+async def test_an_open_server_refuses_pages_that_do_not_tell_their_origin(site: str) -> None:
+    headers = {"sec-fetch-site": site}
+    async with running_stand() as stand:
+        model = await stand.http.get("/v1/models", headers=headers)
+        admin = await stand.http.get("/admin/sla", headers=headers)
+    assert (model.status_code, model.json()["error"]["code"]) == (403, "origin_not_allowed")
+    assert admin.status_code == 403
+    async with running_stand(allowed_origins=["null"]) as stand:
+        assert (await stand.http.get("/v1/models", headers=headers)).status_code == 200
+    async with running_stand(keyring=KEYRING) as stand:
+        keyed = await stand.http.get("/v1/models", headers={**headers, "authorization": "Bearer sk-right"})
+    assert keyed.status_code == 200
+
+
 async def test_an_open_server_serves_programs_and_its_own_pages() -> None:
     async with running_stand(allowed_hosts=["gate.example"]) as stand:
         assert (await stand.http.post("/v1/chat/completions", content=CHAT)).status_code == 200
         assert (await post_as_a_page(stand, stand.url)).status_code == 200
+        for site in ("same-origin", "none"):
+            assert (await stand.http.get("/v1/models", headers={"sec-fetch-site": site})).status_code == 200
         assert (await post_as_a_page(stand, "https://Gate.example", host="gate.example")).status_code == 200
 
 
@@ -55,6 +72,37 @@ async def test_an_open_server_refuses_other_host_names_on_all_routes(path: str) 
     assert (refused.status_code, error["code"]) == (403, "host_not_allowed")
     assert "--allowed-hosts" in error["message"] and "--api-keys" in error["message"]
     assert served.status_code in (200, 404)
+
+
+HOST_LINES = {
+    b"": 400,
+    b"Host: 127.0.0.1\r\nHost: 127.0.0.1\r\n": 400,
+    b"Host: 127.0.0.1\r\nhOST: other.example\r\n": 400,
+    b"Host: evil@127.0.0.1\r\n": 400,
+    b"Host: 127.0.0.1/path\r\n": 400,
+    b"Host: 127.0.0.1 127.0.0.1\r\n": 400,
+    b"Host: [::1\r\n": 400,
+    b"Host: 127.0.0.1:8000\r\n": 200,
+    b"Host: [::1]:8000\r\n": 200,
+    b"Host:\r\n": 200,
+}
+
+
+@pytest.mark.parametrize("keyring", [None, KEYRING])
+async def test_a_request_has_one_valid_host_header(keyring: Keyring | None) -> None:
+    async with serving_stand(keyring=keyring) as stand:
+        host, port = stand.url.removeprefix("http://").split(":")
+
+        async def status(head: bytes) -> int:
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(head + b"\r\n")
+            line = await reader.readline()
+            writer.close()
+            return int(line.split()[1])
+
+        answers = {lines: await status(b"GET /health HTTP/1.1\r\n" + lines) for lines in HOST_LINES}
+        assert answers == HOST_LINES
+        assert await status(b"GET /health HTTP/1.0\r\n") == 200
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,21 @@ def test_addresses_of_nobody_are_never_called(address: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "address", ["fec0::1", "10.1.2.3", "169.254.169.254", "100.64.0.1", "fd00::1", "fe80::1", "64:ff9b::a01:203"]
+)
+def test_addresses_of_a_network_of_ones_own_need_the_permission(address: str) -> None:
+    assert not any(policy.allows(ip_address(address), "https") for policy in (PUBLIC, LOCAL))
+    assert PRIVATE.allows(ip_address(address), "http")
+
+
+@pytest.mark.parametrize(
+    "address", ["192.0.0.8", "192.0.0.170", "192.88.99.1", "::ffff:192.0.0.8", "2002:c058:6301::1", "3fff::1", "5f00::"]
+)
+def test_addresses_of_protocols_and_examples_are_not_public(address: str) -> None:
+    assert not any(policy.allows(ip_address(address), "https") for policy in (PUBLIC, LOCAL))
+
+
+@pytest.mark.parametrize(
     "url",
     ["http://localhost:9/", "http://127.0.0.1/hook", "https://a.localhost/", "http://[::1]:8/x", "http://LOCALHOST./"],
 )
