@@ -11,7 +11,7 @@ from pydantic_settings import BaseSettings, CliApp, CliSubCommand, SettingsConfi
 from bench.ablation import Ablation
 from bench.chaos.command import Chaos
 from bench.conformance.command import Conformance
-from bench.engines.commands import Engines, Soak
+from bench.engines.commands import Engines
 from bench.facade import Facade
 from bench.fuzz.command import Fuzz
 from bench.images.command import Images
@@ -35,8 +35,7 @@ class Bench(BaseSettings):
 
     Experiments on our server and vLLM's, which take turns. closed-loops: throughput and first tokens with many streams.
 
-    Experiments on an engine. engines: our engine compared with other systems. soak: an engine under random load
-    for a long time.
+    Experiments on an engine. engines: our engine compared with other systems.
 
     Experiments on the HTTP side. conformance: clients that people use, in their default modes. facade: requests per
     second of the gateway, beside LiteLLM's proxy. fuzz: odd requests, and what they leave behind.
@@ -62,7 +61,6 @@ class Bench(BaseSettings):
     isolation: CliSubCommand[Isolation]
     closed_loops: CliSubCommand[ClosedLoops]
     engines: CliSubCommand[Engines]
-    soak: CliSubCommand[Soak]
     store: CliSubCommand[Store]
     simulator_accuracy: CliSubCommand[SimulatorAccuracy]
     ablation: CliSubCommand[Ablation]

@@ -29,7 +29,6 @@ MOVED = {
     "coserve": _IN_BENCH.format("isolation"),
     "locust": "`tidegate loadtest run --compare batching`",
     "engine": _IN_BENCH.format("engines"),
-    "soak": _IN_BENCH.format("soak"),
     "compare": _IN_BENCH.format("simulator-accuracy"),
     "queue": _IN_BENCH.format("store"),
 }

@@ -1,6 +1,6 @@
-"""The commands `engines` and `soak`: they measure an engine without a server, in processes on this machine.
+"""The command `engines`: it measures engines without a server, in processes on this machine.
 
-Knows flags, files and exit codes; the measurements are in modules that the commands import when they run.
+Knows flags, files and exit codes.
 """
 
 import json
@@ -19,11 +19,10 @@ from bench.engines.systems.client import SystemClient
 from bench.engines.systems.process import SYSTEMS
 from bench.engines.systems.protocol import KV_ROUNDING, SystemSpec
 from bench.engines.work import WorkKind, longest_sequence
-from engine.config import EngineConfig
 from loadtest.child_environment import python_environment
 from loadtest.commands import ModelCommand
 from loadtest.model_shapes import ShapeError, read_config
-from loadtest.running import PROCESSES, one_sentence, print_progress, require
+from loadtest.running import one_sentence, print_progress
 
 PEAKS_TIMEOUT_S = 180.0  # seconds for the probe, including the import of torch
 
@@ -109,34 +108,6 @@ class Engines(ModelCommand):
             kv_tokens=(most + 1) * rounded,
             kv_token_bytes=shape.kv_token_bytes if shape else 0,
         )
-
-
-class Soak(ModelCommand):
-    """The engine under random load with preemptions.
-
-    Exits with 1 if its memory grows, if KV blocks are lost or if no sequence finished.
-    """
-
-    minutes: float = Field(10.0, gt=0, le=24 * 60, description="Minutes of load.")
-    kv_mib: int = Field(64, ge=1, description="KV memory in MiB. The default is small, so that blocks are scarce.")
-
-    def cli_cmd(self) -> None:
-        with one_sentence(ShapeError, ValueError):
-            require(PROCESSES, "soak")
-            model_dir = self.model_dir()
-        config = EngineConfig(
-            model=str(model_dir),
-            dtype=self.dtype,
-            device=self.device,
-            kv_cache_bytes=self.kv_mib * 2**20,
-            num_threads=self.num_threads,
-        )
-        from bench.engines.soak import run_soak  # imports torch and psutil
-
-        result = run_soak(config, 60 * self.minutes, self.seed, print_progress)
-        self.conclude(result.record(), str(model_dir))
-        if not result.passed:
-            raise SystemExit(1)
 
 
 def _listed(text: str) -> list[str]:

@@ -15,7 +15,6 @@ from typing import Any
 import yaml
 
 from loadtest.traffic.scenario import Targets
-from scheduler.config import parse_tiers
 
 Document = dict[str, Any]  # the content of a tiers file
 
@@ -23,20 +22,19 @@ Document = dict[str, Any]  # the content of a tiers file
 PREMIUM_SERVICE_TIERS = ("priority", "fast")
 INTERACTIVE, BULK = "interactive", "bulk"
 BOTH = (INTERACTIVE, BULK)
-OURS_ALONE, BULK_ALONE, FIRST_COME, STRICT, STATIC, AIMD, OURS = "A0", "A1", "A2", "A3", "A4", "A5", "OURS"
+OURS_ALONE, BULK_ALONE, FIRST_COME, STRICT, AIMD, OURS = "A0", "A1", "A2", "A3", "A5", "OURS"
 BEST_EFFORT = "BE"
 BULK_SHIPPED, UNLIMITED = "B0", "FREE"
 SLOWDOWN = "S"  # S1.25: our tiers with a `max_slowdown` of 1.25
 PEER_ALONE, PEER_BULK, PEER = "X0", "XB", "X1"
 OUR_TIERS = (OURS_ALONE, BULK_SHIPPED, BEST_EFFORT, OURS, UNLIMITED)
-OWN_ARMS = (BULK_ALONE, FIRST_COME, STRICT, STATIC, AIMD, *OUR_TIERS)
+OWN_ARMS = (BULK_ALONE, FIRST_COME, STRICT, AIMD, *OUR_TIERS)
 TITLES = {
     OURS_ALONE: "interactive alone",
     BULK_ALONE: "bulk alone",
     BULK_SHIPPED: "bulk alone, as configured",
     FIRST_COME: "first come, first served",
     STRICT: "strict priority only",
-    STATIC: "best static budget",
     AIMD: "feedback (AIMD) only",
     BEST_EFFORT: "best effort: no deadlines told",
     OURS: "Tidegate",
@@ -49,7 +47,6 @@ _FILES = {
     BULK_ALONE: "a3-strict-priority",  # these tiers do not limit bulk, so the engine runs at its full rate
     FIRST_COME: "a2-first-come",
     STRICT: "a3-strict-priority",
-    STATIC: "a4-static",
     AIMD: "a5-aimd",
 }
 
@@ -87,14 +84,6 @@ class Arm:
         return PEER_ALONE if self.is_peer else OURS_ALONE
 
 
-@dataclass(frozen=True, slots=True)
-class StaticBudget:
-    """The fixed part of each step that bulk may use."""
-
-    batch_size: int  # sequences
-    batch_tokens: int
-
-
 def read_arm_file(name: str) -> Document:
     """Return the tiers document in `bench/isolation/arms/<name>.yaml`."""
     text = (files("bench") / "isolation" / "arms" / f"{name}.yaml").read_text(encoding="utf-8")
@@ -107,13 +96,12 @@ class ArmBuilder:
     """A builder of arms.
 
     `ours` is the tiers document of Tidegate's own arms. `slo` replaces the SLOs in all arms that try to keep them.
-    `budget` replaces the pinned budget of bulk in A4. If `premium` is given, requests with `priority` or `fast` get a
-    tier above the default tier, and `premium` holds the SLO values of that tier.
+    If `premium` is given, requests with `priority` or `fast` get a tier above the default tier, and `premium` holds the
+    SLO values of that tier.
     """
 
     ours: Document
     slo: Targets
-    budget: StaticBudget | None = None
     premium: Mapping[str, float] | None = None
 
     def build(self, name: str) -> Arm:
@@ -129,8 +117,6 @@ class ArmBuilder:
             tiers = with_max_slowdown(tiers, slowdown)
         if name == UNLIMITED:
             tiers = without_limit(tiers)
-        if name == STATIC and self.budget is not None:
-            tiers = with_static_budget(tiers, self.budget)
         if self.premium is not None and name != FIRST_COME:  # A2 has one tier for all requests
             tiers = with_premium_tier(tiers, self.premium if keeps_slo else {})
         return Arm(name, _roles(name), tiers, ("deadline_ms",) if name == BEST_EFFORT else ())
@@ -187,17 +173,6 @@ def with_slo(document: Document, slo: Targets) -> Document:
 
 def has_slo(tier: Document) -> bool:
     return any(value is not None for value in (tier.get("slo") or {}).values())
-
-
-def with_static_budget(document: Document, budget: StaticBudget) -> Document:
-    """Return the document with a fixed budget for bulk, pinned in the tier of `flex` and in the tier of batches."""
-    changed = deepcopy(document)
-    tiers = parse_tiers(changed)
-    flex = tiers.for_service_tier("flex")
-    for name in {tiers.batch_tier, *([flex.name] if flex else [])}:
-        pins = changed["tiers"][name].setdefault("pinned", {})
-        pins |= {"batch_size": budget.batch_size, "batch_tokens": budget.batch_tokens}
-    return changed
 
 
 def with_premium_tier(document: Document, slo: Mapping[str, float]) -> Document:

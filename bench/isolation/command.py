@@ -74,7 +74,6 @@ class Isolation(ServerFlags):
     search_budget: float = Field(
         180.0, gt=0, le=7200, description="Seconds after which the search for the solo goodput begins no new try."
     )
-    sweep_seconds: float = Field(8.0, gt=0, le=600, description="Seconds of each static budget that is tried.")
     threads: int = Field(
         0, ge=0, description="CPU threads of the servers that are started; 0: the servers' own choice."
     )
@@ -140,7 +139,6 @@ class Isolation(ServerFlags):
             wanted=self._arm_names(),
             search_s=self.search_seconds,
             search_budget_s=self.search_budget,
-            sweep_s=self.sweep_seconds,
         )
 
     def _arm_names(self) -> list[str]:

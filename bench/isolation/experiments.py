@@ -14,7 +14,6 @@ from bench.isolation.arms import (
     FIRST_COME,
     OURS,
     OURS_ALONE,
-    STATIC,
     STRICT,
     UNLIMITED,
 )
@@ -65,7 +64,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "isolation",
             "Interactive traffic beside a bulk backlog without end",
             "w1-chat",
-            (OURS_ALONE, BULK_ALONE, FIRST_COME, STRICT, STATIC, AIMD, OURS),
+            (OURS_ALONE, BULK_ALONE, FIRST_COME, STRICT, AIMD, OURS),
             LoadProfile(0.5),
             is_steady=False,
         ),

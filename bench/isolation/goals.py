@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from bench.isolation.arms import BULK_ALONE, BULK_SHIPPED, OURS, STATIC, STRICT
+from bench.isolation.arms import BULK_ALONE, BULK_SHIPPED, OURS, STRICT
 from bench.isolation.controls import TTFT_P50_TARGET, TTFT_P99_TARGET, Control, Evidence, controls_of
 from bench.isolation.experiments import ExperimentName
 from bench.isolation.summary import ArmSummary, compare_all
@@ -107,7 +107,6 @@ def _load_note(seen: Evidence) -> str:
 def _throughput(seen: Evidence) -> list[Goal]:
     harvest = Goal("bulk harvest, of what interactive leaves", 0.75, 0.88, higher_is_better=True)
     over_strict = Goal("goodput ÷ strict priority", 1.2, 1.5, higher_is_better=True)
-    over_static = Goal("goodput ÷ best static budget", 1.0, 1.15, higher_is_better=True)
     versus = compare_all(seen.arms).get(OURS) if seen.experiment == "isolation" else None
     if versus is None:
         harvest = _measured_elsewhere(harvest, seen, "isolation")
@@ -115,19 +114,19 @@ def _throughput(seen: Evidence) -> list[Goal]:
         harvest = replace(harvest, note="A1 was not run, or the server does not say how busy it was")
     else:
         harvest = replace(harvest, measured=versus.bulk_harvest)
-    return [harvest, _goodput_over(over_strict, seen, STRICT), _goodput_over(over_static, seen, STATIC)]
+    return [harvest, _over_strict(over_strict, seen)]
 
 
-def _goodput_over(goal: Goal, seen: Evidence, other: str) -> Goal:
-    """Return the goal with our goodput ÷ the goodput of another arm, both at the load of this run.
+def _over_strict(goal: Goal, seen: Evidence) -> Goal:
+    """Return the goal with our goodput ÷ that of strict priority, both at the load of this run.
 
     No arm can serve more requests in time than are offered, which bounds the ratio.
     """
-    if OURS not in seen.arms or other not in seen.arms:
-        return replace(goal, note=f"{other} was not run")
-    ours, theirs = seen.arms[OURS], seen.arms[other]
+    if OURS not in seen.arms or STRICT not in seen.arms:
+        return replace(goal, note=f"{STRICT} was not run")
+    ours, theirs = seen.arms[OURS], seen.arms[STRICT]
     if not theirs.met_per_s:
-        return replace(goal, note=f"{other} served nothing in time, Tidegate {ours.met_per_s:.2f} requests/s")
+        return replace(goal, note=f"{STRICT} served nothing in time, Tidegate {ours.met_per_s:.2f} requests/s")
     most = theirs.total.offered / theirs.total.met
     note = f"interactive requests in time, at this load, where no ratio can be above {most:.2f}"
     return replace(goal, measured=ours.met_per_s / theirs.met_per_s, note=note)

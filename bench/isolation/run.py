@@ -1,4 +1,4 @@
-"""The run of one experiment: load and budget are tuned, the arms are run, and the results are judged by the goals.
+"""The run of one experiment: its load is found, the arms are run, and the results are judged by the goals.
 
 Knows the order of these steps; each step is in its own module.
 """
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from bench.isolation.admin import Systems, explanations
-from bench.isolation.arms import OURS, OURS_ALONE, PEER, PEER_ALONE, PEER_BULK, STATIC, ArmBuilder, Document
+from bench.isolation.arms import OURS, OURS_ALONE, PEER, PEER_ALONE, PEER_BULK, ArmBuilder, Document
 from bench.isolation.controls import Evidence
 from bench.isolation.experiments import Experiment, with_load_profile
 from bench.isolation.goals import judge
@@ -16,7 +16,7 @@ from bench.isolation.results.result import Result
 from bench.isolation.rounds import Part, Progress, run_part, run_rounds
 from bench.isolation.slos import is_premium, premium_ttft_ms, settling_s, slos_by_class
 from bench.isolation.summary import met_by_arrival, summarize_arms
-from bench.isolation.tuning import BUDGETS, Goodput, Sweep, Trials
+from bench.isolation.tuning import Goodput, Trials
 from loadtest.client.http import TargetError
 from loadtest.client.runner import UNFINISHED, Timing
 from loadtest.machine import hardware
@@ -49,7 +49,6 @@ class ExperimentConfig:
     wanted: Sequence[str] = ()
     search_s: float = 12.0
     search_budget_s: float = 180.0
-    sweep_s: float = 8.0
 
 
 async def run_experiment(config: ExperimentConfig, systems: Systems, progress: Progress) -> Result:
@@ -62,13 +61,8 @@ async def run_experiment(config: ExperimentConfig, systems: Systems, progress: P
     goodput, clients = await _unit_of_load(config, trials, builder)
     load = config.experiment.profile.base_load if config.load is None else config.load
     loaded = with_load_profile(config.scenario, config.experiment, clients, load, config.timing.part_s)
-    # 3. find the best fixed budget
-    names, sweep = _arm_names(config, systems), None
-    if STATIC in names:
-        sweep = await _sweep(config, replace(trials, scenario=loaded), builder)
-        builder = replace(builder, budget=sweep.best.budget)
-    # 4. run the arms
-    arms, timing = builder.build_all(names), config.timing
+    # 3. run the arms
+    arms, timing = builder.build_all(_arm_names(config, systems)), config.timing
     rounds = await run_rounds(systems, arms, loaded, timing, config.seed, progress)
     result = Result(
         config.experiment,
@@ -83,7 +77,6 @@ async def run_experiment(config: ExperimentConfig, systems: Systems, progress: P
         goals=[],
         controls=[],
         goodput=goodput,
-        sweep=sweep,
         explained=await explanations(systems.ours),
     )
     result.settling_s = _settling(result)
@@ -133,11 +126,6 @@ async def _unit_of_load(config: ExperimentConfig, trials: Trials, builder: ArmBu
     searching = replace(trials, timing=usual)
     goodput = await searching.search_goodput(builder.build(OURS_ALONE), config.search_budget_s)
     return goodput, goodput.clients or min(p.clients for p in goodput.probes)
-
-
-async def _sweep(config: ExperimentConfig, trials: Trials, builder: ArmBuilder) -> Sweep:
-    short = replace(config.timing, duration_s=config.sweep_s, rounds=1)
-    return await replace(trials, timing=short).sweep_static_budget(builder.build(STATIC), BUDGETS)
 
 
 def _arm_names(config: ExperimentConfig, systems: Systems) -> list[str]:

@@ -1,4 +1,4 @@
-"""Short runs before the arms are measured. They find the solo goodput, and the best static budget of arm A4.
+"""Short runs before the arms are measured, to find the solo goodput.
 
 The solo goodput is the highest load of interactive traffic alone that is served within its SLOs. Its search takes few
 probes and bounded time. The runs use the same server as the arms, but other requests. Knows which runs are needed; does
@@ -6,12 +6,12 @@ not know how requests are sent.
 """
 
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from time import perf_counter
 
 from bench.isolation.admin import Systems
-from bench.isolation.arms import Arm, StaticBudget, with_static_budget
+from bench.isolation.arms import Arm
 from bench.isolation.rounds import Part, Progress, run_part
 from bench.isolation.slos import GOAL, Attainment, MissCount, attainment_of
 from loadtest.client.runner import ArmRun, Timing
@@ -122,37 +122,6 @@ TUNING_ROUND = 1000  # a round number that no arm uses, so that its requests dif
 PROBE_REQUESTS = 40  # a probe is prolonged until it has about this number of requests
 LONGEST_PROBE = 3.0  # longest duration of a prolonged probe ÷ its usual duration
 LEAST_REQUESTS = 8  # a load is not tried if its longest probe would have fewer requests
-BUDGETS = (
-    StaticBudget(2, 32),
-    StaticBudget(4, 64),
-    StaticBudget(8, 128),
-    StaticBudget(16, 256),
-    StaticBudget(32, 512),
-    StaticBudget(64, 1024),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class SweepPoint:
-    budget: StaticBudget
-    attainment: float
-    bulk_tokens_per_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Sweep:
-    points: tuple[SweepPoint, ...]
-
-    @property
-    def best(self) -> SweepPoint:
-        """The budget with the highest bulk throughput among the budgets that keep the SLO.
-
-        If no budget keeps the SLO, the result is the budget that comes closest to it.
-        """
-        keeping = [p for p in self.points if p.attainment >= GOAL]
-        if keeping:
-            return max(keeping, key=lambda p: p.bulk_tokens_per_s)
-        return max(self.points, key=lambda p: (p.attainment, p.bulk_tokens_per_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,24 +171,6 @@ class Trials:
             return Probe(clients, run.planned, missed.misses, was_cut=True)
         seen = self._interactive(part)
         return Probe(clients, seen.offered, seen.offered - seen.met)
-
-    async def sweep_static_budget(self, arm: Arm, budgets: Sequence[StaticBudget]) -> Sweep:
-        """Measure mixed traffic under each fixed budget for bulk."""
-        return Sweep(tuple([await self._try_budget(arm, budget) for budget in budgets]))
-
-    async def _try_budget(self, arm: Arm, budget: StaticBudget) -> SweepPoint:
-        assert arm.tiers is not None, "only our own server has budgets to sweep"
-        pinned = replace(arm, tiers=with_static_budget(arm.tiers, budget))
-        salt = f"sweep-{budget.batch_size}-{budget.batch_tokens}-"
-        part = await self._run(pinned, self.scenario, salt, self.timing.duration_s)
-        run, bulk = part.run, [c.name for c in self.scenario.with_role("bulk")]
-        tokens = sum(o.tokens_between(run.start_s, run.end_s) for name in bulk for o in run.outcomes[name])
-        seen = self._interactive(part).share
-        point = SweepPoint(budget, 1.0 if seen is None else seen, tokens / run.duration_s)
-        size = f"{budget.batch_size} sequences, {budget.batch_tokens} tokens a step"
-        got = f"{point.attainment:.1%} within the SLO, {point.bulk_tokens_per_s:.0f} bulk tok/s"
-        self.progress(f"static budget of {size}: {got}")
-        return point
 
     async def _run(
         self,

@@ -57,7 +57,6 @@ def _sections(result: Result, drawings: Drawings) -> list[Section]:
         else None,
         Section("By class", tables.classes_table(result)),
         Section("Inside the engine", tables.engine_table(result.arms), explanation="From the server's own metrics."),
-        _sweep_section(result),
         _setup(result),
     ]
     return [section for section in sections if section is not None]
@@ -86,16 +85,6 @@ def _cards(result: Result) -> list[Card]:
     for name, seconds in result.settling_s.items():
         cards.append(Card(f"{seconds:.1f} s", f"{name}: to settle after the step"))
     return cards
-
-
-def _sweep_section(result: Result) -> Section | None:
-    if result.sweep is None:
-        return None
-    text = (
-        "A4 is the best of these fixed budgets for bulk: the most bulk among those that keep the SLO, or else the "
-        "one that comes closest."
-    )
-    return Section("The static budgets that were tried", tables.sweep_table(result.sweep), explanation=text)
 
 
 def _setup(result: Result) -> Section:

@@ -18,7 +18,6 @@ from bench.isolation.goals import Goal
 from bench.isolation.tuning import Goodput
 from bench.isolation.rounds import Part, Rounds
 from bench.isolation.summary import ArmSummary, Comparison, compare_all
-from bench.isolation.tuning import Sweep
 from loadtest.checks.report import summary_as_dict
 from loadtest.client.answer import Outcome
 from loadtest.client.runner import OVERFLOW, Timing
@@ -41,7 +40,6 @@ class Result:
     goals: list[Goal]
     controls: list[Control]
     goodput: Goodput | None = None  # the search for the solo goodput; None if `clients` was given
-    sweep: Sweep | None = None
     settling_s: dict[str, float] = field(default_factory=dict)
     explained: dict[str, Any] | None = None  # GET /admin/sla after the last of our own parts
     warnings: list[str] = field(default_factory=list)
@@ -75,7 +73,6 @@ def as_dict(result: Result) -> dict[str, Any]:
         "timing": asdict(result.timing),
         "promises": {name: t.model_dump() for name, t in result.slos.items()},
         "solo_goodput": None if result.goodput is None else _goodput_as_dict(result.goodput),
-        "static_sweep": None if result.sweep is None else _sweep_as_dict(result.sweep),
         "arms": {name: _arm_as_dict(arm) for name, arm in result.arms.items()},
         "versus_alone": {name: _comparison_as_dict(c) for name, c in comparisons.items()},
         "settling_s": result.settling_s,
@@ -90,10 +87,6 @@ def as_dict(result: Result) -> dict[str, Any]:
 def _goodput_as_dict(goodput: Goodput) -> dict[str, Any]:
     probes = [asdict(p) | {"attainment": p.attainment, "holds": p.holds} for p in goodput.probes]
     return asdict(goodput) | {"probes": probes, "attainment_at_least": goodput.at_least}
-
-
-def _sweep_as_dict(sweep: Sweep) -> dict[str, Any]:
-    return {"points": [asdict(p) for p in sweep.points], "best": asdict(sweep.best.budget)}
 
 
 def _arm_as_dict(arm: ArmSummary) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from bench.isolation.goals import Goal
 from bench.isolation.tuning import Goodput
 from bench.isolation.results.result import Result
 from bench.isolation.summary import ArmSummary, compare_all
-from bench.isolation.tuning import Sweep
 from loadtest.estimates import Estimate
 from loadtest.reporting.formats import ABSENT, interval, milliseconds, number, percent
 from loadtest.reporting.latencies import ARM_LATENCIES, TTFT_P50, TTFT_P99, cells_of, header_of
@@ -149,24 +148,6 @@ def controls_table(controls: list[Control]) -> Table:
     words = {True: "fails, as it must", False: "DID NOT FAIL", None: "not run"}
     rows = tuple(Row((c.name, words[c.failed], c.detail)) for c in controls)
     return Table(("negative control", "outcome", ""), rows)
-
-
-def sweep_table(sweep: Sweep) -> Table:
-    best = sweep.best
-    rows = tuple(
-        Row(
-            (
-                str(p.budget.batch_size),
-                str(p.budget.batch_tokens),
-                percent(p.attainment),
-                f"{p.bulk_tokens_per_s:.0f}",
-                "A4" if p == best else "",
-            ),
-            "ours" if p == best else "",
-        )
-        for p in sweep.points
-    )
-    return Table(("sequences a step", "tokens a step", "interactive in time", "bulk tok/s", ""), rows)
 
 
 def _mark(arm: ArmSummary) -> str:

@@ -13,11 +13,9 @@ from bench.isolation.arms import (
     PEER,
     PEER_ALONE,
     PEER_BULK,
-    STATIC,
     STRICT,
     TITLES,
     ArmBuilder,
-    StaticBudget,
     read_arm_file,
 )
 from bench.isolation.slos import premium_ttft_ms, slos_by_class, targets_of
@@ -26,7 +24,7 @@ from loadtest.traffic.scenario import Targets, load_scenario
 from scheduler.config import TierSet, parse_tiers
 
 ARM_FILES = sorted(f.name.removesuffix(".yaml") for f in (files("bench") / "isolation" / "arms").iterdir())
-BUILDER = ArmBuilder(read_shipped_tiers(), Targets(ttft_ms=123, itl_ms=45), StaticBudget(7, 89))
+BUILDER = ArmBuilder(read_shipped_tiers(), Targets(ttft_ms=123, itl_ms=45))
 
 
 def tiers_of(name: str, builder: ArmBuilder = BUILDER) -> TierSet:
@@ -42,7 +40,7 @@ def test_every_arms_file_has_the_tiers_of_the_product(name: str) -> None:
     assert {s for tier in tiers.tiers.values() for s in tier.service_tiers} == asked
 
 
-@pytest.mark.parametrize("name", [BULK_ALONE, FIRST_COME, STRICT, STATIC])
+@pytest.mark.parametrize("name", [BULK_ALONE, FIRST_COME, STRICT])
 def test_arms_without_a_controller_have_it_switched_off_and_slos_that_never_bind(name: str) -> None:
     tiers = tiers_of(name)
     switches = tiers.controller
@@ -50,13 +48,6 @@ def test_arms_without_a_controller_have_it_switched_off_and_slos_that_never_bind
     assert all(t.slo.ttft_p99_ms in (None, 3_600_000) and t.slo.itl_p99_ms is None for t in tiers.tiers.values())
     realtime = tiers.for_service_tier("default")
     assert realtime is not None and realtime.pinned.batch_size == realtime.batch_size.max
-
-
-def test_the_static_arm_pins_bulk_to_the_budget_and_leaves_interactive_alone() -> None:
-    tiers = tiers_of(STATIC)
-    for name in ("bulk", "batch"):
-        assert (tiers[name].pinned.batch_size, tiers[name].pinned.batch_tokens) == (7, 89)
-    assert tiers["realtime"].pinned == tiers_of(STRICT)["realtime"].pinned
 
 
 @pytest.mark.parametrize("name", [OURS, OURS_ALONE])

@@ -27,8 +27,7 @@ SHIPPED = shipped_tiers_path()
 def quick(url: str, **flags: object) -> Isolation:
     """The command with times that measure nothing."""
     times = {"duration": 0.3, "rounds": 1, "lead": 0.05, "settle": 0, "drain": 2}
-    tuning = {"search_seconds": 0.15, "sweep_seconds": 0.05}
-    return Isolation.model_validate({"url": url, "tiers": SHIPPED, **times, **tuning, **flags})
+    return Isolation.model_validate({"url": url, "tiers": SHIPPED, "search_seconds": 0.15, **times, **flags})
 
 
 @pytest.fixture
@@ -52,21 +51,17 @@ async def test_all_arms_run_on_one_server_that_is_told_its_tiers(
         await quick(server.url, **flags, ttft_ms=60_000, itl_ms=60_000).measure()  # which any machine keeps
     out = capsys.readouterr().out
     result = json.loads(result_file.read_text())
-    assert list(result["arms"]) == ["A0", "A1", "A2", "A3", "A4", "A5", "OURS", "X0", "XB", "X1"]
-    assert result["solo_goodput"]["clients"] == result["clients"] == 64 and len(result["static_sweep"]["points"]) == 6
-    budgets = [point["budget"] for point in result["static_sweep"]["points"]]
-    assert result["static_sweep"]["best"] in budgets
+    assert list(result["arms"]) == ["A0", "A1", "A2", "A3", "A5", "OURS", "X0", "XB", "X1"]
+    assert result["solo_goodput"]["clients"] == result["clients"] == 64
     # every document was one that the product takes; the peer was told none
     assert len(server.tiers) > 7 and all(parse_tiers(document) for document in server.tiers) and peer.tiers == []
     assert server.tiers[-1] == before  # a server that was running is left as it was found
-    swept = [d["tiers"]["bulk"]["pinned"] for d in server.tiers if d["tiers"].get("bulk", {}).get("pinned")]
-    assert all(any(budget.items() <= pins.items() for pins in swept) for budget in budgets)
     chats = [r for r in result["requests"] if r["class"] == "chat" and r["arm"] == "OURS"]
     alone = [r for r in result["requests"] if r["class"] == "chat" and r["arm"] == "A0"]
     assert [r["arrival_s"] for r in chats] == [r["arrival_s"] for r in alone] and chats
     # no part finds another one's prompts in a prefix cache
     salts = {body["cache_salt"] for body in server.requests}
-    assert {f"{arm}-0-1" for arm in ("A0", "A1", "A2", "A3", "A4", "A5", "OURS")} <= salts
+    assert {f"{arm}-0-1" for arm in ("A0", "A1", "A2", "A3", "A5", "OURS")} <= salts
     assert "isolation: TTFT p50" in out and "peer, with its priorities" in out
 
 

@@ -1,11 +1,10 @@
 """The page needs no other file, escapes its texts, and follows the reader's colour scheme."""
 
-from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 
-from bench.isolation.arms import AIMD, BULK_ALONE, FIRST_COME, OURS, OURS_ALONE, ArmBuilder, StaticBudget
+from bench.isolation.arms import AIMD, BULK_ALONE, FIRST_COME, OURS, OURS_ALONE, ArmBuilder
 from bench.isolation.controls import Evidence
 from bench.isolation.experiments import EXPERIMENTS, ExperimentName
 from bench.isolation.goals import judge
@@ -14,7 +13,7 @@ from bench.isolation.results.record import isolation_record, warnings_of
 from bench.isolation.results.result import Result, as_dict
 from bench.isolation.rounds import Rounds
 from bench.isolation.summary import summarize_arms
-from bench.isolation.tuning import Goodput, Probe, Sweep, SweepPoint
+from bench.isolation.tuning import Goodput, Probe
 from loadtest.client.runner import Timing
 from loadtest.reporting.record import Card, Drawing, Fold, Provenance, Record, Row, Section, Table
 from loadtest.reporting.writers import render_page, render_text
@@ -74,7 +73,6 @@ def make_result(experiment: ExperimentName = "isolation", *, clients_given: bool
         goals,
         controls,
         goodput=None if clients_given else Goodput(3.0, (Probe(3.0, 40, 0), Probe(4.0, 40, 2, was_cut=True)), 4.0),
-        sweep=Sweep((SweepPoint(StaticBudget(2, 32), 1.0, 10.0), SweepPoint(StaticBudget(8, 99), 0.5, 90.0))),
         settling_s=settling_s,
         explained={"workers": []},
         warnings=["something <odd>"],
@@ -106,12 +104,6 @@ def test_a_load_that_was_given_is_no_share_of_anything() -> None:
     assert as_dict(result)["clients_given"] is True and result.solo_load is None
     assert any("no share of it is known" in warning for warning in warnings_of(result))
     assert not any("no share of it is known" in warning for warning in warnings_of(make_result()))
-
-
-def test_the_best_budget_is_the_most_bulk_that_keeps_the_slo() -> None:
-    sweep = make_result().sweep
-    assert sweep is not None and sweep.best.budget == StaticBudget(2, 32)
-    assert replace(sweep, points=sweep.points[1:]).best.budget == StaticBudget(8, 99)
 
 
 def test_everything_but_drawings_is_escaped() -> None:
