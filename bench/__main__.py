@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from pydantic_settings import BaseSettings, CliApp, CliSubCommand, SettingsConfigDict
 
-from bench.ablation import Ablation
 from bench.chaos.command import Chaos
 from bench.conformance.command import Conformance
 from bench.engines.commands import Engines
@@ -19,12 +18,8 @@ from bench.isolation.command import Isolation
 from bench.peers.command import ClosedLoops
 from bench.readme_figures import ReadmeFigures
 from bench.simulator_accuracy import SimulatorAccuracy
-from bench.store_throughput import Store
 from loadtest.progress import progress
 from loadtest.running import run_cli
-
-# Former names of commands, which still work.
-FORMER_NAMES = {"coserve": "isolation", "engine": "engines", "queue": "store", "compare": "simulator-accuracy"}
 
 
 class Bench(BaseSettings):
@@ -44,8 +39,7 @@ class Bench(BaseSettings):
 
     Images. images: the images of gateway and worker, built, started with a store, and tried.
 
-    Other experiments. store: the requests per second of a real store. simulator-accuracy: a measured run compared with
-    its simulation. ablation: simulated loads with each part of the controller switched off. readme: the figures of the
+    Other experiments. simulator-accuracy: a measured run compared with its simulation. readme: the figures of the
     README, in one sitting.
 
     Plots need `pip install 'tidegate[loadtest]'`. `python -m bench.gpu_check` runs the checks that need a GPU."""
@@ -61,9 +55,7 @@ class Bench(BaseSettings):
     isolation: CliSubCommand[Isolation]
     closed_loops: CliSubCommand[ClosedLoops]
     engines: CliSubCommand[Engines]
-    store: CliSubCommand[Store]
     simulator_accuracy: CliSubCommand[SimulatorAccuracy]
-    ablation: CliSubCommand[Ablation]
     conformance: CliSubCommand[Conformance]
     facade: CliSubCommand[Facade]
     chaos: CliSubCommand[Chaos]
@@ -78,10 +70,7 @@ class Bench(BaseSettings):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments and arguments[0] in FORMER_NAMES:
-        arguments[0] = FORMER_NAMES[arguments[0]]
-    run_cli(Bench, "bench", arguments)
+    run_cli(Bench, "bench", list(sys.argv[1:] if argv is None else argv))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ MOVED = {
     "locust": "`tidegate loadtest run --compare batching`",
     "engine": _IN_BENCH.format("engines"),
     "compare": _IN_BENCH.format("simulator-accuracy"),
-    "queue": _IN_BENCH.format("store"),
 }
 
 

@@ -49,8 +49,8 @@ HOUSES = {
     "loadtest": "machine progress child_environment random_weights shipped_tiers traffic → client model_shapes"
     " → estimates running locustfile serving → reporting → checks commands simulation"
     " → calibration measure",
-    "bench": "engines gpu_check simulator_accuracy store_throughput chaos → isolation"
-    " → ablation conformance fuzz images peers → facade readme_figures",
+    "bench": "engines gpu_check simulator_accuracy chaos → isolation"
+    " → conformance fuzz images peers → facade readme_figures",
     "scheduler/drivers": "calls steps streams",
     "engine/native": "device → kv → batch → attention → model sampling → cpu cuda → execution → startup",
 }

@@ -1,10 +1,9 @@
-"""The command line of the laboratory: its commands, their former names, and mistakes in one sentence."""
+"""The command line of the laboratory: its commands, and mistakes in one sentence."""
 
 import importlib.util
 import subprocess
 import sys
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 
 import pytest
 
@@ -37,7 +36,6 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
     ("arguments", "packages"),
     [
         (["isolation", "--report", "page"], "matplotlib"),
-        (["coserve", "--report", "page"], "matplotlib"),
         (["closed-loops"], "psutil"),
     ],
 )
@@ -53,12 +51,6 @@ def test_each_wrong_flag_is_one_line(capsys: pytest.CaptureFixture[str]) -> None
     assert len(said) == 2 and any(line.startswith("bench: isolation --search-budget: ") for line in said)
 
 
-def test_a_store_that_is_not_there_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for url, sentence in ((f"unix://{tmp_path}/no.sock", "no.sock"), ("ftp://store", "redis://")):
-        (line,) = refused(capsys, "queue", "--redis-url", url, "--requests", "64")
-        assert line.startswith("store: ") and sentence in line
-
-
 @pytest.mark.full
 def test_the_commands_load_no_optional_package() -> None:
     # redis-py imports OpenTelemetry's SDK if it is there, which imports psutil.
@@ -72,4 +64,4 @@ def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> Non
         main(["--help"])
     about, _, listed = capsys.readouterr().out.partition("subcommands:")
     commands = [line.split()[0] for line in listed.splitlines()[2:] if line.strip()]
-    assert len(commands) == 12 and all(f" {command}: " in about.replace("\n", " ") for command in commands)
+    assert len(commands) == 10 and all(f" {command}: " in about.replace("\n", " ") for command in commands)
