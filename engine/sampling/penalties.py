@@ -7,13 +7,15 @@ Knows logits and the tokens of sequences; does not know grammars or sampling. Al
 numpy concatenates the indices of their tokens, and the device gathers, computes and scatters once.
 """
 
+from array import array
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from engine.interface import SamplingParams
-from engine.sampling.token_counts import TokenCounts
 from engine.sequences.sequence import Sequence
 
 Ids = npt.NDArray[np.int64]
@@ -135,3 +137,38 @@ def _flat_index(logits: Tensor, rows: list[int], ids: list[Ids]) -> Tensor:
 
 def _to_device(logits: Tensor, *arrays: npt.NDArray[np.float32]) -> tuple[Tensor, ...]:
     return tuple(torch.from_numpy(array).to(logits.device) for array in arrays)
+
+
+class TokenCounts:
+    """The counts of the distinct tokens of prompt and output, in the order of the tokens' first appearance.
+
+    Counting the tokens step by step gives the same result as counting them all at once.
+    """
+
+    __slots__ = ("_places", "_token_ids", "_counts", "num_counted")
+
+    def __init__(self, prompt_token_ids: Iterable[int] = ()) -> None:
+        self._places = {token_id: place for place, token_id in enumerate(dict.fromkeys(prompt_token_ids))}
+        self._token_ids = array("q", self._places)
+        self._counts = array("q", bytes(8 * len(self._places)))
+        self.num_counted = 0  # output tokens counted so far
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int64]:
+        """The ids of the distinct tokens of prompt and output, (distinct tokens,)."""
+        return np.array(self._token_ids, dtype=np.int64)
+
+    @property
+    def output_counts(self) -> npt.NDArray[np.float32]:
+        """The occurrences of each distinct token in the output, (distinct tokens,); 0 for prompt-only tokens."""
+        return np.array(self._counts, dtype=np.float32)
+
+    def count(self, output_token_ids: Iterable[int]) -> None:
+        """Count the next tokens of the output."""
+        for token_id in output_token_ids:
+            place = self._places.setdefault(token_id, len(self._token_ids))
+            if place == len(self._token_ids):
+                self._token_ids.append(token_id)
+                self._counts.append(0)
+            self._counts[place] += 1
+            self.num_counted += 1

@@ -19,8 +19,7 @@ from typing import Any
 import msgspec
 
 from engine.config import EngineStartError
-from engine.static.interface import CallFailed, EndpointHangs, ItemResult
-from engine.static.padding import padded, without_padding
+from engine.static.interface import CallFailed, EndpointHangs, ItemResult, padded, without_padding
 
 PREFIX = "python:"
 MAX_REASON = 300  # characters of an exception's text that are kept

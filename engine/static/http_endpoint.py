@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import httpx
 import msgspec
 
-from engine.static.interface import CallFailed, ItemResult, Unreachable
-from engine.static.padding import padded, without_padding
+from engine.static.interface import CallFailed, ItemResult, Unreachable, padded, without_padding
 
 # Statuses by which a server, or a proxy before it, says that it takes no work at the moment; for how many seconds in a
 # row the items are not the cause. A proxy says 502 and 504 also if one of the items breaks the server; some say 503.

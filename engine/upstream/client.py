@@ -23,8 +23,7 @@ from engine.upstream.bodies import body_of, can_continue
 from engine.upstream.chunks import EventSplitter, Piece, reader_of
 from engine.upstream.dialects import Dialect
 from engine.upstream.http import Exchange, HttpSender
-from engine.upstream.metrics import load_of
-from engine.upstream.models import ModelCard, list_models
+from engine.upstream.status import ModelCard, list_models, load_of
 from engine.upstream.texts import Texts
 
 MAX_QUOTED = 300  # characters of a server's error message that are passed on
@@ -52,17 +51,10 @@ class HttpUpstream:
         self._sender = sender
         self._dialect = dialect
         self._card = card
-        self._info = info
+        self.info = info
+        self.unsupported = dialect.unsupported
         self._texts = texts
         self._with_priority = with_priority
-
-    @property
-    def info(self) -> EngineInfo:
-        return self._info
-
-    @property
-    def unsupported(self) -> frozenset[str]:
-        return self._dialect.unsupported
 
     def can_continue(self, sampling: SamplingParams, is_seeded: bool) -> bool:
         return self._dialect.takes_ids and can_continue(sampling, is_seeded)
@@ -101,7 +93,7 @@ class HttpUpstream:
         return load_of(self._dialect.metrics, body.decode(errors="replace")) if status == 200 else None
 
     async def try_out(self) -> bool:
-        first = self._info.eos_token_ids[0] if self._info.eos_token_ids else 0
+        first = self.info.eos_token_ids[0] if self.info.eos_token_ids else 0
         sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos="ignore_eos" not in self.unsupported)
         trial = StreamRequest("trial", (first,), sampling, priority=TRIAL_PRIORITY)
         try:
@@ -125,7 +117,7 @@ class HttpUpstream:
                 yield piece
 
     def _output(self, request: StreamRequest, piece: Piece, num_tokens: int) -> SequenceOutput:
-        reason, vocab_size = piece.finish_reason, self._info.vocab_size
+        reason, vocab_size = piece.finish_reason, self.info.vocab_size
         if self._dialect.takes_ids and not all(0 <= token_id < vocab_size for token_id in piece.token_ids):
             raise UpstreamLost(
                 f"The server sent token ids outside the vocabulary of {vocab_size}: is it another model?"

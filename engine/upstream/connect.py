@@ -21,7 +21,7 @@ from engine.streaming import UpstreamBusy, UpstreamLost, UpstreamRefused, Upstre
 from engine.upstream.client import HttpUpstream
 from engine.upstream.dialects import DIALECTS, PLAIN, Dialect, DialectName, recognise
 from engine.upstream.http import Address, BadUrl, HttpSender
-from engine.upstream.models import ModelCard, list_models
+from engine.upstream.status import ModelCard, list_models
 from engine.upstream.texts import Texts
 
 log = structlog.get_logger()
@@ -54,14 +54,12 @@ async def connect(config: UpstreamConfig, sleep: Callable[[float], Any] = asynci
     attempts = 0
     while True:
         try:
-            upstream = await _inspect(config, sender)
-            break
+            return await _inspect(config, sender)
         except (UpstreamLost, UpstreamBusy) as error:
             if attempts % SAY_EVERY == 0:
                 log.warning("the upstream does not answer yet; the worker waits for it", reason=str(error))
         attempts += 1
         await sleep(PAUSE_S)
-    return upstream
 
 
 async def _inspect(config: UpstreamConfig, sender: HttpSender) -> HttpUpstream:
@@ -109,27 +107,28 @@ def _choose(cards: list[ModelCard], config: UpstreamConfig, sender: HttpSender) 
 
 
 async def _tried(
-    sender: HttpSender, dialect: Dialect, card: ModelCard, info: EngineInfo, config: UpstreamConfig
+    sender: HttpSender,
+    dialect: Dialect,
+    card: ModelCard,
+    info: EngineInfo,
+    config: UpstreamConfig,
+    *,
+    with_priority: bool = True,
 ) -> HttpUpstream | None:
     """Return the server after a trial of one token; None if it does not return token ids.
 
     A server without priority scheduling refuses priorities; then none are sent.
     """
-    texts = None if dialect.takes_ids else _texts(config.model_path)
-    upstream = HttpUpstream(sender, dialect, card, info, texts)
     if not dialect.takes_ids:
-        return upstream
+        return HttpUpstream(sender, dialect, card, info, _texts(config.model_path))
+    upstream = HttpUpstream(sender, dialect, card, info, with_priority=with_priority)
     try:
         return upstream if await upstream.try_out() else None
     except (UpstreamRefused, UpstreamUnusable) as error:
-        if not dialect.priority or "priority" not in str(error):
+        if not (with_priority and dialect.priority and "priority" in str(error)):
             raise EngineStartError(f"the server refuses a first request: {error}") from error
     log.warning("the upstream takes no priorities", hint="start vLLM with --scheduling-policy priority")
-    upstream = HttpUpstream(sender, dialect, card, info, texts, with_priority=False)
-    try:
-        return upstream if await upstream.try_out() else None
-    except (UpstreamRefused, UpstreamUnusable) as error:
-        raise EngineStartError(f"the server refuses a first request: {error}") from error
+    return await _tried(sender, dialect, card, info, config, with_priority=False)
 
 
 def _info(config: UpstreamConfig, card: ModelCard, address: Address, dialect: Dialect) -> EngineInfo:

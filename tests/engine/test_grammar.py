@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from demo_model.location import demo_model_path
 from engine.grammar import Bits, Grammars, forbid_tokens
 from engine.interface import EngineInfo, GrammarError
-from engine.native.sampling.grammar_mask import apply_masks
+from engine.native.sampling.pipeline import apply_masks
 
 DEMO = EngineInfo(
     str(demo_model_path()),

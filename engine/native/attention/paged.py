@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from engine.native.attention.kernels import AttentionKernels, HeadShape, PagedChunks, PagedRows, Scoring
 from engine.native.attention.torch_fallback import decode, prefill
@@ -33,20 +34,24 @@ class LayerAttention(Protocol):
 
 
 def attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **options: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Call the attention that `bind` stored on `module`.
 
-    This function is registered in transformers' `AttentionInterface`. Shapes are those of `LayerAttention`. The second
-    item of the result takes the place of attention weights; it is always None.
+    This function is registered in transformers' `AttentionInterface`. Shapes are those of `LayerAttention`, except that
+    keys and values may have heads of different sizes, as in latent attention (DeepSeek and its successors). They are
+    padded to one size, which does not change the result: zeros in a key or query add nothing to a score, and zeros in a
+    value give zeros, which are cut off. None takes the place of attention weights.
     """
     attention: LayerAttention = getattr(module, _BINDING)
-    return attention(module, query, key, value, attention_mask=attention_mask, **options), None
+    key_dim, value_dim = key.shape[-1], value.shape[-1]
+    if key_dim != value_dim:
+        if options.get("scaling") is None:
+            options["scaling"] = key_dim**-0.5
+        wide = max(key_dim, value_dim)
+        query, key, value = (pad(heads, (0, wide - heads.shape[-1])) for heads in (query, key, value))
+    attended = attention(module, query, key, value, attention_mask=attention_mask, **options)
+    return attended[..., :value_dim].contiguous(), None
 
 
 def bind(model: nn.Module, attention: LayerAttention) -> None:

@@ -3,6 +3,8 @@
 Knows the model, its KV cache and the device; does not know sequences or sampling.
 """
 
+from collections import deque
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import numpy as np
@@ -17,10 +19,11 @@ from engine.native.batch.packing import StepBatch, in_one_group
 from engine.native.batch.sampled_tokens import fill_in
 from engine.native.batch.tensors import StepTensors, Upload, UploadedStep, to_cpu, upload_step
 from engine.native.cuda.decode_graphs import DecodeGraphs
-from engine.native.cuda.launch_pace import LaunchPace
-from engine.native.cuda.pinned_ring import PinnedRing
+from engine.native.cuda.pinned_ring import Event, PinnedRing
 from engine.native.kv.cache import KVCache
 from engine.native.model.loader import forward
+
+_LAYERS_AHEAD = 3  # layers that the host may be ahead: enough that the device never waits for the host
 
 
 class ModelRunner:
@@ -125,3 +128,24 @@ class ModelRunner:
         """Release the memory that torch keeps for later allocations. This also removes its fragmentation."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+class LaunchPace:
+    """A limit on the number of layers that the host launches ahead of the device, for one stream.
+
+    Launching is faster than computing: without a limit, a whole pass would be launched long before the device has
+    computed half of it, and decisions between layers would come too late.
+    """
+
+    def __init__(self, make_event: Callable[[], Event] = torch.cuda.Event, depth: int = _LAYERS_AHEAD) -> None:
+        self._make_event = make_event
+        self._depth = depth
+        self._events: deque[Event] = deque()
+
+    def next_layer(self) -> None:
+        """Wait until the device is at most `depth` layers behind the host. Call this before launching each layer."""
+        event = self._make_event()
+        event.record()
+        self._events.append(event)
+        if len(self._events) > self._depth:
+            self._events.popleft().synchronize()

@@ -10,7 +10,7 @@ from dataclasses import replace
 import structlog
 import torch
 
-from engine.native.sampling.outcome import Outcome
+from engine.native.sampling.pipeline import Outcome
 from engine.sequences.sequence_table import Chunk
 
 Outcomes = dict[str, Outcome]  # by sequence id

@@ -29,8 +29,7 @@ from engine.native.execution.model_runner import ModelRunner
 from engine.native.execution.oom_split import PiecewiseComputation, is_out_of_memory
 from engine.native.execution.step import StepComputation
 from engine.native.kv.swap import SwapSpace
-from engine.native.sampling.outcome import Outcome
-from engine.native.sampling.pipeline import SamplingPipeline
+from engine.native.sampling.pipeline import Outcome, SamplingPipeline
 from engine.sampling.sampler import Sampler, SamplingRow, sample, sample_ids
 from engine.sampling.sequence_state import BROKEN_LOGITS
 from engine.sequences.sequence_table import Chunk, SequenceTable

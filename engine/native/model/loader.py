@@ -17,9 +17,8 @@ from transformers.modeling_utils import AttentionInterface
 from transformers.utils import logging as transformers_logging
 
 from engine.config import EngineConfig, EngineStartError
-from engine.native.attention.paged import ATTENTION_NAME
+from engine.native.attention.paged import ATTENTION_NAME, attention_forward
 from engine.native.device import free_bytes
-from engine.native.model.head_padding import attention_forward_padded
 from engine.native.model.weights import quantization_method, read_weights, stored_bytes
 from engine.progress import NO_PHASE, Phase
 
@@ -58,7 +57,7 @@ def load_model(
     """
     # No mask function is registered under this name, so modeling code makes no masks. The engine's attention needs no
     # masks: it knows contexts and windows.
-    AttentionInterface.register(ATTENTION_NAME, attention_forward_padded)
+    AttentionInterface.register(ATTENTION_NAME, attention_forward)
     options = {"dtype": dtype, "attn_implementation": ATTENTION_NAME}
     try:
         _check_fits(weight_bytes(config, hf_config, dtype), device)

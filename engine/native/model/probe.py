@@ -16,9 +16,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from engine.config import EngineStartError
-from engine.native.attention.paged import ATTENTION_NAME, bind
+from engine.native.attention.paged import ATTENTION_NAME, attention_forward, bind
 from engine.native.kv.cache import LayerShape
-from engine.native.model.head_padding import attention_forward_padded
 from engine.native.model.loader import context_limit, first_line, forward, unsupported
 
 _PROBE_NAME = "tidegate_probe"
@@ -82,7 +81,7 @@ class _UnsupportedAttention(Exception):
 def _record_layers(model: Any, context: int, num_tokens: int, num_rows: int) -> dict[int, LayerSpec]:
     """Run one forward pass whose masks describe a context of `context` tokens; return the layers by index."""
     masks = _MaskDescriptions(min(context, _MAX_WINDOW))
-    AttentionInterface.register(_PROBE_NAME, attention_forward_padded)
+    AttentionInterface.register(_PROBE_NAME, attention_forward)
     AttentionMaskInterface.register(_PROBE_NAME, masks.describe)
     probe = _Probe(masks)
     bind(model, probe)

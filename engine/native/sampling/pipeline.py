@@ -11,20 +11,48 @@ This is transformers' order. Rows with none of the options before the temperatur
 """
 
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from engine.grammar import Grammars, Matcher, forbid_tokens
-from engine.interface import EngineInfo, GrammarError, SamplingParams
-from engine.native.sampling.grammar_mask import apply_masks
+from engine.grammar import Bits, Grammars, Matcher, forbid_tokens
+from engine.interface import EngineInfo, GrammarError, SamplingParams, TokenLogprobs
 from engine.native.sampling.logprobs import token_logprobs
-from engine.native.sampling.outcome import Outcome
 from engine.sampling.penalties import Penalties, add_bias, apply_penalties, forbid
 from engine.sampling.sampler import Sampler, SamplingRow, sample
 from engine.sampling.sequence_state import BROKEN_LOGITS, NOTHING_LEFT, SequenceStates
 from engine.sequences.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of one chunk.
+
+    If `is_evicted` is true, the sequence stays as it was before the step, and no other field is set.
+    """
+
+    token_id: int | None = None  # the new token, if the chunk samples one
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one entry, for the new token, if requested
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # one for each prompt token that the chunk scores
+    failure: str | None = None  # the reason why the sequence cannot continue
+    is_evicted: bool = False  # whether the sequence was evicted from the running step
+
+    @property
+    def is_computed(self) -> bool:
+        return self.failure is None and not self.is_evicted
+
+    def then(self, later: "Outcome") -> "Outcome":
+        """Return the combined result of two pieces of one chunk.
+
+        `self` is the result of the first piece, which samples no token; `later` is the result of the second. If `later`
+        failed or was evicted, `later` is returned.
+        """
+        if not later.is_computed:
+            return later
+        return Outcome(later.token_id, later.logprobs, self.prompt_logprobs + later.prompt_logprobs)
+
 
 _BROKEN = Outcome(failure=BROKEN_LOGITS)
 _NOTHING_LEFT = Outcome(failure=NOTHING_LEFT)
@@ -113,3 +141,22 @@ def _report_logprobs(logits: Tensor, sequences: Seq[Sequence], outcomes: list[Ou
     found = token_logprobs(logits[torch.tensor(index, device=logits.device)], token_ids, num_tops)
     for i, logprobs in zip(index, found, strict=True):
         outcomes[i] = replace(outcomes[i], logprobs=(logprobs,))
+
+
+def apply_masks(logits: Tensor, rows: list[int], bits: Bits) -> None:
+    """Set the logits of forbidden tokens to -inf, in place.
+
+    `logits` is (all rows, vocab) in float32. `bits` is (len(rows), words): `bits[i]` is the mask of row `rows[i]` of
+    the logits. Tokens that the tokenizer does not have are forbidden, too.
+    """
+    octets = torch.from_numpy(bits.view(np.uint8)).to(logits.device)
+    # A table maps each of the 256 octets to eight flags (true if forbidden), which are packed as one int64. So one
+    # gather from the table expands all bits.
+    flags = (torch.arange(256, device=logits.device)[:, None] >> torch.arange(8, device=logits.device)) & 1 == 0
+    forbidden = flags.view(torch.int64)[:, 0][octets.int()].view(torch.bool)
+    forbidden = torch.nn.functional.pad(forbidden, (0, logits.shape[-1] - forbidden.shape[-1]), value=True)
+    if len(rows) == len(logits):
+        logits.masked_fill_(forbidden, float("-inf"))
+    else:
+        index = torch.tensor(rows, device=logits.device)
+        logits[index] = logits[index].masked_fill_(forbidden, float("-inf"))

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.sampling.token_counts import TokenCounts
+from engine.sampling.penalties import TokenCounts
 
 tokens = st.lists(st.integers(0, 9), max_size=40)
 

@@ -16,8 +16,7 @@ from engine.config import EngineStartError
 from engine.static.factory import open_endpoint
 from engine.static.function_endpoint import FunctionEndpoint
 from engine.static.http_endpoint import HttpEndpoint
-from engine.static.interface import CallFailed, Endpoint, EndpointHangs, ItemResult, Unreachable
-from engine.static.padding import padded
+from engine.static.interface import CallFailed, Endpoint, EndpointHangs, ItemResult, Unreachable, padded
 from tests.engine.static.endpoints import BATCH, Answer, double, http_transport
 
 HERE = "python:tests.engine.static.endpoints"

@@ -23,8 +23,7 @@ from engine.upstream.client import HttpUpstream
 from engine.upstream.connect import UpstreamConfig, connect
 from engine.upstream.dialects import PLAIN, SGLANG, VLLM
 from engine.upstream.http import Address, HttpSender
-from engine.upstream.metrics import load_of
-from engine.upstream.models import ModelCard
+from engine.upstream.status import ModelCard, load_of
 from tests.engine.upstream.scripted import (
     MODEL,
     VOCAB,

@@ -1,7 +1,7 @@
 """The host stays a fixed number of layers ahead, tested with events that record their calls."""
 
 from engine.interface import Run, StepPlan
-from engine.native.cuda.launch_pace import LaunchPace
+from engine.native.execution.model_runner import LaunchPace
 from tests.engine.conftest import MakeEngine
 from tests.engine.drive import make_new
 

@@ -7,8 +7,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
-from engine.static.interface import ItemResult
-from engine.static.padding import padded
+from engine.static.interface import ItemResult, padded
 from scheduler.clock import SystemClock
 from scheduler.drivers.calls.driver import build_call_loop
 from scheduler.drivers.calls.metrics import TaskMetrics
