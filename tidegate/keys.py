@@ -53,7 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("--admin", action="store_true", help="it may use /admin")
     add.add_argument("--requests-per-minute", type=int, metavar="N")
     add.add_argument("--tokens-per-minute", type=int, metavar="N", help="prompt and output tokens")
-    add.add_argument("--concurrent-requests", type=int, metavar="N", help="requests that may be open at the same time")
+    add.add_argument(
+        "--concurrent-requests", type=int, metavar="N", help="choices (prompts × n) that may be generated at once"
+    )
     add.add_argument("--files-quota-mb", type=int, metavar="MB", help="size of all its files; default: the server's")
     add.add_argument("--batch-weight", type=int, metavar="N", help="share of its batches beside those of other keys")
     add.add_argument("--batch-concurrent-lines", type=int, metavar="N", help="lines of its batches that run at once")

@@ -1,7 +1,7 @@
 -- The token buckets of one API key. Both scripts begin with this file.
 -- KEYS: buckets (hash: level of `requests` and `tokens`, and `at_ms`, the time of these levels); open (sorted set: id of
--- each open request, with the expiry of its lease in ms).
--- ARGV begins with: now in ms; the limits of requests per minute, tokens per minute and open requests (0: no limit).
+-- each open choice of a request, with the expiry of its lease in ms).
+-- ARGV begins with: now in ms; the limits of requests per minute, tokens per minute and open choices (0: no limit).
 local buckets, open = KEYS[1], KEYS[2]
 local now_ms = tonumber(ARGV[1])
 local limits = {requests = tonumber(ARGV[2]), tokens = tonumber(ARGV[3])}

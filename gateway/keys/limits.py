@@ -1,4 +1,4 @@
-"""The limits of API keys: requests and tokens per minute, and open requests, shared by all gateways of a store.
+"""The limits of API keys: requests and tokens per minute, and open choices, shared by all gateways of a store.
 
 Each limit per minute is a token bucket: it holds at most what one minute allows, and is refilled continuously. A bucket
 needs two numbers for any number of requests, tells exactly when there will be room again, and tokens that were reserved
@@ -13,7 +13,7 @@ can be served then.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -37,10 +37,13 @@ NO_HEADERS: dict[str, str] = {}
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """What an admitted request has reserved. `headers` tell the caller what is left."""
+    """What an admitted request has reserved. `headers` tell the caller what is left.
+
+    `ids` has one for each choice of each prompt; it is empty if the reservation needs no end.
+    """
 
     key: ApiKey
-    request_id: str
+    ids: tuple[str, ...]
     tokens: int
     headers: dict[str, str] = field(default_factory=dict)
 
@@ -56,27 +59,30 @@ class KeyLimits:
         self._settle = load_script(redis, "gateway.keys", "buckets", "settle")
         self._open: dict[str, Reservation] = {}
 
-    async def reserve(self, key: ApiKey, tokens: int, request_id: str = "") -> Reservation:
-        """Reserve one request and `tokens` of the limits of `key`.
+    async def reserve(self, key: ApiKey, tokens: int, ids: Sequence[str] = ()) -> Reservation:
+        """Reserve one request, `tokens`, and a place for each of `ids` of the limits of `key`.
 
-        A reservation with a `request_id` is open until it is given to `settle`. Without an id, a call whose reply is
-        lost may take a second request. Raises `ApiError` 429 if a limit is reached.
+        `ids` are those of the choices of all prompts. A reservation with ids is open until it is given to `settle`.
+        Without ids, a call whose reply is lost may take a second request. Raises `ApiError` 429 if a limit is reached.
         """
         if key.tokens_per_minute is not None and tokens > key.tokens_per_minute:
             self._on_refused(key.name, "tokens")
             raise _too_many_tokens(key, key.tokens_per_minute, tokens)
-        has_place = key.tokens_per_minute is not None or key.concurrent_requests is not None
-        request_id = request_id if has_place else ""
-        args: list[int | str] = [*self._limits(key), tokens, request_id, LEASE_MS]
+        if key.concurrent_requests is not None and len(ids) > key.concurrent_requests:
+            self._on_refused(key.name, "requests")
+            raise _too_many_choices(key.concurrent_requests, len(ids), {"x-should-retry": "false"})
+        if key.concurrent_requests is None:  # one place is enough to return tokens
+            ids = ids[:1] if key.tokens_per_minute is not None else ()
+        args: list[int | str] = [*self._limits(key), tokens, LEASE_MS, *ids]
         lacking, *texts = await self._reserve(keys=_keys(key), args=args)
         requests_left, tokens_left = map(float, texts)
         levels = _Levels(key, requests_left, tokens_left)
         if lacking != b"ok":
             self._on_refused(key.name, "requests" if lacking == b"open" else lacking.decode())
-            raise levels.refusal(lacking, tokens)
-        reservation = Reservation(key, request_id, tokens, levels.headers)
-        if request_id:
-            self._open[request_id] = reservation
+            raise levels.refusal(lacking, tokens, len(ids))
+        reservation = Reservation(key, tuple(ids), tokens, levels.headers)
+        if ids:
+            self._open[ids[0]] = reservation
         return reservation
 
     async def settle(self, reservation: Reservation, used_tokens: int) -> None:
@@ -84,13 +90,10 @@ class KeyLimits:
 
         If the store does not answer, the place is free when its lease expires, and the bucket fills again by itself.
         """
-        if self._open.pop(reservation.request_id, None) is None:
+        if not reservation.ids or self._open.pop(reservation.ids[0], None) is None:
             return
-        args: list[int | str] = [
-            *self._limits(reservation.key),
-            reservation.tokens - used_tokens,
-            reservation.request_id,
-        ]
+        unused = reservation.tokens - used_tokens
+        args: list[int | str] = [*self._limits(reservation.key), unused, *reservation.ids]
         try:
             await self._settle(keys=_keys(reservation.key), args=args)
         except RedisError as error:
@@ -111,7 +114,7 @@ class KeyLimits:
         expires_ms, pipeline = self._clock.wall_ms() + LEASE_MS, self._redis.pipeline(transaction=False)
         for reservation in self._open.values():
             places = _keys(reservation.key)[1]
-            pipeline.zadd(places, {reservation.request_id: expires_ms}, xx=True)
+            pipeline.zadd(places, dict.fromkeys(reservation.ids, expires_ms), xx=True)
             pipeline.pexpire(places, LEASE_MS)
         await pipeline.execute()
 
@@ -142,11 +145,10 @@ class _Levels:
             headers[f"x-ratelimit-reset-{kind}"] = go_duration(60 * (limit - level) / limit)
         return headers
 
-    def refusal(self, outcome: bytes, tokens: int) -> ApiError:
+    def refusal(self, outcome: bytes, tokens: int, num_choices: int) -> ApiError:
         if outcome == b"open":
-            most = self.key.concurrent_requests
-            message = f"This API key may have {most} requests open at the same time. Try again when one has ended."
-            return _refused("requests", message, self.headers | retry_after(BUSY_RETRY_S))
+            headers = self.headers | retry_after(BUSY_RETRY_S)
+            return _too_many_choices(self.key.concurrent_requests or 0, num_choices, headers)
         kind = outcome.decode()
         wanted = {"requests": 1, "tokens": tokens}
         wait_s = max(60 * (wanted[name] - level) / limit for name, limit, level in self._limited())
@@ -174,6 +176,14 @@ def _too_many_tokens(key: ApiKey, limit: int, tokens: int) -> ApiError:
     full = _Levels(key, key.requests_per_minute or 0, limit).headers
     headers = {name: value for name, value in full.items() if name.startswith("x-ratelimit-limit")}
     return _refused("tokens", message, headers | {"x-should-retry": "false"})
+
+
+def _too_many_choices(limit: int, wanted: int, headers: dict[str, str]) -> ApiError:
+    message = (
+        f"This API key may have {limit} choices generated at the same time (prompts × n of all its open requests), and "
+        f"this request has {wanted} choices. Try again when others have ended, or lower n."
+    )
+    return _refused("requests", message, headers)
 
 
 def _refused(kind: str, message: str, headers: dict[str, str]) -> ApiError:

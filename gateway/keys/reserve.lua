@@ -1,20 +1,20 @@
--- Take one request and some tokens from the buckets, and a place among the open requests: all of them or nothing.
--- ARGV, after those of buckets.lua: tokens; id of the request ('': it takes no place); milliseconds until its place expires.
+-- Take one request and some tokens from the buckets, and places for the request's choices: all of them or nothing.
+-- ARGV, after those of buckets.lua: tokens; milliseconds until the places expire; the ids of the choices, if any.
 -- Returns 'ok', 'open', 'requests' or 'tokens' (what is lacking), and the levels of requests and tokens as texts.
--- A repeated call with the id of an open request takes nothing.
-local tokens, id, lease_ms = tonumber(ARGV[5]), ARGV[6], tonumber(ARGV[7])
+-- A repeated call with the ids of an open request takes nothing.
+local tokens, lease_ms, first, num_choices = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], #ARGV - 6
 
 local function answer(lacking)
   return {lacking, string.format('%.3f', level.requests), string.format('%.3f', level.tokens)}
 end
 
-if id ~= '' then
+if first then
   redis.call('ZREMRANGEBYSCORE', open, '-inf', now_ms)
   redis.call('ZREMRANGEBYSCORE', open, now_ms + 2 * lease_ms, '+inf')  -- left from before a clock was set back
-  if redis.call('ZSCORE', open, id) then
+  if redis.call('ZSCORE', open, first) then
     return answer('ok')
   end
-  if max_open > 0 and redis.call('ZCARD', open) >= max_open then
+  if max_open > 0 and redis.call('ZCARD', open) + num_choices > max_open then
     return answer('open')
   end
 end
@@ -28,8 +28,10 @@ end
 level.requests = level.requests - 1
 level.tokens = level.tokens - tokens
 store()
-if id ~= '' then
-  redis.call('ZADD', open, now_ms + lease_ms, id)
+if first then
+  for place = 7, #ARGV do
+    redis.call('ZADD', open, now_ms + lease_ms, ARGV[place])
+  end
   redis.call('PEXPIRE', open, lease_ms)
 end
 return answer('ok')

@@ -46,7 +46,7 @@ class Metering:
         key, reservation = self._keyring.named(prepared.owner), None
         if prepared.placement.is_limited and key is not None and key.is_limited:
             tokens = 0 if lookup is not None and lookup.is_hit else _tokens_to_reserve(prepared, key)
-            reservation = await self._limits.reserve(key, tokens, prepared.requests[0].id)
+            reservation = await self._limits.reserve(key, tokens, [request.id for request in prepared.requests])
         return Account(prepared.owner, lookup, reservation, self._limits, self._usage, self._cache)
 
 

@@ -100,6 +100,14 @@ async def test_a_request_without_a_maximum_reserves_no_more_than_there_is(redis_
     assert left(answer.headers, "tokens") == 0
 
 
+async def test_every_choice_of_every_prompt_takes_a_place(redis_client: Redis) -> None:
+    async with metered(redis_client, keyring=Keyring([key("four", concurrent_requests=4)])) as stand:
+        bodies = [{**TEXT, "prompt": ["hi"] * prompts, "n": n} for prompts, n in ((2, 2), (3, 2), (2, 2))]
+        answers = [await stand.post("/v1/completions", body, headers=as_("four")) for body in bodies]
+    assert [answer.status_code for answer in answers] == [200, 429, 200]
+    assert error_of(answers[1], 429)["type"] == "requests"
+
+
 async def test_a_client_that_hangs_up_pays_for_what_it_got(redis_client: Redis) -> None:
     async with metered(redis_client, "Hello there!") as stand:
         stand.worker.gate.clear()
