@@ -1,7 +1,8 @@
-"""Dead letters: requests that were given up because their workers died. An operator lists, retries or removes them.
+"""Dead letters: requests that were given up, because their workers died or could not read them.
 
-The list is shared by all gateways, in Redis, and bounded in number and age. It holds no prompts: a line of a batch is
-read again from the batch's input file. Does not know HTTP, or why a request was given up.
+An operator lists, retries or removes them. The list is shared by all gateways, in Redis, and bounded in number and age.
+It holds no prompts: a line of a batch is read again from the batch's input file. Does not know HTTP, or why a request
+was given up.
 """
 
 from collections.abc import Sequence

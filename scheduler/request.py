@@ -84,6 +84,8 @@ class Claimed:
     fence: int
     attempt: int = 1
     output_token_ids: tuple[int, ...] = ()  # what earlier workers have checkpointed of its output
+    # Why the worker cannot read the request; empty: it can. `request` has only its id, tier, deadline and gateway then.
+    unreadable: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,10 @@ class Receipt:
 
 # The code of a request that was given up because its worker died in each attempt at it.
 WORKER_DIED = "worker_died"
+# The code of a request that the worker cannot read: it is damaged, or of a version that the worker does not know.
+UNREADABLE_REQUEST = "unreadable_request"
+# The codes of requests that were given up for good: they become dead letters.
+GIVEN_UP = frozenset({WORKER_DIED, UNREADABLE_REQUEST})
 # The code of a request that the server behind the worker (`engine.streaming`) has refused because of its content.
 UPSTREAM_REFUSED = "upstream_refused"
 # The code of a request whose log probabilities are more than a gateway can keep.

@@ -86,6 +86,11 @@ class GatewayMetrics:
             registry=self.registry,
         )
         self.workers_alive = Gauge("tidegate_workers_alive", "Workers with a fresh heartbeat.", registry=self.registry)
+        self.workers_unreadable = Gauge(
+            "tidegate_workers_unreadable",
+            "Workers whose heartbeats this gateway cannot read, as those of another version.",
+            registry=self.registry,
+        )
         self.batches = Gauge("tidegate_batches", "Batches by status.", ["status"], registry=self.registry)
         self.batches_late = Gauge(
             "tidegate_batches_late",

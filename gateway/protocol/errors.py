@@ -11,7 +11,6 @@ from typing import Any
 from gateway.files.storage import StorageUnreachable
 from scheduler.client.rejection import RESTART_S, Rejected, RejectReason
 from scheduler.config import Tier
-from scheduler.request import WORKER_DIED
 from scheduler.store.errors import StoreRefused
 
 MAX_RETRY_AFTER_S = 120  # seconds; the openai client does not retry if it is told to wait longer
@@ -156,12 +155,12 @@ def internal_error(message: str = "The server had an error while processing your
     return ApiError(500, message, "server_error")
 
 
-def given_up(message: str) -> ApiError:
-    """Return the error for a request that was given up because its worker died in each attempt at it.
+def given_up(message: str, code: str) -> ApiError:
+    """Return the error for a request that was given up: its worker died in each attempt at it, or cannot read it.
 
     Its headers tell the client not to retry, because a retry would probably end further workers.
     """
-    return ApiError(500, message, "server_error", code=WORKER_DIED, headers={"x-should-retry": "false"})
+    return ApiError(500, message, "server_error", code=code, headers={"x-should-retry": "false"})
 
 
 def too_many_bodies() -> ApiError:

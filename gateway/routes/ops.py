@@ -153,6 +153,7 @@ async def _exposition(gateway: Gateway) -> bytes:
     limited = {key.name for key in gateway.keyring.keys if key.is_limited}
     metrics.show_from_the_start(gateway.tiers, limited or {NO_KEY}, (NO_KEY,) if gateway.keyring.is_open else ())
     metrics.workers_alive.set(len(client.live.engines) + len(client.live.endpoints))
+    metrics.workers_unreadable.set(client.live.num_unreadable)
     metrics.batches_late.set(gateway.batches.num_late)
     snapshots: dict[str, str] = {}
     queues: Queues | None = None

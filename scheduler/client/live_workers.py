@@ -60,6 +60,11 @@ class LiveWorkers:
             self._engine_seen_s = self._clock.now()
 
     @property
+    def num_unreadable(self) -> int:
+        """The number of workers whose heartbeats cannot be read, as those of another version."""
+        return self._registry.num_unreadable
+
+    @property
     def has_engine(self) -> bool:
         """Whether a worker with an engine is alive, or was so lately and may be restarting."""
         return bool(self.engines) or self._is_recent(self._engine_seen_s)

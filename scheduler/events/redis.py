@@ -19,6 +19,7 @@ from redis.exceptions import RedisError
 
 from scheduler.request import TokenEvent
 from scheduler.store import connection, keys
+from scheduler.store.errors import UNREADABLE
 
 log = structlog.get_logger()
 
@@ -73,10 +74,18 @@ class RedisEventChannel:
                 left_s = heartbeat_due_s - loop.time()
                 for entry_id, fields in await self._unless_closed(self._read(reader, gateway_id, left_s)) or ():
                     self._last_ids[gateway_id] = entry_id
-                    if FIELD in fields:
-                        yield self._decoder.decode(fields[FIELD])
+                    if FIELD in fields and (events := self._events(fields[FIELD])):
+                        yield events
         finally:
             await reader.aclose()
+
+    def _events(self, message: bytes) -> list[TokenEvent]:
+        """Return the events of a message; none if it cannot be read, which must not hold up the messages behind it."""
+        try:
+            return self._decoder.decode(message)
+        except UNREADABLE as error:
+            log.error("a message of token events cannot be read; it is skipped", reason=str(error))
+            return []
 
     async def beats(self, gateway_ids: Sequence[str]) -> list[int | None]:
         values = await self._client.mget([keys.gateway_beat(i) for i in gateway_ids]) if gateway_ids else []

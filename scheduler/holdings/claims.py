@@ -69,6 +69,8 @@ def reason_to_give_up(claimed: Claimed, max_attempts: int) -> str:
 
     `max_attempts` is the number of attempts that may end with their workers.
     """
+    if claimed.unreadable:
+        return f"The worker cannot read the request: {claimed.unreadable}."
     if claimed.attempt <= max_attempts:
         return ""
     times = "once" if max_attempts == 1 else f"in all of {max_attempts} attempts"

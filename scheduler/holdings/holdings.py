@@ -22,7 +22,7 @@ from scheduler.holdings.outputs import OutputHandler
 from scheduler.holdings.report import Report
 from scheduler.holdings.request_table import RequestTable
 from scheduler.holdings.status import CoreStatus, count_by_status
-from scheduler.request import WORKER_DIED, Claimed, EventKind, Lease, Request
+from scheduler.request import UNREADABLE_REQUEST, WORKER_DIED, Claimed, EventKind, Lease, Request
 from scheduler.request_state import RequestState, Status
 
 
@@ -124,7 +124,7 @@ class Holdings:
             state = self._new_state(item, now, wall_ms)
             self.counts["accepted"] += 1
             if reason := reason_to_give_up(item, state.tier.retry.max_attempts):
-                self.note_refused(state, reason, WORKER_DIED)
+                self.note_refused(state, reason, UNREADABLE_REQUEST if item.unreadable else WORKER_DIED)
             elif reason := reason_against(item.request, self._engine):
                 self.note_refused(state, reason)
             else:

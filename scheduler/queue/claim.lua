@@ -1,7 +1,7 @@
 -- Lease to a worker the requests of each tier that have the earliest deadlines.
 -- ARGV: worker id, now_ms, lease_ms, then tier and limit (>= 1) of each tier.
--- Returns {payload, fence, attempt, stored output, input} of each claimed request, in the order of the tiers. Only tasks
--- have an input (scheduler/tasks).
+-- Returns {id, payload, fence, attempt, stored output, input} of each claimed request, in the order of the tiers. Only
+-- tasks have an input (scheduler/tasks).
 local worker, now_ms, lease_ms = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 
 local ids = {}
@@ -31,6 +31,6 @@ for n, id in ipairs(ids) do
   redis.call('HSET', key, 'fence', string.format('%.0f', fence), 'worker', worker)
   redis.call('ZADD', LEASES, expires_ms, id)
   local fields, attempt = redis.call('HMGET', key, 'payload', 'input'), redis.call('HINCRBY', key, 'attempt', 1)
-  claimed[n] = { fields[1], fence, attempt, take_output(id), fields[2] }
+  claimed[n] = { id, fields[1], fence, attempt, take_output(id), fields[2] }
 end
 return claimed

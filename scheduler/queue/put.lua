@@ -2,7 +2,8 @@
 -- ARGV: tier, limit (-1: no limit), now_ms;
 --   the limits of the work ahead: requests, seconds; seconds per prompt token, seconds per output token;
 --   number of tiers above, their names;
---   then, for each request: id, deadline_ms, prompt tokens, output tokens, payload, part of a job (empty: of none).
+--   then, for each request: id, deadline_ms, prompt tokens, output tokens, payload, part of a job (empty: of none),
+--   the gateway that waits for it (empty: none).
 -- Returns an empty list if the requests are enqueued;
 -- {'full', depth} if the requests that are not known yet would exceed the limit;
 -- {'behind', requests, prompt tokens, output tokens} if more work waits ahead than allowed.
@@ -13,7 +14,7 @@ local queue, first_request = QUEUE .. tier, 9 + num_above
 
 local fresh, seen = {}, {}
 local latest_ms
-for i = first_request, #ARGV, 6 do
+for i = first_request, #ARGV, 7 do
   local id = ARGV[i]
   if not seen[id] and redis.call('EXISTS', REQUEST .. id) == 0 then
     fresh[#fresh + 1] = i
@@ -54,6 +55,9 @@ for n, i in ipairs(fresh) do
   local prompt_tokens, output_tokens = tonumber(ARGV[i + 2]), tonumber(ARGV[i + 3])
   local member = make_member(first + n - 1, prompt_tokens, output_tokens, id)
   redis.call('HSET', REQUEST .. id, 'tier', tier, 'member', member, 'deadline_ms', deadline_ms, 'payload', payload)
+  if ARGV[i + 6] ~= '' then
+    redis.call('HSET', REQUEST .. id, 'reply_to', ARGV[i + 6])
+  end
   if part ~= '' then
     redis.call('HSET', REQUEST .. id, 'part', part)
     redis.call('PEXPIRE', OUTPUT .. part, OUTPUT_TTL_MS) -- it may wait for long

@@ -4,18 +4,25 @@ Redis stores a request as an opaque payload with an id, a tier, a deadline and t
 has what this queue shares with the queue of tasks.
 """
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
+import structlog
 from redis.asyncio import Redis
 
+from engine.interface import SamplingParams
 from scheduler.clock import Clock
 from scheduler.queue.base import AheadLimit, Backlog, QueueFull, TooFarBehind
 from scheduler.queue.leased import LeasedQueue
-from scheduler.queue.scripts import unpacked
+from scheduler.queue.scripts import ClaimedRow, unpacked
 from scheduler.request import Checkpoint, Claimed, Lease, Request
 from scheduler.store import keys
+from scheduler.store.errors import UNREADABLE
+
+log = structlog.get_logger()
 
 NO_LIMIT = AheadLimit(math.inf, math.inf, 0.0, 0.0)
 
@@ -48,7 +55,8 @@ class RedisQueue(LeasedQueue):
         if any(r.tier != tier for r in requests):
             raise ValueError("one put is for one tier")
         rows = [
-            (r.id, r.deadline_ms, len(r.prompt_token_ids), r.sampling.max_tokens, self._encoder.encode(r), r.job_part)
+            (r.id, r.deadline_ms, len(r.prompt_token_ids), r.sampling.max_tokens, self._encoder.encode(r))
+            + (r.job_part, r.reply_to)
             for r in requests
         ]
         return await self._scripts.put(tier, limit, self._clock.wall_ms(), ahead or NO_LIMIT, rows)
@@ -59,8 +67,26 @@ class RedisQueue(LeasedQueue):
         if not wanted:
             return []
         now_ms = self._clock.wall_ms()
-        claimed = await self._scripts.claim(self._worker_id, now_ms, int(lease_s * 1000), wanted)
-        return [Claimed(self._decoder.decode(p), fence, n, unpacked(output)) for p, fence, n, output, _ in claimed]
+        rows = await self._scripts.claim(self._worker_id, now_ms, int(lease_s * 1000), wanted)
+        return [await self._claimed(row) for row in rows]
+
+    async def _claimed(self, row: ClaimedRow) -> Claimed:
+        request_id, payload, fence, attempt, output, _ = row
+        try:
+            return Claimed(self._decoder.decode(payload or b""), fence, attempt, unpacked(output))
+        except UNREADABLE as error:
+            log.error("a request cannot be read; it fails", request=request_id.decode(), reason=str(error))
+            return Claimed(await self._outline(request_id.decode()), fence, attempt, unreadable=str(error))
+
+    async def _outline(self, request_id: str) -> Request:
+        """Return what the store knows of a request whose payload cannot be read."""
+        found: Any = await self._client.hmget(keys.REQUEST_PREFIX + request_id, ["tier", "reply_to", "deadline_ms"])
+        tier, reply_to, deadline_ms = (value or b"" for value in found)
+        now_ms = self._clock.wall_ms()
+        nothing = SamplingParams(max_tokens=0)
+        return Request(
+            request_id, tier.decode(), (), nothing, now_ms, int(deadline_ms or now_ms), reply_to=reply_to.decode()
+        )
 
     async def ack(self, leases: Sequence[Lease]) -> list[bool]:
         return await self._scripts.ack(leases) if leases else []
@@ -103,8 +129,11 @@ class RedisQueue(LeasedQueue):
         for member in heads.values():
             pipeline.hget(keys.REQUEST_PREFIX + member.decode().split(":", 3)[3], "payload")
         payloads = dict(zip(heads, await pipeline.execute(), strict=True)) if heads else {}
-        # A request that was cancelled between the two round trips has no payload any more.
-        return {tier: self._arrival_decoder.decode(p).arrival_ms for tier, p in payloads.items() if p is not None}
+        arrivals = {}
+        for tier, payload in payloads.items():
+            with contextlib.suppress(*UNREADABLE):  # also of one that was cancelled between the two round trips
+                arrivals[tier] = self._arrival_decoder.decode(payload or b"").arrival_ms
+        return arrivals
 
     async def probe(self) -> None:
         await self._client.set(keys.PROBE, b"", px=int(keys.PROBE_TTL_S * 1000))

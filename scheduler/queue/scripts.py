@@ -35,8 +35,11 @@ def key_in(namespace: str, key: str) -> str:
     return namespace + key.removeprefix(keys.NAMESPACE)
 
 
-# A request for the script `put`: id, deadline_ms, prompt tokens, maximum output tokens, payload, part of a job.
-PutRow = tuple[str, int, int, int, bytes, str]
+# A request for the script `put`: id, deadline_ms, prompt tokens, maximum output tokens, payload, part of a job, and the
+# gateway that waits for it.
+PutRow = tuple[str, int, int, int, bytes, str, str]
+# A claimed request: id, payload, fence, attempt, stored output, input of a task.
+ClaimedRow = tuple[bytes, bytes | None, int, int, bytes | None, bytes | None]
 WRITER_DIGITS = 16  # in front of the tokens of a stored output
 INFINITY = 1e15  # stands for infinity, which not every version of Lua can parse
 
@@ -78,14 +81,9 @@ class Scripts:
                 return TooFarBehind(tier, Backlog(*counts))
         return None
 
-    async def claim(
-        self, worker_id: str, now_ms: int, lease_ms: int, limits: Mapping[str, int]
-    ) -> list[tuple[bytes, int, int, bytes | None, bytes | None]]:
-        """Return (payload, fence, attempt, stored output, input of a task) of each claimed request."""
+    async def claim(self, worker_id: str, now_ms: int, lease_ms: int, limits: Mapping[str, int]) -> list[ClaimedRow]:
         wanted = [part for tier_and_limit in limits.items() for part in tier_and_limit]
-        claimed: list[tuple[bytes, int, int, bytes | None, bytes | None]] = await self._claim(
-            args=[worker_id, now_ms, lease_ms, *wanted]
-        )
+        claimed: list[ClaimedRow] = await self._claim(args=[worker_id, now_ms, lease_ms, *wanted])
         return claimed
 
     async def ack(self, leases: Sequence[Lease]) -> list[bool]:

@@ -10,6 +10,14 @@ from scheduler.registry.worker_status import WorkerStart, WorkerStatus
 
 
 class WorkerRegistry(Protocol):
+    @property
+    def num_unreadable(self) -> int:
+        """The number of workers whose status could not be read at the last read: another version's, or damaged.
+
+        `workers` leaves them out.
+        """
+        ...
+
     async def announce(self, status: WorkerStatus, metrics_text: str, sla_json: str = "{}") -> None:
         """Announce that this worker is alive.
 

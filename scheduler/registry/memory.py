@@ -24,6 +24,10 @@ class MemoryWorkerRegistry:
         self._announced: dict[str, _Announcement] = {}
         self._starting: dict[str, tuple[float, WorkerStart]] = {}
 
+    @property
+    def num_unreadable(self) -> int:
+        return 0
+
     async def announce(self, status: WorkerStatus, metrics_text: str, sla_json: str = "{}") -> None:
         expires_s = self._clock.now() + self._ttl_s
         self._announced[status.worker_id] = _Announcement(status, metrics_text, sla_json, expires_s)

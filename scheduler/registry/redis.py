@@ -6,11 +6,14 @@ The server's clock decides which workers are alive, so the clocks of the machine
 from contextlib import suppress
 
 import msgspec
+import structlog
 from redis.asyncio import Redis
 
 from scheduler.registry.worker_status import WorkerStart, WorkerStatus
 from scheduler.store import keys
-from scheduler.store.errors import StoreRefused
+from scheduler.store.errors import UNREADABLE, StoreRefused
+
+log = structlog.get_logger()
 
 
 class RedisWorkerRegistry:
@@ -21,6 +24,11 @@ class RedisWorkerRegistry:
         self._ttl_ms = int(ttl_s * 1000)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(WorkerStatus)
+        self._unreadable: set[str] = set()  # ids of workers whose status could not be read at the last read
+
+    @property
+    def num_unreadable(self) -> int:
+        return len(self._unreadable)
 
     async def announce(self, status: WorkerStatus, metrics_text: str, sla_json: str = "{}") -> None:
         key = keys.worker(status.worker_id)
@@ -55,10 +63,24 @@ class RedisWorkerRegistry:
         members = await self._client.smembers(keys.STARTING)
         ids = sorted(m.decode() if isinstance(m, bytes) else m for m in members)
         values = await self._client.mget([keys.starting(worker_id) for worker_id in ids]) if ids else []
-        return [msgspec.msgpack.decode(value, type=WorkerStart) for value in values if isinstance(value, bytes)]
+        starts = []
+        for value in values:
+            with suppress(*UNREADABLE):  # only for display
+                if isinstance(value, bytes):
+                    starts.append(msgspec.msgpack.decode(value, type=WorkerStart))
+        return starts
 
     async def workers(self) -> list[WorkerStatus]:
-        return [self._decoder.decode(status) for status in (await self._fields("status")).values()]
+        statuses, unreadable = [], set()
+        for worker_id, status in (await self._fields("status")).items():
+            try:
+                statuses.append(self._decoder.decode(status))
+            except UNREADABLE as error:
+                unreadable.add(worker_id)
+                if worker_id not in self._unreadable:
+                    log.error("a worker's status cannot be read; it is skipped", worker=worker_id, reason=str(error))
+        self._unreadable = unreadable
+        return statuses
 
     async def metrics(self) -> dict[str, str]:
         return {worker_id: text.decode() for worker_id, text in (await self._fields("metrics")).items()}

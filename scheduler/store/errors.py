@@ -7,6 +7,7 @@ commands, pipelines and scripts.
 
 import re
 
+import msgspec
 from redis.exceptions import (
     BusyLoadingError,
     ConnectionError,
@@ -40,6 +41,10 @@ _CODES = {
 }
 # In a pipeline, redis-py puts the command in front of the server's message.
 _CODE = re.compile(r"(?:\A|of pipeline caused error: (?:\(')?)(MISCONF|NOREPLICAS|UNBLOCKED|BUSY) ")
+
+
+# Raised by msgspec for what it cannot decode: damaged, or written by a version with other types.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class StoreRefused(ConnectionError):

@@ -21,9 +21,10 @@ QUEUE_PREFIX = "tidegate:queue:"
 WAITING_PREFIX = "tidegate:waiting:"
 
 # One hash per request, from its put until its ack or cancel. Fields: tier, member, deadline_ms, payload (msgpack
-# `Request`), attempt (number of claims that count), part (`Request.job_part`, if it is a part of a job), and, while
-# leased, fence, worker and waits (1: the request is in no step of the worker, so that the worker's death does not count
-# as an attempt). The hash has no TTL, because a line of a batch may wait for a day.
+# `Request`), attempt (number of claims that count), part (`Request.job_part`, if it is a part of a job), reply_to (the
+# gateway that waits for it, also if nobody can read the payload), and, while leased, fence, worker and waits (1: the
+# request is in no step of the worker, so that the worker's death does not count as an attempt). The hash has no TTL,
+# because a line of a batch may wait for a day.
 REQUEST_PREFIX = "tidegate:request:"
 
 # One string per request that has been checkpointed, or per part of a job: 16 digits, and the output tokens, 4 bytes

@@ -6,10 +6,12 @@ payload, and its input beside it, so that looking for a task does not read the i
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import structlog
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 
@@ -19,11 +21,20 @@ from scheduler.queue.leased import LeasedQueue
 from scheduler.queue.redis import NO_LIMIT
 from scheduler.queue.scripts import key_in, key_names, put_args
 from scheduler.store import keys
+from scheduler.store.errors import UNREADABLE
 from scheduler.store.scripts import load_script, script_text
 from scheduler.tasks.task import ClaimedTask, EndedTask, LaneDepth, RetriedTask, StoredTask, Task, TaskState
 
+log = structlog.get_logger()
+
 _ENDED_FIELDS = ("task", "state", "attempt", "ended_ms", "result", "error")
 _PUT = "local function enqueue(ARGV)\n{}\nend\n"  # the queue's script `put`, for another script
+
+
+class _Owned(msgspec.Struct):
+    """The part of a `Task` that a dead letter needs. The rest of a payload is skipped."""
+
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +70,7 @@ class TaskQueue(LeasedQueue):
     async def put(self, tasks: Sequence[Task], limit: int) -> QueueFull | TooManyBytes | None:
         """Enqueue all `tasks` (of one tier and one owner), or none if more than `limit` would wait then."""
         tier, inputs = tasks[0].tier, [task.input for task in tasks]
-        rows = [(t.id, t.arrival_ms, 0, 0, self._head(t), "") for t in tasks]
+        rows = [(t.id, t.arrival_ms, 0, 0, self._head(t), "", "") for t in tasks]
         put = put_args(tier, limit, self._clock.wall_ms(), NO_LIMIT, rows)
         match await self._put(args=[tasks[0].owner, self._max_bytes, len(inputs), *inputs, *put]):
             case [b"full", depth]:
@@ -136,7 +147,22 @@ class TaskQueue(LeasedQueue):
         if not wanted:
             return []
         found = await self._scripts.claim(self._worker_id, self._clock.wall_ms(), int(lease_s * 1000), wanted)
-        return [ClaimedTask(self._task(payload, input), fence, attempt) for payload, fence, attempt, _, input in found]
+        claimed = []
+        for task_id, payload, fence, attempt, _, input in found:
+            try:
+                claimed.append(ClaimedTask(self._task(payload or b"", input), fence, attempt))
+            except UNREADABLE as error:
+                await self._bury(task_id.decode(), payload or b"", fence, str(error))
+        return claimed
+
+    async def _bury(self, task_id: str, payload: bytes, fence: int, reason: str) -> None:
+        """Make a dead letter of a claimed task that cannot be read, of the owner whom its payload names, if any."""
+        log.error("a task cannot be read; it becomes a dead letter", task=task_id, reason=reason)
+        owner = ""
+        with suppress(*UNREADABLE):
+            owner = msgspec.msgpack.decode(payload, type=_Owned).owner
+        task = Task(task_id, "", "", self._clock.wall_ms(), owner=owner)
+        await self.end([EndedTask(ClaimedTask(task, fence, 1), task, None, f"It cannot be read: {reason}.")])
 
     async def end(self, ended: Sequence[EndedTask]) -> list[bool]:
         """Write the ends of claimed tasks. Return False for each that this worker does not hold any more."""
@@ -166,7 +192,10 @@ class TaskQueue(LeasedQueue):
         payload, fence, attempt = open_
         if payload is not None:
             state = TaskState.QUEUED if fence is None else TaskState.RUNNING
-            return StoredTask(self._decode(payload), state, int(attempt or 0))
+            try:
+                return StoredTask(self._decode(payload), state, int(attempt or 0))
+            except UNREADABLE:  # the worker that claims it makes a dead letter of it
+                return None
         payload, name, attempt, ended_ms, result, error = ended
         if payload is None:
             return None

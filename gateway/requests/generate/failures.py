@@ -6,7 +6,7 @@ from engine.interface import GRAMMAR_FAILED
 from gateway.dead_letters import DeadLetter
 from gateway.protocol.errors import ApiError, given_up, internal_error, invalid_request, unavailable
 from gateway.requests.prepare.prepared import PreparedRequest
-from scheduler.request import ANSWER_TOO_LARGE, UPSTREAM_REFUSED, WORKER_DIED, EventKind, TokenEvent
+from scheduler.request import ANSWER_TOO_LARGE, GIVEN_UP, UPSTREAM_REFUSED, EventKind, TokenEvent
 
 log = structlog.get_logger(__name__)
 
@@ -27,8 +27,8 @@ def failure_of(event: TokenEvent, *, has_grammar: bool) -> ApiError | None:
 def _failed(event: TokenEvent, has_grammar: bool) -> ApiError:
     if has_grammar and (event.error or "").startswith(GRAMMAR_FAILED):
         return invalid_request(f"The output cannot have the requested format: {event.error}.")
-    if event.code == WORKER_DIED:
-        return given_up(event.error)
+    if event.code in GIVEN_UP:
+        return given_up(event.error, event.code)
     if event.code in (UPSTREAM_REFUSED, ANSWER_TOO_LARGE):
         return invalid_request(event.error, code=event.code)
     log.warning("generation_failed", sequence=event.request_id, reason=event.error)

@@ -32,7 +32,7 @@ from scheduler.client.token_stream import TokenStream
 from scheduler.clock import Clock
 from scheduler.config import Tier
 from scheduler.request import (
-    WORKER_DIED,
+    GIVEN_UP,
     Delivery,
     EventKind,
     Receipt,
@@ -179,7 +179,7 @@ class Generation:
             async with self._tokens:
                 yield
         except ApiError as error:
-            if error.code == WORKER_DIED and self._dead_letters is not None:
+            if error.code in GIVEN_UP and self._dead_letters is not None:
                 await self._dead_letters.add(dead_letter_of(self._prepared, error.message, self._clock.wall_ms()))
             raise
         finally:

@@ -10,7 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from gateway.identity import Keyring
-from scheduler.request import WORKER_DIED, EventKind, Request, TokenEvent
+from scheduler.request import UNREADABLE_REQUEST, WORKER_DIED, EventKind, Request, TokenEvent
 from tests.gateway.api_keys import as_, key
 from tests.gateway.in_process import InProcess
 from tests.gateway.jobs.batches.test_completions import ask, ended, read, repeat, submit
@@ -25,12 +25,13 @@ class Deadly:
 
     def __init__(self) -> None:
         self.is_deadly = True
+        self.code = WORKER_DIED
         self.num_given_up = 0
 
     def __call__(self, request: Request) -> Sequence[TokenEvent]:
         if self.is_deadly and "dies" in text_of(request.prompt_token_ids):
             self.num_given_up += 1
-            return [TokenEvent(request.id, EventKind.FAILED, error=REASON, code=WORKER_DIED)]
+            return [TokenEvent(request.id, EventKind.FAILED, error=REASON, code=self.code)]
         return repeat(request)
 
 
@@ -109,11 +110,12 @@ async def test_a_line_whose_input_was_deleted_cannot_be_retried(rig: Rig) -> Non
     assert len(await rig.letters()) == 1
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_chat_that_was_given_up_fails_for_good_and_is_listed(rig: Rig, stream: bool) -> None:
+@pytest.mark.parametrize(("stream", "code"), [(False, WORKER_DIED), (True, WORKER_DIED), (False, UNREADABLE_REQUEST)])
+async def test_a_chat_that_was_given_up_fails_for_good_and_is_listed(rig: Rig, stream: bool, code: str) -> None:
+    rig.script.code = code
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Repeat: dies"}], "stream": stream}
     answer = await rig.http.post("/v1/chat/completions", json=body)
-    assert WORKER_DIED in answer.text and REASON in answer.text
+    assert code in answer.text and REASON in answer.text
     if not stream:
         assert (answer.status_code, answer.headers["x-should-retry"]) == (500, "false")
     [letter] = await rig.letters()

@@ -131,3 +131,11 @@ async def test_a_stream_without_a_reader_is_bounded(channel: RedisEventChannel, 
     await pipeline.execute()
     await channel.publish("g", message(1))
     assert await redis_client.xlen(STREAM) < keys.EVENTS_MAXLEN + 200
+
+
+async def test_a_message_that_cannot_be_read_is_skipped(
+    channel: RedisEventChannel, received: list[int], redis_client: Redis
+) -> None:
+    await redis_client.xadd(STREAM, {"m": b"\xc1"})
+    await channel.publish("g", message(7))
+    await until(lambda: received == [7])

@@ -8,7 +8,7 @@ from redis.asyncio import Redis
 from scheduler.queue.base import Backlog, TooFarBehind
 from scheduler.queue.redis import RedisQueue
 from scheduler.store import keys
-from tests.scheduler.queue.harness import START_MS, ManualClock, lease_of, make_request, may_wait
+from tests.scheduler.queue.harness import START_MS, ManualClock, ids, lease_of, make_request, may_wait
 from tests.waiting import until
 
 
@@ -151,3 +151,18 @@ async def test_put_and_claim_are_one_call_each(queue: RedisQueue, redis_client: 
 
 async def _subscribed(client: Redis, count: int) -> bool:
     return await subscribers(client) == count
+
+
+@pytest.mark.parametrize("payload", [b"\xc1", b"", b"\x81\xa2id\x01", b"\x91" * 9999])
+async def test_a_request_that_cannot_be_read_is_claimed_with_its_reason_and_costs_its_neighbours_nothing(
+    queue: RedisQueue, redis_client: Redis, payload: bytes
+) -> None:
+    await queue.put([make_request(name) for name in "abc"])
+    await redis_client.hset(keys.REQUEST_PREFIX + "a", "payload", payload)
+    assert await queue.head_arrivals(["realtime"]) == {}
+    claimed = await queue.claim({"realtime": 3}, 5)
+    assert ids(claimed) == ["a", "b", "c"] and {c.attempt for c in claimed} == {1}
+    a, *others = claimed
+    assert a.unreadable and not any(c.unreadable for c in others)
+    assert (a.request.tier, a.request.reply_to, a.request.deadline_ms) == ("realtime", "gateway-1", START_MS + 1000)
+    assert await queue.ack([lease_of(c) for c in claimed]) == [True] * 3

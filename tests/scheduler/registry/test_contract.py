@@ -3,6 +3,8 @@
 from collections.abc import AsyncIterator
 
 import pytest
+import structlog
+from redis.asyncio import Redis
 
 from scheduler.clock import SystemClock
 from scheduler.registry.base import WorkerRegistry
@@ -94,3 +96,21 @@ async def test_a_worker_that_dies_at_its_start_is_forgotten(
         return await registry.starting() == []
 
     await until(is_forgotten)
+
+
+async def test_a_status_that_cannot_be_read_is_skipped_counted_and_logged_once(redis_client: Redis) -> None:
+    registry = RedisWorkerRegistry(redis_client)
+    await registry.announce(status("w1"), "")
+    await registry.announce(status("w2"), "")
+    await redis_client.hset(keys.worker("w1"), "status", b"\x81\xa9worker_id\x01")
+    start = WorkerStart("w3", "loading the model", 1.0)
+    await registry.announce_start(start)
+    await registry.announce_start(WorkerStart("w4", "loading the model", 1.0))
+    await redis_client.set(keys.starting("w4"), b"\xc1")
+    with structlog.testing.capture_logs() as logs:
+        assert await registry.workers() == await registry.workers() == [status("w2")]
+    assert registry.num_unreadable == len(logs) == 1 and logs[0]["worker"] == "w1"
+    assert await registry.starting() == [start]
+    await registry.withdraw("w1")
+    await registry.workers()
+    assert registry.num_unreadable == 0

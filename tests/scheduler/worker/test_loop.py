@@ -10,7 +10,7 @@ import pytest
 from engine.interface import EngineDead
 from scheduler.control.feedback import UPDATE_S
 from scheduler.registry.heartbeat_monitor import CHECK_S, GATEWAY_SILENT_S
-from scheduler.request import Claimed, Delivery, Lease, TokenEvent
+from scheduler.request import UNREADABLE_REQUEST, Claimed, Delivery, EventKind, Lease, TokenEvent
 from scheduler.worker.claimer import LISTEN_S
 from scheduler.worker.leases import LEASE_S
 from tests.scheduler.builders import FAST, expected_tokens, fixed, make_info, make_tiers, preempted, ran
@@ -32,6 +32,24 @@ def record(journal: list[str], target: Any, method: str, text: Callable[..., str
 
 def worker_queue(world: World) -> Any:
     return world.worker_queue
+
+
+@played_by(run_world)
+async def test_a_request_that_cannot_be_read_fails_with_the_reason_and_the_worker_serves_its_neighbours(
+    world: World,
+) -> None:
+    claim = world.worker_queue.claim
+
+    async def with_a_damaged_one(*args: Any) -> list[Claimed]:
+        claimed = await claim(*args)
+        return [replace(c, unreadable="invalid opcode") if c.request.id == "damaged" else c for c in claimed]
+
+    world.worker_queue.claim = with_a_damaged_one  # type: ignore[method-assign]
+    damaged, *others = await asyncio.gather(*(world.ask(name) for name in ("damaged", "a", "b")))
+    [end] = damaged.events
+    assert (end.kind, end.code) == (EventKind.FAILED, UNREADABLE_REQUEST) and "invalid opcode" in end.error
+    assert [other.token_ids for other in others] == [expected_tokens(other.request) for other in others]
+    assert not world.queue._shared.records
 
 
 # -- the way in --------------------------------------------------------------------------------------------------------

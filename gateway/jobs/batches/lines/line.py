@@ -29,7 +29,7 @@ from gateway.protocol.errors import internal_error
 from gateway.requests.prepare.placement import Placement
 from scheduler.clock import Clock
 from scheduler.config import Tier
-from scheduler.request import WORKER_DIED, JobDeadline, JobPart
+from scheduler.request import GIVEN_UP, JobDeadline, JobPart
 from scheduler.store.errors import STORE_AWAY
 
 log = logging.getLogger(__name__)
@@ -186,7 +186,7 @@ class BatchLines:
 
 
 def _was_given_up(status: int, body: dict[str, Any]) -> bool:
-    return status == 500 and (body.get("error") or {}).get("code") == WORKER_DIED
+    return status == 500 and (body.get("error") or {}).get("code") in GIVEN_UP
 
 
 def _pause_s(pauses: int) -> float:
