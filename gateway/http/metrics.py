@@ -1,6 +1,7 @@
 """The gateway's metric families, in their own Prometheus registry."""
 
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -22,11 +23,11 @@ HTTP_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60,
 class GatewayMetrics:
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()
-        self.http_requests = Counter(
+        counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
+        self.http_requests = counter(
             "tidegate_http_requests_total",
             "HTTP requests answered. Status 499 means that the client hung up before the answer was complete.",
             ["route", "method", "status"],
-            registry=self.registry,
         )
         self.http_seconds = Histogram(
             "tidegate_http_request_seconds",
@@ -35,100 +36,75 @@ class GatewayMetrics:
             buckets=HTTP_SECONDS,
             registry=self.registry,
         )
-        self.requests_rejected = Counter(
+        self.requests_rejected = counter(
             "tidegate_requests_rejected_total",
             "Requests refused at admission, before anything was queued.",
             ["tier", "reason"],
-            registry=self.registry,
         )
-        self.requests_demoted = Counter(
+        self.requests_demoted = counter(
             "tidegate_requests_demoted_total",
             "Requests served in a lower tier because their own tier could not have met its SLO.",
             ["tier", "to"],
-            registry=self.registry,
         )
-        self.predicted_ttft = Gauge(
+        self.predicted_ttft = gauge(
             "tidegate_predicted_ttft_seconds",
             "Predicted TTFT in seconds of a short request that arrives now, for tiers that have a prediction.",
             ["tier"],
-            registry=self.registry,
         )
-        self.queued_tokens = Gauge(
+        self.queued_tokens = gauge(
             "tidegate_queued_tokens",
             "Tokens of waiting requests. Kind prompt counts prompt tokens, kind output the maximum of output tokens.",
             ["tier", "kind"],
-            registry=self.registry,
         )
-        self.queue_age = Gauge(
+        self.queue_age = gauge(
             "tidegate_queue_age_seconds",
             "Seconds that the request at the head of the tier's queue has waited; 0 if none waits.",
             ["tier"],
-            registry=self.registry,
         )
-        self.store_up = Gauge(
-            "tidegate_store_up", "1 while the store answers and takes writes, else 0.", registry=self.registry
+        self.store_up = gauge("tidegate_store_up", "1 while the store answers and takes writes, else 0.")
+        self.store_seconds = gauge(
+            "tidegate_store_latency_seconds", "Seconds that the store took to answer the newest reading of the queues."
         )
-        self.store_seconds = Gauge(
-            "tidegate_store_latency_seconds",
-            "Seconds that the store took to answer the newest reading of the queues.",
-            registry=self.registry,
+        self.client_disconnects = counter(
+            "tidegate_client_disconnects_total", "Clients that hung up before their answer was complete.", ["tier"]
         )
-        self.client_disconnects = Counter(
-            "tidegate_client_disconnects_total",
-            "Clients that hung up before their answer was complete.",
-            ["tier"],
-            registry=self.registry,
-        )
-        self.connections_closed = Counter(
+        self.connections_closed = counter(
             "tidegate_connections_closed_total",
             "Connections that the server refused or closed because they were too many or too slow.",
             ["reason"],
-            registry=self.registry,
         )
-        self.workers_alive = Gauge("tidegate_workers_alive", "Workers with a fresh heartbeat.", registry=self.registry)
-        self.workers_unreadable = Gauge(
+        self.workers_alive = gauge("tidegate_workers_alive", "Workers with a fresh heartbeat.")
+        self.workers_unreadable = gauge(
             "tidegate_workers_unreadable",
             "Workers whose heartbeats this gateway cannot read, as those of another version.",
-            registry=self.registry,
         )
-        self.batches = Gauge("tidegate_batches", "Batches by status.", ["status"], registry=self.registry)
-        self.batches_late = Gauge(
+        self.batches = gauge("tidegate_batches", "Batches by status.", ["status"])
+        self.batches_late = gauge(
             "tidegate_batches_late",
             "Unfinished batches of all gateways that are expected to end after their window, except best effort.",
-            registry=self.registry,
         )
-        self.dead_letters = Gauge(
-            "tidegate_dead_letters", "Requests that were given up because their workers died.", registry=self.registry
-        )
-        self.usage_requests = Counter(
-            "tidegate_usage_requests_total", "Requests of an API key.", ["key", "tier"], registry=self.registry
-        )
-        self.usage_tokens = Counter(
+        self.dead_letters = gauge("tidegate_dead_letters", "Requests that were given up because their workers died.")
+        self.usage_requests = counter("tidegate_usage_requests_total", "Requests of an API key.", ["key", "tier"])
+        self.usage_tokens = counter(
             "tidegate_usage_tokens_total",
             "Tokens of an API key. The kinds cached_prompt and cached_completion are parts of prompt and completion.",
             ["key", "tier", "kind"],
-            registry=self.registry,
         )
-        self.rate_limited = Counter(
+        self.rate_limited = counter(
             "tidegate_rate_limited_total",
             "Requests refused by a limit of their API key: of requests (by minute, or open at once) or of tokens.",
             ["key", "limit"],
-            registry=self.registry,
         )
-        self.answer_cache = Counter(
+        self.answer_cache = counter(
             "tidegate_answer_cache_total",
             "Requests that asked for the answer cache: hit, miss, or bypass where the answer cannot be cached.",
             ["result"],
-            registry=self.registry,
         )
-        self.webhooks = Counter(
+        self.webhooks = counter(
             "tidegate_webhook_attempts_total",
             "Attempts to deliver a webhook: delivered, retried later, or gave_up after the last one.",
             ["result"],
-            registry=self.registry,
         )
-        # The counters by their labels, because looking them up would take longer than counting.
-        self._usage: dict[tuple[str, str, str], Counter] = {}
 
     def show_from_the_start(self, tiers: TierSet, limited_keys: Iterable[str], used_keys: Collection[str] = ()) -> None:
         """Create the series of all known labels before their first event, so that rates start at zero.
@@ -164,12 +140,6 @@ class GatewayMetrics:
         self.http_requests.labels(route, method, str(status)).inc()
         self.http_seconds.labels(route).observe(seconds)
 
-    def count_rejected(self, tier: str, reason: str) -> None:
-        self.requests_rejected.labels(tier, reason).inc()
-
-    def count_demoted(self, tier: str, to: str) -> None:
-        self.requests_demoted.labels(tier, to).inc()
-
     def show_backlogs(self, backlogs: Mapping[str, Backlog], predicted_ttfts_s: Mapping[str, float]) -> None:
         """Set the gauges of waiting tokens and predicted TTFTs. Tiers without a value are removed from the gauges."""
         self.queued_tokens.clear()
@@ -188,26 +158,8 @@ class GatewayMetrics:
         for tier, seconds in queue_ages_s.items():
             self.queue_age.labels(tier).set(seconds)
 
-    def count_disconnect(self, tier: str) -> None:
-        self.client_disconnects.labels(tier).inc()
-
-    def count_requests(self, key: str, tier: str, amount: int) -> None:
-        counter = self._usage.get((key, tier, ""))
-        if counter is None:
-            counter = self._usage[key, tier, ""] = self.usage_requests.labels(key, tier)
-        counter.inc(amount)
-
-    def count_tokens(self, key: str, tier: str, kind: str, amount: int) -> None:
-        counter = self._usage.get((key, tier, kind))
-        if counter is None:
-            counter = self._usage[key, tier, kind] = self.usage_tokens.labels(key, tier, kind)
-        counter.inc(amount)
-
     def count_rate_limited(self, key: str, limit: str) -> None:
         self.rate_limited.labels(key, limit).inc()
-
-    def count_cache_lookup(self, result: str) -> None:
-        self.answer_cache.labels(result).inc()
 
     def count_webhook(self, result: str) -> None:
         self.webhooks.labels(result).inc()

@@ -75,12 +75,12 @@ class UsageMeter:
     def record(self, key: str | None, tier: str, use: Use) -> None:
         """Count what requests of a key (None: open access) have used in a tier."""
         today, label = self._today(), key or NO_KEY
-        self._metrics.count_requests(label, tier, use.requests)
+        self._metrics.usage_requests.labels(label, tier).inc(use.requests)
         for name, kind in KINDS.items():
             if amount := getattr(use, name):
                 self._pending[today, key, tier, name] += amount
                 if kind:
-                    self._metrics.count_tokens(label, tier, kind, amount)
+                    self._metrics.usage_tokens.labels(label, tier, kind).inc(amount)
 
     async def follow(self) -> None:
         """Write the counts to the store every `FLUSH_S` seconds, for ever."""

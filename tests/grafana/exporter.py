@@ -105,17 +105,17 @@ class Deployment:
         for status in (200, 429, 503):
             self.gateway.observe_http("/v1/chat/completions", "POST", status, 0.2)
         for tier in TIERS.tiers:
-            self.gateway.count_rejected(tier, "queue_full")
-            self.gateway.count_disconnect(tier)
+            self.gateway.requests_rejected.labels(tier, "queue_full").inc()
+            self.gateway.client_disconnects.labels(tier).inc()
             self.gateway.requests_demoted.labels(tier, "bulk").inc()
             self.gateway.predicted_ttft.labels(tier).set(0.3)
             for kind in ("prompt", "output"):
                 self.gateway.queued_tokens.labels(tier, kind).set(900)
-            self.gateway.count_requests("chat-ui", tier, 2)
+            self.gateway.usage_requests.labels("chat-ui", tier).inc(2)
             for kind in ("prompt", "cached_prompt", "completion", "cached_completion"):
-                self.gateway.count_tokens("chat-ui", tier, kind, 30)
+                self.gateway.usage_tokens.labels("chat-ui", tier, kind).inc(30)
         self.gateway.count_rate_limited("chat-ui", "tokens")
-        self.gateway.count_cache_lookup("hit")
+        self.gateway.answer_cache.labels("hit").inc()
         self.gateway.count_webhook("delivered")
         self.gateway.count_closed("slow_headers")
         self._scrapes += 1

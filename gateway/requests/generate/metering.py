@@ -42,7 +42,7 @@ class Metering:
         if cache_ttl_s is not None:
             is_seeded = prepared.requests[0].is_seeded
             lookup = await self._cache.look_up(prepared.requests, prepared.text_options, is_seeded, cache_ttl_s)
-            self._metrics.count_cache_lookup(lookup.result)
+            self._metrics.answer_cache.labels(lookup.result).inc()
         key, reservation = self._keyring.named(prepared.owner), None
         if prepared.placement.is_limited and key is not None and key.is_limited:
             tokens = 0 if lookup is not None and lookup.is_hit else _tokens_to_reserve(prepared, key)

@@ -144,10 +144,10 @@ class CompletionService:
             demoted = prepared.demoted(demotion)
             lower_outcome = await self._client.submit(demoted.requests)
             if not isinstance(lower_outcome, Rejected):
-                self._metrics.count_demoted(prepared.tier.name, demoted.tier.name)
+                self._metrics.requests_demoted.labels(prepared.tier.name, demoted.tier.name).inc()
                 prepared, outcome = demoted, lower_outcome
         if isinstance(outcome, Rejected):
-            self._metrics.count_rejected(prepared.tier.name, outcome.reason.value)
+            self._metrics.requests_rejected.labels(prepared.tier.name, outcome.reason.value).inc()
             raise rejected(outcome, prepared.tier, prepared.placement.patient)
         return prepared, outcome
 
