@@ -4,8 +4,9 @@ import asyncio
 import re
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from fastapi import Depends, FastAPI
 from starlette.middleware import Middleware
@@ -19,14 +20,15 @@ from gateway.http.middleware import BodyLimit, OneAtATime, RequestContext
 from gateway.http.server.draining import RefuseWhileDraining
 from gateway.protocol import error_handlers
 from gateway.protocol.json_body import MAX_BODIES, BodyReader
-from gateway.protocol.openapi import ApiDescription
-from gateway.routes import chat, console, docs, models, ops, responses, tokenize
-from gateway.routes.dependencies import authenticated, request_counted
+from gateway.protocol.openapi import described
+from gateway.routes import chat, models, ops, pages, responses, tokenize
+from gateway.routes.dependencies import Administrator, authenticated, request_counted
 from gateway.routes.jobs import batches, files, tasks, uploads
 from gateway.routes.operators import admin, dead_letters, keys, overview
 from gateway.routes.operators.sla_feed import SlaFeed
 from gateway.state import Gateway
 
+NOT_ADMIN: dict[int | str, dict[str, Any]] = {403: {"description": "Not an administrator."}}
 UPLOAD_PATHS = re.compile(r"/v1/files|/v1/uploads/[^/]+/parts$")  # their bodies go to the disk as they come
 
 
@@ -53,20 +55,18 @@ def create_app(gateway: Gateway) -> FastAPI:
     )
     app.state.gateway = gateway
     app.state.body_reader = BodyReader(MAX_BODIES * gateway.max_body_bytes)
-    app.state.description = ApiDescription(app, gateway.model_names)
-    app.state.metrics_page = ops.MetricsPage(gateway)
+    app.state.description = ops.Shared(partial(asyncio.to_thread, described, app, gateway.model_names), gateway.clock)
+    app.state.metrics_page = ops.Shared(partial(ops.exposition, gateway), gateway.clock, ops.METRICS_PERIOD_S)
     app.state.wrong_keys = WrongKeys()
     app.state.downloads = UnderWay(MAX_DOWNLOADS, MAX_DOWNLOADS_OF_KEY)
     app.state.sla_feed = SlaFeed(gateway.client, gateway.clock)
     if gateway.console:
-        app.include_router(console.router)  # before the next one, which also answers `/`
+        app.include_router(pages.console)  # before the next one, which also answers `/`
     app.include_router(ops.router)
     if not gateway.private_docs:
-        app.include_router(docs.router)
-    app.include_router(admin.router)
-    app.include_router(overview.router)
-    app.include_router(keys.router)
-    app.include_router(dead_letters.router)
+        app.include_router(pages.docs)
+    for routes in (admin, overview, keys, dead_letters):
+        app.include_router(routes.router, tags=["admin"], dependencies=[Administrator], responses=NOT_ADMIN)
     for routes in (chat, models, tokenize):
         app.include_router(routes.router)
     app.include_router(responses.router, dependencies=[Depends(authenticated)])

@@ -4,7 +4,6 @@ FastAPI does not know the bodies, because gateway/protocol/json_body.py reads th
 the answers, because they are written without its models. Validation errors are 400 here, and not FastAPI's 422.
 """
 
-import asyncio
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -19,23 +18,8 @@ METHODS = frozenset({"get", "post", "delete"})
 ERRORS = {"4XX": "The request is refused.", "5XX": "The server cannot answer now."}
 
 
-class ApiDescription:
-    """The text of /openapi.json. It is made when it is first asked for, in a thread, because that takes long."""
-
-    def __init__(self, app: FastAPI, model_names: Sequence[str]) -> None:
-        self._app = app
-        self._model_names = model_names
-        self._turn = asyncio.Lock()
-        self._text: bytes | None = None
-
-    async def read(self) -> bytes:
-        async with self._turn:
-            if self._text is None:
-                self._text = await asyncio.to_thread(_described, self._app, self._model_names)
-            return self._text
-
-
-def _described(app: FastAPI, model_names: Sequence[str]) -> bytes:
+def described(app: FastAPI, model_names: Sequence[str]) -> bytes:
+    """Return the text of /openapi.json. This takes long."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     document["components"] = {"schemas": SCHEMAS}
     for path, operations in document["paths"].items():

@@ -6,10 +6,11 @@ They need no API key, except the last two with `--private-docs`. Load balancers 
 
 import asyncio
 import contextvars
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import structlog
 from fastapi import APIRouter, Depends, Request, Response
@@ -21,7 +22,6 @@ from prometheus_client.registry import Collector
 
 from gateway.http.vllm_names import vllm_families
 from gateway.keys.usage import NO_KEY
-from gateway.protocol.openapi import ApiDescription
 from gateway.routes.dependencies import authenticated
 from gateway.state import STORE_TIMEOUT_S, Gateway, gateway_of
 from scheduler.client.client import SchedulerClient
@@ -32,6 +32,8 @@ from scheduler.registry.worker_status import WorkerStart
 log = structlog.get_logger(__name__)
 
 METRICS_PERIOD_S = 1.0  # seconds for which one rendering of /metrics answers every scrape
+
+T = TypeVar("T")
 
 router = APIRouter(tags=["operations"])
 
@@ -82,34 +84,37 @@ async def _may_look_inside(request: Request) -> None:
 @router.get("/metrics", dependencies=[Depends(_may_look_inside)])
 async def metrics(request: Request) -> Response:
     """Return the metrics of this gateway and of every worker in Prometheus' text format."""
-    page: MetricsPage = request.app.state.metrics_page
+    page: Shared[bytes] = request.app.state.metrics_page
     return Response(await page.read(), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/openapi.json", dependencies=[Depends(_may_look_inside)], include_in_schema=False)
 async def openapi(request: Request) -> Response:
     """Return the description of the API."""
-    description: ApiDescription = request.app.state.description
+    description: Shared[bytes] = request.app.state.description
     return Response(await description.read(), media_type="application/json")
 
 
-class MetricsPage:
-    """The text of /metrics, rendered at most once for each `METRICS_PERIOD_S`, however many clients ask for it.
+class Shared(Generic[T]):
+    """What `make` returns, made at most once for each `period_s` seconds, however many clients read it.
 
-    Rendering is slow and holds Python's global lock, so without this limit scrapes would slow down streams.
+    It is for what is slow or holds Python's global lock: without this limit, its readers would slow down streams.
     """
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-        self._began_s = float("-inf")
-        self._rendering: asyncio.Task[bytes] | None = None
+    def __init__(self, make: Callable[[], Coroutine[Any, Any, T]], clock: Clock, period_s: float = math.inf) -> None:
+        self._make = make
+        self._clock = clock
+        self._period_s = period_s
+        self._began_s = -math.inf
+        self._making: asyncio.Task[T] | None = None
 
-    async def read(self) -> bytes:
-        now = self._gateway.clock.now()
-        if self._rendering is None or (self._rendering.done() and now - self._began_s >= METRICS_PERIOD_S):
+    async def read(self) -> T:
+        now = self._clock.now()
+        if self._making is None or (self._making.done() and now - self._began_s >= self._period_s):
             self._began_s = now
-            self._rendering = asyncio.create_task(_exposition(self._gateway), context=contextvars.Context())
-        return await asyncio.shield(self._rendering)  # a client that hangs up must not cancel it for others
+            # A new context, because log lines must not name the request that happened to be the first.
+            self._making = asyncio.create_task(self._make(), context=contextvars.Context())
+        return await asyncio.shield(self._making)  # a client that hangs up must not cancel it for others
 
 
 async def _readiness(client: SchedulerClient) -> tuple[bool, dict[str, Any]]:
@@ -147,7 +152,7 @@ async def _depths(client: SchedulerClient) -> tuple[dict[str, int] | None, list[
         return None, []
 
 
-async def _exposition(gateway: Gateway) -> bytes:
+async def exposition(gateway: Gateway) -> bytes:
     """Return all metrics as Prometheus text. If the store does not answer, return only the gateway's own metrics."""
     metrics, client = gateway.metrics, gateway.client
     limited = {key.name for key in gateway.keyring.keys if key.is_limited}

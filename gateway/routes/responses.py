@@ -23,7 +23,7 @@ from gateway.protocol.openapi import json_body
 from gateway.requests.answers.chunks import encode_json
 from gateway.requests.prepare.placement import Placement
 from gateway.requests.prepare.prepared import PreparedRequest
-from gateway.routes.delivery import headers_of, send_answer, submit
+from gateway.routes.chat import headers_of, send_answer, submit
 from gateway.routes.dependencies import Caller
 from gateway.routes.jobs.files import Owner
 from gateway.routes.jobs.idempotency import idempotency_key, once

@@ -1,7 +1,7 @@
-"""The live feed of the SLA controllers: the events of GET /admin/sla/stream, and the reader that all watchers share.
+"""The live feed of the SLA controllers: the events of GET /admin/sla/stream.
 
-One event is sent every `PERIOD_S` seconds. The store is read once per event, however many clients watch, and not at all
-without a watcher. If the store stops answering, each watcher gets one `error` event. `sla` events continue when the
+One event is sent every `PERIOD_S` seconds. The store is read once in this time, however many clients watch, and not at
+all without a watcher. If the store stops answering, each watcher gets one `error` event. `sla` events continue when the
 store answers again.
 
 The feed ends by itself when the gateway drains. sse-starlette also ends its responses at SIGTERM: on import it patches
@@ -12,10 +12,8 @@ they are not sse-starlette responses (gateway/http/sse.py gives the reasons).
 """
 
 import asyncio
-import contextvars
 import json
-from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -24,6 +22,7 @@ from sse_starlette import EventSourceResponse, JSONServerSentEvent
 from starlette.types import Receive, Scope, Send
 
 from gateway.protocol.errors import store_failed
+from gateway.routes.ops import Shared
 from gateway.state import STORE_TIMEOUT_S
 from scheduler.client.client import SchedulerClient
 from scheduler.clock import Clock
@@ -46,58 +45,28 @@ async def explain(client: SchedulerClient, backlogs: Mapping[str, Backlog]) -> d
 
 
 class SlaFeed:
-    """A reader of the SLA controllers' state. It reads every `PERIOD_S` seconds while there is at least one watcher."""
+    """The events about the SLA controllers' state, every `PERIOD_S` seconds for each watcher."""
 
     def __init__(self, client: SchedulerClient, clock: Clock) -> None:
         self._client = client
         self._clock = clock
-        self._num_watchers = 0
         self._is_away = False  # whether the last reading failed
-        self._reader: asyncio.Task[None] | None = None
-        self._next: asyncio.Future[dict[str, Any] | None] | None = None
+        self._state = Shared(self._read, clock, PERIOD_S)
 
     async def events(self) -> AsyncGenerator[JSONServerSentEvent, None]:
         """Yield the events for one watcher until the gateway drains. A slow watcher does not get every reading."""
         sent_ms: dict[str, int] = {}
         was_away = False
-        with self._watched():
-            while not self._client.is_draining:
-                state = await self._next_state()
-                if state is not None:
-                    yield JSONServerSentEvent(_with_new_decisions(state, sent_ms), event="sla")
-                elif not was_away:
-                    yield JSONServerSentEvent(store_failed().body(), event="error")
-                was_away = state is None
-
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Count one more watcher during the block. The first watcher starts the reader; the last one stops it."""
-        self._num_watchers += 1
-        if self._reader is None:
-            self._next = asyncio.get_running_loop().create_future()
-            # A new context, because log lines of the reader must not name the request of the first watcher.
-            self._reader = asyncio.create_task(self._read(), name="sla feed", context=contextvars.Context())
-        try:
-            yield
-        finally:
-            self._num_watchers -= 1
-            if self._num_watchers == 0:
-                self._reader.cancel()
-                self._reader = self._next = None
-
-    async def _next_state(self) -> dict[str, Any] | None:
-        assert self._next is not None, "only inside `_watched`"
-        return await asyncio.shield(self._next)  # a watcher that hangs up must not cancel the future that all share
-
-    async def _read(self) -> None:
-        while True:
-            state = await self._state()
-            awaited, self._next = self._next, asyncio.get_running_loop().create_future()
-            assert awaited is not None
-            awaited.set_result(state)
+        while not self._client.is_draining:
+            state = await self._state.read()
+            if state is not None:
+                yield JSONServerSentEvent(_with_new_decisions(state, sent_ms), event="sla")
+            elif not was_away:
+                yield JSONServerSentEvent(store_failed().body(), event="error")
+            was_away = state is None
             await self._clock.sleep(PERIOD_S)
 
-    async def _state(self) -> dict[str, Any] | None:
+    async def _read(self) -> dict[str, Any] | None:
         """Return the data of an event, or None if the store does not answer."""
         try:
             async with asyncio.timeout(STORE_TIMEOUT_S):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.routes.docs import ASSETS
+from gateway.routes.pages import ASSETS
 from tests.gateway.stand import running_stand
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -1,7 +1,7 @@
 """Models, health, readiness, metrics and logs."""
 
 import asyncio
-from dataclasses import replace
+from functools import partial
 
 import pytest
 import structlog
@@ -10,11 +10,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from gateway.identity import Keyring
 from gateway.routes import ops
 from gateway.routes.ops import render
-from scheduler.clock import SystemClock
 from scheduler.registry.worker_status import WorkerStart
 from tests.gateway.api_keys import key
 from tests.gateway.stand import running_stand
 from tests.gateway.tiny_model import CONTEXT, MODEL, token_ids
+from tests.scheduler.queue.harness import ManualClock
 from tests.waiting import until
 
 WORKER_METRICS = """\
@@ -31,15 +31,6 @@ tidegate_step_seconds_bucket{le="+Inf"} 2
 tidegate_step_seconds_count 2
 tidegate_step_seconds_sum 0.5
 """
-
-
-class FrozenClock(SystemClock):
-    """A clock that a test moves."""
-
-    seconds = 100.0
-
-    def now(self) -> float:
-        return self.seconds
 
 
 async def test_a_model_has_its_limits_and_what_clients_of_vllm_read() -> None:
@@ -157,12 +148,12 @@ async def test_metrics_are_rendered_once_for_many_scrapes(monkeypatch: pytest.Mo
             return await ask()
 
         monkeypatch.setattr(stand.gateway.client, "worker_metrics", counted)
-        clock = FrozenClock()
-        page = ops.MetricsPage(replace(stand.gateway, clock=clock))
+        clock = ManualClock()
+        page = ops.Shared(partial(ops.exposition, stand.gateway), clock, ops.METRICS_PERIOD_S)
         assert len({await page.read() for _ in range(20)}) == 1
         await asyncio.gather(*(page.read() for _ in range(20)))
         assert asked == 1
-        clock.seconds += ops.METRICS_PERIOD_S
+        clock.advance(ops.METRICS_PERIOD_S)
         await asyncio.gather(*(page.read() for _ in range(20)))
         assert asked == 2
 

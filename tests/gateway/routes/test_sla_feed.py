@@ -1,9 +1,9 @@
-"""GET /admin/sla/stream: its events, who may read it, and that it frees everything when it ends."""
+"""GET /admin/sla/stream: its events, who may read it, and its end."""
 
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
@@ -12,9 +12,10 @@ from sse_starlette import JSONServerSentEvent
 from starlette.types import Message, Scope
 
 from gateway.identity import ApiKey, Keyring
-from gateway.routes.operators.sla_feed import SlaFeed, SlaStreamResponse
+from gateway.routes.operators.sla_feed import PERIOD_S, SlaFeed, SlaStreamResponse
 from scheduler.queue.base import Backlog
 from tests.gateway.stand import Stand, running_stand
+from tests.scheduler.queue.harness import START_MS, ManualClock
 from tests.waiting import until
 
 URL = "/admin/sla/stream"
@@ -46,10 +47,6 @@ def knobs_of(data: dict[str, Any]) -> list[str]:
     return [decision["knob"] for decision in data["workers"][0]["decisions"]]
 
 
-def is_reading() -> bool:
-    return any(task.get_name() == "sla feed" for task in asyncio.all_tasks())
-
-
 async def test_events_over_a_real_server() -> None:
     async with running_stand() as stand:
         await announce(stand, 1_000, {"first": 0.5})
@@ -70,8 +67,6 @@ async def test_events_over_a_real_server() -> None:
                 knobs += knobs_of(later)
             assert later["workers"][0]["tiers"] == data["workers"][0]["tiers"]
             assert knobs == ["first", "second"], "no decision comes twice"
-            assert is_reading()
-        await until(lambda: not is_reading())
 
 
 async def test_a_drain_ends_the_stream() -> None:
@@ -81,7 +76,6 @@ async def test_a_drain_ends_the_stream() -> None:
         stand.gateway.client.drain()
         async with asyncio.timeout(30):
             assert {name async for name, _ in events} <= {"sla"}
-        assert not is_reading()
 
 
 async def test_only_administrators_may_watch() -> None:
@@ -95,25 +89,13 @@ async def test_only_administrators_may_watch() -> None:
         assert (await stand.http.get(URL, headers={"host": "gateway.example"})).status_code == 403
 
 
-class TickingClock:
-    """Time goes on when the test calls `tick`: once per sleep."""
-
-    def __init__(self) -> None:
-        self._wall_s = 1_000.0
-        self._ticks = asyncio.Semaphore(0)
-
-    def tick(self) -> None:
-        self._ticks.release()
-
-    def now(self) -> float:
-        return self._wall_s
-
-    def wall_ms(self) -> int:
-        return int(self._wall_s * 1000)
+class SteppedClock(ManualClock):
+    """A clock that stands still until it is advanced. Whoever sleeps waits for that."""
 
     async def sleep(self, seconds: float) -> None:
-        await self._ticks.acquire()
-        self._wall_s += seconds
+        due_ms = self.ms + int(1000 * seconds)
+        while self.ms < due_ms:
+            await asyncio.sleep(0)
 
 
 class Client:
@@ -137,9 +119,9 @@ class Client:
         return {"realtime": 0.1}
 
 
-def make_feed() -> tuple[SlaFeed, Client, TickingClock]:
+def make_feed() -> tuple[SlaFeed, Client, SteppedClock]:
     client: Any = Client()
-    clock = TickingClock()
+    clock = SteppedClock()
     return SlaFeed(client, clock), client, clock
 
 
@@ -154,26 +136,13 @@ async def test_watchers_share_the_reads_of_the_store() -> None:
     times_ms: list[int] = []
     for _ in range(5):
         waiting = asyncio.gather(*(anext(watcher) for watcher in watchers))
+        await asyncio.sleep(0)
         if times_ms:  # the first reading comes at once
-            clock.tick()
+            clock.advance(PERIOD_S)
         [at_ms] = {decoded(event)[1]["at_ms"] for event in await waiting}
         times_ms.append(at_ms)
-    assert times_ms == [1_000_000 + 500 * i for i in range(5)]
+    assert times_ms == [START_MS + 500 * i for i in range(5)]
     assert client.num_reads == 5
-    for watcher in watchers:
-        assert is_reading()
-        await watcher.aclose()
-    await until(lambda: not is_reading())
-
-
-async def test_a_later_watcher_starts_the_reader_again() -> None:
-    feed, client, _ = make_feed()
-    for num_reads in (1, 2):
-        events = feed.events()
-        assert decoded(await anext(events))[0] == "sla"
-        assert client.num_reads == num_reads
-        await events.aclose()
-        await until(lambda: not is_reading())
 
 
 async def test_an_outage_of_the_store_is_reported_once() -> None:
@@ -184,21 +153,24 @@ async def test_an_outage_of_the_store_is_reported_once() -> None:
     assert name == "error"
     assert "store is not reachable" in data["error"]["message"]
     following = asyncio.ensure_future(anext(events))
-    for num_reads in (2, 3, 4):
-        clock.tick()
-        await until(lambda n=num_reads: client.num_reads == n)  # type: ignore[misc]
+
+    def time_passes(is_enough: Callable[[], bool]) -> bool:
+        clock.advance(PERIOD_S)
+        return is_enough()
+
+    await until(lambda: time_passes(lambda: client.num_reads == 4))
     assert not following.done()
     client.is_away = False
-    clock.tick()
+    await until(lambda: time_passes(following.done))
     assert decoded(await following)[0] == "sla"
     client.is_away = True
-    clock.tick()
-    assert decoded(await anext(events))[0] == "error", "a new outage is told again"
-    await events.aclose()
+    following = asyncio.ensure_future(anext(events))
+    await until(lambda: time_passes(following.done))
+    assert decoded(await following)[0] == "error", "a new outage is told again"
 
 
 @pytest.mark.parametrize("reads", [True, False])
-async def test_a_client_that_hangs_up_or_reads_nothing_frees_everything(reads: bool) -> None:
+async def test_the_response_ends_for_a_client_that_hangs_up_or_reads_nothing(reads: bool) -> None:
     feed, _, _ = make_feed()
     sent: list[Message] = []
 
@@ -214,4 +186,3 @@ async def test_a_client_that_hangs_up_or_reads_nothing_frees_everything(reads: b
     scope: Scope = {"type": "http", "method": "GET"}
     async with asyncio.timeout(30):
         await SlaStreamResponse(feed, send_timeout_s=0.02)(scope, receive, send)
-    await until(lambda: not is_reading())

@@ -1,13 +1,18 @@
-"""The page /docs, whose scripts and styles come from this server: Swagger UI, as the package fastapi-offline ships it.
+"""The pages for browsers: the console at /, and /docs. API clients get JSON from `GET /` as always.
 
-The page runs under a content security policy that allows nothing of other servers.
+The scripts and styles of /docs come from this server: Swagger UI, as the package fastapi-offline ships it. The page
+runs under a content security policy that allows nothing of other servers.
 """
 
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 from fastapi import APIRouter, HTTPException, Request
-from fastapi.responses import HTMLResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+
+from gateway.console.page import PAGE, file_response, wants_page
+from gateway.routes import ops
 
 ASSETS = {
     "swagger-ui-bundle.js": "text/javascript",
@@ -19,7 +24,7 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-PAGE = """\
+DOCS = """\
 <!DOCTYPE html>
 <html lang="en">
 <head>
@@ -37,16 +42,36 @@ PAGE = """\
 """
 START = "SwaggerUIBundle({url: 'openapi.json', dom_id: '#swagger-ui', deepLinking: true, validatorUrl: null});\n"
 
-router = APIRouter(include_in_schema=False)
+BY_ACCEPT = {"vary": "Accept"}  # for caches: the answer to `GET /` depends on this header
+
+console = APIRouter(include_in_schema=False)
+docs = APIRouter(include_in_schema=False)
 
 
-@router.get("/docs")
-async def docs(request: Request) -> HTMLResponse:
+@console.api_route("/", methods=["GET", "HEAD"])
+async def page(request: Request) -> Response:
+    response: Response
+    if wants_page(request.headers.get("accept", "")):
+        response = await file_response(PAGE, request.scope)
+    else:
+        summary: dict[str, Any] = await ops.root(request)
+        response = JSONResponse(summary)
+    response.headers.update(BY_ACCEPT)
+    return response
+
+
+@console.api_route("/console/{name:path}", methods=["GET", "HEAD"])
+async def file(request: Request, name: str) -> Response:
+    return await file_response(name, request.scope)
+
+
+@docs.get("/docs")
+async def docs_page(request: Request) -> HTMLResponse:
     headers = {"content-security-policy": POLICY}
-    return HTMLResponse(PAGE.format(title=request.app.title), headers=headers)
+    return HTMLResponse(DOCS.format(title=request.app.title), headers=headers)
 
 
-@router.get("/docs/start.js")
+@docs.get("/docs/start.js")
 async def start() -> Response:
     return Response(START, media_type="text/javascript")
 
@@ -56,7 +81,7 @@ def _content(name: str) -> bytes:
     return (files("fastapi_offline") / "static" / name).read_bytes()
 
 
-@router.get("/docs/{name}")
+@docs.get("/docs/{name}")
 def asset(name: str) -> Response:  # in a thread, because it reads a file
     if name not in ASSETS:
         raise HTTPException(404)
