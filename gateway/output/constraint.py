@@ -11,7 +11,8 @@ from typing import Any
 from llguidance import LLMatcher, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
 
-from gateway.output.grammar import GrammarError, Source, check_schema, checked, json_source, lark_source
+from gateway.output.grammar import Source, checked, json_source, lark_source
+from gateway.output.json_schema import GrammarError, check_size
 from gateway.protocol.bodies.output_format import (
     JsonObjectFormat,
     JsonSchemaFormat,
@@ -119,7 +120,7 @@ def _lark(text: str) -> str:
 def _structural_tag(wanted: StructuralTagFormat) -> Source:
     tags = []
     for structure in wanted.structures:
-        check_schema(structure.schema_)
+        check_size(structure.schema_)
         trigger = next((t for t in wanted.triggers if structure.begin.startswith(t)), None)
         if trigger is None:
             raise GrammarError("each 'begin' must start with one of the 'triggers'")

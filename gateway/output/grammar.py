@@ -12,7 +12,7 @@ from typing import Any
 import regex
 from llguidance import LLMatcher, LLTokenizer
 
-from gateway.output.json_schema import SchemaTooLarge, check_size, closed
+from gateway.output.json_schema import GrammarError, check_size, closed
 
 # JSON without free white space: weak models would never end it. One space may follow each comma and colon.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
@@ -24,14 +24,6 @@ _MAX_REASON_LENGTH = 300  # characters of llguidance's error messages
 _MAX_CHECKED = 256  # results kept (LRU): bulk traffic repeats the same few grammars
 
 Source = Mapping[str, Any]  # one grammar as llguidance reads it: `{"lark_grammar": …}` or `{"json_schema": …}`
-
-
-class GrammarError(ValueError):
-    """A grammar that cannot be used. The message is for the user. `param` is the path of the schema in the body."""
-
-    def __init__(self, message: str, param: str = "") -> None:
-        super().__init__(message)
-        self.param = param
 
 
 class GrammarWriter:
@@ -89,20 +81,11 @@ def json_source(schema: Mapping[str, Any], *, lenient: bool, whitespace_pattern:
     """Return a grammar of the JSON values that match `schema`. Raises `GrammarError` if the schema is too large.
 
     If `lenient` is true, keywords of JSON schema that llguidance does not know are ignored, and `oneOf` is taken as
-    `anyOf`. `whitespace_pattern` is a
-    regular expression for the white space between the tokens of JSON.
+    `anyOf`. `whitespace_pattern` is a regular expression for the white space between the tokens of JSON.
     """
-    check_schema(schema)
+    check_size(schema)
     style = _JSON_STYLE if whitespace_pattern is None else {"whitespace_pattern": whitespace_pattern}
     return {"json_schema": {**closed(schema), "x-guidance": {**style, "lenient": lenient, "coerce_one_of": lenient}}}
-
-
-def check_schema(schema: Mapping[str, Any]) -> None:
-    """Raise `GrammarError` if `schema` is too large."""
-    try:
-        check_size(schema)
-    except SchemaTooLarge as error:
-        raise GrammarError(str(error)) from None
 
 
 def lark_source(text: str) -> Source:

@@ -14,23 +14,27 @@ _MAX_DEPTH = 64  # levels of nesting of the whole schema, as of a body; a schema
 _DEFINITIONS = ("$defs", "definitions")
 
 
-class SchemaTooLarge(ValueError):
-    """The schema is too large. The message is for the user."""
+class GrammarError(ValueError):
+    """A grammar or schema that cannot be used. The message is for the user. `param` is the path in the body."""
+
+    def __init__(self, message: str, param: str = "") -> None:
+        super().__init__(message)
+        self.param = param
 
 
 def check_size(schema: Mapping[str, Any]) -> None:
-    """Raise `SchemaTooLarge` if the schema would take too much time or memory."""
+    """Raise `GrammarError` if the schema would take too much time or memory."""
     if (depth := _depth(schema)) > _MAX_DEPTH:
-        raise SchemaTooLarge(f"it is nested {depth} levels deep, {_MAX_DEPTH} at most")
+        raise GrammarError(f"it is nested {depth} levels deep, {_MAX_DEPTH} at most")
     num_properties = sum(len(node["properties"]) for node in _objects(schema) if _has_properties(node))
     if num_properties > MAX_PROPERTIES:
-        raise SchemaTooLarge(f"it has {num_properties} properties, {MAX_PROPERTIES} at most")
+        raise GrammarError(f"it has {num_properties} properties, {MAX_PROPERTIES} at most")
     levels = _depth({key: value for key, value in schema.items() if key not in _DEFINITIONS})
     for name in _DEFINITIONS:
         definitions = schema.get(name)
         levels += sum(map(_depth, definitions.values())) if isinstance(definitions, Mapping) else 0
     if levels > MAX_LEVELS:
-        raise SchemaTooLarge(f"it has {levels} levels in all of its definitions, {MAX_LEVELS} at most")
+        raise GrammarError(f"it has {levels} levels in all of its definitions, {MAX_LEVELS} at most")
 
 
 def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
 from gateway.output.parser import parser_template
-from gateway.output.tools.call_format import CallFormat
+from gateway.output.tools.call_format import CallFormat, ReasoningFormat, reasoning_format
 from gateway.output.tools.formats import call_format, named_call_format
-from gateway.output.tools.reasoning import ReasoningFormat, reasoning_format
 
 DEFAULT_FORMAT = "hermes"  # of models whose chat template shows no format that is known; most others follow it
 _ID_CHARS = string.ascii_letters + string.digits

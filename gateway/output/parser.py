@@ -8,15 +8,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import regex
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
 from gateway.output.piece import Piece, ToolCallDelta
-from gateway.output.tools.call_format import CallFormat
-from gateway.output.tools.calls import CallPart, CallReader, JsonCalls, TagCalls
+from gateway.output.tools.call_format import CallFormat, ReasoningFormat
+from gateway.output.tools.calls import CallPart, JsonCalls, TagCalls
 from gateway.output.tools.keyword_calls import KeywordCalls
-from gateway.output.tools.reasoning import ReasoningFormat
 
+CallReader = JsonCalls | TagCalls | KeywordCalls
 _REASONING, _CALLS, _MARKED_TEXT, _TEXT = "thinking", "tool_calls", "marked_content", "content"
 
 
@@ -41,7 +42,7 @@ class ParserSettings:
 
 
 class FormatParser:
-    """The parser of one output in the formats of a model's family."""
+    """The parser of one output in the formats of a family. The result does not depend on how the text is cut."""
 
     def __init__(self, settings: ParserSettings) -> None:
         self._settings = settings
@@ -62,12 +63,14 @@ class FormatParser:
         return self._region == _REASONING
 
     def feed(self, text: str) -> Piece:
+        """Add text. Return what is certain now; text that may begin a marker is held back."""
         piece = self._piece(self._regions.feed(text))
         if not self._settings.show_text:
             piece.text = ""
         return piece
 
     def flush(self) -> Piece:
+        """Return what is still held back. Call this at the end of the output."""
         self._ended = True
         _, events = self._regions.finalize()
         piece = self._piece(events)
@@ -157,7 +160,7 @@ def parser_template(calls: CallFormat | None, reasoning: ReasoningFormat | None)
     fields: dict[str, dict[str, Any]] = {_TEXT: {"content": "text"}}
     if calls is not None:
         close = {} if calls.close is None else {"close": calls.close}
-        fields[_CALLS] = {"open_pattern": calls.open, "content": "text", **close}
+        fields[_CALLS] = {"open_pattern": calls.open or regex.escape(calls.trigger), "content": "text", **close}
     if reasoning is not None:
         fields[_REASONING] = {"open": _with_lead(reasoning, (reasoning.open,)), "close": reasoning.close}
         if reasoning.text:

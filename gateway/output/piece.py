@@ -1,10 +1,9 @@
 """The parts that an output is split into: text, reasoning, tool calls, and its tokens with their log probabilities.
 
-Knows no tokens' text, no format of answers and no model. An `OutputParser` splits the text of one model family.
+Knows no tokens' text, no format of answers and no model.
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from engine.interface import TokenLogprobs
 
@@ -49,23 +48,6 @@ class Piece:
         self.tool_calls += later.tool_calls
         self.tokens += later.tokens
         self.prompt_token_ids = self.prompt_token_ids or later.prompt_token_ids
-
-
-class OutputParser(Protocol):
-    """A parser of one growing output. The result does not depend on how the text is cut into parts."""
-
-    @property
-    def in_reasoning(self) -> bool:
-        """Whether the next token is a part of the reasoning, or ends it."""
-        ...
-
-    def feed(self, text: str) -> Piece:
-        """Add text. Return what is certain now; text that may begin a marker is held back."""
-        ...
-
-    def flush(self) -> Piece:
-        """Return what is still held back. Call this at the end of the output."""
-        ...
 
 
 def whole_tool_calls(deltas: list[ToolCallDelta]) -> list[ToolCallDelta]:

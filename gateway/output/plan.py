@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.output.constraint import Constraint, constraint_of, is_constrained, unusable
-from gateway.output.grammar import GrammarError, GrammarWriter, serialized
+from gateway.output.grammar import GrammarWriter, serialized
+from gateway.output.json_schema import GrammarError
 from gateway.output.model_format import ModelFormat
 from gateway.output.parser import FormatParser, ParserSettings
 from gateway.output.tools.tool_choice import Finish, OfferedTools, offered_tools

@@ -1,4 +1,4 @@
-"""What one family of models writes around tool calls."""
+"""What families of models write around tool calls and reasoning."""
 
 from dataclasses import dataclass
 
@@ -37,15 +37,16 @@ class Keywords:
 class CallFormat:
     """How the models of a family write tool calls.
 
-    A text that matches `open` begins a region of calls, which ends after `close` (None: at the end of the output).
-    In the region, each call begins with `header`. `written` is one call, with `{name}` and `{arguments}`; `separator`
-    stands between calls, and `before` and `after` around all of them. `separator` must not be a prefix of `after`,
-    because llguidance would always take the longer of the two.
+    The text `trigger`, or a text that matches the regular expression `open`, begins a region of calls, which ends after
+    `close` (None: at the end of the output). With an empty `trigger`, text and calls cannot be told apart by their
+    beginning. In the region, each call begins with `header`. `written` is one call, with `{name}` and `{arguments}`;
+    `separator` stands between calls, and `before` and `after` around all of them. `separator` must not be a prefix of
+    `after`, because llguidance would always take the longer of the two.
     """
 
     name: str
     signs: tuple[str, ...]  # a chat template with all of these is of this family
-    open: str  # a regular expression
+    trigger: str
     close: str | None  # a literal
     header: "regex.Pattern[str]"
     written: str
@@ -54,6 +55,40 @@ class CallFormat:
     after: str = ""
     tags: Tags | None = None
     keywords: Keywords | None = None
-    trigger: str = ""  # the text with which calls begin; "": text and calls cannot be told apart by their beginning
+    open: str = ""  # empty: `trigger` only
     markers: tuple[str, ...] = ()  # special tokens that are read, but not written
     id_length: int | None = None  # of the ids of calls, if the family's template requires a length
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """The markers of a model's reasoning, as literals.
+
+    `lead` stands before each later part of the output. Each of `text` begins text that is neither reasoning nor a call,
+    if such text has markers.
+    """
+
+    open: str
+    close: str
+    lead: str = ""
+    text: tuple[str, ...] = ()
+
+
+REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
+    ReasoningFormat(  # gpt-oss
+        "<|channel|>analysis<|message|>",
+        "<|end|>",
+        lead="<|start|>assistant",
+        text=("<|channel|>final<|message|>", "<|channel|>commentary<|message|>"),
+    ),
+    ReasoningFormat("<seed:think>", "</seed:think>"),
+    ReasoningFormat("[THINK]", "[/THINK]"),  # Magistral
+    ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A
+    ReasoningFormat("<|channel>thought", "<channel|>"),  # Gemma 4
+    ReasoningFormat("<think>", "</think>"),  # DeepSeek, Qwen3, GLM, SmolLM3 and many others
+)
+
+
+def reasoning_format(template: str) -> ReasoningFormat | None:
+    """Return the format of the reasoning in a chat template; None if the model does not reason."""
+    return next((row for row in REASONING_FORMATS if row.open in template and row.close in template), None)

@@ -2,13 +2,17 @@
 
 Knows headers with names, arguments in JSON, and arguments in tags; does not know which text holds calls (the parser
 does), and no answer format. The result does not depend on how the text is cut.
+
+`feed` of a reader adds text, and returns the parts of calls that are certain now. `close` returns the rest, at the end
+of the text that holds calls; `cut` is true if the output ended within it.
 """
 
 import json
 import math
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import regex
 
@@ -26,16 +30,6 @@ class CallPart:
 
     name: str | None
     arguments: str = ""
-
-
-class CallReader(Protocol):
-    def feed(self, text: str) -> list[CallPart]:
-        """Add text. Return the parts of calls that are certain now."""
-        ...
-
-    def close(self, *, cut: bool) -> list[CallPart]:
-        """Return the rest, at the end of the text that holds calls. `cut` is true if the output ended within it."""
-        ...
 
 
 class JsonValueEnd:
@@ -110,21 +104,16 @@ class JsonCalls:
         return arguments
 
 
-class TagCalls:
-    """A reader of calls whose arguments are tags, each with a key and a value.
+class ArgumentCalls(ABC):
+    """A reader of calls that are a header with the name of a tool, and then arguments, each with a key and a value.
 
-    A value is a text if the tool's schema says so, or if it is not JSON.
+    Text between a call and the next header is skipped, and so are headers of tools that are not in `tools` (None: any
+    tool). Each argument is returned when it is complete.
     """
 
-    def __init__(
-        self,
-        header: "regex.Pattern[str]",
-        tags: Tags,
-        schemas: Mapping[str, Mapping[str, Any]],
-    ) -> None:
+    def __init__(self, header: "regex.Pattern[str]", tools: Collection[str] | None = None) -> None:
         self._header = header
-        self._tags = tags
-        self._schemas = schemas
+        self._tools = tools
         self._text = ""
         self._num_searched = 0  # characters of the text in which no argument ends
         self._name: str | None = None  # of the call that is being read
@@ -133,11 +122,9 @@ class TagCalls:
     def feed(self, text: str) -> list[CallPart]:
         self._text += text
         parts: list[CallPart] = []
-        while True:
-            part = self._begin() if self._name is None else self._next_argument(self._name) or self._end()
-            if part is None:
-                return parts
+        while (part := self._begin() if self._name is None else self._next(self._name)) is not None:
             parts.append(part)
+        return parts
 
     def close(self, *, cut: bool) -> list[CallPart]:
         if cut:
@@ -145,12 +132,41 @@ class TagCalls:
         begin = self.feed("\n") if self._name is None else []  # a name at the very end is complete now
         return begin if self._name is None else [*begin, self._finish()]
 
+    @abstractmethod
+    def _next(self, name: str) -> CallPart | None:
+        """Return the next argument of the tool `name`, or the end of the call; None if it is not there yet."""
+
     def _begin(self) -> CallPart | None:
-        header = self._header.search(self._text, partial=True)
-        if header is None or header.partial:
-            return None
-        self._text, self._name, self._num_searched = self._text[header.end() :], header["name"].strip(), 0
-        return CallPart(self._name)
+        """Return the beginning of the next call; None if it is not there yet."""
+        at = 0
+        while (header := self._header.search(self._text, at, partial=True)) is not None and not header.partial:
+            if self._tools is None or header["name"] in self._tools:
+                self._text, self._num_searched, self._name = self._text[header.end() :], 0, header["name"].strip()
+                return CallPart(self._name)
+            at = header.end()
+        self._text = self._text[at:]
+        return None
+
+    def _argument(self, key: str, value: Any) -> str:
+        separator, self._separator = self._separator, ", "
+        return f"{separator}{json.dumps(key.strip())}: {json.dumps(value, ensure_ascii=False)}"
+
+    def _finish(self) -> CallPart:
+        rest = "{}" if self._separator == "{" else "}"
+        self._name, self._separator = None, "{"
+        return CallPart(None, rest)
+
+
+class TagCalls(ArgumentCalls):
+    """A reader of calls with tags as arguments. A value is a text if its schema says so, or if it is not JSON."""
+
+    def __init__(self, header: "regex.Pattern[str]", tags: Tags, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+        super().__init__(header)
+        self._tags = tags
+        self._schemas = schemas
+
+    def _next(self, name: str) -> CallPart | None:
+        return self._next_argument(name) or self._end()
 
     def _next_argument(self, name: str) -> CallPart | None:
         tags = self._tags
@@ -159,11 +175,9 @@ class TagCalls:
         if argument is None:
             self._num_searched = max(0, len(self._text) - len(tags.close))
             return None
-        key = argument["key"].strip()
-        value = _typed(argument["value"], _property(self._schemas.get(name), key))
-        separator, self._separator = self._separator, ", "
         self._text, self._num_searched = self._text[argument.end() :], 0
-        return CallPart(None, f"{separator}{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}")
+        key = argument["key"].strip()
+        return CallPart(None, self._argument(key, _typed(argument["value"], _property(self._schemas.get(name), key))))
 
     def _end(self) -> CallPart | None:
         footer = self._tags.footer.match(self._text)
@@ -171,11 +185,6 @@ class TagCalls:
             return None
         self._text, self._num_searched = self._text[footer.end() :], 0
         return self._finish()
-
-    def _finish(self) -> CallPart:
-        rest = "{}" if self._separator == "{" else "}"
-        self._name, self._separator = None, "{"
-        return CallPart(None, rest)
 
 
 def _name(text: str) -> str:

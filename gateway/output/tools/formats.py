@@ -36,10 +36,12 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
     CallFormat(
         "harmony",  # gpt-oss
         ("<|channel|>", "to=functions."),
-        r"(?:(?:<\|start\|>assistant)?<\|channel\|>(?:commentary|analysis)|<\|start\|>assistant)(?= to=functions\.)",
+        "",
         "<|call|>",
         _pattern(rf" to=functions\.(?P<name>{_NAME})(?:<\|channel\|>\w+)?[^<]*(?:<\|constrain\|>\w+)?<\|message\|>"),
         "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}<|call|>",
+        open=r"(?:(?:<\|start\|>assistant)?<\|channel\|>(?:commentary|analysis)|<\|start\|>assistant)"
+        r"(?= to=functions\.)",
     ),
     CallFormat(
         "minimax_m2",
@@ -51,7 +53,6 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         separator="",
         before="<minimax:tool_call>\n",
         after="</minimax:tool_call>",
-        trigger="<minimax:tool_call>",
         tags=Tags(
             _pattern(r'\s*<parameter name="(?P<key>[^"]+)">(?P<value>.*?)</parameter>'),
             "</parameter>",
@@ -66,7 +67,6 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         "</seed:tool_call>",
         _pattern(r"<function=(?P<name>[^>]+)>"),
         "<seed:tool_call>\n<function={name}>\n{arguments}</function>\n</seed:tool_call>",
-        trigger="<seed:tool_call>",
         tags=_FUNCTION_TAGS,
     ),
     CallFormat(
@@ -76,7 +76,6 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         "</tool_call>",
         _pattern(r"<function=(?P<name>[^>]+)>"),
         "<tool_call>\n<function={name}>\n{arguments}</function>\n</tool_call>",
-        trigger="<tool_call>",
         tags=_FUNCTION_TAGS,
     ),
     CallFormat(
@@ -92,7 +91,6 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
             _pattern(r"(?!)"),  # the call ends with its region
             "<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
         ),
-        trigger="<tool_call>",
     ),
     CallFormat(
         "hermes",  # Hermes, Qwen2.5, Qwen3, Granite 4 and many others
@@ -101,7 +99,6 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         "</tool_call>",
         _OBJECT_HEADER,
         f"<tool_call>\n{_OBJECT_CALL}\n</tool_call>",
-        trigger="<tool_call>",
     ),
     CallFormat(
         "deepseek_v3",
@@ -112,7 +109,6 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>",
         before="<｜tool▁calls▁begin｜>",
         after="<｜tool▁calls▁end｜>",
-        trigger="<｜tool▁calls▁begin｜>",
     ),
     CallFormat(
         "deepseek_v3_1",
@@ -124,12 +120,11 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         separator="",
         before="<｜tool▁calls▁begin｜>",
         after="<｜tool▁calls▁end｜>",
-        trigger="<｜tool▁calls▁begin｜>",
     ),
     CallFormat(
         "kimi_k2",
         ("<|tool_calls_section_begin|>",),
-        r"<\|tool_calls_section_begin\|>",
+        "<|tool_calls_section_begin|>",
         "<|tool_calls_section_end|>",
         _pattern(
             rf"<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>{_NAME})(?::\d+)?\s*<\|tool_call_argument_begin\|>"
@@ -138,31 +133,28 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         separator="",
         before="<|tool_calls_section_begin|>",
         after="<|tool_calls_section_end|>",
-        trigger="<|tool_calls_section_begin|>",
     ),
     CallFormat(
         "mistral",  # Mistral Small 3.2, Magistral, Devstral
         ("[TOOL_CALLS]", "[ARGS]"),
-        r"\[TOOL_CALLS\]",
+        "[TOOL_CALLS]",
         None,
         _pattern(rf"(?P<name>{_NAME})(?:\[CALL_ID\]\w+)?\[ARGS\]"),
         "[TOOL_CALLS]{name}[ARGS]{arguments}",
         separator="",
-        trigger="[TOOL_CALLS]",
         markers=("[CALL_ID]",),
         id_length=9,
     ),
     CallFormat(
         "mistral_list",  # Mistral 7B v0.3, Nemo, Mixtral 8x22B, Small until 3.1
         ("[TOOL_CALLS]",),
-        r"\[TOOL_CALLS\]",
+        "[TOOL_CALLS]",
         None,
         _OBJECT_HEADER,
         _OBJECT_CALL,
         separator=", ",
         before="[TOOL_CALLS] [",
         after="]",
-        trigger="[TOOL_CALLS]",
         id_length=9,
     ),
     CallFormat(
@@ -175,53 +167,50 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         separator=", ",
         before="<tool_calls>[",
         after="]</tool_calls>",
-        trigger="<tool_calls>",
     ),
     CallFormat(
         "cohere",
         ("<|START_ACTION|>",),
-        r"<\|START_ACTION\|>",
+        "<|START_ACTION|>",
         "<|END_ACTION|>",
         _OBJECT_HEADER,
         '{{"tool_call_id": "0", "tool_name": "{name}", "parameters": {arguments}}}',
         separator=",\n",
         before="<|START_ACTION|>[\n",
         after="\n]<|END_ACTION|>",
-        trigger="<|START_ACTION|>",
     ),
     CallFormat(
         "phi4_mini",
         ("<|tool|>", "<|/tool|>"),
-        r"<\|tool_call\|>|functools(?=\[)",
+        "<|tool_call|>",
         "<|/tool_call|>",
         _OBJECT_HEADER,
         _OBJECT_CALL,
         separator=", ",
         before="<|tool_call|>[",
         after="]<|/tool_call|>",
-        trigger="<|tool_call|>",
+        open=r"<\|tool_call\|>|functools(?=\[)",
     ),
     CallFormat(
         "granite",  # Granite 3
         ("<|tool_call|>",),
-        r"<\|tool_call\|>|<tool_call>",
+        "<|tool_call|>",
         None,
         _OBJECT_HEADER,
         _OBJECT_CALL,
         separator=", ",
         before="<|tool_call|>[",
         after="]",
-        trigger="<|tool_call|>",
+        open=r"<\|tool_call\|>|<tool_call>",
     ),
     CallFormat(
         "gemma4",
         ("<|tool_call>",),
-        r"<\|tool_call>",
+        "<|tool_call>",
         "<tool_call|>",
         _pattern(rf"call:(?P<name>{_NAME})\{{"),
         "<|tool_call>call:{name}{{{arguments}}}<tool_call|>",
         separator="",
-        trigger="<|tool_call>",
         keywords=Keywords(":", ",", "}", '<|"|>'),
         markers=('<|"|>',),
     ),
@@ -233,7 +222,6 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         _pattern(rf"call:(?P<name>{_NAME})\{{"),
         "<start_function_call>call:{name}{{{arguments}}}<end_function_call>",
         separator="",
-        trigger="<start_function_call>",
         keywords=Keywords(":", ",", "}", "<escape>"),
         markers=("<escape>",),
     ),
@@ -246,26 +234,24 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         _PYTHON_CALL,
         before="<function_calls>",
         after="</function_calls>",
-        trigger="<function_calls>",
         keywords=_PYTHON_KEYWORDS,
     ),
     CallFormat(
         "lfm2",
         ("<|tool_call_start|>",),
-        r"<\|tool_call_start\|>",
+        "<|tool_call_start|>",
         "<|tool_call_end|>",
         _PYTHON_HEADER,
         _PYTHON_CALL,
         separator=", ",
         before="<|tool_call_start|>[",
         after="]<|tool_call_end|>",
-        trigger="<|tool_call_start|>",
         keywords=_PYTHON_KEYWORDS,
     ),
     CallFormat(
         "pythonic",  # Llama 3.2, Llama 4, Gemma 3, ToolACE: the list of calls is the whole output
         ("[func_name1(",),
-        rf"<\|python_start\|>|\A\s*(?=\[\s*{_NAME}\()",
+        "",
         None,
         _PYTHON_HEADER,
         _PYTHON_CALL,
@@ -274,16 +260,18 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         after="]",
         keywords=_PYTHON_KEYWORDS,
         markers=("<|python_start|>", "<|python_end|>"),
+        open=rf"<\|python_start\|>|\A\s*(?=\[\s*{_NAME}\()",
     ),
     CallFormat(
         "llama3_json",  # Llama 3.1 to 3.3, Llama 4 in JSON: the JSON object is mostly the whole output
         ("ipython", '"parameters": '),
-        r'<\|python_(?:tag|start)\|>|\s*(?=\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:\s*\{)',
+        "",
         None,
         _OBJECT_HEADER,
         '{{"name": "{name}", "parameters": {arguments}}}',
         separator="; ",
         markers=("<|python_tag|>", "<|python_start|>", "<|python_end|>"),
+        open=r'<\|python_(?:tag|start)\|>|\s*(?=\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:\s*\{)',
     ),
 )
 

@@ -13,77 +13,37 @@ from typing import Any
 import regex
 
 from gateway.output.tools.call_format import Keywords
-from gateway.output.tools.calls import CallPart, read_json
+from gateway.output.tools.calls import ArgumentCalls, CallPart, read_json
 
 _ESCAPED = r"\\."
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 _UNQUOTED_KEY = regex.compile(r"([{,]\s*)([\w.-]+)(\s*:)")
 
 
-class KeywordCalls:
-    """A reader of calls that are a header with the name of a tool, and then arguments with their keys.
-
-    Text between a call and the next header is skipped. Each argument is returned when it is complete. A value that is
-    neither JSON nor Python is a text.
-    """
+class KeywordCalls(ArgumentCalls):
+    """A reader of calls whose arguments are keywords. A value that is neither JSON nor Python is a text."""
 
     def __init__(self, header: "regex.Pattern[str]", keywords: Keywords, tools: Collection[str]) -> None:
-        self._header = header
+        super().__init__(header, tools)
         self._keywords = keywords
-        self._tools = tools
         self._quotes = tuple(filter(None, (keywords.quote, '"', "" if keywords.quote else "'")))
         self._outside = regex.compile("|".join(map(regex.escape, (*self._quotes, *"()[]{},"))))
-        self._text = ""
-        self._num_searched = 0  # characters of the text that are no end of an argument
         self._depth = 0  # open brackets in the argument
         self._quote: str | None = None  # the quotation mark of the text in which the search is
-        self._in_call = False
-        self._separator = "{"
 
-    def feed(self, text: str) -> list[CallPart]:
-        self._text += text
-        parts: list[CallPart] = []
-        while True:
-            part = self._next_argument() if self._in_call else self._begin()
-            if part is None:
-                return parts
-            parts.append(part)
-
-    def close(self, *, cut: bool) -> list[CallPart]:
-        return [self._finish()] if self._in_call and not cut else []
-
-    def _begin(self) -> CallPart | None:
-        """Return the beginning of the next call of a tool; None if it is not there yet."""
-        at = 0
-        while (header := self._header.search(self._text, at, partial=True)) is not None and not header.partial:
-            if header["name"] in self._tools:
-                self._text, self._num_searched, self._in_call = self._text[header.end() :], 0, True
-                return CallPart(header["name"])
-            at = header.end()
-        self._text = self._text[at:]
-        return None
-
-    def _next_argument(self) -> CallPart | None:
-        """Return the next argument, or the end of the call; None if it is not there yet."""
+    def _next(self, name: str) -> CallPart | None:
         end = self._end_of_argument()
         if end is None:
             return None
         argument, is_last = self._text[:end], self._text[end] != ","
         self._text, self._num_searched = self._text[end + 1 :], 0
         key, assign, value = argument.partition(self._keywords.assign)
-        written = self._written(key, value) if assign else ""
-        rest = self._finish().arguments if is_last else ""
-        return CallPart(None, written + rest)
-
-    def _written(self, key: str, value: str) -> str:
-        separator, self._separator = self._separator, ", "
-        literal = read_literal(value.strip(), self._keywords.quote)
-        return f"{separator}{json.dumps(key.strip())}: {json.dumps(literal, ensure_ascii=False)}"
+        written = self._argument(key, read_literal(value.strip(), self._keywords.quote)) if assign else ""
+        return CallPart(None, written + (self._finish().arguments if is_last else ""))
 
     def _finish(self) -> CallPart:
-        rest = "{}" if self._separator == "{" else "}"
-        self._in_call, self._separator, self._depth, self._quote = False, "{", 0, None
-        return CallPart(None, rest)
+        self._depth, self._quote = 0, None
+        return super()._finish()
 
     def _end_of_argument(self) -> int | None:
         """Return the index of the comma or bracket that ends the argument; None if it is not there yet."""

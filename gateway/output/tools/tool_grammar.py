@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.output.grammar import GrammarError, GrammarWriter, checked, json_source
-from gateway.output.tools.call_format import CallFormat, Keywords, Tags
-from gateway.output.tools.reasoning import ReasoningFormat
+from gateway.output.grammar import GrammarWriter, checked, json_source
+from gateway.output.json_schema import GrammarError
+from gateway.output.tools.call_format import CallFormat, Keywords, ReasoningFormat, Tags
 
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _ROOT_KEYS = ("$defs", "definitions")  # the parts of a schema to which its properties refer
@@ -80,13 +80,10 @@ class CallGrammar:
 
     def _tag(self, tags: Tags, key: str, schema: Any, root: Mapping[str, Any]) -> str:
         before, after = tags.written.split("{value}")
-        before = self._writer.literal(before.format(key=key))
-        if isinstance(schema, Mapping) and schema.get("type") == "string":
-            if "enum" not in schema:
-                return f"{before} {self._writer.until(after)}"
-            values = " | ".join(self._writer.literal(str(value)) for value in schema["enum"])
-            return f"{before} ({values}) {self._writer.literal(after)}"
-        return f"{before} {self._json_value(schema, root)} {self._writer.literal(after)}"
+        before = before.format(key=key)
+        if _is_text(schema):
+            return self._text(before, schema, after)
+        return f"{self._writer.literal(before)} {self._json_value(schema, root)} {self._writer.literal(after)}"
 
     def _keywords(
         self, keywords: Keywords, schema: Mapping[str, Any], properties: Mapping[str, Any], required: Collection[str]
@@ -106,15 +103,18 @@ class CallGrammar:
 
     def _keyword(self, keywords: Keywords, key: str, schema: Any, root: Mapping[str, Any]) -> str:
         """Return the name of a rule for one argument with its key."""
-        before = self._writer.literal(f"{key}{keywords.assign}")
-        is_text = isinstance(schema, Mapping) and schema.get("type") == "string"
-        if not (is_text and keywords.quote):
-            return self._writer.rule(f"{before} {self._json_value(schema, root)}")
-        quote = self._writer.literal(keywords.quote)
+        before = f"{key}{keywords.assign}"
+        if keywords.quote and _is_text(schema):
+            return self._writer.rule(self._text(f"{before}{keywords.quote}", schema, keywords.quote))
+        return self._writer.rule(f"{self._writer.literal(before)} {self._json_value(schema, root)}")
+
+    def _text(self, before: str, schema: Mapping[str, Any], after: str) -> str:
+        """Return an expression for a text of `schema`, which is written without JSON's quotation marks."""
+        begin = self._writer.literal(before)
         if "enum" not in schema:
-            return self._writer.rule(f"{before} {quote} {self._writer.until(keywords.quote)}")
+            return f"{begin} {self._writer.until(after)}"
         values = " | ".join(self._writer.literal(str(value)) for value in schema["enum"])
-        return self._writer.rule(f"{before} {quote} ({values}) {quote}")
+        return f"{begin} ({values}) {self._writer.literal(after)}"
 
     def _json_value(self, schema: Any, root: Mapping[str, Any]) -> str:
         referred = {name: root[name] for name in _ROOT_KEYS if name in root}
@@ -146,6 +146,10 @@ def after_reasoning(writer: GrammarWriter, format: ReasoningFormat | None, body:
     if started.opened:
         return f"{rest} {body}"
     return f"({writer.literal(format.open)} {rest})? {body}"
+
+
+def _is_text(schema: Any) -> bool:
+    return isinstance(schema, Mapping) and schema.get("type") == "string"
 
 
 def _object_schema(tool: ToolSchema) -> Mapping[str, Any]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.interface import FinishReason, TokenLogprobs
-from gateway.output.piece import OutputParser, Piece, ReportedToken
+from gateway.output.parser import FormatParser
+from gateway.output.piece import Piece, ReportedToken
 from gateway.requests.tokens.stop_strings import StopMatcher
 from gateway.requests.tokens.token_tracker import TokenTracker
 from scheduler.request import EventKind, TokenEvent
@@ -33,7 +34,7 @@ class Choice:
     index: int
     decoder: Decoder
     stops: StopMatcher | None
-    parser: OutputParser | None = None  # None: all of the output is text
+    parser: FormatParser | None = None  # None: all of the output is text
     calls_finish: str = "tool_calls"  # the finish reason of an output with tool calls
     hides_reasoning: bool = False  # whether the tokens of the reasoning are not reported either
     tracker: TokenTracker | None = None  # None: the answer reports no tokens
@@ -78,7 +79,7 @@ class Choice:
             text += self._end(event.finish_reason)
         return Piece(text)
 
-    def _feed_parser(self, parser: OutputParser, event: TokenEvent) -> Piece:
+    def _feed_parser(self, parser: FormatParser, event: TokenEvent) -> Piece:
         piece = Piece()
         for position in range(len(event.token_ids)):  # one at a time, so that the tokens of the reasoning are counted
             if self.finish_reason is not None:

@@ -15,8 +15,8 @@ from gateway.output.grammar import GrammarWriter
 from gateway.output.model_format import ModelFormat
 from gateway.output.parser import FormatParser, ParserSettings
 from gateway.output.piece import Piece, whole_tool_calls
+from gateway.output.tools.call_format import reasoning_format
 from gateway.output.tools.formats import CALL_FORMAT_NAMES, call_format, named_call_format
-from gateway.output.tools.reasoning import reasoning_format
 from gateway.output.tools.tool_grammar import CallGrammar, ToolSchema
 from tests.gateway.output.families import FAMILIES, Family
 from tests.gateway.tiny_model import pretrained
