@@ -19,6 +19,7 @@ from gateway.protocol import json_body
 from gateway.protocol.bodies.schemas import ChatCompletionRequest, parse_generation
 from gateway.protocol.errors import ApiError, invalid_value
 from gateway.protocol.json_body import (
+    INLINE_CONTAINERS,
     INLINE_SIZE,
     MAX_CONTAINERS,
     MAX_VALUES,
@@ -31,6 +32,7 @@ from gateway.protocol.json_body import (
 from tests.waiting import until
 
 LONG = b'{"a": "%s"}' % (b"x" * INLINE_SIZE)
+MANY = b'{"a": [%s[]]}' % (b"[]," * INLINE_CONTAINERS)
 
 
 def request_with(*chunks: bytes, reader: BodyReader | None = None) -> Request:
@@ -76,6 +78,8 @@ async def test_short_bodies_are_read_here_and_long_ones_in_a_process_that_may_di
     assert process != os.getpid()
     assert niceness > os.nice(0)
     assert (await read_object(request_with(LONG), where))[2] == niceness  # the priority does not fall every time
+    length, process, _ = await read_object(request_with(MANY), where)
+    assert length == INLINE_CONTAINERS + 1 and process != os.getpid()
     message = {"role": "user", "content": "x" * INLINE_SIZE}
     data = b'{"model": "m", "messages": [{"role": "user", "content": "%s"}]}' % message["content"].encode()
     parsed = await read_object(request_with(data), partial(parse_generation, ChatCompletionRequest))

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_process
 
-from gateway.protocol.json_body import INLINE_SIZE, PARSE_NICENESS, unpickled
+from gateway.protocol.json_body import INLINE_SIZE, PARSE_NICENESS, is_long, unpickled
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ _loading = anyio.CapacityLimiter(1)  # apart from these, because a line waits fo
 
 async def offload(path: Path, function: Callable[..., T], *args: Any) -> T:
     """Return `function(path, *args)`. All must be picklable."""
-    if (await asyncio.to_thread(path.stat)).st_size <= INLINE_SIZE:
+    if not await asyncio.to_thread(_is_long, path):
         return await asyncio.to_thread(function, path, *args)
     work = partial(_run_here, function, path, *args)
     return await anyio.to_process.run_sync(work, cancellable=True, limiter=_processes)
@@ -41,6 +41,10 @@ async def offload_short(path: Path, function: Callable[..., T], *args: Any) -> T
     pickled = await anyio.to_process.run_sync(work, cancellable=True, limiter=_loading)
     result: T = await asyncio.to_thread(unpickled, pickled)
     return result
+
+
+def _is_long(path: Path) -> bool:
+    return path.stat().st_size > INLINE_SIZE or is_long(path.read_bytes())
 
 
 def _pickled(function: Callable[..., Any], *args: Any) -> bytes:

@@ -24,7 +24,7 @@ from gateway.jobs.batches.input.jsonl import numbered_lines
 from gateway.jobs.batches.input.lines import CHUNK_LINES, BatchLine, decoded_line, in_chunks
 from gateway.jobs.batches.input.offload import offload_short
 from gateway.jobs.batches.input.prompt_text import output_limit, prompt_bytes
-from gateway.protocol.json_body import INLINE_SIZE
+from gateway.protocol.json_body import is_long
 
 BLOCK_BYTES = 128  # prompts are compared in blocks of so many bytes: about 32 tokens, two KV blocks
 DIGEST_BYTES = 8  # two different blocks of one batch have the same digest with a chance below 1 : 10^6
@@ -132,8 +132,7 @@ def _in_order(path: Path, done: Container[int]) -> Iterator[tuple[BatchLine | La
                 if number not in done:
                     file.seek(offset)
                     text = file.readline()
-                    is_large = len(text) > INLINE_SIZE
-                    line = LargeLine(number, offset, len(text)) if is_large else decoded_line(number, text)
+                    line = LargeLine(number, offset, len(text)) if is_long(text) else decoded_line(number, text)
                     yield line, len(text)
 
 

@@ -6,6 +6,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,7 +26,7 @@ from gateway.jobs.batches.input.order import (
     run_order,
 )
 from gateway.jobs.batches.input.scan import scan_input
-from gateway.protocol.json_body import INLINE_SIZE
+from gateway.protocol.json_body import INLINE_CONTAINERS, INLINE_SIZE
 
 SYSTEM = "You answer questions of an exam with one letter and nothing else. " * 6
 MIN_TEXT = 3 * BLOCK_BYTES  # characters that are certainly a shared beginning
@@ -113,9 +114,11 @@ def test_numbers_are_those_of_the_input_with_blank_lines_and_a_bom(tmp_path: Pat
     assert [[line.number for line in chunk] for chunk in read_ordered_chunks(path, {1, 5})] == [[4]]
 
 
-async def test_a_large_line_is_read_when_it_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("body", [{"pad": "2" * INLINE_SIZE}, {"pad": [[]] * INLINE_CONTAINERS}])
+async def test_a_large_line_is_read_when_it_runs(tmp_path: Path, body: dict[str, Any]) -> None:
     path = tmp_path / "input.jsonl"
-    lines = [chat("small", "1"), chat("large", "2" * INLINE_SIZE), chat("last", "3")]
+    lines = [chat("small", "1"), chat("large", "2"), chat("last", "3")]
+    lines[1]["body"] |= body
     path.write_text("".join(json.dumps(line) + "\n" for line in lines).rstrip("\n"))
     ensure_order(path)
     found = [line for chunk in read_ordered_chunks(path, ()) for line in chunk]

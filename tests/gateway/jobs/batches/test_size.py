@@ -1,5 +1,6 @@
 """The size of a batch's input, counted without a tokenizer."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from gateway.jobs.batches.input.jsonl import MAX_LINE_BYTES
 from gateway.jobs.batches.input.offload import offload
 from gateway.jobs.batches.input.size import BLOCK_BYTES, InputSize, input_size, line_size
-from gateway.protocol.json_body import INLINE_SIZE, MAX_CONTAINERS
+from gateway.protocol.json_body import INLINE_CONTAINERS, INLINE_SIZE, MAX_CONTAINERS
 from tests.gateway.offline import MODEL, jsonl, line
 
 
@@ -85,9 +86,17 @@ def test_only_what_no_earlier_prompt_begins_with_is_distinct(tmp_path: Path) -> 
 
 async def test_a_large_input_is_counted_in_another_process(tmp_path: Path) -> None:
     text = "word " * 2000
-    path = written(tmp_path / "in", *(chat(f"q{n}", text) for n in range(150)))
-    assert path.stat().st_size > INLINE_SIZE
-    assert await offload(path, input_size) == input_size(path)
+    long = written(tmp_path / "long", *(chat(f"q{n}", text) for n in range(150)))
+    many = written(tmp_path / "many", chat("q1", extra=[[]] * INLINE_CONTAINERS))
+    assert long.stat().st_size > INLINE_SIZE > many.stat().st_size
+    for path in (long, many):
+        assert await offload(path, input_size) == input_size(path)
+        assert await offload(path, _process) != os.getpid()
+    assert await offload(written(tmp_path / "short", chat("q1")), _process) == os.getpid()
+
+
+def _process(path: Path) -> int:
+    return os.getpid()
 
 
 def test_lines_that_validation_refuses_are_not_parsed(tmp_path: Path) -> None:
