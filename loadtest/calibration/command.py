@@ -16,13 +16,14 @@ from engine.factory import build_torch_engine
 from engine.interface import EngineInfo
 from loadtest.calibration.fit import Calibration, calibrate
 from loadtest.calibration.report import calibration_record, cost_card
+from loadtest.calibration.step_records import read_step_log
 from loadtest.calibration.sweep import Sweep, SweepLimits, repeated_mape
 from loadtest.commands import ModelCommand
 from loadtest.machine import hardware
 from loadtest.model_shapes import ShapeError
 from loadtest.progress import ShownStart, progress
 from loadtest.running import PLOTS, one_sentence, require
-from scheduler.drivers.steps.step_log import StepEntry, read_step_log
+from scheduler.drivers.steps.step_log import StepEntry
 
 QUICK_S = 3.0  # longest sweep with --quick
 

@@ -112,7 +112,7 @@ async def _serve(
     controller = SLAController(tiers, engine.info.step_eviction, engine.info.num_layers)
     core = StepCore(tiers, engine.info, controller, worker_id=identity.worker_id)
     runner = LoopRunner(settings.drain_s)
-    with signals_call(runner.end), contextlib.closing(open_step_log(settings.step_log, engine.info)) as step_log:
+    with signals_call(runner.end), open_step_log(settings.step_log, engine.info) as step_log:
         with progress.phase("measuring steps"):
             await teach(engine, core, clock)
         await asyncio.to_thread(progress.close)

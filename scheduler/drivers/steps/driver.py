@@ -14,7 +14,7 @@ from scheduler.control.feedback import UPDATE_S
 from scheduler.drivers.steps.core import StepCore
 from scheduler.drivers.steps.grammar_compiler import GrammarCompiler
 from scheduler.drivers.steps.isolation import Isolation
-from scheduler.drivers.steps.step_log import NoStepLog, StepEntry, StepLog
+from scheduler.drivers.steps.step_log import StepEntry, StepLog
 from scheduler.holdings.report import Report
 from scheduler.queue.base import Queue
 from scheduler.request import Lease
@@ -31,17 +31,12 @@ PLANNING_S = 0.003  # seconds; async scheduling plans the next step this long be
 class StepDriver:
     """Implements `scheduler.worker.driver.Driver`."""
 
-    def __init__(
-        self,
-        core: StepCore,
-        engine: Engine,
-        step_log: StepLog | None = None,
-    ) -> None:
+    def __init__(self, core: StepCore, engine: Engine, step_log: StepLog | None = None) -> None:
         self.core = core
         self.info = engine.info
         self.unsupported: Collection[str] = ()
         self._engine = engine
-        self._step_log = step_log or NoStepLog()
+        self._step_log = step_log
         self._begun_s: float | None = None  # begin of the step in flight; None: none is in flight
 
     @property
@@ -140,7 +135,7 @@ class StepDriver:
 
     def _log(self, result: StepResult, report: Report, now: float) -> None:
         """Write a log entry if the step's time says something about its work, or if sequences were evicted from it."""
-        if report.work is not None or result.evicted:
+        if self._step_log is not None and (report.work is not None or result.evicted):
             work, num_evicted = report.work or StepWork(), len(result.evicted)
             predicted_s, sequences = report.predicted_s, report.sequences
             self._step_log.record(StepEntry.of(work, result.elapsed_s, now, predicted_s, num_evicted, sequences))

@@ -5,16 +5,15 @@ the engine. The log contains numbers and tier names, but no requests and no text
 reaches half of the limit is renamed to FILE.1, which replaces the older FILE.1.
 """
 
-import json
-from collections import deque
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
-from enum import Enum
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from engine.interface import EngineInfo, StepEviction
+import msgspec
+
+from engine.interface import EngineInfo
 from engine.step_time.cost import StepWork
 
 LIMIT_BYTES = 1 << 30  # limit of FILE and FILE.1 together
@@ -61,36 +60,20 @@ class StepLogError(Exception):
     """The step log cannot be written. The message is a sentence for the user."""
 
 
-class StepLog(Protocol):
-    def record(self, entry: StepEntry) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class NoStepLog:
-    """A step log that keeps nothing."""
-
-    def record(self, entry: StepEntry) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-def open_step_log(path: Path | None, info: EngineInfo) -> StepLog:
-    """Return a log that appends to `path`, or one that keeps nothing if `path` is None.
+def open_step_log(path: Path | None, info: EngineInfo) -> "AbstractContextManager[StepLog | None]":
+    """Return a log that appends to `path`, and closes when the context ends; None if `path` is None.
 
     Raises `StepLogError` if the file cannot be opened.
     """
     if path is None:
-        return NoStepLog()
+        return nullcontext()
     try:
-        return FileStepLog(path, info)
+        return closing(StepLog(path, info))
     except OSError as error:
         raise StepLogError(f"the step log {path} cannot be written: {error.strerror}") from error
 
 
-class FileStepLog:
+class StepLog:
     """A step log that appends to the file `path`.
 
     It writes to the disk every few hundred steps and at `close`. Raises `OSError` if the file cannot be opened. If the
@@ -110,9 +93,9 @@ class FileStepLog:
         try:
             if self._size >= self._half_bytes:
                 self._file.close()
-                self._path.replace(_older(self._path))
+                self._path.replace(older_log(self._path))
                 self._open()
-            self._write({name: getattr(entry, name) for name in StepEntry.__slots__})
+            self._write(entry)
         except OSError:
             self._is_broken = True
 
@@ -123,70 +106,14 @@ class FileStepLog:
     def _open(self) -> None:
         self._file = self._path.open("ab", buffering=BUFFER_BYTES)
         self._size = self._path.stat().st_size
-        self._write({"engine": asdict(self._info)})
+        self._write({"engine": self._info})
 
-    def _write(self, record: Mapping[str, Any]) -> None:
-        line = json.dumps(record, separators=(",", ":"), default=_plain).encode() + b"\n"
+    def _write(self, record: Any) -> None:
+        line = msgspec.json.encode(record) + b"\n"
         self._file.write(line)
         self._size += len(line)
 
 
-@dataclass(frozen=True, slots=True)
-class StepRecords:
-    """The contents of a step log: the last engine that wrote to it, and the steps of that engine."""
-
-    engine: EngineInfo | None
-    entries: tuple[StepEntry, ...]
-
-
-def read_step_log(path: Path, most: int = 200_000) -> StepRecords:
-    """Return the newest `most` steps of the last engine in a log, sorted from the oldest to the newest.
-
-    If a crash has cut the last line short, this line is left out. Unknown keys are ignored. Raises `OSError` if the
-    file cannot be read, and `ValueError` if it is not a step log.
-    """
-    engine: EngineInfo | None = None
-    entries: deque[StepEntry] = deque(maxlen=most)
-    older = _older(path)
-    for file in (older, path) if older.exists() else (path,):
-        with file.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.endswith("\n"):
-                    continue
-                record = _parsed(line, f"{file}:{number}")
-                if isinstance(record, StepEntry):
-                    entries.append(record)
-                elif record != engine:
-                    engine = record
-                    entries.clear()
-    return StepRecords(engine, tuple(entries))
-
-
-def _parsed(line: str, place: str) -> StepEntry | EngineInfo:
-    try:
-        record = json.loads(line)
-        if "engine" in record:
-            return _engine(record["engine"])
-        known = {f.name for f in fields(StepEntry)}
-        return StepEntry(**{key: value for key, value in record.items() if key in known})
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{place} is not a line of a step log: {error}") from error
-
-
-def _engine(record: dict[str, Any]) -> EngineInfo:
-    known = {f.name for f in fields(EngineInfo)}
-    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in record.items() if k in known}
-    if "step_eviction" in values:
-        values["step_eviction"] = StepEviction(values["step_eviction"])
-    return EngineInfo(**values)
-
-
-def _plain(value: object) -> object:
-    """Return an engine setting in a form that JSON can hold."""
-    if isinstance(value, Enum):
-        return value.value
-    raise TypeError(f"{value!r} cannot be written to a step log")
-
-
-def _older(path: Path) -> Path:
+def older_log(path: Path) -> Path:
+    """Return the file that has the older half of the log `path`."""
     return path.with_name(f"{path.name}.1")

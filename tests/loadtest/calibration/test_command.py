@@ -15,7 +15,7 @@ from loadtest.calibration.sweep import Sweep
 from loadtest.model_shapes import write_shape
 from loadtest.random_weights import write_weights
 from loadtest.simulation.cost_card import load_cost_card
-from scheduler.drivers.steps.step_log import FileStepLog
+from scheduler.drivers.steps.step_log import StepLog
 from tests.loadtest.calibration.test_fit import DECODE, MIXED, make_steps
 from tests.loadtest.calibration.test_sweep import ticking
 from tests.loadtest.modeled_stepper import ModeledStepper
@@ -26,7 +26,7 @@ ENGINE = EngineInfo(
 
 
 def test_a_card_from_a_step_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = FileStepLog(tmp_path / "steps", ENGINE)
+    log = StepLog(tmp_path / "steps", ENGINE)
     for step in make_steps(1200):
         log.record(step)
     log.close()

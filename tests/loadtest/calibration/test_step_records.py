@@ -7,14 +7,8 @@ import pytest
 
 from engine.interface import EngineInfo, StepEviction
 from engine.step_time.cost import StepWork
-from scheduler.drivers.steps.step_log import (
-    FileStepLog,
-    NoStepLog,
-    StepEntry,
-    StepLogError,
-    open_step_log,
-    read_step_log,
-)
+from loadtest.calibration.step_records import read_step_log
+from scheduler.drivers.steps.step_log import StepEntry, StepLog, StepLogError, open_step_log
 from tests.scheduler.world import run_world
 
 ENGINE = EngineInfo("models/m", 128, 512, 16, 64, 256, eos_token_ids=(2,), step_eviction=StepEviction.ROWS)
@@ -26,7 +20,7 @@ def make_entry(number: int = 0, shed: int = 0) -> StepEntry:
 
 
 def write(path: Path, *entries: StepEntry, engine: EngineInfo = ENGINE, limit_bytes: int = 1 << 20) -> None:
-    log = FileStepLog(path, engine, limit_bytes)
+    log = StepLog(path, engine, limit_bytes)
     for entry in entries:
         log.record(entry)
     log.close()
@@ -78,7 +72,7 @@ def test_a_line_of_something_else_is_refused_with_its_place(tmp_path: Path, text
 
 
 def test_a_disk_that_fills_up_ends_the_log_and_not_the_loop() -> None:
-    log = FileStepLog(Path("/dev/full"), ENGINE)
+    log = StepLog(Path("/dev/full"), ENGINE)
     for number in range(2000):
         log.record(make_entry(number))
     log.close()
@@ -89,20 +83,13 @@ def test_a_file_that_cannot_be_written_is_an_error_of_one_sentence(tmp_path: Pat
         open_step_log(tmp_path / "nowhere" / "steps", ENGINE)
 
 
-class Remembering(NoStepLog):
-    def __init__(self) -> None:
-        self.entries: list[StepEntry] = []
-
-    def record(self, entry: StepEntry) -> None:
-        self.entries.append(entry)
-
-
-def test_the_loop_records_what_each_step_did_and_took() -> None:
-    log = Remembering()
-    run_world(lambda world: world.ask("r", prompt=40, max_tokens=5), step_log=log)
-    assert [(e.prefill_tokens, e.decodes, e.context_tokens) for e in log.entries] == [
+def test_the_loop_records_what_each_step_did_and_took(tmp_path: Path) -> None:
+    with open_step_log(tmp_path / "steps", ENGINE) as log:
+        run_world(lambda world: world.ask("r", prompt=40, max_tokens=5), step_log=log)
+    entries = read_step_log(tmp_path / "steps").entries
+    assert [(e.prefill_tokens, e.decodes, e.context_tokens) for e in entries] == [
         (40, 0, 0),
         *((0, 1, context) for context in (40, 41, 42, 43)),
     ]
-    assert all(e.tiers == {"realtime": 1} and e.elapsed_s > 0 and e.predicted_s > 0 for e in log.entries)
-    assert all(a.t + b.elapsed_s <= b.t + 1e-9 for a, b in pairwise(log.entries))
+    assert all(e.tiers == {"realtime": 1} and e.elapsed_s > 0 and e.predicted_s > 0 for e in entries)
+    assert all(a.t + b.elapsed_s <= b.t + 1e-9 for a, b in pairwise(entries))
