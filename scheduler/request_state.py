@@ -96,6 +96,7 @@ class RequestState:
     bulk_seen_s: float = 0.0
     found_step_s: float = 0.0  # predicted length of the step that ran when the request arrived; 0: no step ran
     attempt: int = 1  # number of the claim, counted from 1
+    num_lost_streams: int = 0  # attempts of this worker that failed, in front of a server that plans its own steps
     num_restored: int = 0  # output tokens that earlier workers have checkpointed
     awaits_grammar: bool = False  # its grammar is not compiled yet, so that it cannot start
     compiled_grammar: object | None = None  # what the engine has made of its grammar

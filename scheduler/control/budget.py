@@ -1,4 +1,4 @@
-"""The budgets that the SLA controller gives to batch formation: plain data on how much each tier may do in a step."""
+"""Budgets: how much each tier may do in a step (plain data), and how much work may be thrown away over time."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,3 +30,22 @@ class Budgets:
 
     tiers: Mapping[str, TierBudget]
     cost: StepCost
+
+
+class TokenBucket:
+    """The work that may be thrown away now, in seconds or tokens, so that it stays below a share of all work.
+
+    The work that is done refills the bucket. It starts empty, unless a `level` is given.
+    """
+
+    def __init__(self, size: float, share: float, level: float = 0.0) -> None:
+        self._size = size
+        self._share = share
+        self.level = level
+
+    def refill(self, work: float) -> None:
+        """Raise the level by the bucket's share of `work`."""
+        self.level = min(self._size, self.level + self._share * work)
+
+    def spend(self, wasted: float) -> None:
+        self.level -= wasted

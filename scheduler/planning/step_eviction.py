@@ -9,8 +9,6 @@ Decisions are made from numbers that are passed in; there is no clock and no I/O
 
 from dataclasses import dataclass
 
-from scheduler.control.step_limit import MAX_WASTED_SHARE
-
 INTERACTIVE_WEIGHT = 3.0  # seconds of bulk work that may be thrown away to save the newcomer one second of waiting
 MIN_SAVED_S = 0.002  # s; a smaller saving is not worth an eviction
 BUCKET_S = 0.5  # size of the token bucket, in seconds of bulk work
@@ -47,25 +45,3 @@ def weigh_eviction(timing: StepTiming, now: float, num_layers: int) -> EvictionT
     bulk_s = max(0.0, timing.step_s - timing.kept_s)
     saved_s = (1 - progress) * bulk_s - timing.step_s / num_layers
     return EvictionTradeoff(max(0.0, saved_s), progress * bulk_s)
-
-
-class TokenBucket:
-    """A token bucket for waste: its level is the seconds of bulk work that may still be thrown away."""
-
-    def __init__(self) -> None:
-        self._level_s = BUCKET_S
-        self.wasted_s = 0.0  # seconds of work thrown away in total
-        self.num_evictions = 0  # number of steps from which sequences were evicted
-
-    def refill(self, bulk_s: float) -> None:
-        """Raise the level by `MAX_WASTED_SHARE` of `bulk_s`, the seconds that bulk ran."""
-        self._level_s = min(BUCKET_S, self._level_s + MAX_WASTED_SHARE * bulk_s)
-
-    def can_spend(self, wasted_s: float) -> bool:
-        return self._level_s >= wasted_s
-
-    def spend(self, wasted_s: float) -> None:
-        """Record a step from which sequences were evicted, and lower the level by `wasted_s` seconds of lost work."""
-        self._level_s -= wasted_s
-        self.num_evictions += 1
-        self.wasted_s += wasted_s

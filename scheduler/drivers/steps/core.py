@@ -70,8 +70,8 @@ class StepCore:
             interactive_s=self.interactive_s,
             preemptions=self.planner.preemptions,
             recomputed_tokens=self.planner.recomputed_tokens,
-            num_step_evictions=self.running.waste_budget.num_evictions,
-            wasted_s=self.running.waste_budget.wasted_s,
+            num_step_evictions=self.running.num_evictions,
+            wasted_s=self.running.wasted_s,
         )
 
     def explain(self, now: float) -> dict[str, Any]:

@@ -13,7 +13,9 @@ from engine.interface import PreemptionMode, StepEviction, StepPlan, StepResult
 from engine.step_time.cost import StepCost, StepWork
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier
-from scheduler.planning.step_eviction import StepTiming, TokenBucket, weigh_eviction
+from scheduler.control.budget import TokenBucket
+from scheduler.control.step_limit import MAX_WASTED_SHARE
+from scheduler.planning.step_eviction import BUCKET_S, StepTiming, weigh_eviction
 from scheduler.request_state import RequestState, Status
 
 
@@ -112,7 +114,9 @@ class RunningStep:
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
-        self.waste_budget = TokenBucket()
+        self.waste_budget = TokenBucket(BUCKET_S, MAX_WASTED_SHARE, BUCKET_S)
+        self.wasted_s = 0.0  # seconds of bulk work thrown away in total
+        self.num_evictions = 0  # number of steps from which sequences were evicted
         self.bulk_total_s = 0.0  # engine time that tiers without a latency SLO took, including work thrown away
         self._steps: dict[int, _TrackedStep] = {}  # by step id; the first entry is the running step
 
@@ -195,7 +199,7 @@ class RunningStep:
         if step.timing.kept_s and step_eviction is not StepEviction.ROWS:
             return ()
         tradeoff = weigh_eviction(step.timing, now, self._num_layers)
-        if not tradeoff.pays or not self.waste_budget.can_spend(tradeoff.wasted_s):
+        if not tradeoff.pays or self.waste_budget.level < tradeoff.wasted_s:
             return ()
         step.is_eviction_requested, step.wasted_s = True, tradeoff.wasted_s
         return [evictable.seq_id for evictable in step.evictable]
@@ -214,7 +218,10 @@ class RunningStep:
         used_s = step.used_s(result.elapsed_s, bool(result.evicted))
         step.charge(used_s)
         if result.evicted:
-            self.waste_budget.spend(min(step.wasted_s, result.elapsed_s))
+            wasted_s = min(step.wasted_s, result.elapsed_s)
+            self.waste_budget.spend(wasted_s)
+            self.wasted_s += wasted_s
+            self.num_evictions += 1
         else:
             self.waste_budget.refill(sum(used_s[tier] for tier in {e.tier for e in step.evictable}))
         self.bulk_total_s += result.elapsed_s - sum(used_s.get(tier, 0.0) for tier in step.interactive)

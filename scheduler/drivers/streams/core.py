@@ -23,11 +23,11 @@ from engine.streaming import (
 )
 from scheduler.clock import NEVER_S
 from scheduler.config import TierSet
-from scheduler.control.budget import Budgets
+from scheduler.control.budget import Budgets, TokenBucket
 from scheduler.control.controller import SLAController
 from scheduler.control.knobs import Decision
 from scheduler.drivers.streams.in_flight_limit import InFlightLimit
-from scheduler.drivers.streams.policy import Decisions, RecomputeBudget, View, decide
+from scheduler.drivers.streams.policy import MAX_TOKENS, RECOMPUTE_SHARE, Decisions, View, decide
 from scheduler.drivers.streams.retries import Retries
 from scheduler.drivers.streams.server_state import ServerState
 from scheduler.drivers.streams.step_times import SeenStep, UpstreamStepTimes
@@ -73,13 +73,14 @@ class StreamCore:
         self._controller = controller
         self._stall_s = stall_s
         self.limit = InFlightLimit(max_in_flight)
-        self.recompute = RecomputeBudget()
+        self.num_computed = 0  # tokens that the server has computed
+        self._recompute = TokenBucket(MAX_TOKENS, RECOMPUTE_SHARE)  # tokens
         self._step_times = UpstreamStepTimes(step_time or StepTimeModel(remembers_sizes=True))
         self._streams = StreamTable(self._table, upstream, self._step_times)
         self.server = ServerState()
-        self._retries = Retries(self._streams, self.server, self.limit)
+        self._retries = Retries(self._streams, self.server, self.limit, self._give_up)
         self._preemptions: Counter[tuple[str, str]] = Counter()
-        self._recomputed: Counter[str] = Counter()
+        self.recomputed: Counter[str] = Counter()  # tokens of streams that were hung up, by tier
         self._bulk_total_s = 0.0
         self._hang_up_from_s = -NEVER_S
 
@@ -104,7 +105,7 @@ class StreamCore:
             step_cost=self._step_times.cost(),
             kv_usage=self.server.kv_usage,
             preemptions=self._preemptions,
-            recomputed_tokens=self._recomputed,
+            recomputed_tokens=self.recomputed,
         )
 
     def explain(self, now: float) -> dict[str, Any]:
@@ -116,8 +117,8 @@ class StreamCore:
                 "in_flight": len(self._streams),
                 "max_in_flight": None if self.limit.value == NEVER_S else self.limit.value,
                 "num_waiting": self.server.num_waiting,
-                "computed_tokens": self.recompute.num_computed,
-                "recomputed_tokens": self.recompute.num_recomputed,
+                "computed_tokens": self.num_computed,
+                "recomputed_tokens": self.recomputed.total(),
             },
         }
 
@@ -138,7 +139,6 @@ class StreamCore:
 
     def _begin(self, state: RequestState) -> None:
         state.bulk_seen_s = self._bulk_total_s
-        self._retries.attempts.begin(state)
 
     def _drop(self, state: RequestState) -> None:
         """Forget a request that ends here. If it has a stream, the driver must hang up."""
@@ -148,16 +148,14 @@ class StreamCore:
 
     def _forget(self, state: RequestState) -> None:
         self._streams.forget(state.id)
-        self._retries.forget(state.id)
+        self._retries.busy.forget(state.id)
 
-    def refuse(self, now: float) -> Report:
-        """Fail requests that the server can never serve, and those without an attempt left. Return the report."""
-        for state, reason in self._retries.attempts.pop_given_up():
-            if self._table.states.get(state.id) is state:
-                self._table.remove(state)
-                self._drop(state)
-                self.held.note_refused(state, reason, kind=EventKind.UNAVAILABLE)
-        return self.held.refuse(now)
+    def _give_up(self, state: RequestState, reason: str) -> None:
+        """Let a request fail with the next report, if it is still held."""
+        if self._table.states.get(state.id) is state:
+            self._table.remove(state)
+            self._drop(state)
+            self.held.note_refused(state, reason, kind=EventKind.UNAVAILABLE)
 
     # -- decisions ---------------------------------------------------------------------------------------------
 
@@ -167,7 +165,7 @@ class StreamCore:
         The states are already updated, so the caller must do both.
         """
         for state in self._streams.stalled(self._stall_s, now):
-            self._retries.count(state, f"The server sent no token for {self._stall_s:g} s.", now)
+            self._retries.retry(state, f"The server sent no token for {self._stall_s:g} s.", now)
             self._streams.note_hang_up(state.id)
         decisions = Decisions() if self._is_held_back(now) else decide(self._view(now), now)
         for state in decisions.hang_up:
@@ -186,7 +184,7 @@ class StreamCore:
             max_in_flight=self.limit.value,
             max_prefill_tokens=self._engine.max_step_tokens,
             evictable=self._streams.evictable(),
-            recompute_tokens=self.recompute.num_tokens,
+            recompute_tokens=self._recompute.level,
             hang_up_from_s=self._hang_up_from_s,
             held_back=self._retries.busy.waiting(now),
         )
@@ -195,8 +193,8 @@ class StreamCore:
         return self._controller.budgets(list(self._table.interactive()), self._step_times.cost(), now)
 
     def _hang_up(self, state: RequestState, now: float) -> None:
-        self.recompute.spend(state.num_tokens)
-        self._recomputed[state.tier.name] += state.num_tokens
+        self._recompute.spend(state.num_tokens)
+        self.recomputed[state.tier.name] += state.num_tokens
         self._preemptions[state.tier.name, "recompute"] += 1
         self._streams.interrupt(state, now)
         self._streams.note_hang_up(state.id)
@@ -212,7 +210,8 @@ class StreamCore:
         self.server.note_progress(now)
         self._retries.note_output(state, output)
         num_computed, seen = self._streams.learn(state, output, now)
-        self.recompute.refill(num_computed)
+        self.num_computed += num_computed
+        self._recompute.refill(num_computed)
         if seen is not None:
             self._note_step(seen, now)
         if output.finish_reason is not None:
@@ -249,7 +248,7 @@ class StreamCore:
 
     def note_load(self, load: UpstreamLoad | None, now: float) -> None:
         """Record that the server answers, and what it says of its load."""
-        self._retries.note_served(was_down=self.server.is_down(now))
+        self._retries.settle(is_counted=not self.server.is_down(now))
         self.server.note_load(load)
         if load is not None:
             self.limit.note_load(load, len(self._streams), now)

@@ -85,7 +85,7 @@ class StreamDriver:
         now = self._clock.now()
         self._say_if_down(now)
         leases = self.core.give_back(now)
-        self._worker.send(self.core.refuse(now))
+        self._worker.send(self.core.held.refuse(now))
         await self._release(leases)
         opened, hung_up = self.core.decide(now)
         for request_id in hung_up:

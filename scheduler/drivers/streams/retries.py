@@ -1,10 +1,10 @@
 """What becomes of a request whose stream ends before its answer is whole: sent again, sent back to the queue, given up.
 
-Keeps the counts that this depends on, and tells the limit and the server's state what the end says of the server. Does
+Tells the limit and the server's state what the end says of the server. Does
 no I/O; the time is passed in.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from engine.interface import SequenceOutput
 from engine.streaming import UpstreamBusy, UpstreamLost, UpstreamUnreachable, UpstreamUnusable
@@ -18,62 +18,22 @@ CANNOT_GO_ON = "The answer cannot be continued from where it ended."
 ALWAYS_REFUSED = "The request was given up, because it was refused again and again."
 
 
-class Attempts:
-    """The claims and the lost streams of each held request."""
-
-    def __init__(self) -> None:
-        self._counts: dict[str, int] = {}
-        self._turned_away: list[tuple[RequestState, str]] = []  # with the reason; not counted yet
-        self._given_up: list[tuple[RequestState, str]] = []
-
-    def begin(self, state: RequestState) -> None:
-        """Count the attempts of a request from its claim on."""
-        self._counts[state.id] = state.attempt
-
-    def forget(self, request_id: str) -> None:
-        """End the count of a request that is held no longer."""
-        self._counts.pop(request_id, None)
-
-    def count(self, state: RequestState, reason: str) -> None:
-        """Count an attempt that failed for `reason`. After the last one, the request is given up."""
-        self._counts[state.id] += 1
-        attempts = state.tier.retry.max_attempts
-        if self._counts[state.id] > attempts:
-            self.give_up(state, f"{reason} The request was given up after {attempts} attempts.")
-
-    def give_up(self, state: RequestState, reason: str) -> None:
-        """Record that there is no further attempt at a request."""
-        self._given_up.append((state, reason))
-
-    def turn_away(self, state: RequestState, reason: str) -> None:
-        """Record that the server answered as if it served nobody. `settle` says whether the request is at fault."""
-        self._turned_away.append((state, reason))
-
-    def settle(self, *, is_counted: bool) -> None:
-        """Count the attempts that were turned away, or forget about them."""
-        turned_away, self._turned_away = self._turned_away, []
-        for state, reason in turned_away:
-            if is_counted and state.id in self._counts:
-                self.count(state, reason)
-
-    def pop_given_up(self) -> list[tuple[RequestState, str]]:
-        """Return the requests that are given up, each with its reason, and forget them."""
-        given_up, self._given_up = self._given_up, []
-        return given_up
-
-
 class Retries:
-    def __init__(self, streams: StreamTable, server: ServerState, limit: InFlightLimit) -> None:
+    def __init__(
+        self,
+        streams: StreamTable,
+        server: ServerState,
+        limit: InFlightLimit,
+        give_up: Callable[[RequestState, str], None],
+    ) -> None:
+        """`give_up` ends a request at which there is no further attempt; its second argument is the reason."""
         self._streams = streams
         self._server = server
         self._limit = limit
-        self.attempts = Attempts()
+        self._give_up = give_up
         self.busy = BusyRefusals()
-
-    def forget(self, request_id: str) -> None:
-        """End the counts of a request that is held no longer."""
-        self.attempts.forget(request_id)
-        self.busy.forget(request_id)
+        # Requests that the server has answered as if it served nobody, with the reasons; not counted yet.
+        self._turned_away: list[tuple[RequestState, str]] = []
 
     # -- what streams bring ------------------------------------------------------------------------------------
 
@@ -89,7 +49,7 @@ class Retries:
             self._limit.note_busy(len(self._streams), error.retry_after_s, now)
         self._streams.interrupt(state, now)
         if self.busy.is_last(state, now):
-            self.attempts.give_up(state, f"{error} {ALWAYS_REFUSED}")
+            self._give_up(state, f"{error} {ALWAYS_REFUSED}")
             return False
         if is_overtaken:
             self.busy.wait(state, error.retry_after_s, now)
@@ -104,31 +64,43 @@ class Retries:
         else:
             self._limit.pause(now)
             self._server.note_lost()
-            self.count(state, str(error), now)
+            self.retry(state, str(error), now)
         if isinstance(error, UpstreamUnusable):
-            self.attempts.turn_away(state, str(error))
+            self._turned_away.append((state, str(error)))
 
-    def count(self, state: RequestState, reason: str, now: float) -> None:
+    def retry(self, state: RequestState, reason: str, now: float) -> None:
         """Prepare another attempt at a request whose stream has ended. After the last one, it is given up."""
         self._rewind(state, reason, now)
-        self.attempts.count(state, reason)
+        self._count(state, reason)
 
     def _rewind(self, state: RequestState, reason: str, now: float) -> None:
-        self.end_unfinishable([state], reason)
+        cannot_go_on = self._streams.cannot_go_on(state)
         self._streams.rewind(state, now)
+        if cannot_go_on:
+            self._give_up(state, f"{reason} {CANNOT_GO_ON}")
+
+    def _count(self, state: RequestState, reason: str) -> None:
+        """Count an attempt that failed for `reason`. After the last one, the request is given up."""
+        state.num_lost_streams += 1
+        attempts = state.tier.retry.max_attempts
+        if state.attempt + state.num_lost_streams > attempts:
+            self._give_up(state, f"{reason} The request was given up after {attempts} attempts.")
 
     # -- what is known of the server ---------------------------------------------------------------------------
 
-    def note_served(self, *, was_down: bool) -> None:
-        """Record that the server answers.
+    def settle(self, *, is_counted: bool) -> None:
+        """Count the attempts that were turned away, or forget about them.
 
-        If it turned requests away, and serves others again before it counts as down, the fault was in these requests.
+        If the server serves others again before it counts as down, the fault was in these requests.
         """
-        self.attempts.settle(is_counted=not was_down)
+        turned_away, self._turned_away = self._turned_away, []
+        for state, reason in turned_away:
+            if is_counted:
+                self._count(state, reason)
 
     def end_unfinishable(self, states: Iterable[RequestState], reason: str) -> list[RequestState]:
         """Give up the requests of which the client has tokens that would not fit those of a new stream. Return them."""
         ending = [state for state in states if self._streams.cannot_go_on(state)]
         for state in ending:
-            self.attempts.give_up(state, f"{reason} {CANNOT_GO_ON}")
+            self._give_up(state, f"{reason} {CANNOT_GO_ON}")
         return ending

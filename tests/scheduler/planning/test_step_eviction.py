@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scheduler.control.budget import TokenBucket
 from scheduler.control.step_limit import MAX_WASTED_SHARE
 from scheduler.planning.step_eviction import (
     BUCKET_S,
     INTERACTIVE_WEIGHT,
     StepTiming,
-    TokenBucket,
     weigh_eviction,
 )
 
@@ -47,11 +47,11 @@ def test_an_eviction_that_pays_never_wastes_more_than_it_is_worth(
 
 @given(st.lists(st.tuples(st.floats(0.001, 0.2), st.floats(0, 0.2)), min_size=20, max_size=100))
 def test_bulk_never_loses_more_than_its_share_and_the_initial_level(steps: list[tuple[float, float]]) -> None:
-    bucket, ran_s, wasted_total_s = TokenBucket(), 0.0, 0.0
+    bucket, ran_s, wasted_total_s = TokenBucket(BUCKET_S, MAX_WASTED_SHARE, BUCKET_S), 0.0, 0.0
     for bulk_s, wasted_s in steps:
         bucket.refill(bulk_s)
         ran_s += bulk_s
-        if bucket.can_spend(wasted_s):
+        if bucket.level >= wasted_s:
             bucket.spend(wasted_s)
             wasted_total_s += wasted_s
     assert wasted_total_s <= MAX_WASTED_SHARE * ran_s + BUCKET_S + 1e-9
