@@ -32,16 +32,6 @@ def deadline_s(state: RequestState) -> float:
     return due_s
 
 
-def slack_s(decoding: Iterable[RequestState], now: float) -> float:
-    """Return the seconds until the earliest next-token deadline of `decoding`; inf if there is no deadline."""
-    return min((deadline_s(state) for state in decoding), default=NEVER_S) - now
-
-
-def itl_cap_s(decoding: Iterable[RequestState]) -> float:
-    """Return the shortest ITL SLO among the tiers of `decoding`, in seconds; inf if none of them has an ITL SLO."""
-    return min((s.tier.slo.itl_p99_ms or NEVER_S for s in decoding), default=NEVER_S) / 1000
-
-
 def prefill_s(state: RequestState, cost: StepCost) -> float:
     """Return the predicted seconds that the rest of the prefill takes."""
     return cost.prefill(state.num_uncomputed, state.num_computed_tokens)
@@ -54,11 +44,7 @@ def is_too_long(state: RequestState, cost: StepCost) -> bool:
 
 
 def is_late(state: RequestState, cost: StepCost, now: float) -> bool:
-    """Return whether the next token will miss its deadline, even if the rest of the prefill runs now.
-
-    Requests that can still be in time go before a late request. Admission does not count a late request as work ahead
-    of a new request.
-    """
+    """Return whether the next token will miss its deadline, even if the rest of the prefill runs now."""
     return now + prefill_s(state, cost) > deadline_s(state)
 
 
@@ -91,18 +77,6 @@ def split_by_length(states: Iterable[RequestState], cost: StepCost) -> tuple[lis
     return short, too_long
 
 
-def laxity_s(
-    left_s: float, remaining_prefill_tokens: int, remaining_output_tokens: int, cost: StepCost, context: int
-) -> float:
-    """Return the seconds that a request may still wait: `left_s` minus the time that the rest of its work takes.
-
-    A negative result means that the request misses its deadline. `left_s` is the time until the deadline. `context` is
-    the number of computed tokens. `remaining_output_tokens` is an upper bound: a request that ends with fewer tokens
-    becomes urgent too early, but never too late.
-    """
-    return left_s - work_s(remaining_prefill_tokens, remaining_output_tokens, cost, context)
-
-
 def work_s(prefill_tokens: int, output_tokens: int, cost: StepCost, context: int = 0) -> float:
     """Return the seconds that a request takes if it runs in every step.
 
@@ -114,15 +88,6 @@ def work_s(prefill_tokens: int, output_tokens: int, cost: StepCost, context: int
     return prefill + decodes * (cost.step_s + cost.decode(context + prefill_tokens + decodes // 2))
 
 
-def is_urgent(laxity: float, horizon_s: float) -> bool:
-    """Return whether the laxity of a request is so small that the request must be boosted now.
-
-    A request that is late by more than `horizon_s` is not urgent: its deadline is lost, and boosting it would delay
-    requests that can still be in time. With a horizon of 0, no request is urgent.
-    """
-    return -horizon_s < laxity < horizon_s
-
-
 def urgency_of(state: RequestState, cost: StepCost, now: float) -> float:
     """Return how urgent a request without a latency SLO is, in [0, 1]. The result is the larger of two urgencies.
 
@@ -131,25 +96,32 @@ def urgency_of(state: RequestState, cost: StepCost, now: float) -> float:
     """
     tier, urgency = state.tier, 0.0
     if tier.urgent_ms:
-        laxity = _laxity_of(state, cost, now)
+        laxity = laxity_s(state, cost, now)
         horizon_s = min(tier.urgent_ms, state.request.urgent_ms or tier.urgent_ms) / 1000
-        if is_urgent(laxity, horizon_s):
+        # A deadline that is missed by more than the horizon is lost: urgent work would delay what can still be in time.
+        if -horizon_s < laxity < horizon_s:
             urgency = min(1.0, 1 - laxity / horizon_s)
     if tier.aging_ms and state.awaits_first_token:
         urgency = max(urgency, min(1.0, (now - state.arrived_s) * 1000 / tier.aging_ms - 1))
     return urgency
 
 
-def _laxity_of(state: RequestState, cost: StepCost, now: float) -> float:
+def laxity_s(state: RequestState, cost: StepCost, now: float) -> float:
+    """Return the seconds that a request may still wait: until its deadline, less the time that its work takes.
+
+    If negative, the request misses its deadline. All tokens up to `max_tokens` count as work: a request that ends with
+    fewer becomes urgent too early, but never too late.
+    """
+    left_s = state.deadline_s - now
     if state.request.urgent_ms:  # a part of a job, whose deadline leaves time for its work
-        return state.deadline_s - now
+        return left_s
     outputs = state.request.sampling.max_tokens - len(state.output_token_ids)
-    return laxity_s(state.deadline_s - now, state.num_uncomputed, outputs, cost, state.num_computed_tokens)
+    return left_s - work_s(state.num_uncomputed, outputs, cost, state.num_computed_tokens)
 
 
 def count_missing(states: Iterable[RequestState], cost: StepCost, now: float) -> int:
     """Return how many requests miss their completion deadlines, even if they run in every step from now on."""
-    return sum(_laxity_of(state, cost, now) < 0 for state in states)
+    return sum(laxity_s(state, cost, now) < 0 for state in states)
 
 
 def urgencies(tier: Tier, states: Iterable[RequestState], cost: StepCost, now: float) -> dict[str, float]:

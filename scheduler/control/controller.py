@@ -34,7 +34,7 @@ from scheduler.control.step_limit import (
     step_limits,
 )
 from scheduler.control.tier_stats import TierStats
-from scheduler.control.windows import LatencyWindow
+from scheduler.control.windows import SlidingWindow
 from scheduler.deadlines import deadline_s
 from scheduler.request_state import RequestState
 
@@ -60,7 +60,7 @@ class SLAController:
         self._min_shares = MinShares(self._tiers)
         self._reserve = KVReserve()
         self._overhead_s = Ewma(OVERHEAD_WEIGHT)
-        self._step_errors = LatencyWindow()  # measured ÷ predicted times of the newest steps
+        self._step_errors = SlidingWindow()  # measured ÷ predicted times of the newest steps
         self._margin = START_MARGIN
         self._overloaded: frozenset[str] = frozenset()
         self._bulk_ran_s = -NEVER_S
@@ -201,7 +201,7 @@ class SLAController:
             self._bulk_ran_s = now
         self._overhead_s.add(overhead_s)
         if predicted_s:
-            self._step_errors.add(now, elapsed_s / predicted_s)
+            self._step_errors.add(now, False, elapsed_s / predicted_s)
 
     def observe_blocks(self, held_by_interactive: int, num_blocks: int) -> None:
         """Record how many of the engine's `num_blocks` KV blocks interactive sequences hold. Call every `UPDATE_S`."""

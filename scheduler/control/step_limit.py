@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from engine.step_time.cost import StepCost
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier
-from scheduler.deadlines import is_too_long, itl_cap_s, slack_s
+from scheduler.deadlines import deadline_s, is_too_long
 from scheduler.request_state import RequestState
 
 # For interactive tiers.
@@ -165,7 +165,9 @@ def _hard_limit_s(work: InteractiveWork, traffic: InteractiveTraffic, now: float
     """Return the longest time that the step may take so that the next interactive tokens are in time."""
     if not work.decoding:
         return FIRST_STEP_SHARE * traffic.ttft_slo_s
-    left_s = min(slack_s(work.decoding, now), itl_cap_s(work.decoding))
+    slack_s = min(deadline_s(s) for s in work.decoding) - now
+    itl_s = min(s.tier.slo.itl_p99_ms or NEVER_S for s in work.decoding) / 1000
+    left_s = min(slack_s, itl_s)
     return left_s * (1 - traffic.margin) - traffic.overhead_s
 
 

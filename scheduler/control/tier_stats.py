@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from engine.step_time.ewma import Ewma
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier
-from scheduler.control.windows import ArrivalRate, LatencyWindow, MissWindow
+from scheduler.control.windows import ArrivalRate, SlidingWindow
 
 MISS_TARGET = 0.01  # share of latencies that may miss their target, since the SLO is a p99
 SERVICE_WEIGHT = 0.05  # weight of the newest request in the mean time from first step to first token
@@ -23,7 +23,7 @@ class TierStats:
         self._service: Ewma | None = None  # seconds from first step to first token; None: no request observed yet
         self._num_services = 0
         self.arrivals = ArrivalRate()
-        self._ended = MissWindow()
+        self._ended = SlidingWindow()
         self.last_cut_s = -NEVER_S  # time of the newest cut of a knob: earlier misses are no reason for another cut
         self.retarget(tier)
 
@@ -34,14 +34,14 @@ class TierStats:
             "ttft": slo.ttft_p99_ms / 1000 if slo.ttft_p99_ms else NEVER_S,
             "itl": slo.itl_p99_ms / 1000 if slo.itl_p99_ms else NEVER_S,
         }
-        self.windows = {kind: LatencyWindow(target_s) for kind, target_s in self.target_s.items()}
-        self._bulk_misses = {kind: MissWindow() for kind in self.target_s}
+        self._windows = {kind: SlidingWindow() for kind in self.target_s}
+        self._bulk_misses = {kind: SlidingWindow() for kind in self.target_s}
 
     def add_latency(self, kind: str, seconds: float, now: float, bulk_s: float) -> None:
         """Record a TTFT or an ITL. `bulk_s` is the part of `seconds` that the engine spent on bulk."""
         target_s = self.target_s[kind]
         if target_s < NEVER_S:
-            self.windows[kind].add(now, seconds)
+            self._windows[kind].add(now, seconds > target_s, seconds)
             self._bulk_misses[kind].add(now, seconds - bulk_s <= target_s < seconds)
 
     def add_end(self, met_slo: bool, now: float) -> None:
@@ -77,7 +77,7 @@ class TierStats:
         return None if missed is None else 1.0 - missed
 
     def p99_s(self, kind: str, now: float, since_s: float = -NEVER_S) -> float | None:
-        return self.windows[kind].p99(now, since_s)
+        return self._windows[kind].p99(now, since_s)
 
     def p99_ratio(self, kind: str, now: float, since_s: float = -NEVER_S) -> float | None:
         """Return p99 ÷ target of the latencies since `since_s`; None if there is no target or too little data."""
@@ -89,7 +89,7 @@ class TierStats:
 
         Return None if there is too little data.
         """
-        return _worst(self.windows.values(), now, -NEVER_S)
+        return _worst(self._windows.values(), now, -NEVER_S)
 
     def worst_bulk_miss_share(self, now: float, since_s: float) -> float | None:
         """Return the same share as `worst_miss_share`, but count only misses since `since_s` that bulk caused.
@@ -99,6 +99,6 @@ class TierStats:
         return _worst(self._bulk_misses.values(), now, since_s)
 
 
-def _worst(windows: Iterable[LatencyWindow | MissWindow], now: float, since_s: float) -> float | None:
+def _worst(windows: Iterable[SlidingWindow], now: float, since_s: float) -> float | None:
     shares = [window.miss_share(now, since_s) for window in windows]
     return max((share for share in shares if share is not None), default=None)

@@ -6,7 +6,6 @@ of tokens, and the window always covers the whole 30 seconds.
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from engine.step_time.ewma import Ewma
@@ -31,14 +30,17 @@ class _Slice:
     buckets: Counter[int] = field(default_factory=Counter)  # number of samples by round(log(seconds) / BUCKET_WIDTH)
 
 
-class _Slices:
-    """The slices of the last `WINDOW_S` seconds. A slice starts when its first sample comes."""
+class SlidingWindow:
+    """The samples of the last `WINDOW_S` seconds: how many of them missed a target, and how long they were.
+
+    A slice starts when its first sample comes.
+    """
 
     def __init__(self) -> None:
         self._slices: deque[_Slice] = deque()
 
-    def count(self, now: float, is_miss: bool) -> _Slice:
-        """Count one more sample, and return the slice in which it was counted."""
+    def add(self, now: float, is_miss: bool, seconds: float | None = None) -> None:
+        """Count one more sample; `seconds` is its length if it has one."""
         if not self._slices or now - self._slices[-1].first_s >= SLICE_S:
             self._expire(now)
             self._slices.append(_Slice(now, now))
@@ -46,38 +48,13 @@ class _Slices:
         newest.last_s = now
         newest.count += 1
         newest.missed += is_miss
-        return newest
-
-    def since(self, now: float, since_s: float = -NEVER_S) -> Iterator[_Slice]:
-        self._expire(now)
-        return (s for s in self._slices if s.first_s >= since_s)
-
-    def missed_share(self, now: float, since_s: float, min_samples: int) -> float | None:
-        """Return the share of misses among the samples since `since_s`; None if there are fewer than `min_samples`."""
-        slices = list(self.since(now, since_s))
-        total = sum(s.count for s in slices)
-        return sum(s.missed for s in slices) / total if total >= min_samples else None
-
-    def _expire(self, now: float) -> None:
-        while self._slices and self._slices[0].last_s < now - WINDOW_S:
-            self._slices.popleft()
-
-
-class LatencyWindow:
-    """The latencies of the last `WINDOW_S` seconds, and which of them missed a target (in seconds)."""
-
-    def __init__(self, target_s: float = NEVER_S) -> None:
-        self._target_s = target_s
-        self._slices = _Slices()
-
-    def add(self, now: float, seconds: float) -> None:
-        counted = self._slices.count(now, seconds > self._target_s)
-        counted.buckets[round(math.log(max(seconds, SHORTEST_S)) / BUCKET_WIDTH)] += 1
+        if seconds is not None:
+            newest.buckets[round(math.log(max(seconds, SHORTEST_S)) / BUCKET_WIDTH)] += 1
 
     def p99(self, now: float, since_s: float = -NEVER_S) -> float | None:
-        """Return the p99 in seconds of the latencies since `since_s`; None with fewer than `MIN_SAMPLES` samples."""
+        """Return the p99 in seconds of the lengths since `since_s`; None with fewer than `MIN_SAMPLES` samples."""
         buckets: Counter[int] = Counter()
-        for counted in self._slices.since(now, since_s):
+        for counted in self._since(now, since_s):
             buckets.update(counted.buckets)
         total = buckets.total()
         if total < MIN_SAMPLES:
@@ -89,23 +66,19 @@ class LatencyWindow:
                 break
         return math.exp(bucket * BUCKET_WIDTH)
 
-    def miss_share(self, now: float, since_s: float) -> float | None:
-        """Return the share of latencies since `since_s` that are above the target; None with too few samples."""
-        return self._slices.missed_share(now, since_s, MIN_SAMPLES)
-
-
-class MissWindow:
-    """The samples of the last `WINDOW_S` seconds, each of which is a hit or a miss."""
-
-    def __init__(self) -> None:
-        self._slices = _Slices()
-
-    def add(self, now: float, is_miss: bool) -> None:
-        self._slices.count(now, is_miss)
-
     def miss_share(self, now: float, since_s: float = -NEVER_S, min_samples: int = MIN_SAMPLES) -> float | None:
         """Return the share of misses among the samples since `since_s`; None if there are fewer than `min_samples`."""
-        return self._slices.missed_share(now, since_s, min_samples)
+        slices = self._since(now, since_s)
+        total = sum(s.count for s in slices)
+        return sum(s.missed for s in slices) / total if total >= min_samples else None
+
+    def _since(self, now: float, since_s: float) -> list[_Slice]:
+        self._expire(now)
+        return [s for s in self._slices if s.first_s >= since_s]
+
+    def _expire(self, now: float) -> None:
+        while self._slices and self._slices[0].last_s < now - WINDOW_S:
+            self._slices.popleft()
 
 
 class ArrivalRate:

@@ -15,6 +15,7 @@ from collections.abc import Container, Iterable, Sequence
 from itertools import chain, islice
 
 from engine.interface import NewSequence, Preempt, PreemptionMode, Run, StepPlan
+from engine.step_time.cost import StepCost
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier
 from scheduler.control.budget import Budgets, TierBudget
@@ -22,11 +23,14 @@ from scheduler.control.step_limit import first_limit_s
 from scheduler.deadlines import split_by_deadline, split_by_length
 from scheduler.holdings.request_table import RequestTable
 from scheduler.planning import batching_delay
-from scheduler.planning.chunks import MIN_CHUNK, largest_chunk
 from scheduler.planning.kv_budget import BlockBudget, EngineView
 from scheduler.planning.prompt_prefixes import PromptPrefixes
 from scheduler.request_state import RequestState, Status
 
+MIN_CHUNK = 16  # tokens; a smaller prefill chunk is not worth a step's overhead
+# Share of a step's fixed cost. If the rest of a prompt takes no longer than this, it is added to the chunk even if the
+# step then exceeds its limit. Otherwise the rest would need a step of its own.
+REST_SHARE = 0.25
 MAX_SORTED = 64  # prefills of an interactive tier that one plan looks at; further prefills wait for a later plan
 
 
@@ -53,13 +57,15 @@ def form_batch(
         budget = budgets.tiers[tier.name]
         # If the step holds no work yet, the tier runs as usual, so that the engine does not stand idle.
         if budget.decodes_only and draft.has_work:
-            if not draft.add_decodes(tier.name, budget, budget.limit.extra_only_s(draft.step_s())):
+            if not draft.add_decodes(tier.name, budget, budget.limit.extra_only_s(draft.step_s()), budget.max_num_seqs):
                 draft.pause(tier.name)
             continue
         if tier.is_interactive:
-            draft.add_all_decodes(tier.name, budget)
+            # Neither the limit of the step nor the batch size stops a sequence that has begun to answer: it would only
+            # be later. Both limit what else runs, and what starts.
+            draft.add_decodes(tier.name, budget, NEVER_S, table.num_resident(tier.name))
         else:
-            draft.add_decodes(tier.name, budget, budget.limit.total_s(draft.step_s()))
+            draft.add_decodes(tier.name, budget, budget.limit.total_s(draft.step_s()), budget.max_num_seqs)
         draft.add_prefills(tier, budget)
         if budget.min_share_due:
             draft.note_min_share()
@@ -127,23 +133,11 @@ class _Draft:
             if state.status is Status.RUNNING and state.id not in self._preempt:
                 self._preempt[state.id] = PreemptionMode.PAUSE
 
-    def add_all_decodes(self, tier: str, budget: TierBudget) -> None:
-        """Add one token for each decoding sequence of an interactive tier.
-
-        Neither the limit of the step nor the batch size stops a sequence that has begun to answer: it would only be
-        later. Both limit what else runs, and what starts.
-        """
-        self._add_decodes(tier, budget, NEVER_S, self._table.num_resident(tier))
-
-    def add_decodes(self, tier: str, budget: TierBudget, limit_s: float) -> int:
-        """Add one token for each decoding sequence of a bulk tier that fits; return how many of them are in the step.
+    def add_decodes(self, tier: str, budget: TierBudget, limit_s: float, slots: int) -> int:
+        """Add one token for each decoding sequence of a tier that fits; return how many of them are in the step.
 
         The sequence whose last run is the longest ago comes first.
         """
-        self._add_decodes(tier, budget, limit_s, budget.max_num_seqs)
-        return self._num_run[tier]
-
-    def _add_decodes(self, tier: str, budget: TierBudget, limit_s: float, slots: int) -> None:
         for state in self._table.decodes(tier):
             if slots <= 0 or self._tokens_left_of(tier, budget) < 1:
                 break
@@ -157,6 +151,7 @@ class _Draft:
                 slots -= 1
             else:
                 self._lacks_blocks = True
+        return self._num_run[tier]
 
     def add_prefills(self, tier: Tier, budget: TierBudget) -> None:
         """Add prefill chunks of the tier.
@@ -296,3 +291,21 @@ class _Draft:
         """Return the sequences that hold blocks, do not run in this step, and do not lose their blocks in this step."""
         idle = (state for state in self._table.residents() if state.id not in self._run)
         return [state for state in idle if self._preempt.get(state.id) in (None, PreemptionMode.PAUSE)]
+
+
+def largest_chunk(wanted: int, context: int, left_s: float, cost: StepCost) -> int:
+    """Return how many of `wanted` tokens, after `context` computed ones, can be computed in `left_s` seconds.
+
+    Return 0 if fewer than `MIN_CHUNK` of them fit. Return `wanted` also if the tokens that do not fit are only a short
+    rest (`REST_SHARE`).
+    """
+    if wanted < 1 or cost.run(wanted, context) <= left_s:
+        return max(0, wanted)
+    if left_s <= 0 or cost.prefill(MIN_CHUNK, context) > left_s:
+        return 0
+    low, high = MIN_CHUNK, wanted
+    while low < high:  # a binary search: prefill() grows with the number of tokens
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if cost.prefill(middle, context) <= left_s else (low, middle - 1)
+    rest_s = cost.prefill(wanted - low, context + low)
+    return wanted if wanted - low < MIN_CHUNK and rest_s <= REST_SHARE * cost.step_s else low

@@ -4,9 +4,9 @@ Knows blocks and request states; does not know tier budgets or time limits. The 
 that the engine never has to refuse a plan. Blocks that a victim shares with other sequences do not count as freed, and
 hits in the prefix cache do not reduce the number of blocks that a sequence needs.
 
-A sequence starts or comes back only if there is room for all tokens that it has so far. After its last permitted
-preemption (`scheduler.planning.preemption`), it comes back only if there is room for all tokens that it may ever have.
-The part of this room that is not allocated yet stays reserved for the sequence.
+A sequence starts or comes back only if there is room for all tokens that it has so far. It loses its blocks at most
+`retry.max_preemptions` times (a key of its tier). After the last time, it comes back only if there is room for all
+tokens that it may ever have. The part of this room that is not allocated yet stays reserved for the sequence.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from engine.interface import PreemptionMode, blocks_for
 from engine.step_time.cost import StepCost
-from scheduler.planning.preemption import cheapest_mode, growth_victims, newcomer_victims
 from scheduler.request_state import RequestState, Status
 
 
@@ -63,10 +62,10 @@ class BlockBudget:
         sequences do, at least `reserve_blocks` stay free.
         """
         need, available = self._demand(state, num_tokens, reserve_blocks)
-        victims = self._victims(state, need - available, candidates) if need > available else []
-        if victims is None:
+        chosen = self._victims(state, need - available, candidates) if need > available else []
+        if chosen is None:
             return None
-        preempted = [(victim, self._preempt(victim)) for victim in victims]
+        preempted = [(victim, self._preempt(victim)) for victim in chosen]
         self._free -= need
         if state.id in self._reserved:
             self._use_reservation(state.id, need)
@@ -111,9 +110,8 @@ class BlockBudget:
 
         Return None if all victims together do not free enough: then `state` cannot run, and no sequence is preempted.
         """
-        choose = growth_victims if state.is_resident else newcomer_victims
         chosen: list[RequestState] = []
-        for victim in choose(state, candidates()):
+        for victim in victims(state, candidates()):
             chosen.append(victim)
             missing -= victim.own_blocks(self._view.block_size) + self._reserved.get(victim.id, 0)
             if missing <= 0:
@@ -142,3 +140,36 @@ def has_blocks(newcomer: RequestState, view: EngineView, below: Iterable[Request
     if need <= view.free_blocks:
         return True
     return need <= view.free_blocks + sum(s.own_blocks(view.block_size) for s in below)
+
+
+def victims(needy: RequestState, resident: Iterable[RequestState]) -> list[RequestState]:
+    """Return the sequences that `needy` may preempt to get blocks, the best victim first.
+
+    A sequence that starts or comes back preempts only sequences of strictly lower priority. One that runs and grows may
+    also preempt sequences of its own priority with a later deadline, so two sequences never preempt each other in turn.
+    The lowest priority goes first, and of equal priorities the newest sequence, because it loses the least work.
+    """
+    found = (s for s in resident if _may_preempt(needy, s) and not s.is_preemption_exhausted)
+    return sorted(found, key=lambda s: (s.priority, -s.claimed_s, s.id))
+
+
+def _may_preempt(needy: RequestState, victim: RequestState) -> bool:
+    if victim.priority != needy.priority:
+        return victim.priority < needy.priority
+    return needy.is_resident and victim.edf_key > needy.edf_key
+
+
+def cheapest_mode(
+    victim: RequestState, block_size: int, cost: StepCost, swap_block_s: float, free_swap_blocks: int
+) -> PreemptionMode:
+    """Return the cheaper of two modes for the resident sequence `victim`: swap or recompute.
+
+    Blocks that the victim shares with other sequences stay on the device: they are neither copied back nor recomputed.
+    """
+    held, own = victim.blocks_held(block_size), victim.own_blocks(block_size)
+    if not 0 < held <= free_swap_blocks:
+        return PreemptionMode.RECOMPUTE
+    num_shared = (held - own) * block_size
+    recompute_s = cost.prefill(max(0, victim.num_computed_tokens - num_shared), num_shared)
+    swap_s = (held + own) * swap_block_s
+    return PreemptionMode.SWAP if swap_s < recompute_s else PreemptionMode.RECOMPUTE

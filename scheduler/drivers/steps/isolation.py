@@ -21,16 +21,6 @@ PROVEN_TOKENS = 128
 SHARED_STEPS = 3  # shared steps between two steps of an isolated request, if there is other work
 
 
-class AllBut:
-    """The ids of all requests but one."""
-
-    def __init__(self, request_id: str) -> None:
-        self._request_id = request_id
-
-    def __contains__(self, request_id: object) -> bool:
-        return request_id != self._request_id
-
-
 class Isolation:
     """The suspects among the requests that a worker holds. Most of the time, there are none."""
 

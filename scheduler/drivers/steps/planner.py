@@ -10,21 +10,21 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from engine.interface import EngineInfo, PreemptionMode, StepPlan
+from engine.interface import EngineInfo, PreemptionMode, Run, StepPlan, blocks_for
 from engine.step_time.cost import StepCost
 from engine.step_time.model import StepTimeModel
 from scheduler.clock import NEVER_S
 from scheduler.control.budget import Budgets
 from scheduler.control.controller import SLAController
 from scheduler.drivers.steps.engine_state import EngineState
-from scheduler.drivers.steps.isolation import AllBut, Isolation
+from scheduler.drivers.steps.isolation import Isolation
 from scheduler.drivers.steps.running_step import RunningStep
 from scheduler.holdings.claims import claim_limits
 from scheduler.holdings.holdings import Holdings
-from scheduler.planning.async_plan import async_plan
+from scheduler.holdings.request_table import RequestTable
 from scheduler.planning.batch import form_batch
 from scheduler.planning.batching_delay import idle_until_s
-from scheduler.planning.kv_budget import has_blocks
+from scheduler.planning.kv_budget import EngineView, has_blocks
 from scheduler.planning.prompt_prefixes import PromptPrefixes
 from scheduler.request_state import RequestState, Status
 
@@ -92,7 +92,7 @@ class Planner:
             )
 
         def single(state: RequestState) -> StepPlan:
-            barred = AllBut(state.id)
+            barred = self._table.states.keys() - {state.id}
             return form_batch(
                 self._next_step_id, view, (state.tier,), self._table, budgets, now, barred, self._prefixes
             )
@@ -188,3 +188,32 @@ class Planner:
             self.recomputed_tokens[state.tier.name] += state.num_computed_tokens
         state.lose_blocks(Status.SWAPPED if mode is PreemptionMode.SWAP else Status.PREEMPTED)
         self._table.update(state)
+
+
+def async_plan(running: StepPlan, step_id: int, view: EngineView, table: RequestTable) -> StepPlan | None:
+    """Return the plan that follows `running`: one more token for each of its sequences that can continue.
+
+    It is made before the result of `running` is known, so that the device does not wait for the host between two steps.
+    Sequences that are certain to end with `running` are left out. Return None if there is anything to decide: unless
+    all requests in `table` decode in the running step, and there are blocks for their next tokens. `table` and `view`
+    show the state before the result of `running`.
+    """
+    states = list(table)
+    in_step = {run.seq_id for run in running.run}
+    if len(states) != len(in_step) or any(s.id not in in_step or not s.is_decode for s in states):
+        return None
+    continuing = [s for s in states if not s.ends_with(1, view.max_model_len)]
+    if not continuing or _new_blocks(states, 1, view) + _new_blocks(continuing, 2, view) > view.free_blocks:
+        return None
+    order = {run.seq_id: i for i, run in enumerate(running.run)}
+    continuing.sort(key=lambda s: order[s.id])
+    return StepPlan(step_id, run=tuple(Run(s.id, 1) for s in continuing), ahead=True)
+
+
+def _new_blocks(states: list[RequestState], num_tokens: int, view: EngineView) -> int:
+    """Return the number of sequences that need a new KV block for the last one of their next `num_tokens` tokens."""
+    size = view.block_size
+    return sum(
+        blocks_for(s.num_computed_tokens + num_tokens, size) - blocks_for(s.num_computed_tokens + num_tokens - 1, size)
+        for s in states
+    )

@@ -7,15 +7,14 @@ from scheduler.control.windows import (
     MIN_SAMPLES,
     WINDOW_S,
     ArrivalRate,
-    LatencyWindow,
-    MissWindow,
+    SlidingWindow,
 )
 
 
-def filled(count: int, seconds: float = 1.0, now: float = 0.0, target_s: float = 0.5) -> LatencyWindow:
-    window = LatencyWindow(target_s)
+def filled(count: int, seconds: float = 1.0, now: float = 0.0) -> SlidingWindow:
+    window = SlidingWindow()
     for _ in range(count):
-        window.add(now, seconds)
+        window.add(now, seconds > 0.5, seconds)
     return window
 
 
@@ -25,9 +24,9 @@ def test_with_too_few_samples_there_is_no_p99() -> None:
 
 
 def test_p99_is_the_quantile() -> None:
-    window = LatencyWindow()
+    window = SlidingWindow()
     for i in range(1, 101):
-        window.add(0.0, i / 100)
+        window.add(0.0, False, i / 100)
     assert window.p99(0.0) == pytest.approx(0.99, rel=BUCKET_WIDTH)
 
 
@@ -36,7 +35,7 @@ def test_only_samples_since_the_given_time_count() -> None:
     assert window.p99(2.0, since_s=1.5) is None
     assert window.miss_share(2.0, since_s=1.5) is None
     for _ in range(MIN_SAMPLES):
-        window.add(2.0, 0.1)
+        window.add(2.0, False, 0.1)
     assert window.p99(2.0, since_s=1.5) == pytest.approx(0.1, rel=BUCKET_WIDTH)
     assert window.miss_share(2.0, since_s=1.5) == 0.0
     assert window.miss_share(2.0, since_s=0.0) == 0.5
@@ -44,11 +43,11 @@ def test_only_samples_since_the_given_time_count() -> None:
 
 def test_the_window_is_as_long_at_any_rate_of_samples() -> None:
     """A burst of slow tokens half a minute ago still counts after as many fast ones as an engine makes since."""
-    window = LatencyWindow(target_s=1.0)
+    window = SlidingWindow()
     for _ in range(1000):
-        window.add(0.0, 9.0)
+        window.add(0.0, True, 9.0)
     for n in range(30_000):
-        window.add(0.001 * n, 0.1)
+        window.add(0.001 * n, False, 0.1)
     assert window.p99(29.9) == pytest.approx(9.0, rel=BUCKET_WIDTH)
     assert window.miss_share(29.9, since_s=0.0) == 1000 / 31_000
     assert window.p99(31.0) == pytest.approx(0.1, rel=BUCKET_WIDTH)
@@ -60,7 +59,7 @@ def test_a_latency_of_any_size_is_shown_to_half_a_percent(seconds: float) -> Non
 
 
 def test_a_share_is_that_of_the_window_and_none_without_data() -> None:
-    window = MissWindow()
+    window = SlidingWindow()
     assert window.miss_share(0.0, min_samples=1) is None
     window.add(0.0, True)
     window.add(20.0, False)

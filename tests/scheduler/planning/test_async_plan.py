@@ -1,7 +1,7 @@
 """Async scheduling: when the next step is certain before the running one has ended, and what it holds."""
 
 from engine.interface import Run, StepPlan
-from scheduler.planning.async_plan import async_plan
+from scheduler.drivers.steps.planner import async_plan
 from scheduler.request_state import RequestState, Status
 from tests.scheduler.builders import make_decode, make_state, make_table, make_tiers, make_view
 

@@ -11,8 +11,7 @@ from scheduler.clock import NEVER_S
 from scheduler.config import TierSet
 from scheduler.control.budget import Budgets, TierBudget
 from scheduler.control.step_limit import StepLimit
-from scheduler.planning.batch import form_batch
-from scheduler.planning.chunks import MIN_CHUNK
+from scheduler.planning.batch import MIN_CHUNK, form_batch
 from scheduler.request_state import RequestState, Status
 from tests.scheduler.builders import make_decode, make_state, make_table, make_tiers, make_view, preempted, ran
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.step_time.cost import StepCost
-from scheduler.planning.chunks import MIN_CHUNK, REST_SHARE, largest_chunk
+from scheduler.planning.batch import MIN_CHUNK, REST_SHARE, largest_chunk
 
 COST = StepCost(step_s=0.01, prefill_token_s=0.001, attend_s=1e-6, context_token_s=1e-6, decode_s=0.002)
 

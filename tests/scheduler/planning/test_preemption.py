@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from engine.interface import PreemptionMode
 from engine.step_time.cost import StepCost
-from scheduler.planning.preemption import cheapest_mode, growth_victims, newcomer_victims
+from scheduler.planning.kv_budget import cheapest_mode, victims
 from scheduler.request_state import RequestState
 from tests.scheduler.builders import MAX_PREEMPTIONS, make_decode, make_state
 
@@ -27,7 +27,7 @@ def test_victims_are_of_the_lowest_tier_first_then_the_newest() -> None:
         make_decode("batch new", "batch", claimed_s=4),
     ]
     order = ["batch new", "batch old", "bulk new", "bulk old"]
-    assert ids(newcomer_victims(make_state("rt"), resident)) == order
+    assert ids(victims(make_state("rt"), resident)) == order
 
 
 @pytest.mark.trap(5)
@@ -35,15 +35,15 @@ def test_victims_are_of_the_lowest_tier_first_then_the_newest() -> None:
 def test_a_newcomer_preempts_only_strictly_lower_tiers() -> None:
     """Trap 1."""
     resident = [make_decode("same", "bulk"), make_decode("above", "realtime"), make_decode("below", "batch")]
-    assert ids(newcomer_victims(make_state("new", "bulk"), resident)) == ["below"]
+    assert ids(victims(make_state("new", "bulk"), resident)) == ["below"]
 
 
 @pytest.mark.trap(3)
 def test_a_sequence_is_preempted_a_bounded_number_of_times() -> None:
     """Trap 3: neither newcomers nor growing sequences preempt it once more."""
     exhausted = make_decode("exhausted", preempted=MAX_PREEMPTIONS)
-    assert newcomer_victims(make_state("rt"), [exhausted]) == []
-    assert growth_victims(make_decode("rt", "realtime"), [exhausted]) == []
+    assert victims(make_state("rt"), [exhausted]) == []
+    assert victims(make_decode("rt", "realtime"), [exhausted]) == []
 
 
 def test_growth_preempts_newer_equals_and_lower_tiers() -> None:
@@ -54,7 +54,7 @@ def test_growth_preempts_newer_equals_and_lower_tiers() -> None:
         make_decode("below", "batch", deadline_ms=1),
         make_decode("above", "realtime", deadline_ms=9),
     ]
-    assert ids(growth_victims(needy, resident)) == ["below", "newer"]
+    assert ids(victims(needy, resident)) == ["below", "newer"]
 
 
 SEQUENCES = st.builds(
@@ -67,8 +67,7 @@ SEQUENCES = st.builds(
 
 @given(SEQUENCES, SEQUENCES)
 def test_no_two_sequences_may_preempt_each_other(one: RequestState, other: RequestState) -> None:
-    for choose in (newcomer_victims, growth_victims):
-        assert not (choose(one, [other]) and choose(other, [one]))
+    assert not (victims(one, [other]) and victims(other, [one]))
 
 
 # -- swap or recompute -------------------------------------------------------------------------------------------------
