@@ -147,7 +147,7 @@ async def _depths(client: SchedulerClient) -> tuple[dict[str, int] | None, list[
         async with asyncio.timeout(STORE_TIMEOUT_S):
             if not (client.live.engines or client.live.endpoints):
                 await client.live.look()
-            return await client.depths(), await client.starting()
+            return await client.depths(), await client.registry.starting()
     except Exception:  # each store adapter has its own errors; all of them mean "not ready"
         return None, []
 
@@ -166,7 +166,7 @@ async def exposition(gateway: Gateway) -> bytes:
         async with asyncio.timeout(STORE_TIMEOUT_S):
             queues = await read_queues(client, gateway.clock)
             metrics.show_backlogs(queues.backlogs, client.predicted_ttfts_s(queues.backlogs))
-            snapshots = await client.worker_metrics()
+            snapshots = await client.registry.metrics()
             for status, count in (await gateway.batches.counts_by_status()).items():
                 metrics.batches.labels(status).set(count)
             metrics.dead_letters.set(await gateway.dead_letters.count(gateway.clock.wall_ms()))

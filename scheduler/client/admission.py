@@ -8,12 +8,12 @@ wait only behind requests of their own tier and of tiers of higher priority, so 
 tier. If the data for a prediction is missing, admission refuses no request.
 
 The module is pure: `now` and the wall clock are arguments. The client talks to the queue and passes the queue's reply
-to `Ticket.settle`.
+to `Admission.settle`.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from scheduler.client import rejection
 from scheduler.client.forecast_correction import MEDIAN_EXCEEDED_SHARE, SLO_EXCEEDED_SHARE, ForecastCorrection
@@ -35,14 +35,6 @@ class Ticket:
     forecast: Forecast | None  # None: no prediction is possible
     ahead: AheadLimit | None  # limit of the work that may wait ahead of `requests` in the queue; None: no limit
     began_s: float
-    _admission: "Admission" = field(repr=False)
-
-    def settle(self, reply: QueueFull | TooFarBehind | None) -> Rejected | None:
-        """Process the queue's `reply` to the put; None means that the requests are enqueued.
-
-        Return why the requests are refused; None if they are accepted.
-        """
-        return self._admission.settle(self, reply)
 
 
 class Admission:
@@ -71,7 +63,7 @@ class Admission:
         """Count `requests` (of one tier) as in flight and return their ticket, or return why they are refused.
 
         This check uses only data of this gateway. If it returns a ticket, the caller puts the requests into the queue
-        and passes the reply to `Ticket.settle`, or calls `forget` for each request.
+        and passes the reply to `settle`, or calls `forget` for each request.
         """
         tier = self._tiers.tiers.get(requests[0].tier)
         if tier is None:
@@ -84,9 +76,13 @@ class Admission:
             self._expect_first_token(tier, requests, forecast, now)
         self._in_flight.add(requests, are_passed=forecast is not None and _is_too_long(tier, requests, forecast))
         ahead = forecast.limit(self._above[tier.name]) if forecast is not None else None
-        return Ticket(tier, requests, forecast, ahead, now, self)
+        return Ticket(tier, requests, forecast, ahead, now)
 
     def settle(self, ticket: Ticket, reply: QueueFull | TooFarBehind | None) -> Rejected | None:
+        """Process the queue's `reply` to the put; None means that the requests are enqueued.
+
+        Return why the requests are refused; None if they are accepted.
+        """
         if reply is None:
             if ticket.forecast is not None:
                 self._closed.discard(ticket.tier.name)

@@ -23,7 +23,6 @@ from scheduler.events.base import EventChannel
 from scheduler.queue.base import Backlog, Queue, QueueFull, TooFarBehind
 from scheduler.registry.base import WorkerRegistry
 from scheduler.registry.heartbeat_monitor import CHECK_S
-from scheduler.registry.worker_status import WorkerStart
 from scheduler.request import Request
 from scheduler.store.errors import StoreRefused
 
@@ -56,8 +55,8 @@ class SchedulerClient:
         """
         self._queue = queue
         self._events = events
-        self._registry = registry
-        self._tiers = tiers
+        self.registry = registry
+        self.tiers = tiers  # in force
         self._clock = clock
         self._draw = draw
         self._admission = Admission(tiers)
@@ -68,7 +67,7 @@ class SchedulerClient:
         # Ids of requests ended by `fail_open`. A worker may still run them, so `close` cancels them.
         self._failed_here: list[str] = []
         self.live = LiveWorkers(registry, clock)
-        self._draining = False
+        self.is_draining = False
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -90,7 +89,7 @@ class SchedulerClient:
 
     def drain(self) -> None:
         """Refuse new requests from now on. Open requests continue."""
-        self._draining = True
+        self.is_draining = True
 
     def fail_open(self, message: str) -> None:
         """End every open request now with an UNAVAILABLE event that says `message`.
@@ -107,43 +106,26 @@ class SchedulerClient:
         return None if refusal is None else str(refusal)
 
     @property
-    def is_draining(self) -> bool:
-        return self._draining
-
-    @property
     def num_open(self) -> int:
         return len(self._open)
 
-    @property
-    def tiers(self) -> TierSet:
-        """The tiers in force."""
-        return self._tiers
-
     def reconfigure(self, tiers: TierSet) -> None:
         """Use `tiers` from now on. Open requests are not touched."""
-        self._tiers = tiers
+        self.tiers = tiers
         self._admission.reconfigure(tiers)
-
-    async def worker_sla(self) -> dict[str, str]:
-        """Return the state of each worker's SLA controller as a JSON text, by worker id."""
-        return await self._registry.sla()
-
-    async def worker_metrics(self) -> dict[str, str]:
-        """Return each worker's own metrics as Prometheus text, by worker id."""
-        return await self._registry.metrics()
 
     async def depths(self) -> dict[str, int]:
         """Return the number of waiting requests, by tier."""
-        return await self._queue.depths(list(self._tiers.tiers))
+        return await self._queue.depths(list(self.tiers.tiers))
 
     async def backlogs(self) -> dict[str, Backlog]:
         """Return the number of waiting requests and their tokens, by tier."""
-        return await self._queue.backlogs(list(self._tiers.tiers))
+        return await self._queue.backlogs(list(self.tiers.tiers))
 
     async def queue_ages_s(self) -> dict[str, float]:
         """Return how long the request has waited that is claimed next, in seconds, by tier; 0 if no request waits."""
-        arrivals, now_ms = await self._queue.head_arrivals(list(self._tiers.tiers)), self._clock.wall_ms()
-        return {tier: max(0, now_ms - arrivals.get(tier, now_ms)) / 1000 for tier in self._tiers.tiers}
+        arrivals, now_ms = await self._queue.head_arrivals(list(self.tiers.tiers)), self._clock.wall_ms()
+        return {tier: max(0, now_ms - arrivals.get(tier, now_ms)) / 1000 for tier in self.tiers.tiers}
 
     def predicted_ttfts_s(self, backlogs: Mapping[str, Backlog]) -> dict[str, float]:
         """Return the predicted TTFT in seconds of a short request that arrives now, by tier.
@@ -151,7 +133,7 @@ class SchedulerClient:
         Tiers without a prediction are left out.
         """
         now = self._clock.now()
-        predicted = {t.name: self._admission.predicted_ttft_s(t, backlogs, now) for t in self._tiers.tiers.values()}
+        predicted = {t.name: self._admission.predicted_ttft_s(t, backlogs, now) for t in self.tiers.tiers.values()}
         return {tier: seconds for tier, seconds in predicted.items() if seconds is not None}
 
     async def submit(self, requests: Sequence[Request]) -> TokenStream | Rejected:
@@ -164,7 +146,7 @@ class SchedulerClient:
         return outcome.at(self._draw()) if isinstance(outcome, Rejected) else outcome
 
     async def _submit(self, requests: Sequence[Request]) -> TokenStream | Rejected:
-        if self._draining:
+        if self.is_draining:
             return rejection.draining()
         if not self._has_engine(requests[0].tier):
             await self.live.look()
@@ -177,7 +159,7 @@ class SchedulerClient:
             return ticket
         stream = TokenStream(self.cancel, requests, self._held_logprobs)
         reply = await self._put(ticket, stream)
-        return ticket.settle(reply) or stream
+        return self._admission.settle(ticket, reply) or stream
 
     async def _put(self, ticket: Ticket, stream: TokenStream) -> QueueFull | TooFarBehind | None:
         request_ids = [request.id for request in ticket.requests]
@@ -204,7 +186,7 @@ class SchedulerClient:
 
     def _has_engine(self, tier: str) -> bool:
         """Return whether a request of `tier` may be accepted: a worker is alive, or bulk work can wait for one."""
-        is_bulk = tier in self._tiers.tiers and not self._tiers[tier].is_interactive
+        is_bulk = tier in self.tiers.tiers and not self.tiers[tier].is_interactive
         return bool(self.live.engines) or (is_bulk and self.live.has_engine)
 
     async def _receive(self) -> None:
@@ -244,10 +226,6 @@ class SchedulerClient:
             except Exception as error:  # as above
                 log.warning("worker list not refreshed", error=str(error))
 
-    async def starting(self) -> list[WorkerStart]:
-        """Return what each worker does that starts and does not serve yet."""
-        return await self._registry.starting()
-
     async def _refresh(self) -> None:
         workers = await self.live.reporting()
         self._admission.on_heartbeat(workers, await self.backlogs(), self._clock.now(), self._clock.wall_ms())
@@ -256,7 +234,7 @@ class SchedulerClient:
         """Fail the open interactive requests if no worker has been alive for `MAX_AWAY_S`."""
         if not self.live.were_away(MAX_AWAY_S):
             return
-        interactive = [tier.name for tier in self._tiers.tiers.values() if tier.is_interactive]
+        interactive = [tier.name for tier in self.tiers.tiers.values() if tier.is_interactive]
         unserved = self._open.of_tiers(interactive)
         if unserved:
             log.warning("requests failed because no worker is alive", count=len(unserved))

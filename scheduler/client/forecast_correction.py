@@ -25,44 +25,13 @@ class _Expectation:
     exceeded_share: float
 
 
-class QuantileTracker:
-    """An estimate (`value`) that follows a quantile of samples and stays inside [low, high]. It stores no samples.
-
-    A sample above the estimate raises it by the share `step_up` of itself. Any other lowers it by `odds` times as much.
-    It settles when both movements cancel: one sample exceeds it for every 1 ÷ `odds` that do not.
-    """
-
-    __slots__ = ("_high", "_low", "_step_up", "value")
-
-    def __init__(self, value: float, step_up: float, low: float, high: float) -> None:
-        self.value = value
-        self._step_up = step_up
-        self._low = low
-        self._high = high
-
-    def up(self) -> None:
-        """Raise the value, because a sample exceeded it."""
-        self._move(self._step_up)
-
-    def down(self, odds: float) -> None:
-        """Lower the value, because a sample did not exceed it."""
-        self._move(-self._step_up * odds)
-
-    def _move(self, step: float) -> None:
-        self.value = min(self._high, max(self._low, self.value * (1 + step)))
-
-
-def _new_factor() -> QuantileTracker:
-    return QuantileTracker(1.0, STEP_UP, 1 / MAX_FACTOR, MAX_FACTOR)
-
-
 class ForecastCorrection:
     def __init__(self) -> None:
-        self._factors = defaultdict[str, QuantileTracker](_new_factor)
+        self._factors = defaultdict[str, float](lambda: 1.0)
         self._expected: dict[str, _Expectation] = {}
 
     def factor(self, tier: str) -> float:
-        return self._factors[tier].value
+        return self._factors[tier]
 
     def expect(
         self, request_id: str, tier: str, now: float, own_s: float, wait_s: float, exceeded_share: float
@@ -77,11 +46,11 @@ class ForecastCorrection:
         expected = self._expected.pop(request_id, None)
         if expected is None:
             return
-        factor = self._factors[expected.tier]
-        if now - expected.entered_s > expected.own_s + factor.value * expected.wait_s:
-            factor.up()
-        else:
-            factor.down(expected.exceeded_share / (1 - expected.exceeded_share))
+        # It settles where both moves cancel: one wait exceeds the prediction for every 1 ÷ `odds` that do not.
+        factor, odds = self._factors[expected.tier], expected.exceeded_share / (1 - expected.exceeded_share)
+        is_late = now - expected.entered_s > expected.own_s + factor * expected.wait_s
+        factor *= 1 + (STEP_UP if is_late else -STEP_UP * odds)
+        self._factors[expected.tier] = min(MAX_FACTOR, max(1 / MAX_FACTOR, factor))
 
     def forget(self, request_id: str) -> None:
         """Drop the prediction for a request that ended without a first token."""

@@ -57,7 +57,7 @@ async def _read_store(gateway: Gateway) -> tuple[Queues | None, list[dict[str, A
     try:
         async with asyncio.timeout(STORE_TIMEOUT_S):
             queues = await read_queues(gateway.client, gateway.clock)
-            texts = await gateway.client.worker_sla()
+            texts = await gateway.client.registry.sla()
             batches = await gateway.batches.counts_by_status()
     except Exception as error:  # each store adapter has its own errors
         log.warning("overview_without_store", error=str(error) or type(error).__name__)

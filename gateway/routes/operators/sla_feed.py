@@ -39,7 +39,7 @@ async def explain(client: SchedulerClient, backlogs: Mapping[str, Backlog]) -> d
 
     A predicted TTFT is that of a short request. There is one for each tier that has a prediction.
     """
-    explanations = await client.worker_sla()
+    explanations = await client.registry.sla()
     workers = [{"id": worker_id, **json.loads(text)} for worker_id, text in explanations.items()]
     return {"predicted_ttft_s": client.predicted_ttfts_s(backlogs), "workers": workers}
 

@@ -131,7 +131,7 @@ async def test_metrics_without_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
         async def broken() -> dict[str, str]:
             raise ConnectionError("no store")
 
-        monkeypatch.setattr(stand.gateway.client, "worker_metrics", broken)
+        monkeypatch.setattr(stand.gateway.client.registry, "metrics", broken)
         response = await stand.http.get("/metrics")
     assert response.status_code == 200
     assert "tidegate_workers_alive 1.0" in response.text
@@ -140,14 +140,14 @@ async def test_metrics_without_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_metrics_are_rendered_once_for_many_scrapes(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_stand() as stand:
         asked = 0
-        ask = stand.gateway.client.worker_metrics
+        ask = stand.gateway.client.registry.metrics
 
         async def counted() -> dict[str, str]:
             nonlocal asked
             asked += 1
             return await ask()
 
-        monkeypatch.setattr(stand.gateway.client, "worker_metrics", counted)
+        monkeypatch.setattr(stand.gateway.client.registry, "metrics", counted)
         clock = ManualClock()
         page = ops.Shared(partial(ops.exposition, stand.gateway), clock, ops.METRICS_PERIOD_S)
         assert len({await page.read() for _ in range(20)}) == 1

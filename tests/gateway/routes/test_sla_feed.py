@@ -112,7 +112,11 @@ class Client:
             raise ConnectionError("no store")
         return {"realtime": Backlog(1, 2, 3)}
 
-    async def worker_sla(self) -> dict[str, str]:
+    @property
+    def registry(self) -> "Client":
+        return self
+
+    async def sla(self) -> dict[str, str]:
         return {"w1": "{}"}
 
     def predicted_ttfts_s(self, backlogs: dict[str, Backlog]) -> dict[str, float]:

@@ -48,7 +48,8 @@ def submit(
     if isinstance(ticket, Rejected):
         return ticket
     is_behind = ticket.ahead is not None and not ticket.ahead.admits(ahead or Backlog())
-    return ticket.settle(TooFarBehind(ticket.tier.name, ahead or Backlog()) if is_behind else None) or ticket
+    reply = TooFarBehind(ticket.tier.name, ahead or Backlog()) if is_behind else None
+    return admission.settle(ticket, reply) or ticket
 
 
 def attempt(
@@ -128,7 +129,7 @@ def test_refused_requests_are_not_in_flight() -> None:
     for n in range(50):
         ticket = admission.begin([make_request(f"r{n}", prompt=400)], 0.0, EPOCH_MS)
         assert isinstance(ticket, Ticket)
-        rejected = ticket.settle(QueueFull("realtime", depth=9, limit=9))
+        rejected = admission.settle(ticket, QueueFull("realtime", depth=9, limit=9))
         assert rejected is not None and rejected.reason is RejectReason.QUEUE_FULL
         assert rejected.retry_after_s > 1, "from the drain rate of the workers"
     assert not admission.is_closed("realtime"), "a full queue says nothing about the SLO"
