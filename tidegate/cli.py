@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from pkgutil import resolve_name
 
 from pydantic import ValidationError
 from pydantic_settings import CliApp, SettingsError
@@ -19,8 +19,6 @@ from tidegate.settings.commands import DemoSettings, DoctorSettings, ServeSettin
 from tidegate.settings.gateway import GatewaySettings
 from tidegate.settings.worker import WorkerSettings
 from tidegate.supervision.process import keep_files_private
-
-S = TypeVar("S", bound=CommonSettings)
 
 EX_USAGE = 2
 EX_INTERRUPTED = 130  # 128 + SIGINT
@@ -58,104 +56,58 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not args or args[0] in ("-h", "--help"):
         print(USAGE, end="")
         sys.exit(0 if args else EX_USAGE)
-    command = _COMMANDS.get(args[0])
-    if command is None:
+    if args[0] not in COMMANDS:
         print(f"tidegate: there is no command {args[0]!r}\n\n{USAGE}", end="", file=sys.stderr)
         sys.exit(EX_USAGE)
     try:
-        sys.exit(command(args[1:]))
+        sys.exit(_run(*args))
     except KeyboardInterrupt:
         sys.exit(EX_INTERRUPTED)
 
 
-def _serve(args: list[str]) -> int:
-    settings = _load(ServeSettings, "serve", args)
-    from tidegate.serve import run_serve
-
-    return run_serve(settings)
-
-
-def _gateway(args: list[str]) -> int:
-    settings = _needs_store(_load(GatewaySettings, "gateway", args))
-    from tidegate.gateway.process import run_gateway
-
-    return run_gateway(settings)
-
-
-def _worker(args: list[str]) -> int:
-    settings = _needs_store(_load(WorkerSettings, "worker", args))
-    if settings.engine == "static":
-        from tidegate.worker.static_worker import run_static_worker
-
-        return run_static_worker(settings)
-    from tidegate.worker.engine_worker import run_worker
-
-    return run_worker(settings)
+def _run(name: str, *args: str) -> int:
+    """Run a command with its arguments. Return its exit code."""
+    function, kind = COMMANDS[name]
+    if kind is None:
+        run_with_arguments: Callable[[list[str]], int] = resolve_name(function)
+        return run_with_arguments(list(args))
+    settings = _load(kind, name, list(args))
+    if name in ("gateway", "worker") and not settings.redis_url:
+        needed = "this command needs a store: set --redis-url redis://HOST:PORT (or unix:///PATH)"
+        print(f"tidegate: {needed}", file=sys.stderr)
+        return EX_USAGE
+    if isinstance(settings, WorkerSettings) and settings.engine == "static" and name == "worker":
+        function = "tidegate.worker.static_worker:run_static_worker"
+    run: Callable[[CommonSettings], int] = resolve_name(function)
+    return run(settings)
 
 
-def _demo(args: list[str]) -> int:
-    settings = _load(DemoSettings, "demo", args)
-    from tidegate.demo import run_demo
-
-    return run_demo(settings)
-
-
-def _doctor(args: list[str]) -> int:
-    settings = _load(DoctorSettings, "doctor", args)
-    from tidegate.doctor.command import run_doctor
-
-    return run_doctor(settings)
-
-
-def _adopt(args: list[str]) -> int:
-    settings = _load(ServeSettings, "adopt", args)  # whoever adopts has the flags of `serve` or of `gateway`
-    from tidegate.adopt import run_adopt
-
-    return run_adopt(settings)
-
-
-def _keys(args: list[str]) -> int:
-    from tidegate.keys import run_keys
-
-    return run_keys(args)
-
-
-def _batch(args: list[str]) -> int:
-    from tidegate.batch.command import run_batch
-
-    return run_batch(args)
-
-
-def _top(args: list[str]) -> int:
-    from tidegate.top.command import run_top
-
-    return run_top(args)
-
-
-def _loadtest(args: list[str]) -> int:
+def run_loadtest(args: list[str]) -> int:
     os.execv(sys.executable, [sys.executable, "-m", "loadtest", *args])
 
 
-def _simulate(args: list[str]) -> int:
-    return _loadtest(["simulate", *args])
+def run_simulate(args: list[str]) -> int:
+    return run_loadtest(["simulate", *args])
 
 
-_COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "serve": _serve,
-    "gateway": _gateway,
-    "worker": _worker,
-    "doctor": _doctor,
-    "demo": _demo,
-    "adopt": _adopt,
-    "keys": _keys,
-    "batch": _batch,
-    "top": _top,
-    "simulate": _simulate,
-    "loadtest": _loadtest,
+# The function of each command, which is imported when it is needed, and the settings that it gets. None: it gets the
+# arguments.
+COMMANDS: dict[str, tuple[str, type[CommonSettings] | None]] = {
+    "serve": ("tidegate.serve:run_serve", ServeSettings),
+    "gateway": ("tidegate.gateway.process:run_gateway", GatewaySettings),
+    "worker": ("tidegate.worker.engine_worker:run_worker", WorkerSettings),
+    "doctor": ("tidegate.doctor.command:run_doctor", DoctorSettings),
+    "demo": ("tidegate.demo:run_demo", DemoSettings),
+    "adopt": ("tidegate.adopt:run_adopt", ServeSettings),  # whoever adopts has the flags of `serve` or of `gateway`
+    "keys": ("tidegate.keys:run_keys", None),
+    "batch": ("tidegate.batch.command:run_batch", None),
+    "top": ("tidegate.top.command:run_top", None),
+    "simulate": ("tidegate.cli:run_simulate", None),
+    "loadtest": ("tidegate.cli:run_loadtest", None),
 }
 
 
-def _load(kind: type[S], command: str, args: list[str]) -> S:
+def _load(kind: type[CommonSettings], command: str, args: list[str]) -> CommonSettings:
     """Return the settings from flags, environment and file.
 
     If settings are invalid, print one line for each mistake and end the program.
@@ -165,7 +117,7 @@ def _load(kind: type[S], command: str, args: list[str]) -> S:
         named = type(
             kind.__name__, (kind,), {"model_config": {"cli_prog_name": f"tidegate {command}"}, "__doc__": kind.__doc__}
         )
-        settings: S = CliApp.run(named, cli_args=_joined_lists(joined_vllm_args(args)))
+        settings: CommonSettings = CliApp.run(named, cli_args=_joined_lists(joined_vllm_args(args)))
     except ValidationError as error:
         for e in error.errors(include_url=False):
             name = ".".join(str(part) for part in e["loc"]).replace("_", "-")
@@ -216,12 +168,3 @@ def _joined_lists(args: list[str]) -> list[str]:
         in_names = item == "--served-model-name" or (in_names and not item.startswith("--"))
         joined.append(item)
     return joined
-
-
-def _needs_store(settings: S) -> S:
-    if not settings.redis_url:
-        print(
-            "tidegate: this command needs a store: set --redis-url redis://HOST:PORT (or unix:///PATH)", file=sys.stderr
-        )
-        sys.exit(EX_USAGE)
-    return settings

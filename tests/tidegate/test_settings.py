@@ -1,6 +1,7 @@
 """Settings: their sources, and the flags of a child process."""
 
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -125,21 +126,19 @@ def test_a_key_given_as_the_keys_file_is_refused_without_repeating_it(capsys: py
     assert "TIDEGATE_API_KEY" in error and "sk-secret" not in error
 
 
-def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["sevre"])
-    assert ended.value.code == 2
-    assert "sevre" in capsys.readouterr().err
-
-
 def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(args: list[str]) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(cli._COMMANDS, "serve", interrupted)
+    monkeypatch.setattr("tidegate.keys.run_keys", interrupted)
     with pytest.raises(SystemExit) as ended:
-        main(["serve"])
+        main(["keys"])
     assert ended.value.code == 130
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_has_a_function(command: str) -> None:
+    assert callable(resolve_name(cli.COMMANDS[command][0]))
 
 
 def test_compose_waits_longer_than_drain_and_kill_grace() -> None:
