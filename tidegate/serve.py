@@ -20,14 +20,13 @@ from scheduler.config import TierConfigError, TierSet, load_tiers
 from scheduler.registry.redis import RedisWorkerRegistry
 from scheduler.reload.store import TierStore
 from scheduler.store import connection
-from tidegate.gateway.listening import CannotListen, listen
 from tidegate.settings.base import CommonSettings
 from tidegate.settings.commands import ServeSettings
 from tidegate.settings.gateway import GatewaySettings
 from tidegate.settings.worker import WorkerSettings
 from tidegate.supervision.keeper import EX_CONFIG, Part, Stage
 from tidegate.supervision.notify import remove_dead_folders
-from tidegate.supervision.process import gateway_name, raise_descriptor_limit, worker_name
+from tidegate.supervision.process import CannotListen, gateway_name, listen, raise_descriptor_limit, worker_name
 from tidegate.supervision.supervisor import Supervisor
 from tidegate.valkey import EmbeddedValkey, ValkeyError
 
@@ -101,13 +100,13 @@ async def _supervise(parts: list[Part], settings: ServeSettings, on_ready: Calla
 def _worker(settings: ServeSettings, client: Redis) -> Part:
     argv, worker_id = _command("worker", settings, WorkerSettings), str(settings.worker_id)
     forget = partial(_forget_worker, client, worker_id)
-    return Part("worker", Stage.WORKER, argv, settings.secret_env, reports=True, before_start=forget, reloads=True)
+    return Part("worker", Stage.WORKER, argv, settings.secret_env, before_start=forget)
 
 
 def _gateway(settings: ServeSettings, client: Redis) -> Part:
     argv = _command("gateway", settings, GatewaySettings)
     forget = partial(_forget_follower, client, gateway_name(settings.port))
-    return Part("gateway", Stage.GATEWAY, argv, settings.secret_env, reports=True, before_start=forget, reloads=True)
+    return Part("gateway", Stage.GATEWAY, argv, settings.secret_env, before_start=forget)
 
 
 async def _forget_worker(client: Redis, worker_id: str) -> None:

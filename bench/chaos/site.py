@@ -18,9 +18,9 @@ from bench.chaos.link import Link
 from loadtest.child_environment import python_environment
 from loadtest.client.http import TargetError
 from scheduler.store.connection import connect
-from tidegate.gateway.listening import listen
 from tidegate.settings.base import STORE_VARIABLE
 from tidegate.supervision.keeper import Part, Stage
+from tidegate.supervision.process import listen
 from tidegate.supervision.supervisor import Supervisor
 from tidegate.valkey import EmbeddedValkey
 
@@ -124,7 +124,7 @@ class Site:
         argv = (sys.executable, "-m", "tidegate", *command)
         env = {**python_environment(1), **self.clocks.env_of_python(name), **(disk or {})}
         env[STORE_VARIABLE] = self.links[name].url
-        return Part(name, stage, self._argv(name, argv), env, reports=True)
+        return Part(name, stage, self._argv(name, argv), env)
 
     def _argv(self, name: str, argv: tuple[str, ...]) -> tuple[str, ...]:
         return ("/bin/sh", "-c", SHELL, name, str(self.folder / f"{name}.log"), *argv)

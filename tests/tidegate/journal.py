@@ -58,9 +58,9 @@ class Journal:
     def count(self, event: str) -> int:
         return self.events().count(event)
 
-    def part(self, name: str, stage: Stage = Stage.WORKER, behaviour: str = "serve", probed: bool = True) -> Part:
+    def part(self, name: str, stage: Stage = Stage.WORKER, behaviour: str = "serve") -> Part:
         async def ready() -> bool:
             return not behaviour.startswith("exit") and bool(self.pids(name))
 
         argv = (sys.executable, "-S", "-E", "-c", CHILD, name, str(self.path), behaviour)
-        return Part(name, stage, argv, ready=ready if probed else None)
+        return Part(name, stage, argv, ready=ready)

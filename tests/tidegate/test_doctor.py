@@ -8,7 +8,7 @@ import fsspec
 import pytest
 
 from tidegate.doctor.command import CHECKS, EX_FAILED, findings, run_doctor
-from tidegate.doctor.finding import Finding, Level
+from tidegate.doctor.machine import Finding, Level
 from tidegate.settings.commands import DoctorSettings
 from tidegate.valkey import EmbeddedValkey
 

@@ -13,8 +13,8 @@ from tests.gateway.stand import Stand, running_stand
 from tests.waiting import until
 from tidegate.gateway import drain as draining
 from tidegate.gateway.drain import Drain
-from tidegate.gateway.listening import listen
 from tidegate.gateway.process import _Server
+from tidegate.supervision.process import listen
 
 CHAT = {"model": "alias", "messages": [{"role": "user", "content": "Hi"}]}
 FOR_EVER_S = 600.0

@@ -64,7 +64,6 @@ async def test_a_killed_part_does_not_count_as_a_follower_of_the_tiers(redis_cli
     for name in (worker_name("mine"), gateway_name(settings.port), worker_name("other")):
         await tiers.report(Follower(name))
     for part in (_worker(settings, redis_client), _gateway(settings, redis_client)):
-        assert part.reloads
         assert part.before_start is not None
         await part.before_start()
     assert [f.part for f in await tiers.followers()] == ["worker other"]

@@ -18,6 +18,7 @@ from tests.tidegate.journal import Journal
 from tests.waiting import until
 from tidegate.supervision import keeper as supervision
 from tidegate.supervision import notify
+from tidegate.supervision import process as processes
 from tidegate.supervision.keeper import EX_CONFIG, Part, Stage
 from tidegate.supervision.supervisor import Supervisor
 
@@ -29,7 +30,7 @@ def journal(tmp_path: Path) -> Journal:
 
 @pytest.fixture(autouse=True)
 def quick_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervision, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(processes, "FIRST_PAUSE_S", 0.01)
 
 
 @asynccontextmanager
@@ -135,16 +136,15 @@ async def test_a_part_that_cannot_start_ends_everything_with_78(journal: Journal
     assert journal.events()[-1] == "stop store"
 
 
-@pytest.mark.parametrize("probed", [True, False])
-async def test_a_part_that_never_gets_ready_is_given_up(journal: Journal, probed: bool) -> None:
-    async with running(Supervisor([journal.part("worker", behaviour="exit 1", probed=probed)])) as run:
+async def test_a_part_that_never_gets_ready_is_given_up(journal: Journal) -> None:
+    async with running(Supervisor([journal.part("worker", behaviour="exit 1")])) as run:
         assert await exit_code(run) == 1
     assert journal.count("start worker") == 5
 
 
 async def test_backoff_grows_to_its_bound_and_begins_anew(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(supervision, "MAX_BACKOFF_S", 0.04)
+    monkeypatch.setattr(processes, "LONGEST_PAUSE_S", 0.04)
     monkeypatch.setattr(supervision.log, "warning", lambda event, **fields: waits.append(fields["backoff_s"]))
     async with running(Supervisor([journal.part("worker", behaviour="exit 1")])) as run:
         await exit_code(run)
@@ -165,30 +165,6 @@ async def test_a_part_that_has_served_is_started_again_even_after_78(journal: Jo
         await until(lambda: journal.count("start worker") == 2)
         supervisor.stop()
         assert await exit_code(run) == 0
-
-
-async def test_a_probe_that_raises_means_not_ready_and_is_logged_once(
-    journal: Journal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = 0
-    ready = asyncio.Event()
-    warnings: list[str] = []
-    monkeypatch.setattr(supervision.log, "warning", lambda event, **fields: warnings.append(fields["error"]))
-
-    async def probe() -> bool:
-        nonlocal asked
-        asked += 1
-        if asked <= 3:
-            raise ConnectionError("the store is away")
-        return True
-
-    part = replace(journal.part("worker"), ready=probe)
-    supervisor = Supervisor([part], on_ready=ready.set)
-    async with running(supervisor) as run:
-        await asyncio.wait_for(ready.wait(), 30)
-        supervisor.stop()
-        assert await exit_code(run) == 0
-    assert warnings == ["the store is away"]
 
 
 async def test_before_start_is_called_before_each_start(journal: Journal) -> None:
@@ -227,7 +203,8 @@ async def test_a_part_that_is_not_running_has_nothing_to_drain(
     journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = asyncio.Event()
-    monkeypatch.setattr(supervision, "FIRST_BACKOFF_S", 600)
+    monkeypatch.setattr(processes, "FIRST_PAUSE_S", 600)
+    monkeypatch.setattr(processes, "LONGEST_PAUSE_S", 600)
     monkeypatch.setattr(supervision.log, "warning", lambda *_, **__: ended.set())
     supervisor = Supervisor([journal.part("worker", behaviour="exit 1")])
     async with running(supervisor) as run:
@@ -284,7 +261,7 @@ asyncio.run(main())
 
 def reporter(journal: Journal, behaviour: str = "serve") -> Part:
     argv = (sys.executable, "-c", REPORTER, str(journal.path), behaviour)
-    return Part("reporter", Stage.WORKER, argv, reports=True)
+    return Part("reporter", Stage.WORKER, argv)
 
 
 async def test_a_part_that_hangs_is_killed_and_started_again(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,18 +368,14 @@ async def test_parts_die_with_a_killed_supervisor(journal: Journal, spawn: Spawn
 # -- reloading -----------------------------------------------------------------------------------------------------
 
 
-async def test_sighup_is_passed_on_to_parts_that_reload_and_ends_no_part(journal: Journal) -> None:
-    deaf = journal.part("deaf")
-    reloading = replace(journal.part("gateway", behaviour="reload"), reloads=True)
-    other = replace(journal.part("worker", behaviour="reload"), reloads=False)
-    starting = replace(journal.part("starting"), reloads=True)  # has no handler for SIGHUP yet
-    async with running(Supervisor([deaf, reloading, other, starting])) as run:
-        await until(lambda: len(journal.events()) == 4)
+async def test_sighup_is_passed_on_to_the_parts_and_ends_none(journal: Journal) -> None:
+    deaf = journal.part("deaf")  # has no handler for SIGHUP
+    async with running(Supervisor([deaf, journal.part("gateway", behaviour="reload")])) as run:
+        await until(lambda: len(journal.events()) == 2)
         os.kill(os.getpid(), signal.SIGHUP)
         await until(lambda: journal.count("reload gateway") == 1)
         os.kill(os.getpid(), signal.SIGHUP)
         await until(lambda: journal.count("reload gateway") == 2)
         os.kill(os.getpid(), signal.SIGTERM)
         assert await exit_code(run) == 0
-    assert journal.count("reload worker") == 0
-    assert {journal.count(f"start {name}") for name in ("deaf", "gateway", "worker", "starting")} == {1}
+    assert {journal.count(f"start {name}") for name in ("deaf", "gateway")} == {1}

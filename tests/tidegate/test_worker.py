@@ -33,9 +33,10 @@ from tests.scheduler.builders import FAST, expected_tokens, make_core, make_info
 from tests.scheduler.world import run_bounded
 from tidegate.settings.worker import WorkerSettings
 from tidegate.supervision.keeper import EX_CONFIG
+from tidegate.supervision.process import LONGEST_PAUSE_S, SETTLED_S
 from tidegate.worker import engine_worker as worker
 from tidegate.worker.engine_worker import run_worker
-from tidegate.worker.process import GIVE_UP_S, LONGEST_PAUSE_S, SETTLED_S, LoopRunner, keep_serving
+from tidegate.worker.process import GIVE_UP_S, LoopRunner, keep_serving
 
 DRAIN_S = 5.0
 

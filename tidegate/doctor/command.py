@@ -12,8 +12,15 @@ from gateway.files.object_storage import BadStorageUrl
 from gateway.http.server.tls import CertificateError
 from gateway.keys.file import KeyringError
 from scheduler.config import TierConfigError
-from tidegate.doctor.finding import Finding, Level, error
-from tidegate.doctor.machine import check_descriptors, check_engine, describe_packages, try_engine
+from tidegate.doctor.machine import (
+    Finding,
+    Level,
+    check_descriptors,
+    check_engine,
+    describe_packages,
+    error,
+    try_engine,
+)
 from tidegate.doctor.server import (
     check_certificate,
     check_data_dir,

@@ -1,12 +1,13 @@
-"""Checks of the machine: packages, processors, memory, kernels, the model, descriptors."""
+"""What a check finds; and the checks of the machine: packages, processors, memory, kernels, the model, descriptors."""
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
 from importlib.metadata import version
 from platform import machine, python_version, system
 
 from engine.factory import build_engine
-from tidegate.doctor.finding import Finding, error, warning
 from tidegate.settings.commands import ServeSettings
 from tidegate.supervision.process import raise_descriptor_limit
 from tidegate.worker.engine_worker import engine_config
@@ -16,6 +17,30 @@ GIB = 1 << 30
 MIN_KV_SHARE = 0.1  # of the device's free memory: less than this beside the weights holds few sequences
 # Each connection takes a descriptor, and so does each stream's connection to the store.
 MANY_DESCRIPTORS = 4096
+
+
+class Level(Enum):
+    """How serious a finding is. The values are the words that are printed."""
+
+    OK = "ok"
+    WARNING = "warning"  # the server starts, but slower, less safe or with less than asked for
+    ERROR = "error"  # `tidegate serve` with these settings does not start, or cannot answer
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    subject: str  # what was checked, one or two words
+    text: str
+    level: Level = Level.OK
+    remedy: str = ""  # what to do; empty if there is nothing to do
+
+
+def warning(subject: str, text: str, remedy: str) -> Finding:
+    return Finding(subject, text, Level.WARNING, remedy)
+
+
+def error(subject: str, text: str, remedy: str = "") -> Finding:
+    return Finding(subject, text, Level.ERROR, remedy)
 
 
 def describe_packages(_: ServeSettings) -> Iterator[Finding]:

@@ -21,9 +21,9 @@ from gateway.keys.file import read_entries
 from scheduler.config import load_tiers
 from scheduler.store import connection
 from scheduler.store.durability import durable
-from tidegate.doctor.finding import Finding, error, warning
-from tidegate.gateway.listening import CannotListen, listen
+from tidegate.doctor.machine import Finding, error, warning
 from tidegate.settings.commands import ServeSettings
+from tidegate.supervision.process import CannotListen, listen
 from tidegate.valkey import EmbeddedValkey, ValkeyError, running_valkey
 from tidegate.worker.engine_worker import upstream_config
 

@@ -31,18 +31,19 @@ from scheduler.config import TierConfigError, load_tiers
 from scheduler.store import connection
 from scheduler.store.errors import STORE_AWAY
 from tidegate.gateway.drain import Drain
-from tidegate.gateway.listening import CannotListen, listen
 from tidegate.gateway.parts import BadSamplingDefaults, NoTokenizer, build_gateway, open_outside
 from tidegate.settings.gateway import GatewaySettings
-from tidegate.supervision.background import Background
 from tidegate.supervision.keeper import EX_CONFIG
 from tidegate.supervision.notify import report_life
 from tidegate.supervision.process import (
     SWITCH_INTERVAL_S,
+    Background,
+    CannotListen,
     freeze_heap,
     gateway_name,
     hangup_calls,
     ignore_hangup,
+    listen,
     raise_descriptor_limit,
     signals_call,
 )

@@ -15,20 +15,15 @@ from functools import partial
 from typing import Any
 
 import structlog
-from redis.backoff import ExponentialBackoff
 
 from tidegate.supervision.notify import Reports
-from tidegate.supervision.process import dies_with_parent, exit_text, ignore_hangup
+from tidegate.supervision.process import SETTLED_S, dies_with_parent, exit_text, ignore_hangup, pause_s
 
 log = structlog.get_logger()
 
 EX_CONFIG = 78  # <sysexits.h>: the part cannot start, and another attempt will not help
 EXIT_FAILED = 1
 MAX_FAILED_STARTS = 5  # number of starts after which a part that was never ready is given up
-FIRST_BACKOFF_S = 0.2  # seconds between a part's end and its restart; doubles with each restart
-MAX_BACKOFF_S = 5.0
-MAX_DOUBLINGS = 16  # keeps 2**restarts within a float; the bound above is reached much earlier
-SETTLED_S = 30.0  # seconds; a part that ran for this long has started well, so its backoff begins anew
 PROBE_INTERVAL_S = 0.05  # seconds between two checks whether a part is ready
 WATCHDOG_S = 15.0  # seconds without a sign of life, after which a part that was ready is killed and started again
 KILL_GRACE_S = 10.0  # seconds for a part to end after its drain: it cancels the remaining work and cleans up
@@ -53,14 +48,11 @@ class Part:
     stage: Stage
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)  # added to the supervisor's environment
-    # Whether the process reports when it is ready and that it is alive. If it does, it is watched.
-    reports: bool = False
-    # For other parts: returns True when the part can serve. None: the part counts as ready after `SETTLED_S`.
+    # Returns True when the part can serve. None: the process reports that it is ready and alive, and is watched.
     ready: Callable[[], Awaitable[bool]] | None = None
     before_start: Callable[[], Awaitable[None]] | None = None  # called before each start
     pass_fds: tuple[int, ...] = ()
     hint: str = ""  # logged when the part is given up; it says where to look for the reason
-    reloads: bool = False  # True: SIGHUP is passed on to the process, which then reads its files again
 
 
 class Keeper:
@@ -75,14 +67,13 @@ class Keeper:
         # Exit code of the process that was asked to stop; None: no process was asked to.
         self._last_code: int | None = None
         self._task: asyncio.Task[None] | None = None
-        self._probe_failed = False  # True: the last probe failed; a failure is logged once, not twenty times per second
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._keep(), name=f"keep-{self.part.name}")
 
     def reload(self) -> None:
-        if self.part.reloads:
-            self._signal(signal.SIGHUP)
+        """Let the process read its files again, if it can: a SIGHUP without a handler is ignored."""
+        self._signal(signal.SIGHUP)
 
     async def stop(self, drain_s: float, killing: asyncio.Event) -> bool:
         """Send SIGTERM, and a second SIGTERM after `drain_s`, so that the process ends.
@@ -95,7 +86,7 @@ class Keeper:
             return True
         kill = asyncio.create_task(killing.wait())
         for patience_s in (drain_s, KILL_GRACE_S):
-            self._terminate()
+            self._signal(signal.SIGTERM)
             await asyncio.wait({self._task, kill}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
             if self._task.done() or killing.is_set():
                 break
@@ -112,7 +103,6 @@ class Keeper:
 
     async def _keep(self) -> None:
         """Start the process again and again, until the keeper is asked to stop or another start is pointless."""
-        backoff = ExponentialBackoff(cap=MAX_BACKOFF_S, base=FIRST_BACKOFF_S)
         failed_starts = num_restarts = 0
         while not self._stopping.is_set():
             started_s = asyncio.get_running_loop().time()
@@ -130,7 +120,7 @@ class Keeper:
             if self._is_hopeless(code, failed_starts):
                 return
             num_restarts = 0 if ran_s >= SETTLED_S else num_restarts
-            await self._pause(code, ran_s, backoff.compute(min(num_restarts, MAX_DOUBLINGS)))
+            await self._pause(code, ran_s, pause_s(num_restarts))
             num_restarts += 1
 
     def _is_hopeless(self, code: int, failed_starts: int) -> bool:
@@ -166,8 +156,8 @@ class Keeper:
         """
         if self.part.before_start is not None:
             await self.part.before_start()
-        if not self.part.reports:
-            return await self._run_process({}, self._probe)
+        if self.part.ready is not None:
+            return await self._run_process({}, partial(self._probe, self.part.ready))
         with Reports() as reports:
             return await self._run_process(reports.env, partial(self._watch, reports))
 
@@ -183,7 +173,7 @@ class Keeper:
         )
         log.info("started", part=self.part.name, pid=self._process.pid)
         if self._stopping.is_set():  # the keeper was asked to stop while the process was being started
-            self._terminate()
+            self._signal(signal.SIGTERM)
         async with asyncio.TaskGroup() as group:
             observer = group.create_task(observe())
             code = await self._process.wait()
@@ -202,36 +192,14 @@ class Keeper:
             log.error("killing a part that hangs: it gives no sign of life", part=self.part.name, silent_s=WATCHDOG_S)
             self._kill()
 
-    async def _probe(self) -> None:
-        if self.part.ready is None:
-            await asyncio.sleep(SETTLED_S)
-        else:
-            while not await self._is_ready(self.part.ready):
-                # A library that the probe uses may swallow this task's cancellation, so the end of the process is
-                # checked too.
-                if self._process is None or self._process.returncode is not None:
-                    return
-                await asyncio.sleep(PROBE_INTERVAL_S)
+    async def _probe(self, is_ready: Callable[[], Awaitable[bool]]) -> None:
+        while not await is_ready():
+            await asyncio.sleep(PROBE_INTERVAL_S)
         self._note_ready()
 
     def _note_ready(self) -> None:
         log.info("ready", part=self.part.name)
         self.ready.set()
-
-    async def _is_ready(self, ready: Callable[[], Awaitable[bool]]) -> bool:
-        """Return the result of the probe; False if the probe raises an error."""
-        try:
-            is_ready = await ready()
-        except Exception as error:
-            if not self._probe_failed:
-                log.warning("the readiness of a part cannot be checked", part=self.part.name, error=str(error))
-            self._probe_failed = True
-            return False
-        self._probe_failed = False
-        return is_ready
-
-    def _terminate(self) -> None:
-        self._signal(signal.SIGTERM)
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is not None and self._process.returncode is None:

@@ -1,4 +1,4 @@
-"""Helpers for processes: children that end with this process, signals, process names, exit codes.
+"""Helpers for processes: children that end with this process, signals, background tasks, ports, names, exit codes.
 
 On Linux, children are killed when this process ends for any reason (`PR_SET_PDEATHSIG`). On other systems, children end
 only if this process exits cleanly.
@@ -7,15 +7,23 @@ only if this process exits cleanly.
 import asyncio
 import contextlib
 import ctypes
+import errno
 import gc
 import os
 import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from types import TracebackType
+from typing import Any, Self
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+BACKLOG = 2048  # connections that the kernel queues: enough for a burst of clients
+# Pauses before a part, or a worker's loop, begins again, in s: each doubles the one before.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
+MAX_DOUBLINGS = 16  # keeps 2**failures within a float; the bound above is reached much earlier
+SETTLED_S = 30.0  # s; what ran for this long has started well, so its pauses begin anew
 # s between two threads that compute, for sys.setswitchinterval. With the default of 5 ms, the engine's thread and the
 # gateway's event loop would wait long for the interpreter's lock.
 SWITCH_INTERVAL_S = 0.0005
@@ -105,6 +113,51 @@ def signals_call(stop: Callable[[], None]) -> Iterator[None]:
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
+
+
+class Background:
+    """Tasks of signal handlers, which cannot wait for them. Use it as `async with`: its end cancels those that run."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class CannotListen(Exception):
+    """The gateway cannot listen on its address. The message is one sentence for the operator."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket. Port 0 means any free port. Raises `CannotListen` if the address cannot be used."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            reason = f"cannot listen on {host}:{port}: another program does; end it, or choose another port with --port"
+        else:
+            reason = f"cannot listen on {host}:{port}: {error.strerror or error}"
+        raise CannotListen(reason) from error
+
+
+def pause_s(failures: int) -> float:
+    """Return the pause after a failure, before which there were `failures` in a row."""
+    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(failures, MAX_DOUBLINGS))
 
 
 def worker_name(worker_id: str) -> str:

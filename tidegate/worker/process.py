@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from prometheus_client import disable_created_metrics
 from redis.asyncio import Redis
-from redis.backoff import ExponentialBackoff
 from redis.exceptions import RedisError
 
 from engine.config import EngineStartError
@@ -32,10 +31,17 @@ from scheduler.store.errors import StoreRefused
 from scheduler.worker.heartbeat import WorkerIdentity
 from scheduler.worker.loop import WorkerLoop
 from tidegate.settings.worker import WorkerSettings
-from tidegate.supervision.background import Background
 from tidegate.supervision.keeper import EX_CONFIG
 from tidegate.supervision.notify import report_life
-from tidegate.supervision.process import freeze_heap, hangup_calls, ignore_hangup, worker_name
+from tidegate.supervision.process import (
+    SETTLED_S,
+    Background,
+    freeze_heap,
+    hangup_calls,
+    ignore_hangup,
+    pause_s,
+    worker_name,
+)
 from tidegate.tracing.start import TracingError, traced
 
 if TYPE_CHECKING:
@@ -43,8 +49,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0  # s between two loops; the pause doubles with each failure
-SETTLED_S = 30.0  # s; if a loop ran for this long, its failure counts as a new outage
 GIVE_UP_S = 60.0  # s; the worker ends after an outage of the store of this length
 
 
@@ -149,7 +153,6 @@ async def keep_serving(build: Callable[[], WorkerLoop], runner: LoopRunner, cloc
     The new loop uses the same engine and core. Raises `RedisError` if an outage takes more than `GIVE_UP_S`. A store
     that answers but refuses writes is no outage: a new process would not help.
     """
-    backoff = ExponentialBackoff(cap=LONGEST_PAUSE_S, base=FIRST_PAUSE_S)
     away_since_s: float | None = None
     num_failures = 0
     while not runner.is_ending.is_set():
@@ -165,7 +168,7 @@ async def keep_serving(build: Callable[[], WorkerLoop], runner: LoopRunner, cloc
             if now - away_since_s >= GIVE_UP_S:
                 raise
             log.warning("the store does not answer; the worker keeps its engine and tries again", error=str(error))
-        await _either(runner.is_ending.wait(), clock.sleep(backoff.compute(num_failures)))
+        await _either(runner.is_ending.wait(), clock.sleep(pause_s(num_failures)))
         num_failures += 1
     log.warning("the worker ends without a store: other workers take over its requests when their leases end")
 
