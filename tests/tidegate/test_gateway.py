@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from pydantic import SecretStr, ValidationError
+from pydantic import SecretStr
 from redis.asyncio import Redis
 
 from gateway.http.metrics import GatewayMetrics
@@ -73,5 +73,3 @@ def test_a_trusted_proxy_is_an_address_or_a_network() -> None:
         "10.0.0.1",
         "10.1.0.0/16",
     ]
-    with pytest.raises(ValidationError, match="nginx"):
-        GatewaySettings(trusted_proxies=["nginx"])

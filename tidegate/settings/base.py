@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -21,9 +21,9 @@ from demo_model.location import demo_model_path
 
 CONFIG_VARIABLE = "TIDEGATE_CONFIG"
 STORE_VARIABLE = "TIDEGATE_REDIS_URL"
-KEY_VARIABLE = "TIDEGATE_API_KEY"
-UPSTREAM_KEY_VARIABLE = "TIDEGATE_UPSTREAM_API_KEY"
-WEBHOOK_VARIABLE = "TIDEGATE_WEBHOOK_SECRET"
+# Settings that a child process gets in its environment: command lines are visible to all users of the machine. The
+# store's URL may hold a password.
+SECRETS = ("redis_url", "api_key", "upstream_api_key", "webhook_secret")
 DEMO_MODEL = "tidegate-demo"
 
 
@@ -139,21 +139,20 @@ class CommonSettings(BaseSettings):
 
     @property
     def secret_env(self) -> dict[str, str]:
-        """Secrets for the environment of a child process.
-
-        The store's URL may hold a password, and command lines are visible to all users.
-        """
-        return {STORE_VARIABLE: self.redis_url} if self.redis_url else {}
+        """The variables of `SECRETS` for the environment of a child process."""
+        values = {name: getattr(self, name, None) for name in SECRETS}
+        texts = {n: v.get_secret_value() if isinstance(v, SecretStr) else v for n, v in values.items()}
+        return {f"TIDEGATE_{name.upper()}": text for name, text in texts.items() if text}
 
     def flags(self, kind: "type[CommonSettings]") -> tuple[str, ...]:
         """Return these settings as command line flags for a child process that reads the settings `kind`.
 
-        Settings that `kind` does not have, and the secrets of `secret_env`, are left out.
+        Settings that `kind` does not have, and `SECRETS`, are left out.
         """
         flags: list[str] = []
         for name in kind.model_fields:
             value = getattr(self, name)
-            if value is None or name in ("redis_url", "api_key", "upstream_api_key", "webhook_secret"):
+            if value is None or name in SECRETS:
                 continue
             flag = name.replace("_", "-")
             if isinstance(value, bool):

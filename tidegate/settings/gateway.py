@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
-from pydantic_settings import (
-    NoDecode,
-)
+from pydantic_settings import NoDecode
 
 from gateway.keys.webhooks import secret_bytes
 from gateway.output.tools.formats import CALL_FORMAT_NAMES
-from tidegate.settings.base import KEY_VARIABLE, WEBHOOK_VARIABLE, CommonSettings, split_list
+from tidegate.settings.base import CommonSettings, split_list
 
 # An entry of `allowed_origins`. Desktop apps have schemes of their own, some of them without a host (`file://`).
 ORIGIN = r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/\s]*/?"
@@ -180,11 +178,6 @@ class GatewaySettings(CommonSettings):
     def operator_keys(self) -> list[str]:
         secrets = self.api_key.get_secret_value() if self.api_key is not None else ""
         return [secret.strip() for secret in secrets.split(",") if secret.strip()]
-
-    @property
-    def secret_env(self) -> dict[str, str]:
-        own = {KEY_VARIABLE: self.api_key, WEBHOOK_VARIABLE: self.webhook_secret}
-        return super().secret_env | {n: secret.get_secret_value() for n, secret in own.items() if secret is not None}
 
     @field_validator("allowed_origins")
     @classmethod

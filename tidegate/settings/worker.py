@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
 
-from tidegate.settings.base import UPSTREAM_KEY_VARIABLE, CommonSettings
+from tidegate.settings.base import CommonSettings
 
 
 class WorkerSettings(CommonSettings):
@@ -86,8 +86,3 @@ class WorkerSettings(CommonSettings):
         if self.engine != "static" and self.endpoint is not None:
             raise ValueError("--endpoint is for --engine static")
         return self
-
-    @property
-    def secret_env(self) -> dict[str, str]:
-        key = self.upstream_api_key
-        return super().secret_env | ({UPSTREAM_KEY_VARIABLE: key.get_secret_value()} if key is not None else {})

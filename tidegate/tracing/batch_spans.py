@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
-from opentelemetry.trace import Span, Status, StatusCode, Tracer
+from opentelemetry.trace import Span, Tracer
 
 from gateway.http.trace import CURRENT_TRACE, RequestTrace
 from gateway.jobs.batches.input.lines import BatchLine
 from gateway.jobs.batches.model import Batch, BatchStatus
 from scheduler.request import is_sampled
-from tidegate.tracing.context import FIRST_ERROR, NOT_SAMPLED, context_of, traceparent_of
+from tidegate.tracing.spans import FIRST_ERROR, NOT_SAMPLED, context_of, fail, name_by_operation, traceparent_of
 
 # Lines of a batch whose spans are recorded, evenly spread over its input. A line has about six spans, and collectors
 # cannot show a trace with hundreds of thousands of them.
@@ -92,19 +92,16 @@ class BatchSpans:
             if at_s is not None:
                 span.add_event(f"tidegate.batch.{status.value}", timestamp=_ns(at_s))
         if batch.status in BROKEN:
-            span.set_status(Status(StatusCode.ERROR))
-            span.set_attribute("error.type", batch.status.value)
+            fail(span, batch.status.value)
         span.end(_ns(getattr(batch, f"{batch.status.value}_at")))
 
 
 def _end_line(span: Span, trace: RequestTrace) -> None:
     attributes = trace.attributes
-    if "gen_ai.request.model" in attributes:
-        span.update_name(f"{attributes['gen_ai.operation.name']} {attributes['gen_ai.request.model']}")
+    name_by_operation(span, attributes)
     status = attributes.get("http.response.status_code")
     if isinstance(status, int) and status >= FIRST_ERROR:
-        span.set_attribute("error.type", str(status))
-        span.set_status(Status(StatusCode.ERROR))
+        fail(span, str(status))
     span.set_attributes(attributes)
     span.end()
 

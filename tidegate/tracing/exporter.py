@@ -3,7 +3,6 @@
 import logging
 import os
 import threading
-import time
 from importlib.metadata import PackageNotFoundError, version
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -13,12 +12,10 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Tracer
 from starlette.types import ASGIApp
 
-from scheduler.request_state import RequestState
 from tidegate.tracing.batch_spans import BatchSpans, SpanIds
-from tidegate.tracing.context import context_of
 from tidegate.tracing.http_spans import TracedRequests
 from tidegate.tracing.task_spans import TaskSpans
-from tidegate.tracing.worker_spans import record_spans
+from tidegate.tracing.worker_spans import WorkerSpans
 
 FLUSH_S = 3.0  # seconds for the last spans to be sent when a process ends
 
@@ -50,8 +47,8 @@ class Tracing:
         """Return what records the spans of batches and their lines."""
         return BatchSpans(self._tracer, self._ids)
 
-    def requests_of(self, worker_id: str) -> "WorkerTracer":
-        return WorkerTracer(self._tracer, worker_id)
+    def requests_of(self, worker_id: str) -> WorkerSpans:
+        return WorkerSpans(self._tracer, worker_id)
 
     def tasks_of(self, worker_id: str, endpoint: str) -> TaskSpans:
         return TaskSpans(self._tracer, worker_id, endpoint)
@@ -61,19 +58,6 @@ class Tracing:
         flushing = threading.Thread(target=self._provider.shutdown, daemon=True)
         flushing.start()
         flushing.join(FLUSH_S)
-
-
-class WorkerTracer:
-    """Records the spans of a worker's requests. Implements `scheduler.worker.request_intake.RequestTracer`."""
-
-    def __init__(self, tracer: Tracer, worker_id: str) -> None:
-        self._tracer = tracer
-        self._worker_id = worker_id
-
-    def record(self, state: RequestState, now: float) -> None:
-        parent = context_of(state.request.traceparent)
-        wall_ns = time.time_ns()
-        record_spans(self._tracer, parent, state, self._worker_id, now, lambda at_s: wall_ns - int((now - at_s) * 1e9))
 
 
 def _version() -> str:

@@ -7,18 +7,15 @@ from http import HTTPMethod
 from typing import Any
 
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.trace import Span, SpanKind, Tracer
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.http.trace import CURRENT_TRACE, RequestTrace
-from tidegate.tracing.context import FIRST_ERROR, traceparent_of
+from tidegate.tracing.spans import FIRST_ERROR, PROPAGATOR, add_child, fail, name_by_operation, traceparent_of
 
 # Endpoints whose requests are traced. All others answer from memory or the store.
 GENERATING_PATHS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses"))
 TRACED_PATHS = GENERATING_PATHS | {"/v1/batches", "/v1/tasks"}
-
-_propagator = TraceContextTextMapPropagator()
 
 
 class TracedRequests:
@@ -63,28 +60,21 @@ class TracedRequests:
         span.set_attribute("tidegate.request_id", state.get("request_id", ""))
         if state.get("hung_up"):
             span.set_attribute("tidegate.client_hung_up", True)
-        model = trace.attributes.get("gen_ai.request.model")
-        if model:
-            span.update_name(f"{trace.attributes['gen_ai.operation.name']} {model}")
+        name_by_operation(span, trace.attributes)
         if status:
             span.set_attribute("http.response.status_code", status)
         if status >= FIRST_ERROR or not status:
-            span.set_attribute("error.type", str(status or "disconnected"))
-            span.set_status(Status(StatusCode.ERROR))
+            fail(span, str(status or "disconnected"))
         began_ns: int = span.start_time  # the spans of the SDK have it
         if scope["path"] in GENERATING_PATHS:
-            self._child(span, "tidegate.prepare", began_ns, trace.submitted_ns)
+            add_child(self._tracer, span, "tidegate.prepare", began_ns, trace.submitted_ns)
         if trace.first_token_ns is not None:
             span.set_attribute("gen_ai.response.time_to_first_chunk", (trace.first_token_ns - began_ns) / 1e9)
-            self._child(span, "tidegate.output", trace.first_token_ns, None)
+            add_child(self._tracer, span, "tidegate.output", trace.first_token_ns, None)
         span.end()
-
-    def _child(self, span: Span, name: str, began_ns: int, ended_ns: int | None) -> None:
-        child = self._tracer.start_span(name, context=set_span_in_context(span, Context()), start_time=began_ns)
-        child.end(ended_ns)
 
 
 def _parent(scope: Scope) -> Context:
     """Return the trace of the client, if its headers name one."""
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-    return _propagator.extract(headers, context=Context())
+    return PROPAGATOR.extract(headers, context=Context())

@@ -8,13 +8,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from opentelemetry.context import Context
-from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, Tracer, get_current_span, set_span_in_context
+from opentelemetry.trace import Link, Span, SpanKind, Tracer, get_current_span
 
 from scheduler.drivers.calls.results import CallTrace
 from scheduler.request import is_sampled
 from scheduler.tasks.task import EndedTask, Task, TaskState
-from tidegate.tracing.context import context_of, traceparent_of
+from tidegate.tracing.spans import add_child, context_of, fail, traceparent_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +29,7 @@ class TracedCall:
             return
         self.span.set_attribute("tidegate.call.outcome", outcome)
         if outcome != "ok":
-            self.span.set_attribute("error.type", outcome)
-            self.span.set_status(Status(StatusCode.ERROR))
+            fail(self.span, outcome)
         self.span.end()
 
 
@@ -87,8 +85,7 @@ class TaskSpans:
             start_time=arrival_ns,
         )
         if ended.state is TaskState.DEAD:
-            span.set_status(Status(StatusCode.ERROR))
-            span.set_attribute("error.type", "dead")
-        queued = self._tracer.start_span("tidegate.queue", set_span_in_context(span, Context()), start_time=arrival_ns)
-        queued.end(now_ns if call is None else call.began_ns)
+            fail(span, "dead")
+        began_ns = now_ns if call is None else call.began_ns
+        add_child(self._tracer, span, "tidegate.queue", arrival_ns, began_ns)
         span.end(now_ns)

@@ -3,13 +3,13 @@
 They are made when the request has ended: all times are known by then, so nothing is done while the engine works.
 """
 
+import time
 from collections.abc import Callable
 
-from opentelemetry.context import Context
-from opentelemetry.trace import Span, Status, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace import Span, Tracer
 
-from scheduler.request_state import RequestState
-from scheduler.request_state import Status as RequestStatus
+from scheduler.request_state import RequestState, Status
+from tidegate.tracing.spans import add_child, context_of, fail
 
 # Pauses that have a span of their own. Bulk beside busy chat may pause thousands of times; their number and their sum
 # are attributes.
@@ -18,18 +18,31 @@ MAX_PAUSES = 100
 ToNs = Callable[[float], int]  # from seconds of the worker's clock to ns of Unix time
 
 
-def record_spans(tracer: Tracer, parent: Context, state: RequestState, worker_id: str, now: float, to_ns: ToNs) -> None:
-    """Record what an ended request waited for and what was done for it. Does nothing for a trace that is not sampled.
+class WorkerSpans:
+    """Records the spans of a worker's requests. Implements `scheduler.worker.request_intake.RequestTracer`."""
 
-    A cancelled request has ended `now`.
-    """
-    ended_s = now if state.ended_s is None else state.ended_s
-    root = tracer.start_span("tidegate.request", parent, start_time=to_ns(state.arrived_s))
-    if root.is_recording():
-        _describe(root, state, worker_id)
-        _add_events(root, state, to_ns)
-        _add_phases(tracer, root, state, ended_s, to_ns)
-    root.end(to_ns(ended_s))
+    def __init__(self, tracer: Tracer, worker_id: str) -> None:
+        self._tracer = tracer
+        self._worker_id = worker_id
+
+    def record(self, state: RequestState, now: float) -> None:
+        """Record what an ended request waited for and what was done for it, unless its trace is not sampled.
+
+        A cancelled request has ended `now`.
+        """
+        wall_ns = time.time_ns()
+
+        def to_ns(at_s: float) -> int:
+            return wall_ns - int((now - at_s) * 1e9)
+
+        ended_s = now if state.ended_s is None else state.ended_s
+        parent = context_of(state.request.traceparent)
+        root = self._tracer.start_span("tidegate.request", parent, start_time=to_ns(state.arrived_s))
+        if root.is_recording():
+            _describe(root, state, self._worker_id)
+            _add_events(root, state, to_ns)
+            _add_phases(self._tracer, root, state, ended_s, to_ns)
+        root.end(to_ns(ended_s))
 
 
 def _describe(root: Span, state: RequestState, worker_id: str) -> None:
@@ -50,14 +63,13 @@ def _describe(root: Span, state: RequestState, worker_id: str) -> None:
             "tidegate.paused_s": state.paused_s,
             "tidegate.preemptions": state.num_preemptions,
             "tidegate.evictions": state.num_evictions,
-            "tidegate.met_slo": state.status is RequestStatus.FINISHED and state.met_slo(),
+            "tidegate.met_slo": state.status is Status.FINISHED and state.met_slo(),
         }
     )
     if first_s is not None:
         root.set_attribute("gen_ai.server.time_to_first_token", first_s - state.arrived_s)
-    if state.status is RequestStatus.FAILED:
-        root.set_status(Status(StatusCode.ERROR))
-        root.set_attribute("error.type", "failed")
+    if state.status is Status.FAILED:
+        fail(root, "failed")
 
 
 def _add_events(root: Span, state: RequestState, to_ns: ToNs) -> None:
@@ -70,17 +82,11 @@ def _add_phases(tracer: Tracer, root: Span, state: RequestState, ended_s: float,
     """Add a child for each phase that the request has reached, and for each pause under the phase that it was in."""
     pauses = _pauses(state, ended_s)[:MAX_PAUSES]
     for name, began_s, until_s in _phases(state, ended_s):
-        phase = tracer.start_span(name, set_span_in_context(root, Context()), start_time=to_ns(began_s))
+        phase = add_child(tracer, root, name, to_ns(began_s), to_ns(until_s))
         for pause_s, resumed_s, mode in pauses:
             if began_s <= pause_s < until_s:
-                pause = tracer.start_span(
-                    "tidegate.pause",
-                    set_span_in_context(phase, Context()),
-                    attributes={"tidegate.preemption_mode": mode},
-                    start_time=to_ns(pause_s),
-                )
-                pause.end(to_ns(resumed_s))
-        phase.end(to_ns(until_s))
+                preempted = {"tidegate.preemption_mode": mode}
+                add_child(tracer, phase, "tidegate.pause", to_ns(pause_s), to_ns(resumed_s), preempted)
 
 
 def _pauses(state: RequestState, ended_s: float) -> list[tuple[float, float, str]]:
