@@ -5,18 +5,17 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 from tidegate.batch.plan import plan_of
-from tidegate.batch.problems import BatchProblem
 from tidegate.batch.requests import CHAT, ENDPOINTS, Template
-from tidegate.batch.rows import FORMATS, format_of
-from tidegate.batch.run import Outcome, await_results, check_accepted, submit, write_output
+from tidegate.batch.rows import FORMATS, BatchProblem, format_of
+from tidegate.batch.run import await_results, check_accepted, submit, write_output
 from tidegate.batch.server import WINDOW, BatchServer, describe, errors_of
-from tidegate.batch.source import digest, failed_requests, requests_of, rows_by_id
+from tidegate.batch.source import Requests, digest, failed_requests, requests_of, rows_by_id
 from tidegate.batch.work import Work, directory_of, prepared, resumed
 
 EX_FAILED, EX_INTERRUPTED = 1, 130
@@ -120,39 +119,29 @@ def _source_options() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace, server: BatchServer) -> int:
-    kind = format_of(options.output)
-    directory = directory_of(options.output)
-    purpose = _purpose(options)
-    work = resumed(directory, purpose)
-    if work is None:
-        work = prepared(
-            directory, purpose, requests_of(options.input, _input_format(options), _template(options, server))
-        )
-    else:
-        _tell(f"Resuming the run in {directory}.")
-    return _finish(work, server, options, kind)
+    work = _work(options, _purpose(options), _requests(options, server))
+    return _carry_out(work, server, options)
 
 
-def _finish(work: Work, server: BatchServer, options: argparse.Namespace, kind: str) -> int:
+def _carry_out(work: Work, server: BatchServer, options: argparse.Namespace) -> int:
     submit(work, server, _pairs(options.metadata, "--metadata"), options.window, options.best_effort)
     _tell(f"Running as {', '.join(part.batch_id or '' for part in work.parts)}.")
+    return _finish(work, server, options)
+
+
+def _finish(work: Work, server: BatchServer, options: argparse.Namespace) -> int:
+    """Wait for the results, write them, and say how many lines have failed."""
     await_results(work, server, _tell)
-    outcome = write_output(work, options.output, kind)
+    succeeded, failed = write_output(work, options.output, format_of(options.output))
     work.remove()
-    return _report(outcome)
-
-
-def _report(outcome: Outcome) -> int:
-    _tell(f"{outcome.succeeded} lines succeeded, {outcome.failed} failed.")
-    if outcome.failed:
-        _tell(f"Run the failed ones again: tidegate batch retry {outcome.batch_ids[0]} -o FILE")
-    return EX_FAILED if outcome.failed else 0
+    _tell(f"{succeeded} lines succeeded, {failed} failed.")
+    if failed:
+        _tell(f"Run the failed ones again: tidegate batch retry {work.parts[0].batch_id} -o FILE")
+    return EX_FAILED if failed else 0
 
 
 def _submit(options: argparse.Namespace, server: BatchServer) -> int:
-    requests = requests_of(options.input, _input_format(options), _template(options, server))
-    with tempfile.TemporaryDirectory() as scratch:
-        work = prepared(Path(scratch) / "work", {}, requests)
+    with _prepared_once(options, server) as work:
         submit(work, server, _pairs(options.metadata, "--metadata"), options.window, options.best_effort)
     for part in work.parts:
         print(part.batch_id)
@@ -160,20 +149,16 @@ def _submit(options: argparse.Namespace, server: BatchServer) -> int:
 
 
 def _plan(options: argparse.Namespace, server: BatchServer) -> int:
-    template = _template(options, server)
-    with tempfile.TemporaryDirectory() as scratch:
-        work = prepared(Path(scratch) / "work", {}, requests_of(options.input, _input_format(options), template))
+    with _prepared_once(options, server) as work:
         for line in plan_of(work, server, options.window):
             print(line)
     return 0
 
 
 def _validate(options: argparse.Namespace, server: BatchServer) -> int:
-    template = _template(options, server)
-    with tempfile.TemporaryDirectory() as scratch:
-        work = prepared(Path(scratch) / "work", {}, requests_of(options.input, _input_format(options), template))
-    lines = sum(part.lines for part in work.parts)
-    print(f"{lines} requests for {work.endpoint}, in {len(work.parts)} batch(es).")
+    with _prepared_once(options, server) as work:
+        lines = sum(part.lines for part in work.parts)
+        print(f"{lines} requests for {work.endpoint}, in {len(work.parts)} batch(es).")
     return 0
 
 
@@ -196,36 +181,57 @@ def _cancel(options: argparse.Namespace, server: BatchServer) -> int:
 
 def _fetch(options: argparse.Namespace, server: BatchServer) -> int:
     """Write the results of a batch in the order of its input. The same command resumes a fetch that was cut off."""
-    kind = format_of(options.output)
-    directory = directory_of(options.output)
     purpose = {"fetch": options.batch_id, "base_url": options.base_url}
-    work = resumed(directory, purpose)
-    if work is None:
-        batch = server.retrieve(options.batch_id)
-        check_accepted(batch)
-        source = directory.with_name(f"{directory.name}.{batch.id}-input.jsonl")
-        server.download(batch.input_file_id, source)
-        work = prepared(directory, purpose, requests_of(source, "jsonl", None))
-        source.unlink()
+    work = _work(options, purpose, _requests_of_batch(options, server))
     for part in work.parts:  # one, unless the server takes more lines in a batch than others do
         part.batch_id = options.batch_id
-    await_results(work, server, _tell)
-    outcome = write_output(work, options.output, kind)
-    work.remove()
-    return _report(outcome)
+    return _finish(work, server, options)
 
 
 def _retry(options: argparse.Namespace, server: BatchServer) -> int:
-    kind = format_of(options.output)
-    directory = directory_of(options.output)
     table = options.table
-    purpose = {"retry": options.batch_id, **({"table": digest(table), "id_column": options.id_column} if table else {})}
+    named = {"table": digest(table), "id_column": options.id_column} if table else {}
+    work = _work(options, {"retry": options.batch_id, **named}, _failed_requests(options, server))
+    return _carry_out(work, server, options)
+
+
+def _work(options: argparse.Namespace, purpose: dict[str, Any], requests: Requests) -> Work:
+    """Return the unfinished run of the output, or a new one of `requests`."""
+    format_of(options.output)  # before anything is sent
+    directory = directory_of(options.output)
     work = resumed(directory, purpose)
-    if work is None:
-        rows = rows_by_id(table, format_of(table, options.format), options.id_column) if table else None
-        with tempfile.TemporaryDirectory() as scratch:
-            work = prepared(directory, purpose, failed_requests(server, options.batch_id, Path(scratch), rows))
-    return _finish(work, server, options, kind)
+    if work is not None:
+        _tell(f"Resuming the run in {directory}.")
+        return work
+    return prepared(directory, purpose, requests)
+
+
+@contextmanager
+def _prepared_once(options: argparse.Namespace, server: BatchServer) -> Iterator[Work]:
+    """Prepare a run that is never resumed. Its directory is removed at the end of the block."""
+    with tempfile.TemporaryDirectory() as scratch:
+        yield prepared(Path(scratch) / "work", {}, _requests(options, server))
+
+
+def _requests(options: argparse.Namespace, server: BatchServer) -> Requests:
+    yield from requests_of(options.input, format_of(options.input, options.format), _template(options, server))
+
+
+def _requests_of_batch(options: argparse.Namespace, server: BatchServer) -> Requests:
+    batch = server.retrieve(options.batch_id)
+    check_accepted(batch)
+    directory = directory_of(options.output)
+    source = directory.with_name(f"{directory.name}.{batch.id}-input.jsonl")
+    server.download(batch.input_file_id, source)  # which a later call goes on with
+    yield from requests_of(source, "jsonl", None)
+    source.unlink()
+
+
+def _failed_requests(options: argparse.Namespace, server: BatchServer) -> Requests:
+    table = options.table
+    rows = rows_by_id(table, format_of(table, options.format), options.id_column) if table else None
+    with tempfile.TemporaryDirectory() as scratch:
+        yield from failed_requests(server, options.batch_id, Path(scratch), rows)
 
 
 def _template(options: argparse.Namespace, server: BatchServer) -> Template | None:
@@ -243,10 +249,6 @@ def _purpose(options: argparse.Namespace) -> dict[str, Any]:
     """
     names = ("template", "system", "model", "endpoint", "id_column", "param", "base_url", "metadata")
     return {"input": str(options.input), "sha256": digest(options.input), **{n: getattr(options, n) for n in names}}
-
-
-def _input_format(options: argparse.Namespace) -> str:
-    return format_of(options.input, options.format)
 
 
 def _pairs(items: list[str], flag: str) -> dict[str, str]:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from string import Formatter
 from typing import Any
 
-from tidegate.batch.problems import BatchProblem
-from tidegate.batch.rows import Row
+from tidegate.batch.rows import BatchProblem, Row
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 ENDPOINTS = (CHAT, COMPLETIONS, RESPONSES)

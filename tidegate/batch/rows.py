@@ -6,19 +6,21 @@ Reads a table row by row, and writes one. Knows formats; does not know batches. 
 import csv
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from io import TextIOWrapper
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from tidegate.batch.problems import BatchProblem
-
 Row = dict[str, Any]
 STANDARD = Path("-")  # standard input or output
 FORMATS = {".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".pq": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 PARQUET_GROUP = 10_000  # rows of a Parquet file that are written at once
+
+
+class BatchProblem(Exception):
+    """Something that the user can mend. The message is one sentence that says what is wrong and what to do."""
 
 
 def format_of(path: Path, named: str | None = None) -> str:
@@ -35,7 +37,7 @@ def format_of(path: Path, named: str | None = None) -> str:
 def read_rows(path: Path, kind: str) -> Iterator[Row]:
     """Yield the rows of a table. Raises `BatchProblem` if the file cannot be read as `kind`."""
     try:
-        yield from {"csv": _read_csv, "tsv": _read_tsv, "jsonl": _read_jsonl, "parquet": _read_parquet}[kind](path)
+        yield from READERS[kind](path)
     except FileNotFoundError:
         raise BatchProblem(f"{path}: there is no such file.") from None
     except UnicodeDecodeError as error:
@@ -84,10 +86,6 @@ def _read_csv(path: Path, delimiter: str = ",") -> Iterator[Row]:
             raise BatchProblem(f"{path}, line {reader.line_num}: {error}.") from None
 
 
-def _read_tsv(path: Path) -> Iterator[Row]:
-    return _read_csv(path, "\t")
-
-
 def _read_jsonl(path: Path) -> Iterator[Row]:
     with _text(path) as file:
         for number, text in enumerate(file, 1):
@@ -129,6 +127,14 @@ def _text(path: Path) -> Iterator[IO[str]]:
         return
     with path.open(encoding=encoding, newline=newline) as file:
         yield file
+
+
+READERS: Mapping[str, Callable[[Path], Iterator[Row]]] = {
+    "csv": _read_csv,
+    "tsv": lambda path: _read_csv(path, "\t"),
+    "jsonl": _read_jsonl,
+    "parquet": _read_parquet,
+}
 
 
 class _JsonLines:

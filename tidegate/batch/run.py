@@ -7,27 +7,16 @@ same command goes on where it was cut off.
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from openai.types import Batch
 from tqdm import tqdm
 
-from tidegate.batch.problems import BatchProblem
 from tidegate.batch.requests import answer_text, error_text
-from tidegate.batch.rows import row_writer
+from tidegate.batch.rows import BatchProblem, row_writer
 from tidegate.batch.server import BatchServer, errors_of, eta_of
 from tidegate.batch.work import Part, Work
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Numbers of lines, and the batches that they ran in."""
-
-    succeeded: int
-    failed: int
-    batch_ids: tuple[str, ...]
 
 
 def submit(work: Work, server: BatchServer, metadata: dict[str, str], window: str, best_effort: bool = False) -> None:
@@ -55,8 +44,11 @@ def await_results(work: Work, server: BatchServer, tell: Callable[[str], None]) 
             bar.update(finished - bar.n)
 
 
-def write_output(work: Work, output: Path, kind: str) -> Outcome:
-    """Write each request's result, or its row with the answer, to `output` in the order of the input."""
+def write_output(work: Work, output: Path, kind: str) -> tuple[int, int]:
+    """Write each request's result, or its row with the answer, to `output` in the order of the input.
+
+    Return how many lines succeeded, and how many failed.
+    """
     succeeded = failed = 0
     with row_writer(output, kind) as writer:
         for part in work.parts:
@@ -64,7 +56,7 @@ def write_output(work: Work, output: Path, kind: str) -> Outcome:
                 error = error_text(result)
                 succeeded, failed = succeeded + (error is None), failed + (error is not None)
                 writer.write(result if row is None else {**row, "answer": _answer(result, error), "error": error})
-    return Outcome(succeeded, failed, tuple(part.batch_id or "" for part in work.parts))
+    return succeeded, failed
 
 
 def check_accepted(batch: Batch) -> None:

@@ -17,7 +17,7 @@ import openai
 from openai.types import Batch
 
 from gateway.jobs.batches.input.size import InputSize
-from tidegate.batch.problems import BatchProblem
+from tidegate.batch.rows import BatchProblem
 
 TERMINAL = {"completed", "failed", "expired", "cancelled"}
 FIRST_POLL_S, MAX_POLL_S = 0.2, 5.0

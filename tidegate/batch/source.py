@@ -6,9 +6,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from tidegate.batch.problems import BatchProblem
 from tidegate.batch.requests import Template, is_request, row_id
-from tidegate.batch.rows import STANDARD, Row, read_rows
+from tidegate.batch.rows import STANDARD, BatchProblem, Row, read_rows
 from tidegate.batch.server import BatchServer, results_of
 
 Requests = Iterator[tuple[dict[str, Any], Row | None]]

@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tidegate.batch.problems import BatchProblem
-from tidegate.batch.rows import STANDARD, Row
+from tidegate.batch.rows import STANDARD, BatchProblem, Row
 
 MAX_PART_LINES, MAX_PART_BYTES = 50_000, 200 * 10**6  # of one input file, as in OpenAI's Batch API
 
