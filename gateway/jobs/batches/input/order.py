@@ -39,11 +39,12 @@ class LinePrompt:
     """What the order needs to know of one line.
 
     `digests` holds a digest for each full block of the prompt, which covers the block and all blocks before it. So two
-    prompts have as many equal digests as they have equal blocks at their beginnings.
+    prompts have as many equal digests as they have equal blocks at their beginnings. `num_bytes` is its size.
     """
 
     number: int
     offset: int
+    num_bytes: int
     digests: bytes
     output_limit: int = UNLIMITED
 
@@ -137,8 +138,8 @@ def _in_order(path: Path, done: Container[int]) -> Iterator[tuple[BatchLine | La
 
 
 def line_prompt(number: int, offset: int, body: dict[str, Any]) -> LinePrompt:
-    limit = output_limit(body)
-    return LinePrompt(number, offset, block_digests(prompt_bytes(body)), UNLIMITED if limit is None else limit)
+    prompt, limit = prompt_bytes(body), output_limit(body)
+    return LinePrompt(number, offset, len(prompt), block_digests(prompt), UNLIMITED if limit is None else limit)
 
 
 def block_digests(prompt: bytes) -> bytes:

@@ -3,7 +3,7 @@
 Knows the fields of the three endpoints; does not know chat templates or tokens.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -14,7 +14,7 @@ PROMPT_FIELDS = ("cache_salt", "tools", "instructions", "messages", "prompt", "i
 OUTPUT_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 
-def prompt_bytes(body: dict[str, Any]) -> bytes:
+def prompt_bytes(body: Mapping[str, Any]) -> bytes:
     """Return the prompt as bytes. Prompts with the same beginning have bytes with the same beginning."""
     return msgspec.json.encode([body[name] for name in PROMPT_FIELDS if body.get(name) is not None])
 
@@ -31,9 +31,15 @@ def prompt_parts(body: dict[str, Any]) -> tuple[list[str], int]:
     return texts, num_ids
 
 
-def output_limit(body: dict[str, Any]) -> int | None:
+def output_limit(body: Mapping[str, Any]) -> int | None:
     """Return the maximum number of output tokens that the body asks for; None if it names none."""
-    return next((body[name] for name in OUTPUT_LIMITS if isinstance(body.get(name), int)), None)
+    limits = (count_of(body.get(name)) for name in OUTPUT_LIMITS)
+    return next((limit for limit in limits if limit is not None), None)
+
+
+def count_of(value: object) -> int | None:
+    """Return a number of tokens or choices; None if `value` is none."""
+    return value if isinstance(value, int) and 0 <= value < 2**31 else None
 
 
 def _leaves(value: Any) -> Iterator[str | int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gateway.jobs.batches.input.checks import InputChecks, InputRules, LineError
-from gateway.jobs.batches.input.jsonl import numbered_lines
+from gateway.jobs.batches.input.jsonl import MAX_LINE_BYTES, Line, numbered_lines
 from gateway.jobs.batches.input.order import LinePrompt, line_prompt, write_order
 from gateway.jobs.batches.input.size import InputSize, SizeSum
 from gateway.protocol.errors import ApiError
@@ -37,18 +37,34 @@ def scan_input(path: Path, rules: InputRules) -> InputScan:
     for line in numbered_lines(path, rules.max_line_bytes, digest.update):
         value = _json_object(line.text)
         checks.add(line, value)
-        if value is None or not isinstance(body := value.get("body"), dict):
-            continue
-        size.add(body)
+        prompt = _add(size, line, value)
         if checks.errors:
             prompts.clear()  # the batch will not run
-        else:
-            prompts.append(line_prompt(line.number, line.offset, body))
+        elif prompt is not None:
+            prompts.append(prompt)
     if checks.total == 0:
         checks.errors.append(LineError("empty_file", "The input file is empty."))
     if not checks.errors:
         write_order(path, prompts)
     return InputScan(checks.total, checks.model, tuple(checks.errors), size.total, digest.hexdigest())
+
+
+def input_size(path: Path) -> InputSize:
+    """Return the size of the input at `path`. Lines that are not valid are left out: validation reports them."""
+    size = SizeSum()
+    for line in numbered_lines(path, MAX_LINE_BYTES):
+        _add(size, line, _json_object(line.text))
+    return size.total
+
+
+def _add(size: SizeSum, line: Line, value: dict[str, Any] | None) -> LinePrompt | None:
+    """Add a line to `size`, if it has a body. Return its prompt."""
+    body = None if value is None else value.get("body")
+    if not isinstance(body, dict):
+        return None
+    prompt = line_prompt(line.number, line.offset, body)
+    size.add(body, prompt)
+    return prompt
 
 
 def _json_object(text: bytes) -> dict[str, Any] | None:

@@ -76,11 +76,11 @@ async def test_a_window_that_is_too_short_is_refused_with_the_earliest(gateway: 
         await gateway.create(file_id, "1h")
     body: Any = refused.value.body
     assert (body["code"], body["param"]) == ("completion_window_infeasible", "completion_window")
-    assert "'103m'" in body["message"], "1,000 times 5 s in 0.9 of the engine, a minute for the files, and some room"
+    assert "'104m'" in body["message"], "1,000 times 5 s in 0.9 of the engine, a minute for the files, and some room"
     assert len([batch async for batch in gateway.client.batches.list()]) == 0
     assert not list(gateway.files.data_dir.glob("batches/*"))
     gateway.completions.permits = asyncio.Semaphore(0)
-    assert (await gateway.create(file_id, "103m")).status == "validating"
+    assert (await gateway.create(file_id, "104m")).status == "validating"
 
 
 async def test_where_no_window_is_long_enough_none_is_named(gateway: OfflineGateway) -> None:
@@ -94,7 +94,7 @@ async def test_promises_to_others_count(gateway: OfflineGateway) -> None:
     gateway.completions.permits = asyncio.Semaphore(0)
     file_id = await gateway.upload(jsonl(long_lines(500)))
     await gateway.create(file_id, "1h")
-    with pytest.raises(openai.BadRequestError, match="The earliest feasible completion_window is '103m'"):
+    with pytest.raises(openai.BadRequestError, match="The earliest feasible completion_window is '104m'"):
         await gateway.create(file_id, "1h")
     await gateway.create(file_id, "2h")
 

@@ -48,7 +48,7 @@ def order_of(directory: Path, lines: list[dict[str, Any]]) -> list[str]:
 
 
 def prompt(number: int, text: str, limit: int) -> LinePrompt:
-    return LinePrompt(number, 0, block_digests(text.encode()), limit)
+    return LinePrompt(number, 0, len(text), block_digests(text.encode()), limit)
 
 
 # -- properties of any order -----------------------------------------------------------------------------------------

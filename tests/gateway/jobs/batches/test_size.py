@@ -8,7 +8,9 @@ import pytest
 
 from gateway.jobs.batches.input.jsonl import MAX_LINE_BYTES
 from gateway.jobs.batches.input.offload import offload
-from gateway.jobs.batches.input.size import BLOCK_BYTES, InputSize, input_size, line_size
+from gateway.jobs.batches.input.order import BLOCK_BYTES
+from gateway.jobs.batches.input.scan import input_size
+from gateway.jobs.batches.input.size import COMPARED_BLOCKS, InputSize, line_size
 from gateway.protocol.json_body import INLINE_CONTAINERS, INLINE_SIZE, MAX_CONTAINERS
 from tests.gateway.offline import MODEL, jsonl, line
 
@@ -27,12 +29,14 @@ def test_requests_are_added_up(tmp_path: Path) -> None:
         written(tmp_path / "in", chat("a", max_tokens=10), chat("b", n=3, max_completion_tokens=5), chat("c"))
     )
     assert (size.lines, size.choices, size.max_output, size.unlimited) == (3, 5, 10 + 15, 1)
-    assert size.model == MODEL and size.prompt_bytes == 3 * len("user\0hello")
+    assert size.model == MODEL and size.prompt_bytes == 3 * len('[[{"role":"user","content":"hello"}]]')
 
 
 def test_lines_that_are_not_valid_are_left_out(tmp_path: Path) -> None:
+    """Some of them would take up to 100 times their size in memory."""
     bad = [b"{", b"[1]", b'"x"', b'{"body": 1}', b"\xff", b"", b"[" * 100_000]
-    assert input_size(written(tmp_path / "in", *bad, chat("a"))).lines == 1
+    large = [chat("q", extra=[[]] * (MAX_CONTAINERS + 1)), {**chat("q"), "padding": "x" * MAX_LINE_BYTES}]
+    assert input_size(written(tmp_path / "in", *bad, *large, chat("a"))).lines == 1
 
 
 @pytest.mark.parametrize(
@@ -52,36 +56,11 @@ def test_limits_of_outputs(body: dict[str, Any], choices: int, limit: int | None
     assert (size.choices, size.limit, size.min_output) == (choices, limit, least)
 
 
-def test_prompts_of_ids_have_the_length_of_usual_text() -> None:
-    assert line_size({"prompt": [5] * 100}).prompt_bytes == 400
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"prompt": "häßlich 🌊"},
-        {"prompt": ["a", "bc", ""]},
-        {"prompt": [1, 2, 3]},
-        {"prompt": [[1, 2], [3]]},
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "text", "text": "ü"}, {"type": "text", "text": "x" * 99}]}
-            ]
-        },
-        {"input": "a", "instructions": "b"},
-        {"messages": []},
-    ],
-)
-def test_a_line_has_the_size_that_it_has_as_an_input(tmp_path: Path, fields: dict[str, Any]) -> None:
-    body = {"model": MODEL, **fields}
-    assert line_size(body).prompt_bytes == input_size(written(tmp_path / "in", line("a", body=body))).prompt_bytes
-
-
 def test_only_what_no_earlier_prompt_begins_with_is_distinct(tmp_path: Path) -> None:
-    shared = "x" * (4 * BLOCK_BYTES)
+    shared = "x" * (4 * COMPARED_BLOCKS * BLOCK_BYTES)
     size = input_size(written(tmp_path / "in", *(chat(f"q{n}", f"{shared}{n}") for n in range(100))))
     assert size.prompt_bytes > 100 * len(shared)
-    assert len(shared) < size.distinct_bytes < len(shared) + 100 * BLOCK_BYTES
+    assert len(shared) < size.distinct_bytes < len(shared) + 100 * COMPARED_BLOCKS * BLOCK_BYTES
 
 
 async def test_a_large_input_is_counted_in_another_process(tmp_path: Path) -> None:
@@ -97,13 +76,6 @@ async def test_a_large_input_is_counted_in_another_process(tmp_path: Path) -> No
 
 def _process(path: Path) -> int:
     return os.getpid()
-
-
-def test_lines_that_validation_refuses_are_not_parsed(tmp_path: Path) -> None:
-    """They would take up to 100 times their size in memory."""
-    good, many = chat("q1"), chat("q2", extra=[[]] * (MAX_CONTAINERS + 1))
-    path = written(tmp_path / "in", many, good, {**good, "padding": "x" * MAX_LINE_BYTES})
-    assert input_size(path) == input_size(written(tmp_path / "good", good))
 
 
 def test_sizes_add_up() -> None:
