@@ -11,8 +11,6 @@ from redis.asyncio import Redis
 
 from tests.gateway.offline import OfflineGateway, make_gateway
 
-DAY_S = 86_400
-
 
 @pytest.fixture
 async def gateway(redis_client: Redis, tmp_path: Path) -> AsyncIterator[OfflineGateway]:

@@ -16,7 +16,6 @@ from gateway.files import disk, local_storage
 from gateway.files.disk import DiskFull, DiskReserve, noticing_full_disk
 from gateway.http.multipart import MAX_FORM_BYTES
 from gateway.identity import Keyring
-from scheduler.store.errors import NotDurable
 from tests.gateway.api_keys import secret_of
 from tests.gateway.offline import OfflineGateway, jsonl, keyring, lines, running_gateway
 from tests.gateway.stand import Bytes
@@ -184,39 +183,3 @@ async def test_a_key_s_own_quota_comes_first(redis_client: Redis, tmp_path: Path
         await gateway.as_key("one").upload(b"x" * 2 * MB)
         with pytest.raises(openai.APIStatusError, match="may have 3 MB"):
             await gateway.as_key("one").upload(b"x" * 2 * MB)
-
-
-class TestNotDurable:
-    """The store takes the record, but does not confirm that it is on its disk."""
-
-    @pytest.fixture(autouse=True)
-    def slow_disk(self, monkeypatch: pytest.MonkeyPatch) -> Any:
-        async def unconfirmed(*_: Any) -> bool:
-            raise NotDurable
-
-        def begin() -> None:
-            for module in ("gateway.files.store", "gateway.jobs.batches.store"):
-                monkeypatch.setattr(f"{module}.durable", unconfirmed)
-
-        self.begin = begin
-
-    async def test_an_upload_is_refused_and_leaves_nothing(self, gateway: OfflineGateway) -> None:
-        self.begin()
-        with pytest.raises(openai.InternalServerError, match="disk is too slow or full") as refused:
-            await gateway.as_key("one").upload(b"{}")
-        assert refused.value.status_code == 503
-        assert int(refused.value.response.headers["retry-after"]) >= 1
-        assert left_over(gateway) == []
-        assert [f.id async for f in await gateway.as_key("one").client.files.list()] == []
-        assert await gateway.files.used_bytes("one") == 0
-
-    async def test_a_batch_is_refused_and_neither_runs_nor_leaves_anything(self, gateway: OfflineGateway) -> None:
-        one = gateway.as_key("one")
-        file_id = await one.upload(jsonl(lines(2)))
-        self.begin()
-        with pytest.raises(openai.InternalServerError, match="disk is too slow or full"):
-            await one.create(file_id)
-        assert [b.id async for b in await one.client.batches.list()] == []
-        assert [path.name for path in left_over(gateway)] == [file_id]
-        assert set((await gateway.batches.counts_by_status()).values()) == {0}
-        assert not gateway.completions.calls

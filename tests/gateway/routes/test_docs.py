@@ -1,17 +1,12 @@
 """The page /docs: everything that it loads comes from this server."""
 
-import asyncio
 import re
-import shutil
-import tempfile
-from pathlib import Path
 
 import pytest
 
 from gateway.routes.pages import ASSETS
-from tests.gateway.stand import running_stand
-
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+from tests.gateway.console.chromium import CHROMIUM, running_browser
+from tests.gateway.stand import running_stand, serving_stand
 
 
 async def test_every_asset_of_the_page_is_served_here() -> None:
@@ -29,24 +24,13 @@ async def test_every_asset_of_the_page_is_served_here() -> None:
         assert (await stand.http.get("/redoc")).status_code == 404
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium")
+@pytest.mark.full
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
 async def test_a_browser_without_other_servers_shows_the_api() -> None:
-    assert BROWSER is not None
-    async with running_stand(with_worker=False) as stand:
-        with tempfile.TemporaryDirectory() as profile:
-            dom, log = await browse(BROWSER, f"{stand.url}/docs", Path(profile))
-    assert "/v1/chat/completions" in dom, log
-    assert "Content Security Policy" not in log
-
-
-async def browse(browser: str, url: str, profile: Path) -> tuple[str, str]:
-    """Return the page's elements after its scripts have run, and the browser's log. It reaches this machine only."""
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
-    flags += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", f"--user-data-dir={profile}"]
-    flags += ["--enable-logging=stderr", "--disable-dev-shm-usage"]
-    process = await asyncio.create_subprocess_exec(
-        browser, *flags, url, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    async with asyncio.timeout(60):
-        dom, log = await process.communicate()
-    return dom.decode(), log.decode()
+    async with (
+        serving_stand(with_worker=False) as stand,
+        running_browser() as browser,
+        browser.page(f"{stand.url}/docs") as page,
+    ):
+        await page.until("document.body.innerText.includes('/v1/chat/completions')")
+        assert page.complaints == []

@@ -201,16 +201,6 @@ async def test_a_repeated_response_is_generated_once(stand: Stand) -> None:
     assert (await respond(stand, temperature=0.5)).status_code == 422
 
 
-async def test_a_repetition_is_told_to_come_again_while_the_first_one_runs(stand: Stand) -> None:
-    stand.worker.gate.clear()
-    running = asyncio.create_task(respond(stand))
-    await until(lambda: len(stand.worker.served) == 1)
-    assert (await respond(stand)).status_code == 409
-    stand.worker.gate.set()
-    assert (await running).json() == (await respond(stand)).json()
-    assert len(stand.worker.served) == 1
-
-
 async def test_a_plain_stream_with_a_key_is_refused_with_the_way_out(stand: Stand) -> None:
     refused = await respond(stand, stream=True)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stream")

@@ -30,6 +30,7 @@ SAMPLING: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"allowed_token_ids": [5, 6]}, {"allowed_token_ids": (5, 6)}),
     ({"bad_words": ["tide", " a"]}, {"bad_words": tuple(map(token_ids, ("tide", " tide", "a", " a")))}),
     ({"temperature": 0, "max_tokens": 5.0}, {"temperature": 0.0, "max_tokens": 5}),
+    ({"temperature": 0.5, "top_p": 0.9, "top_k": 5}, {"temperature": 0.5, "top_p": 0.9, "top_k": 5}),
 ]
 
 
@@ -50,6 +51,16 @@ async def test_sampling_parameters_reach_the_engine() -> None:
                 assert {name: getattr(sampling, name) for name in expected} == expected
                 others = set(SamplingParams.__struct_fields__) - {*expected, "max_tokens", "seed"}
                 assert all(getattr(sampling, name) == getattr(plain, name) for name in others), change
+        free = {
+            "max_completion_tokens": 9,
+            "max_tokens": 5,
+            "user": "somebody",
+            "metadata": {"a": "b"},
+            "new": {"x": 1},
+        }
+        assert (
+            await served(stand, "/v1/chat/completions", {**CHAT, **free, "model": "alias"})
+        ).sampling.max_tokens == 9
         chat = {**CHAT, "logprobs": True, "top_logprobs": 3}
         assert (await served(stand, "/v1/chat/completions", chat)).sampling.logprobs == 3
         assert (await served(stand, "/v1/chat/completions", {**CHAT, "logprobs": False})).sampling.logprobs is None

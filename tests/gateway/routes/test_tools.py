@@ -5,8 +5,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-from openai.lib.streaming.chat import ChatCompletionStreamEvent
-from pydantic import BaseModel
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
@@ -76,20 +74,6 @@ async def test_the_deltas_of_a_call() -> None:
     assert json.loads(arguments) == {"a": 1, "b": 2}
     assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["tool_calls"]
     assert not any(choice.delta.content for choice in choices)
-
-
-async def test_the_stream_helper_of_the_client() -> None:
-    events: list[ChatCompletionStreamEvent[None]] = []
-    async with stand(CALL + "\n" + CALL) as running:
-        options: Any = {"model": MODEL, "messages": HI, "tools": TOOLS, "tool_choice": "required"}
-        async with running.client.chat.completions.stream(**options) as stream:
-            async for event in stream:
-                events.append(event)
-            final = await stream.get_final_completion()
-    calls = final.choices[0].message.tool_calls
-    assert calls is not None and [call.function.arguments for call in calls] == ['{"a": 1, "b": 2}'] * 2
-    assert len({call.id for call in calls}) == 2
-    assert [event.type for event in events].count("tool_calls.function.arguments.done") == 2
 
 
 @pytest.mark.parametrize(
@@ -186,10 +170,6 @@ async def test_reasoning_is_split_off_and_counted() -> None:
     assert hidden["usage"]["completion_tokens_details"] == details
     assert "".join(delta.content or "" for delta in deltas) == "It is 3."
     assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "Hm, well."
-
-
-class Sum(BaseModel):
-    total: int
 
 
 async def test_a_grammar_that_fails_on_the_way_is_the_fault_of_the_request() -> None:

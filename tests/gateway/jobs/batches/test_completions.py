@@ -27,10 +27,10 @@ def ask(nonce: str, **more: Any) -> dict[str, Any]:
     return {"custom_id": nonce, "method": "POST", "url": "/v1/chat/completions", "body": body}
 
 
-async def submit(http: httpx.AsyncClient, entries: list[dict[str, Any]]) -> str:
+async def submit(http: httpx.AsyncClient, entries: list[dict[str, Any]], **more: Any) -> str:
     upload = {"file": ("in.jsonl", jsonl(entries))}
     file = (await http.post("/v1/files", files=upload, data={"purpose": "batch"})).json()
-    body = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    body = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"} | more
     return str((await http.post("/v1/batches", json=body)).json()["id"])
 
 

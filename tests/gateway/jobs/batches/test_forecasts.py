@@ -51,14 +51,6 @@ def said(batch: ApiBatch) -> dict[str, Any]:
     return extension
 
 
-@pytest.mark.parametrize("window", ["30s", "31d", "soon", 24])
-async def test_other_windows_are_refused_with_those_that_there_are(gateway: OfflineGateway, window: object) -> None:
-    with pytest.raises(openai.BadRequestError) as refused:
-        await gateway.create(await gateway.upload(jsonl(lines(1))), window)
-    body: Any = refused.value.body
-    assert body["param"] == "completion_window" and body["type"] == "invalid_request_error"
-
-
 async def test_a_new_batch_has_an_estimate_at_once(gateway: OfflineGateway) -> None:
     gateway.completions.permits = asyncio.Semaphore(0)
     created = await gateway.submit(long_lines(10))

@@ -11,8 +11,6 @@ from tests.gateway.offline import ScriptedCompletions, lines, running_gateway
 from tests.gateway.stand import Bytes
 from tests.waiting import until
 
-LINES, DONE, GROUP = 2000, 1800, 300
-
 
 async def test_large_lines_run_as_memory_permits_and_hold_up_no_small_ones(redis_client: Redis, tmp_path: Path) -> None:
     completions = ScriptedCompletions()

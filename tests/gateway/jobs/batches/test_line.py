@@ -1,8 +1,5 @@
 """One line of a batch: which outcomes are its answer, and which are tried again."""
 
-import threading
-from collections.abc import Iterator
-
 import pytest
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -17,9 +14,8 @@ from gateway.jobs.batches.model import Batch, BatchStatus, LineResult
 from gateway.jobs.batches.store import BatchStore
 from tests.gateway.offline import TIERS, ScriptedCompletions, ShiftedClock
 
-UNREACHABLE = Redis(
-    port=1, retry=Retry(NoBackoff(), 0)
-)  # lines are answered, whether the store knows how long they took or not
+# Lines are answered, whether the store knows how long they took or not.
+UNREACHABLE = Redis(port=1, retry=Retry(NoBackoff(), 0))
 
 
 class InstantClock(ShiftedClock):
@@ -33,12 +29,10 @@ class InstantClock(ShiftedClock):
         self.pauses.append(seconds)
 
 
-async def run(
-    statuses: list[int | Exception], prompt: list[object] | None = None
-) -> tuple[LineResult, ScriptedCompletions, InstantClock]:
+async def run(statuses: list[int | Exception]) -> tuple[LineResult, ScriptedCompletions, InstantClock]:
     completions, clock = ScriptedCompletions(), InstantClock()
     completions.statuses["q"] = list(statuses)
-    body = {"model": "m", "messages": [{"role": "user", "content": "q"}], "prompt": prompt}
+    body = {"model": "m", "messages": [{"role": "user", "content": "q"}]}
     tier = TIERS[TIERS.batch_tier]
     statistics = LineStatistics(UNREACHABLE, clock)
     forecasts = BatchForecasts(BatchStore(UNREACHABLE), statistics, list, tier, clock)
@@ -78,15 +72,3 @@ async def test_a_lasting_fault_is_the_answer() -> None:
 async def test_an_attempt_continues_the_one_before_it_but_not_one_that_has_failed() -> None:
     _, completions, _ = await run([503, 429, 500, 503])
     assert completions.parts == ["batch_1/7/0"] * 3 + ["batch_1/7/1"] * 2
-
-
-class Watched(list[object]):
-    """A prompt that notes which threads walk through its items."""
-
-    def __init__(self, *items: object) -> None:
-        super().__init__(items)
-        self.walked_by: list[int] = []
-
-    def __iter__(self) -> Iterator[object]:
-        self.walked_by.append(threading.get_ident())
-        return super().__iter__()

@@ -1,4 +1,4 @@
-"""A store that crashes and loses what it had answered last, just before it confirms that all is on its disk."""
+"""A store that loses what it had answered last, or does not confirm that it is on its disk."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -9,6 +9,7 @@ import pytest
 from redis.asyncio import Redis
 
 from scheduler.store.durability import durable
+from scheduler.store.errors import NotDurable
 from tests.gateway.offline import OfflineGateway, jsonl, lines, running_gateway
 from tests.waiting import until
 
@@ -44,29 +45,43 @@ async def delete_all(redis: Redis, pattern: str) -> bool:
     return bool(found and await redis.delete(*found))
 
 
-async def test_an_upload_whose_record_is_lost_is_refused(
-    gateway: OfflineGateway, redis_client: Redis, lose: Lose
+LOST, UNCONFIRMED = "lost what it had taken last", "disk is too slow or full"
+
+
+@pytest.mark.parametrize("said", [LOST, UNCONFIRMED])
+async def test_an_upload_that_is_not_durable_is_refused_and_leaves_nothing(
+    gateway: OfflineGateway, redis_client: Redis, lose: Lose, said: str
 ) -> None:
     async def undo() -> bool:
+        if said is UNCONFIRMED:
+            raise NotDurable
         return await delete_all(redis_client, "tidegate:file:*")
 
     lose("gateway.files.store", undo)
-    with pytest.raises(openai.InternalServerError, match="lost what it had taken last"):
+    with pytest.raises(openai.InternalServerError, match=said) as refused:
         await gateway.upload(b"{}")
-    assert list((gateway.files.data_dir / "files").iterdir()) == []
+    assert refused.value.status_code == 503 and int(refused.value.response.headers["retry-after"]) >= 1
+    assert [path for name in ("files", "incoming") for path in (gateway.files.data_dir / name).iterdir()] == []
+    assert [file.id async for file in gateway.client.files.list()] == []
+    assert said is LOST or await gateway.files.used_bytes(None) == 0
 
 
-async def test_a_batch_whose_record_is_lost_is_refused_and_does_not_run(
-    gateway: OfflineGateway, redis_client: Redis, lose: Lose
+@pytest.mark.parametrize("said", [LOST, UNCONFIRMED])
+async def test_a_batch_that_is_not_durable_is_refused_and_neither_runs_nor_leaves_anything(
+    gateway: OfflineGateway, redis_client: Redis, lose: Lose, said: str
 ) -> None:
     async def undo() -> bool:
+        if said is UNCONFIRMED:
+            raise NotDurable
         return await delete_all(redis_client, "tidegate:batch:*")
 
     file_id = await gateway.upload(jsonl(lines(2)))
     lose("gateway.jobs.batches.store", undo)
-    with pytest.raises(openai.InternalServerError, match="lost what it had taken last"):
+    with pytest.raises(openai.InternalServerError, match=said):
         await gateway.create(file_id)
-    assert not gateway.completions.calls
+    assert [batch.id async for batch in gateway.client.batches.list()] == []
+    assert list((gateway.files.data_dir / "batches").iterdir()) == [] and not gateway.completions.calls
+    assert said is LOST or set((await gateway.batches.counts_by_status()).values()) == {0}
 
 
 async def test_a_batch_whose_end_is_lost_ends_again_with_all_its_lines(

@@ -100,15 +100,10 @@ async def test_the_batch_s_own_copy_is_lost_while_it_runs(
         assert len(await gateway.read(batch.output_file_id)) == 6
 
 
-@pytest.mark.parametrize(("jump_s", "status"), [(-7200, "completed"), (7200, "completed"), (2 * DAY_S, "expired")])
-async def test_a_clock_that_jumps(gateway: OfflineGateway, jump_s: int, status: str) -> None:
-    """A jump beyond the window ends the batch early, with what is finished."""
+@pytest.mark.parametrize("jump_s", [-7200, 7200])
+async def test_a_clock_that_jumps_within_the_window(gateway: OfflineGateway, jump_s: int) -> None:
     batch_id = await half_done(gateway)
     gateway.clock.shift_s = jump_s
-    if status == "completed":
-        release(gateway.completions, 5)
+    release(gateway.completions, 5)
     batch = await gateway.ended(batch_id)
-    assert batch.status == status
-    finished = await gateway.read(batch.output_file_id)
-    unfinished = await gateway.read(batch.error_file_id)
-    assert len(finished) == (10 if status == "completed" else 5) and len(finished) + len(unfinished) == 10
+    assert batch.status == "completed" and len(await gateway.read(batch.output_file_id)) == 10

@@ -107,20 +107,41 @@ async def assert_every_line_once(gateway: OfflineGateway, batch_id: str, count: 
     assert sorted(files) == [f"{batch_id}_error.jsonl", f"{batch_id}_output.jsonl"]
 
 
-async def test_a_closed_gateway_releases_its_batches(redis_client: Redis, tmp_path: Path) -> None:
+@pytest.mark.parametrize("order_size", [None, 0, 100, 10 * ENTRY.size])
+async def test_a_closed_gateway_releases_its_batches(
+    redis_client: Redis, tmp_path: Path, order_size: int | None
+) -> None:
+    """The next one runs what is left, and writes the order of the lines again if it was cut off."""
     first = ScriptedCompletions()
     first.permits = asyncio.Semaphore(4)
     async with running_gateway(redis_client, tmp_path, completions=first) as gateway:
         created = await gateway.submit(lines(20))
         await gateway.answered(created.id, 4)
         await until(lambda: first.running == 16)
+        order = order_path(gateway.files.data_dir / input_name(created.id))
     assert first.running == 0
-
+    if order_size is not None:
+        os.truncate(order, order_size)
     second = ScriptedCompletions()
     second.statuses["q19"] = [400]
     async with running_gateway(redis_client, tmp_path, completions=second) as gateway:
         await assert_every_line_once(gateway, created.id, 20)
     assert not first.answered.keys() & second.answered.keys(), "finished lines are not run again"
+
+
+async def live(redis: Redis, directory: Path, messages: int, batch_id: str, **options: Any) -> None:
+    """Run a gateway until the batch is over, or until it has sent so many messages to the store."""
+    lifetime, completions = Lifetime(messages), _refusing_one()
+    client = mortal(redis, lifetime)
+    async with running_gateway(client, directory, completions=completions, max_lines_in_flight=3, **options):
+        async with asyncio.timeout(30):
+            while not lifetime.over.is_set() and await redis.hget(f"tidegate:batch:{batch_id}", "status") not in [
+                status.encode() for status in TERMINAL
+            ]:
+                await asyncio.sleep(0.002)
+        lifetime.messages = 0
+    with contextlib.suppress(Crashed):
+        await client.aclose()
 
 
 @settings(max_examples=settings().max_examples // 5)
@@ -131,42 +152,13 @@ async def test_a_gateway_may_die_at_any_message_to_the_store(redis_client: Redis
     with tempfile.TemporaryDirectory() as directory:
         batch_id = await plant(redis_client, Path(directory), 12)
         for messages in lives:
-            await _live(redis_client, Path(directory), messages, batch_id)
+            await live(redis_client, Path(directory), messages, batch_id)
             await let_locks_lapse(redis_client)
         completions = _refusing_one()
         async with running_gateway(redis_client, Path(directory), completions=completions) as gateway:
             await assert_every_line_once(gateway, batch_id, 12)
         for kind in ("results", "done"):
             assert await redis_client.keys(f"tidegate:batches:{kind}:*") == []
-
-
-@pytest.mark.parametrize("size", [0, 100, 10 * ENTRY.size])
-async def test_an_order_that_was_cut_off_is_written_again(redis_client: Redis, tmp_path: Path, size: int) -> None:
-    first = ScriptedCompletions()
-    first.permits = asyncio.Semaphore(4)
-    async with running_gateway(redis_client, tmp_path, completions=first) as gateway:
-        created = await gateway.submit(lines(20))
-        await gateway.answered(created.id, 4)
-        order = order_path(gateway.files.data_dir / input_name(created.id))
-    os.truncate(order, size)
-    second = ScriptedCompletions()
-    second.statuses["q19"] = [400]
-    async with running_gateway(redis_client, tmp_path, completions=second) as gateway:
-        await assert_every_line_once(gateway, created.id, 20)
-
-
-async def _live(redis: Redis, directory: Path, messages: int, batch_id: str) -> None:
-    lifetime = Lifetime(messages)
-    client = mortal(redis, lifetime)
-    async with running_gateway(client, directory, completions=_refusing_one(), max_lines_in_flight=3):
-        async with asyncio.timeout(30):
-            while not lifetime.over.is_set() and await redis.hget(f"tidegate:batch:{batch_id}", "status") not in [
-                status.encode() for status in TERMINAL
-            ]:
-                await asyncio.sleep(0.002)
-        lifetime.messages = 0
-    with contextlib.suppress(Crashed):
-        await client.aclose()
 
 
 def _refusing_one() -> ScriptedCompletions:

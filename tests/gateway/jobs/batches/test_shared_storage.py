@@ -1,7 +1,6 @@
 """Batches on a storage that gateways share but not their disks, and what they do while it is away."""
 
 import asyncio
-import contextlib
 import secrets
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -17,8 +16,8 @@ from redis.asyncio import Redis
 
 from gateway.files.object_storage import ObjectStorage
 from tests.gateway.files.s3 import BUCKET, Address, Way, s3_options, s3_server
-from tests.gateway.jobs.batches.test_restart import Lifetime, assert_every_line_once, let_locks_lapse, mortal
-from tests.gateway.offline import TERMINAL, OfflineGateway, ScriptedCompletions, jsonl, lines, running_gateway
+from tests.gateway.jobs.batches.test_restart import assert_every_line_once, let_locks_lapse, live
+from tests.gateway.offline import OfflineGateway, ScriptedCompletions, jsonl, lines, running_gateway
 from tests.waiting import until
 
 COLLECT_S = 0.02
@@ -61,29 +60,14 @@ async def test_gateways_may_die_at_any_message_to_the_store(redis_client: Redis,
             batch_id = (await gateway.submit(lines(12))).id
             await until(lambda: idle.running > 0)
         for number, messages in enumerate(lives):
-            await live(redis_client, memory_storage(name, Path(folder, str(number))), messages, batch_id)
+            storage = memory_storage(name, Path(folder, str(number)))
+            await live(redis_client, storage.directory, messages, batch_id, storage=storage)
             await let_locks_lapse(redis_client)
         completions = ScriptedCompletions()
         completions.statuses["q3"] = [400]
         storage = memory_storage(name, Path(folder, "last"))
         async with running_gateway(redis_client, storage.directory, completions=completions, storage=storage) as last:
             await assert_every_line_once(last, batch_id, 12)
-
-
-async def live(redis: Redis, storage: ObjectStorage, messages: int, batch_id: str) -> None:
-    lifetime, completions = Lifetime(messages), ScriptedCompletions()
-    completions.statuses["q3"] = [400]
-    client = mortal(redis, lifetime)
-    settings = {"completions": completions, "max_lines_in_flight": 3, "storage": storage}
-    async with running_gateway(client, storage.directory, **settings):
-        async with asyncio.timeout(30):
-            while not lifetime.over.is_set() and await redis.hget(f"tidegate:batch:{batch_id}", "status") not in [
-                status.encode() for status in TERMINAL
-            ]:
-                await asyncio.sleep(0.002)
-        lifetime.messages = 0
-    with contextlib.suppress(Exception):
-        await client.aclose()
 
 
 @pytest.fixture(scope="module")

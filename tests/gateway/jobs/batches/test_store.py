@@ -30,6 +30,13 @@ async def owner_of(store: BatchStore, batch_id: str) -> str:
     return bytes(lock.local.token or b"").decode()
 
 
+@pytest.fixture
+async def token(store: BatchStore) -> str:
+    """Create `batch_1`. Return the token of its owner."""
+    await store.create(make_batch())
+    return await owner_of(store, "batch_1")
+
+
 @settings(max_examples=40)
 @given(targets=st.lists(st.sampled_from(list(S)), max_size=8))
 async def test_only_transitions_of_the_table_happen(redis_client: Redis, targets: list[BatchStatus]) -> None:
@@ -52,9 +59,7 @@ async def test_only_transitions_of_the_table_happen(redis_client: Redis, targets
     assert {s for s, n in counts.items() if n} == {status} and sum(counts.values()) == 1
 
 
-async def test_a_group_of_results_counts_once(store: BatchStore) -> None:
-    await store.create(make_batch())
-    token = await owner_of(store, "batch_1")
+async def test_a_group_of_results_counts_once(store: BatchStore, token: str) -> None:
     for _ in range(2):  # redis-py may send a script twice
         await store.record("batch_1", "r1", 0, 20, [make_result(1), make_result(2, False)], token)
     await store.record("batch_1", "r1", 20, 30, [make_result(40)], token)
@@ -66,10 +71,10 @@ async def test_a_group_of_results_counts_once(store: BatchStore) -> None:
     assert await store.results("batch_1") == {"r1": 30}
 
 
-async def test_a_group_that_does_not_fit_to_what_the_store_knows_is_refused_whole(store: BatchStore) -> None:
+async def test_a_group_that_does_not_fit_to_what_the_store_knows_is_refused_whole(
+    store: BatchStore, token: str
+) -> None:
     """As after a crash of the store, which then has lost its latest writes."""
-    await store.create(make_batch())
-    token = await owner_of(store, "batch_1")
     await store.record("batch_1", "r1", 0, 10, [make_result(1)], token)
     for name, start, numbers in (("r1", 20, [2]), ("r1", 0, [2]), ("r2", 0, [2, 1])):
         with pytest.raises(OwnershipLost):
@@ -80,16 +85,14 @@ async def test_a_group_that_does_not_fit_to_what_the_store_knows_is_refused_whol
     assert 2 not in await store.finished_lines("batch_1")
 
 
-async def test_a_former_owner_changes_nothing(store: BatchStore, redis_client: Redis) -> None:
-    await store.create(make_batch())
-    stale = await owner_of(store, "batch_1")
+async def test_a_former_owner_changes_nothing(store: BatchStore, token: str, redis_client: Redis) -> None:
     await redis_client.delete("tidegate:batches:owner:batch_1")  # as if the lock had expired
     fresh = await owner_of(store, "batch_1")
     with pytest.raises(OwnershipLost):
-        await store.record("batch_1", "r1", 0, 10, [make_result(1)], stale)
+        await store.record("batch_1", "r1", 0, 10, [make_result(1)], token)
     with pytest.raises(OwnershipLost):
-        await store.forget_work("batch_1", stale)
-    assert await store.move("batch_1", S.IN_PROGRESS, 101, token=stale) is Moved.NOT_OWNER
+        await store.forget_work("batch_1", token)
+    assert await store.move("batch_1", S.IN_PROGRESS, 101, token=token) is Moved.NOT_OWNER
     assert 1 not in await store.finished_lines("batch_1") and await store.results("batch_1") == {}
     assert await store.move("batch_1", S.IN_PROGRESS, 101, token=fresh, total=4) is Moved.MOVED
     batch = await store.get("batch_1")
@@ -97,11 +100,9 @@ async def test_a_former_owner_changes_nothing(store: BatchStore, redis_client: R
 
 
 async def test_a_batch_that_is_withdrawn_while_another_gateway_runs_it_leaves_nothing(
-    store: BatchStore, redis_client: Redis
+    store: BatchStore, token: str, redis_client: Redis
 ) -> None:
     """Gateways with one storage adopt a batch as soon as its record is there, before it is known to be durable."""
-    await store.create(make_batch())
-    token = await owner_of(store, "batch_1")
     await store.record("batch_1", "r1", 0, 10, [make_result(1)], token)
     await store.withdraw("batch_1", make_batch().owner)
     for first, last in ((10, 20), (0, 10)):
@@ -111,9 +112,7 @@ async def test_a_batch_that_is_withdrawn_while_another_gateway_runs_it_leaves_no
     assert await redis_client.keys("tidegate:batch*:batch_1") == [b"tidegate:batches:owner:batch_1"]
 
 
-async def test_forgetting_leaves_only_the_record(store: BatchStore, redis_client: Redis) -> None:
-    await store.create(make_batch())
-    token = await owner_of(store, "batch_1")
+async def test_forgetting_leaves_only_the_record(store: BatchStore, token: str, redis_client: Redis) -> None:
     await store.record("batch_1", "r1", 0, 10, [make_result(1)], token)
     assert await store.move("batch_1", S.FAILED, 101) is Moved.MOVED
     assert await store.forget_work("batch_1", token)
@@ -122,9 +121,7 @@ async def test_forgetting_leaves_only_the_record(store: BatchStore, redis_client
     assert await store.get("batch_1") is not None
 
 
-async def test_a_batch_that_is_not_over_keeps_its_results(store: BatchStore) -> None:
-    await store.create(make_batch())
-    token = await owner_of(store, "batch_1")
+async def test_a_batch_that_is_not_over_keeps_its_results(store: BatchStore, token: str) -> None:
     await store.record("batch_1", "r1", 0, 10, [make_result(1)], token)
     assert not await store.forget_work("batch_1", token)
     assert await store.unfinished() == ["batch_1"] and 1 in await store.finished_lines("batch_1")

@@ -199,22 +199,6 @@ async def test_a_cancel_through_another_gateway_stops_the_generation(
         assert (await one.client.responses.retrieve(created.id)).status == "cancelled"
 
 
-async def test_leases_are_renewed_while_a_response_is_generated(
-    redis_client: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(background, "RENEW_S", 0.01)
-    async with storing(redis_client) as stand:
-        stand.worker.gate.clear()
-        created = await stand.client.responses.create(model=MODEL, input="hi", background=True)
-        key = f"tidegate:response:{created.id}"
-        before = int(await redis_client.hget(key, "lease_ms") or 0)  # type: ignore[misc]
-
-        async def renewed() -> bool:
-            return int(await redis_client.hget(key, "lease_ms") or 0) > before  # type: ignore[misc]
-
-        await until(renewed)
-
-
 async def test_a_gateway_that_shuts_down_says_so(redis_client: Redis) -> None:
     async with storing(redis_client) as stand:
         stand.worker.gate.clear()

@@ -92,13 +92,6 @@ async def test_what_is_wrong_is_named(body: dict[str, Any], param: str, way_out:
     assert way_out in error["message"], error
 
 
-async def test_an_unknown_model_is_not_found() -> None:
-    async with running_stand() as stand:
-        with pytest.raises(openai.NotFoundError) as caught:
-            await stand.client.responses.create(model="gpt-4o", input="hi")
-    assert caught.value.code == "model_not_found"
-
-
 async def test_truncation_leaves_out_the_first_turns_that_do_not_fit() -> None:
     turns: list[Any] = [{"role": "system", "content": "rules"}]
     for number in range(12):

@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-from pydantic import BaseModel
 from redis.asyncio import Redis
 
 from engine.interface import TokenLogprobs
@@ -68,10 +67,6 @@ async def test_two_turns_with_a_tool(redis_client: Redis) -> None:
     assert second.output_text == "It is 3."
     assert "<tool_call>add a=1 b=2</tool_call>" in prompt
     assert "<|im_start|>tool add\n3<|im_end|>" in prompt
-
-
-class Sum(BaseModel):
-    value: int
 
 
 async def test_a_bad_schema_is_named_as_in_the_responses_api() -> None:

@@ -1,6 +1,5 @@
 """Webhooks of background responses: each end is told once, also the end of a response whose gateway has died."""
 
-import hashlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,7 +10,7 @@ from pydantic import SecretStr
 from redis.asyncio import Redis
 
 from engine.interface import FinishReason
-from gateway.identity import ApiKey, Keyring, KeyWebhook
+from gateway.identity import ApiKey, Keyring
 from gateway.jobs.responses import background, response_ends
 from gateway.jobs.responses.store import ResponseStore
 from gateway.jobs.webhooks import service
@@ -105,14 +104,6 @@ async def test_only_ends_of_background_responses_with_a_url_are_told(redis_clien
 
         await until(nothing_is_left)
     assert told(receiver) == [("response.completed", last)]
-
-
-async def test_the_url_of_a_key_hears_of_its_responses(redis_client: Redis, receiver: Receiver) -> None:
-    key = ApiKey("alice", hashlib.sha256(b"sk-test").digest(), webhook=KeyWebhook(SECRET, receiver.url))
-    async with telling(redis_client, keys=[key]) as stand:
-        response_id = await create(stand, "hi", None)
-        await until(lambda: bool(receiver.got))
-    assert told(receiver) == [("response.completed", response_id)]
 
 
 async def test_a_url_that_may_not_be_called_is_refused(redis_client: Redis) -> None:
