@@ -14,7 +14,7 @@ from gateway.output.model_format import ModelFormat
 from gateway.output.parser import FormatParser, ParserSettings
 from gateway.output.tools.tool_choice import Finish, OfferedTools, offered_tools
 from gateway.output.tools.tool_grammar import CallGrammar, Started, after_reasoning
-from gateway.protocol.bodies.schemas import ChatCompletionRequest, CompletionRequest
+from gateway.protocol.bodies.schemas import AnyRequest, ChatCompletionRequest, CompletionRequest
 from gateway.protocol.errors import invalid_value
 
 GenerationPrompt = Callable[[Mapping[str, Any]], str]
@@ -53,7 +53,7 @@ _FIELDS = frozenset(
 )
 
 
-def has_grammar(request: ChatCompletionRequest | CompletionRequest) -> bool:
+def has_grammar(request: AnyRequest) -> bool:
     """Whether the output may have a grammar, so that the plan takes some time."""
     if _FIELDS.isdisjoint(request.model_fields_set):
         return False
@@ -62,7 +62,7 @@ def has_grammar(request: ChatCompletionRequest | CompletionRequest) -> bool:
 
 
 def plan_output(
-    request: ChatCompletionRequest | CompletionRequest,
+    request: AnyRequest,
     model: ModelFormat,
     generation_prompt: GenerationPrompt,
     template_values: Mapping[str, Any],

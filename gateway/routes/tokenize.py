@@ -12,12 +12,17 @@ from pydantic import Field
 
 from gateway.identity import resolve_tier
 from gateway.protocol.bodies.messages import Text
-from gateway.protocol.bodies.schemas import MAX_PROMPT_IDS, ChatCompletionRequest, CompletionRequest, parse_generation
+from gateway.protocol.bodies.schemas import (
+    MAX_PROMPT_IDS,
+    AnyRequest,
+    ChatCompletionRequest,
+    CompletionRequest,
+    parse_generation,
+)
 from gateway.protocol.errors import invalid_value, model_not_found
 from gateway.protocol.json_body import Body, hold_object, parse
 from gateway.protocol.openapi import json_body
 from gateway.requests.answers.chunks import encode_json
-from gateway.requests.prepare.prepared import AnyRequest
 from gateway.requests.prepare.prompts import ModelLimits, model_limits
 from gateway.routes.dependencies import Caller
 from gateway.state import Gateway, gateway_of

@@ -31,7 +31,7 @@ from gateway.http.server.tls import Certificate
 from gateway.identity import Keyring
 from gateway.jobs.batches.lines.line import Completions
 from gateway.jobs.batches.service import BatchService
-from gateway.requests.prepare.sampling_defaults import SamplingDefaults
+from gateway.requests.tokens.model_files import SamplingDefaults
 from gateway.requests.tokens.tokenizer import Tokenizer
 from gateway.state import Gateway
 from scheduler.clock import Clock, SystemClock

@@ -42,9 +42,8 @@ from gateway.output.model_format import ModelFormat
 from gateway.requests.generate.answer_cache import AnswerCache
 from gateway.requests.generate.metering import Metering
 from gateway.requests.generate.service import CompletionService
-from gateway.requests.prepare.model_revision import model_revision
 from gateway.requests.prepare.preparation import Model
-from gateway.requests.prepare.sampling_defaults import SamplingDefaults, read_sampling_defaults
+from gateway.requests.tokens.model_files import SamplingDefaults, model_revision, read_sampling_defaults
 from gateway.requests.tokens.tokenizer import Tokenizer
 from gateway.state import Gateway, GatewayTiers
 from scheduler.client.client import SchedulerClient

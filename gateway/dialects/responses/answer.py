@@ -15,7 +15,7 @@ from gateway.protocol.errors import ApiError
 from gateway.requests.answers.choice import Choice
 from gateway.requests.answers.chunks import Usage, encode_json
 from gateway.requests.answers.token_report import TokenReport
-from gateway.requests.prepare.sampling_defaults import SamplingDefaults
+from gateway.requests.tokens.model_files import SamplingDefaults
 
 
 @dataclass(frozen=True, slots=True)

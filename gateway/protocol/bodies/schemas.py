@@ -187,6 +187,7 @@ class CompletionRequest(GenerationRequest):
         return self.prompt
 
 
+AnyRequest = ChatCompletionRequest | CompletionRequest
 R = TypeVar("R", bound=GenerationRequest)
 # The parameters that a template or a grammar gets as JSON.
 WRITTEN = (

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from gateway.output.piece import Piece, ReportedToken
 from gateway.output.plan import OutputPlan
-from gateway.protocol.bodies.schemas import ChatCompletionRequest, CompletionRequest
-from gateway.requests.answers.choice import Choice, Decoder
+from gateway.protocol.bodies.schemas import AnyRequest, ChatCompletionRequest, CompletionRequest
+from gateway.requests.answers.choice import Choice, Decoder, TokenTracker
 from gateway.requests.tokens.stop_strings import StopMatcher
-from gateway.requests.tokens.token_tracker import TokenTracker
 from gateway.requests.tokens.tokenizer import Tokenizer
 
 
@@ -80,7 +79,7 @@ class AnswerOptions:
         return first
 
 
-def answer_options(request: ChatCompletionRequest | CompletionRequest) -> AnswerOptions:
+def answer_options(request: AnyRequest) -> AnswerOptions:
     completion = request if isinstance(request, CompletionRequest) else None
     return AnswerOptions(
         stops=request.stop_strings,

@@ -3,6 +3,7 @@
 Knows token events, decoding, stop strings and parsers; does not know the answer's format.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,7 +12,6 @@ from engine.interface import FinishReason, TokenLogprobs
 from gateway.output.parser import FormatParser
 from gateway.output.piece import Piece, ReportedToken
 from gateway.requests.tokens.stop_strings import StopMatcher
-from gateway.requests.tokens.token_tracker import TokenTracker
 from scheduler.request import EventKind, TokenEvent
 
 
@@ -21,6 +21,36 @@ class Decoder(Protocol):
     def feed(self, token_ids: Sequence[int]) -> str: ...
 
     def flush(self) -> str: ...
+
+
+class TokenTracker:
+    """The tokens of one growing output that the client may see. `offset` is the number of characters before the output.
+
+    A token is reported when some of its text is shown. So the tokens of a stop string, and the token that ends the
+    output, are not reported. With `reports_all`, every token is reported at once, also those whose text is not shown.
+    """
+
+    def __init__(self, offset: int = 0, reports_all: bool = False) -> None:
+        self._num_decoded = offset
+        self._num_shown = offset
+        self._reports_all = reports_all
+        self._waiting: deque[ReportedToken] = deque()
+
+    def add(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        """Add a token. Its text begins where the text decoded so far ends."""
+        self._waiting.append(ReportedToken(token_id, self._num_decoded, logprobs))
+
+    def note(self, num_decoded: int, num_shown: int) -> None:
+        """Record that so many more characters were decoded, and so many more are shown."""
+        self._num_decoded += num_decoded
+        self._num_shown += num_shown
+
+    def pop_reportable(self) -> list[ReportedToken]:
+        """Return the tokens that can be reported now, and forget them."""
+        waiting, taken = self._waiting, []
+        while waiting and (self._reports_all or waiting[0].text_offset < self._num_shown):
+            taken.append(waiting.popleft())
+        return taken
 
 
 @dataclass(slots=True)

@@ -15,14 +15,14 @@ from gateway.fairness import FairLock
 from gateway.http.metrics import GatewayMetrics
 from gateway.http.sse import Write
 from gateway.http.trace import CURRENT_TRACE
-from gateway.protocol.bodies.schemas import ChatCompletionRequest, CompletionRequest, parse_generation
+from gateway.protocol.bodies.schemas import AnyRequest, ChatCompletionRequest, CompletionRequest, parse_generation
 from gateway.protocol.errors import ApiError, invalid_value, rejected
 from gateway.protocol.json_body import is_large
 from gateway.requests.generate.generation import Generation
 from gateway.requests.generate.metering import Metering
 from gateway.requests.prepare.placement import Placement
 from gateway.requests.prepare.preparation import Model, Preparation
-from gateway.requests.prepare.prepared import AnyRequest, PreparedRequest
+from gateway.requests.prepare.prepared import PreparedRequest
 from scheduler.client.client import SchedulerClient
 from scheduler.client.rejection import Rejected, RejectReason
 from scheduler.client.token_stream import TokenStream

@@ -16,29 +16,15 @@ from gateway.identity import cache_salt
 from gateway.output.model_format import ModelFormat
 from gateway.output.plan import OutputPlan, has_grammar, plan_output
 from gateway.output.template_values import template_values
-from gateway.protocol.bodies.schemas import MAX_CHOICES, ChatCompletionRequest, CompletionRequest
+from gateway.protocol.bodies.schemas import MAX_CHOICES, AnyRequest, ChatCompletionRequest, CompletionRequest
 from gateway.protocol.errors import invalid_value, model_not_found
 from gateway.requests.answers.answer import Answer
 from gateway.requests.answers.answer_options import answer_options
 from gateway.requests.answers.openai_objects import AnswerHead, ChatAnswer, TextAnswer
 from gateway.requests.answers.token_report import TokenReport
 from gateway.requests.prepare.placement import Placement
-from gateway.requests.prepare.prepared import (
-    AnyRequest,
-    PreparedRequest,
-    as_part_of_job,
-    delivery_of,
-    demotion,
-    time_limit_ms,
-)
-from gateway.requests.prepare.prompts import (
-    ModelLimits,
-    Prompt,
-    check_prompt_logprobs,
-    encode_only,
-    encode_prompts,
-    model_limits,
-)
+from gateway.requests.prepare.prepared import PreparedRequest, as_part_of_job, delivery_of, demotion, time_limit_ms
+from gateway.requests.prepare.prompts import ModelLimits, Prompt, check_prompt_logprobs, encode, fitting, model_limits
 from gateway.requests.prepare.sampling import (
     Constraints,
     check_supported,
@@ -46,8 +32,8 @@ from gateway.requests.prepare.sampling import (
     constraints_of,
     sampling_params,
 )
-from gateway.requests.prepare.sampling_defaults import SamplingDefaults
 from gateway.requests.prepare.trace_attributes import describe_request
+from gateway.requests.tokens.model_files import SamplingDefaults
 from gateway.requests.tokens.prompt_threads import PromptThreads
 from gateway.requests.tokens.tokenizer import RunInThread, Tokenizer
 from scheduler.client.client import SchedulerClient
@@ -121,7 +107,8 @@ class Preparation:
         """Return the tokens of the one prompt of `request`. Raises `ApiError` 400 if there is none."""
         run = self._threads.of(tier, owner)
         output = await self._plan_output(request, run)
-        return await encode_only(request, self.model.tokenizer, self._limits(), output.template_values, run)
+        [ids] = await encode(request, self.model.tokenizer, self._limits(), output.template_values, run)
+        return ids
 
     async def let_others_run(self, num_choices: int, owner: str | None) -> None:
         """Let the event loop do whatever else is due between two steps of the work on many choices."""
@@ -150,7 +137,8 @@ class Preparation:
     async def _tokenise(self, request: AnyRequest, output: OutputPlan, run: RunInThread) -> _Tokenised:
         tokenizer, limits = self.model.tokenizer, self._limits()
         constraints = await constraints_of(request, output.grammar, tokenizer, run)
-        return _Tokenised(await encode_prompts(request, tokenizer, limits, output.template_values, run), constraints)
+        encoded = await encode(request, tokenizer, limits, output.template_values, run)
+        return _Tokenised(fitting(request, encoded, limits), constraints)
 
     def _build(
         self,

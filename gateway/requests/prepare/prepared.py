@@ -11,14 +11,12 @@ import msgspec
 
 from gateway.identity import ResolvedTier
 from gateway.output.plan import PLAIN, OutputPlan
-from gateway.protocol.bodies.schemas import ChatCompletionRequest, CompletionRequest
+from gateway.protocol.bodies.schemas import AnyRequest
 from gateway.requests.answers.answer import Answer
 from gateway.requests.answers.answer_options import AnswerOptions
 from gateway.requests.prepare.placement import Placement
 from scheduler.config import Tier
 from scheduler.request import Delivery, JobPart, Request
-
-AnyRequest = ChatCompletionRequest | CompletionRequest
 
 
 @dataclass(frozen=True, slots=True)

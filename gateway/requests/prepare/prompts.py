@@ -5,11 +5,11 @@ refused here.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from gateway.protocol.bodies.messages import messages_for_template
-from gateway.protocol.bodies.schemas import ChatCompletionRequest, CompletionRequest
+from gateway.protocol.bodies.schemas import AnyRequest, CompletionRequest
 from gateway.protocol.errors import context_length_exceeded, invalid_request, invalid_value
 from gateway.requests.tokens.tokenizer import ChatTemplateError, RunInThread, TextTooLong, Tokenizer, Truncation
 from scheduler.registry.worker_status import WorkerStatus
@@ -41,48 +41,55 @@ class Prompt:
     text: str | None = None  # as the client sent it; None: a chat, token ids, or a part of a text
 
 
-async def encode_prompts(
-    request: ChatCompletionRequest | CompletionRequest,
+async def encode(
+    request: AnyRequest,
     tokenizer: Tokenizer,
     limits: ModelLimits,
     template_values: Mapping[str, Any],
     run: RunInThread,
-) -> list[Prompt]:
-    """Return the encoded prompts of `request`, in order.
+) -> list[list[int]]:
+    """Return the token ids of each prompt of `request`, in order. They need not leave room for an output.
 
     `template_values` are for the chat template, beside the messages. Long texts are encoded by `run`. Raises `ApiError`
-    400 if a prompt is empty, does not fit into the context, or has unknown token ids.
+    400 if a prompt certainly has more tokens than the context, or has unknown token ids.
     """
-    if isinstance(request, ChatCompletionRequest):
-        return [_fit(await _encode_chat(request, tokenizer, limits, template_values, run), request, None, limits)]
-    prompts = await _encode_texts(request, tokenizer, limits, run)
-    fitting = [_fit(ids, request, DEFAULT_COMPLETION_TOKENS, limits) for ids in prompts]
-    if request.truncate_prompt_tokens is not None:
-        return fitting
+    param, truncation = "prompt", _truncation(request, limits)
+    try:
+        if isinstance(request, CompletionRequest):
+            return await _encode_texts(request, tokenizer, limits, truncation, run)
+        param = "messages"
+        if truncation is None and len(request.messages) > limits.max_model_len:  # each takes at least one token
+            raise TextTooLong
+        chat = await tokenizer.encode_chat(
+            messages_for_template(request.messages),
+            limits.max_model_len,
+            values=template_values,
+            add_special_tokens=bool(request.add_special_tokens),
+            truncation=truncation,
+            run=run,
+        )
+        return [chat]
+    except ChatTemplateError as error:
+        raise invalid_request(str(error), param, "invalid_value") from error
+    except TextTooLong:
+        raise context_length_exceeded(limits.max_model_len, param, None, None) from None
+
+
+def fitting(request: AnyRequest, encoded: list[list[int]], limits: ModelLimits) -> list[Prompt]:
+    """Return the encoded prompts of `request` with their limits of output tokens.
+
+    Raises `ApiError` 400 if a prompt is empty, or does not fit into the context with the requested output tokens.
+    """
+    texts: list[Any] = [None] * len(encoded)
+    if isinstance(request, CompletionRequest) and request.truncate_prompt_tokens is None:
+        texts = [text if isinstance(text, str) else None for text in request.prompts]
     return [
-        replace(prompt, text=text) if isinstance(text, str) else prompt
-        for prompt, text in zip(fitting, request.prompts, strict=True)
+        Prompt(tuple(ids), _max_tokens(request, len(ids), limits), text)
+        for ids, text in zip(encoded, texts, strict=True)
     ]
 
 
-async def encode_only(
-    request: ChatCompletionRequest | CompletionRequest,
-    tokenizer: Tokenizer,
-    limits: ModelLimits,
-    template_values: Mapping[str, Any],
-    run: RunInThread,
-) -> list[int]:
-    """Return the token ids of the one prompt of `request`, which need not leave room for an output.
-
-    A long text is encoded by `run`. Raises `ApiError` 400 if the prompt certainly has more tokens than the context.
-    """
-    if isinstance(request, ChatCompletionRequest):
-        return await _encode_chat(request, tokenizer, limits, template_values, run)
-    [ids] = await _encode_texts(request, tokenizer, limits, run)
-    return ids
-
-
-def check_prompt_logprobs(request: ChatCompletionRequest | CompletionRequest, prompts: list[Prompt]) -> None:
+def check_prompt_logprobs(request: AnyRequest, prompts: list[Prompt]) -> None:
     """Refuse a request whose answer would have too many log probabilities of the prompt. Raises `ApiError` 400."""
     num_top = request.num_prompt_logprobs
     if num_top is None:
@@ -94,57 +101,28 @@ def check_prompt_logprobs(request: ChatCompletionRequest | CompletionRequest, pr
         raise invalid_value(param, f"Invalid value for '{param}': {message}. Ask for fewer, or send shorter prompts.")
 
 
-async def _encode_chat(
-    request: ChatCompletionRequest,
+async def _encode_texts(
+    request: CompletionRequest,
     tokenizer: Tokenizer,
     limits: ModelLimits,
-    template_values: Mapping[str, Any],
+    truncation: Truncation | None,
     run: RunInThread,
-) -> list[int]:
-    truncation = _truncation(request, limits)
-    if truncation is None and len(request.messages) > limits.max_model_len:  # each message takes at least one token
-        raise context_length_exceeded(limits.max_model_len, "messages", None, None)
-    messages = messages_for_template(request.messages)
-    try:
-        return await tokenizer.encode_chat(
-            messages,
-            limits.max_model_len,
-            values=template_values,
-            add_special_tokens=bool(request.add_special_tokens),
-            truncation=truncation,
-            run=run,
-        )
-    except ChatTemplateError as error:
-        raise invalid_request(str(error), "messages", "invalid_value") from error
-    except TextTooLong:
-        raise context_length_exceeded(limits.max_model_len, "messages", None, None) from None
-
-
-async def _encode_texts(
-    request: CompletionRequest, tokenizer: Tokenizer, limits: ModelLimits, run: RunInThread
 ) -> list[list[int]]:
     """Return the token ids of each prompt of a body. The prompts are either all texts or all lists of token ids."""
     id_lists = [prompt for prompt in request.prompts if isinstance(prompt, list)]
     if any(max(ids) >= limits.vocab_size for ids in id_lists):
         message = f"Invalid value for 'prompt': token ids must be less than {limits.vocab_size}."
         raise invalid_value("prompt", message)
-    texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
-    truncation = _truncation(request, limits)
     if id_lists:
         return id_lists if truncation is None else [truncation.kept(ids) for ids in id_lists]
-    try:
-        return await tokenizer.encode(
-            texts,
-            limits.max_model_len,
-            add_special_tokens=request.add_special_tokens is not False,
-            truncation=truncation,
-            run=run,
-        )
-    except TextTooLong:
-        raise context_length_exceeded(limits.max_model_len, "prompt", None, None) from None
+    texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
+    add_special = request.add_special_tokens is not False
+    return await tokenizer.encode(
+        texts, limits.max_model_len, add_special_tokens=add_special, truncation=truncation, run=run
+    )
 
 
-def _truncation(request: ChatCompletionRequest | CompletionRequest, limits: ModelLimits) -> Truncation | None:
+def _truncation(request: AnyRequest, limits: ModelLimits) -> Truncation | None:
     """Return which tokens of a prompt the request asks to keep; None: all."""
     num_kept = request.truncate_prompt_tokens
     if num_kept is None:
@@ -154,23 +132,20 @@ def _truncation(request: ChatCompletionRequest | CompletionRequest, limits: Mode
     return Truncation(num_kept, keeps_first=request.truncation_side == "right")
 
 
-def _fit(
-    ids: list[int], request: ChatCompletionRequest | CompletionRequest, default: int | None, limits: ModelLimits
-) -> Prompt:
-    """Return the prompt with its limit of output tokens.
+def _max_tokens(request: AnyRequest, num_ids: int, limits: ModelLimits) -> int:
+    """Return the limit of output tokens of a prompt with `num_ids` tokens.
 
-    The limit is the requested one if there is one. Otherwise it is `default`, or all tokens that the context has left
-    if `default` is None or does not fit. Raises `ApiError` 400 if the prompt is empty, or does not fit into the context
-    together with the requested output tokens.
+    It is the requested limit if there is one. Otherwise it is the endpoint's default, or all tokens that the context
+    has left if there is no default or it does not fit.
     """
-    param = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
-    room, requested = limits.max_model_len - len(ids), request.output_limit
-    if not ids:
+    param, default = "messages", limits.max_model_len
+    if isinstance(request, CompletionRequest):
+        param, default = "prompt", DEFAULT_COMPLETION_TOKENS
+    room, requested = limits.max_model_len - num_ids, request.output_limit
+    if not num_ids:
         raise invalid_value(param, f"Invalid value for '{param}': it must not be empty.")
     if room < 1:
-        raise context_length_exceeded(limits.max_model_len, param, len(ids), requested)
+        raise context_length_exceeded(limits.max_model_len, param, num_ids, requested)
     if requested is not None and requested > room:
-        raise context_length_exceeded(limits.max_model_len, request.output_limit_name, len(ids), requested)
-    if requested is not None:
-        return Prompt(tuple(ids), requested)
-    return Prompt(tuple(ids), room if default is None else min(default, room))
+        raise context_length_exceeded(limits.max_model_len, request.output_limit_name, num_ids, requested)
+    return min(default, room) if requested is None else requested

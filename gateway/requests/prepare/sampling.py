@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from engine.interface import SamplingParams, options_of
-from gateway.protocol.bodies.schemas import MAX_PROMPT_IDS, ChatCompletionRequest, CompletionRequest
+from gateway.protocol.bodies.schemas import MAX_PROMPT_IDS, AnyRequest
 from gateway.protocol.errors import invalid_value
-from gateway.requests.prepare.sampling_defaults import SamplingDefaults
+from gateway.requests.tokens.model_files import SamplingDefaults
 from gateway.requests.tokens.tokenizer import RunInThread, Tokenizer
 from scheduler.registry.worker_status import WorkerStatus
 from scheduler.request import Request
@@ -20,7 +20,6 @@ from scheduler.request import Request
 _PARAMS = {"grammar": "response_format", "json_schema": "response_format"}
 SEED_MASK = 2**63 - 1  # maps an int64 seed of a body to a non-negative seed, as the engine requires
 
-AnyRequest = ChatCompletionRequest | CompletionRequest
 T = TypeVar("T")
 
 

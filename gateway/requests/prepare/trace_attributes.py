@@ -6,13 +6,13 @@ No text of prompts or answers is in it.
 from collections.abc import Sequence
 
 from gateway.http.trace import RequestTrace
-from gateway.protocol.bodies.schemas import ChatCompletionRequest, CompletionRequest
+from gateway.protocol.bodies.schemas import AnyRequest, ChatCompletionRequest
 from gateway.requests.answers.chunks import Usage
 
 PROVIDER = "tidegate"
 
 
-def describe_request(trace: RequestTrace, request: ChatCompletionRequest | CompletionRequest) -> None:
+def describe_request(trace: RequestTrace, request: AnyRequest) -> None:
     is_chat = isinstance(request, ChatCompletionRequest)
     trace.note(
         gen_ai__operation__name="chat" if is_chat else "text_completion",

@@ -5,19 +5,17 @@ torch, because the gateway has to start within one or two seconds, and also on m
 """
 
 import asyncio
-import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerFast
 
 from gateway.protocol.json_body import is_large
 from gateway.requests.tokens.decoder import NO_TOKENS, IncrementalDecoder
+from gateway.requests.tokens.model_files import read_max_model_len
 from gateway.requests.tokens.token_text import TokenTexts
 
 INLINE_CHARS = 8_000  # characters, about 2 ms of encoding; longer input is encoded in a thread, off the event loop
@@ -83,7 +81,7 @@ class Tokenizer:
 
         Raises `OSError` or `ValueError` if there is no tokenizer.
         """
-        return cls(_load_pretrained(model), _read_max_model_len(model))
+        return cls(_load_pretrained(model), read_max_model_len(model))
 
     @cached_property
     def texts(self) -> TokenTexts:
@@ -245,18 +243,3 @@ def _load_pretrained(model: str) -> Any:
 
         return AutoTokenizer.from_pretrained(model)
     return PreTrainedTokenizerFast.from_pretrained(model)
-
-
-def _read_max_model_len(model: str) -> int | None:
-    """Return the context length in the model's config; None if there is none. It is used while no worker is alive."""
-    path = Path(model) / "config.json"
-    if not Path(model).is_dir():
-        try:
-            path = Path(hf_hub_download(model, "config.json"))
-        except (EntryNotFoundError, OSError):
-            return None
-    if not path.exists():
-        return None
-    config = json.loads(path.read_text(encoding="utf-8"))
-    length = config.get("max_position_embeddings")
-    return int(length) if length else None

@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from engine.interface import FinishReason, SamplingParams
 from gateway.protocol.bodies.schemas import ChatCompletionRequest, CompletionRequest
 from gateway.requests.generate.answer_cache import AnswerCache
-from gateway.requests.prepare.model_revision import model_revision
+from gateway.requests.tokens.model_files import model_revision
 from scheduler.request import Delivery, EventKind, Request, TokenEvent
 from tests.gateway.scripted_worker import answer_with
 from tests.gateway.stand import Stand, running_stand

@@ -4,9 +4,8 @@ import pytest
 
 from engine.interface import FinishReason, TokenLogprobs
 from gateway.output.piece import Piece
-from gateway.requests.answers.choice import Choice
+from gateway.requests.answers.choice import Choice, TokenTracker
 from gateway.requests.tokens.stop_strings import StopMatcher
-from gateway.requests.tokens.token_tracker import TokenTracker
 from scheduler.request import EventKind, TokenEvent
 from tests.gateway.tiny_model import text_of, tiny_tokenizer, token_ids
 
@@ -74,3 +73,13 @@ def test_what_is_reported_does_not_depend_on_the_delivery(stop: str, at_once: bo
     assert reported.startswith(whole.text)
     assert all(token.text_offset < len(whole.text) for token in whole.tokens)
     assert choice.stop_reason == (stop if stop in text else None)
+
+
+def test_a_token_is_reported_when_some_of_its_text_is_shown() -> None:
+    tracker = TokenTracker()
+    tracker.add(1, None)
+    tracker.note(2, 0)  # held back: it may begin a stop string
+    assert tracker.pop_reportable() == []
+    tracker.add(2, None)
+    tracker.note(2, 3)
+    assert [(token.token_id, token.text_offset) for token in tracker.pop_reportable()] == [(1, 0), (2, 2)]

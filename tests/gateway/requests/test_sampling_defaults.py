@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.requests.prepare.sampling_defaults import SamplingDefaults, read_sampling_defaults
+from gateway.requests.tokens.model_files import SamplingDefaults, read_sampling_defaults
 from tests.gateway.stand import running_stand
 from tests.gateway.tiny_model import MODEL
 
