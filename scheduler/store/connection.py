@@ -6,7 +6,8 @@ Knows servers and sockets; does not know what is stored. URLs are `redis://host:
 
 import asyncio
 import builtins
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from redis.asyncio import BlockingConnectionPool, ConnectionPool, Redis
@@ -14,9 +15,9 @@ from redis.asyncio.client import PubSub
 from redis.asyncio.connection import AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
-from redis.exceptions import BusyLoadingError, ResponseError, TimeoutError
+from redis.exceptions import BusyLoadingError, ConnectionError, ResponseError, TimeoutError
 
-from scheduler.store.errors import refusal_of
+from scheduler.store.errors import StoreRefused, is_of_wrong_node, refusal_of
 
 CONNECT_TIMEOUT_S = 2.0
 REPLY_TIMEOUT_S = 5.0
@@ -42,6 +43,9 @@ def connect(url: str) -> Redis:
     `redis.exceptions.ConnectionError`, or `TimeoutError` after `COMMAND_TIMEOUT_S`; opening a connection may take the
     same time again. If the reply to a command is lost, the command is sent again. So callers must send only commands
     that may run twice. If the server refuses a write, the command raises `StoreRefused`, which is a `ConnectionError`.
+
+    A node that says it is not the primary, or that does not answer in time, is left: all connections are opened again,
+    to where the name leads then.
     """
     tcp_only = {} if url.startswith("unix:") else {"socket_keepalive": True}
     pool = BlockingConnectionPool.from_url(
@@ -53,9 +57,10 @@ def connect(url: str) -> Redis:
         socket_timeout=REPLY_TIMEOUT_S,
         health_check_interval=HEALTH_CHECK_S,
         retry=_BoundedRetry(_backoff(), RETRIES),
+        route=_Route(),
         **tcp_only,
     )
-    pool.connection_class = _SENDING_DIRECTLY[pool.connection_class]
+    pool.connection_class = _OURS[pool.connection_class]
     return Redis.from_pool(pool)
 
 
@@ -95,14 +100,53 @@ async def _messages_until_silent(pubsub: PubSub, channel: str) -> AsyncIterator[
         await pubsub.aclose()  # type: ignore[no-untyped-call]
 
 
-class _SendsDirectly(AbstractConnection):
-    """A connection that sends with the same time limit as redis-py, but without `asyncio.wait_for`.
+@dataclass(slots=True)
+class _Route:
+    """How often the connections of a client have found that they lead to a wrong or dead node."""
 
-    Before Python 3.12, `asyncio.wait_for` may swallow the cancellation of the sending task (cpython #86296). It also
-    creates a task for each command.
+    changes: int = 0
+
+
+class _OurConnection(AbstractConnection):
+    """A connection that leaves a wrong node, and that sends without `asyncio.wait_for`.
+
+    When a connection finds that its node is not the primary or does not answer, all others are opened anew before their
+    next use. Otherwise, idle ones would read old data, or wait for the dead node, one after the other.
     """
 
+    def __init__(self, *, route: _Route, **settings: Any) -> None:
+        self._route = route
+        self._changes_at_connect = 0
+        super().__init__(**settings)
+
+    async def connect(self) -> None:
+        if self._changes_at_connect != self._route.changes:
+            await self.disconnect(nowait=True)
+        await super().connect()  # type: ignore[no-untyped-call]
+
+    async def _connect(self) -> None:
+        self._changes_at_connect = self._route.changes
+        await super()._connect()  # type: ignore[no-untyped-call, safe-super]
+
+    async def read_response(self, *args: Any, **options: Any) -> Any:
+        try:
+            return await super().read_response(*args, **options)
+        except TimeoutError:
+            self._route.changes += 1
+            raise
+        except (ResponseError, ConnectionError) as error:
+            if not is_of_wrong_node(error):
+                raise
+            self._route.changes += 1
+            await self.disconnect(nowait=True)
+            raise refusal_of(error) or error from None  # a `ConnectionError`, so that redis-py tries again
+
     async def send_packed_command(self, command: Command, check_health: bool = True) -> None:
+        """Send with the same time limit as redis-py, but without `asyncio.wait_for`.
+
+        Before Python 3.12, `asyncio.wait_for` may swallow the cancellation of the sending task (cpython #86296). It
+        also creates a task for each command.
+        """
         timeout_s, self.socket_timeout = self.socket_timeout, None
         try:
             async with asyncio.timeout(timeout_s):
@@ -113,19 +157,19 @@ class _SendsDirectly(AbstractConnection):
             self.socket_timeout = timeout_s
 
 
-class _Tcp(_SendsDirectly, Connection):
+class _Tcp(_OurConnection, Connection):
     pass
 
 
-class _Tls(_SendsDirectly, SSLConnection):
+class _Tls(_OurConnection, SSLConnection):
     pass
 
 
-class _Unix(_SendsDirectly, UnixDomainSocketConnection):
+class _Unix(_OurConnection, UnixDomainSocketConnection):
     pass
 
 
-_SENDING_DIRECTLY: dict[type[AbstractConnection], type[AbstractConnection]] = {
+_OURS: dict[type[AbstractConnection], type[AbstractConnection]] = {
     Connection: _Tcp,
     SSLConnection: _Tls,
     UnixDomainSocketConnection: _Unix,
@@ -133,25 +177,40 @@ _SENDING_DIRECTLY: dict[type[AbstractConnection], type[AbstractConnection]] = {
 
 
 class _Retry(Retry):
-    """A retry policy that turns the server's refusals into `StoreRefused`."""
+    """A retry policy that turns the server's refusals into `StoreRefused`.
 
-    async def call_with_retry(self, *args: Any, **options: Any) -> Any:
-        try:
-            return await super().call_with_retry(*args, **options)
-        except (ResponseError, BusyLoadingError) as error:
-            if (refusal := refusal_of(error)) is None:
+    A command whose reply to an earlier attempt was lost may have been executed. Its refusal is a `ConnectionError`.
+    """
+
+    async def call_with_retry(self, do: Callable[[], Awaitable[Any]], *args: Any, **options: Any) -> Any:
+        may_have_run = False
+
+        async def attempt() -> Any:
+            nonlocal may_have_run
+            try:
+                return await do()
+            except (ConnectionError, TimeoutError) as error:
+                may_have_run |= not isinstance(error, (StoreRefused, BusyLoadingError))
                 raise
-            raise refusal from None  # the message of redis-py may contain the arguments of commands, such as prompts
+
+        try:
+            return await super().call_with_retry(attempt, *args, **options)
+        except (ResponseError, BusyLoadingError, StoreRefused) as error:
+            refusal = error if isinstance(error, StoreRefused) else refusal_of(error)
+            if refusal is None:
+                raise
+            # the message of redis-py may contain the arguments of commands, such as prompts
+            raise (ConnectionError(str(refusal)) if may_have_run else refusal) from None
 
 
 class _BoundedRetry(_Retry):
     """A retry policy that ends a command after `COMMAND_TIMEOUT_S`, retries included."""
 
-    async def call_with_retry(self, *args: Any, **options: Any) -> Any:
+    async def call_with_retry(self, do: Callable[[], Awaitable[Any]], *args: Any, **options: Any) -> Any:
         timeout_s = COMMAND_TIMEOUT_S
         try:
             async with asyncio.timeout(timeout_s):
-                return await super().call_with_retry(*args, **options)
+                return await super().call_with_retry(do, *args, **options)
         except builtins.TimeoutError as error:
             raise TimeoutError(f"The store has not answered within {timeout_s:.0f} seconds.") from error
 

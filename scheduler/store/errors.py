@@ -32,6 +32,8 @@ CAUSES = {
     "MASTERDOWN": "it is a replica that has lost its primary",
     "BUSY": "it is busy with a script",
 }
+# Codes of a node that is not the primary: the connection, or the name that it was opened with, leads to the wrong node.
+NOT_PRIMARY = frozenset({"READONLY", "UNBLOCKED", "MASTERDOWN"})
 # redis-py removes the codes of these errors from their messages.
 _CODES = {
     OutOfMemoryError: "OOM",
@@ -67,7 +69,17 @@ class NotDurable(StoreRefused):
 
 def refusal_of(error: Exception) -> StoreRefused | None:
     """Return the refusal that an error of redis-py means; None if it means something else."""
+    code = _code_of(error)
+    return None if code is None else StoreRefused(CAUSES[code])
+
+
+def is_of_wrong_node(error: Exception) -> bool:
+    """Return whether an error of redis-py comes from a node that is not the primary."""
+    return _code_of(error) in NOT_PRIMARY
+
+
+def _code_of(error: Exception) -> str | None:
     code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), None)
     if code is None and (found := _CODE.search(str(error))):
         code = found[1]
-    return None if code is None else StoreRefused(CAUSES[code])
+    return code

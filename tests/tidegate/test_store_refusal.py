@@ -44,6 +44,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(autouse=True)
 def frequent_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler_client, "REFRESH_S", 0.05)
+    monkeypatch.setattr(connection, "RETRIES", 1)  # for a node that is not the primary
 
 
 @asynccontextmanager

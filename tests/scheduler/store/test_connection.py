@@ -3,7 +3,6 @@
 import asyncio
 import shutil
 import signal
-import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -15,41 +14,14 @@ from redis.exceptions import TimeoutError as StoreSilent
 from scheduler.store import connection
 from scheduler.store.durability import ROUNDS, durable
 from scheduler.store.errors import NotDurable
+from tests.scheduler.store.nodes import Server, embedded_server
 from tests.waiting import until
-from tidegate.supervision.process import dies_with_parent
-from tidegate.valkey import EmbeddedValkey
-
-
-class Server:
-    """An embedded server that a test may end and start again."""
-
-    def __init__(self, valkey: EmbeddedValkey) -> None:
-        self.valkey = valkey
-        self._process: subprocess.Popen[bytes] | None = None
-
-    async def start(self, *more: str) -> None:
-        self._process = subprocess.Popen(
-            [*self.valkey.argv, *more], pass_fds=self.valkey.pass_fds, preexec_fn=dies_with_parent()
-        )
-        await until(self.valkey.is_ready)
-
-    def send(self, number: int) -> None:
-        assert self._process is not None
-        self._process.send_signal(number)
-
-    def end(self, number: int = signal.SIGTERM) -> None:
-        if self._process is not None:
-            self._process.send_signal(number)
-            self._process.wait(60)
-            self._process = None
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    with EmbeddedValkey(tmp_path) as valkey:
-        server = Server(valkey)
+    with embedded_server(tmp_path) as server:
         yield server
-        server.end(signal.SIGKILL)
 
 
 @pytest.fixture

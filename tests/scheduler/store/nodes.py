@@ -1,0 +1,101 @@
+"""Servers that a test starts, stops, pauses and promotes."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from redis import Redis
+
+from tests.system.server import free_port
+from tests.waiting import until
+from tidegate.supervision.process import dies_with_parent
+from tidegate.valkey import EmbeddedValkey
+
+
+class Server:
+    """An embedded server that a test may end and start again. Its TCP port is for replicas and Sentinels."""
+
+    def __init__(self, valkey: EmbeddedValkey) -> None:
+        self.valkey = valkey
+        self.port = free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def start(self, *more: str) -> None:
+        fast = ("--repl-diskless-sync-delay", "0")
+        argv = [*self.valkey.argv, "--port", str(self.port), *fast, *more]
+        self._process = subprocess.Popen(argv, pass_fds=self.valkey.pass_fds, preexec_fn=dies_with_parent())
+        await until(self.valkey.is_ready)
+
+    def send(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def end(self, number: int = signal.SIGTERM) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
+            self._process.wait(60)
+            self._process = None
+
+    def ask(self, *command: str) -> Any:
+        """Return the answer to a command that is sent to this very server."""
+        with Redis.from_url(self.valkey.url) as client:
+            return client.execute_command(*command)
+
+    async def follow(self, primary: "Server") -> None:
+        """Become a replica of `primary`, and wait until it has the primary's data."""
+        self.ask("REPLICAOF", "127.0.0.1", str(primary.port))
+        await until(lambda: self.ask("INFO", "replication")["master_link_status"] == "up")
+
+
+@contextmanager
+def embedded_server(data_dir: Path) -> Iterator[Server]:
+    """Yield a server that is not started. It is killed at the end, also while it is paused."""
+    with EmbeddedValkey(data_dir) as valkey:
+        server = Server(valkey)
+        try:
+            yield server
+        finally:
+            server.end(signal.SIGKILL)
+
+
+class Pair:
+    """A primary and its replica. `url` is a name that leads to one of them, as DNS does for a managed store."""
+
+    def __init__(self, first: Server, second: Server, name: Path) -> None:
+        self.primary, self.replica = first, second
+        self._name = name
+        self._lead_to(first)
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self._name}"
+
+    async def start(self) -> None:
+        await self.primary.start()
+        await self.replica.start()
+        await self.replica.follow(self.primary)
+
+    async def promote(self) -> None:
+        """Make the replica the primary. The name still leads to the old one."""
+        self.replica.ask("REPLICAOF", "NO", "ONE")
+        self.primary, self.replica = self.replica, self.primary
+        await self.replica.follow(self.primary)
+
+    def rename(self) -> None:
+        """Let the name lead to the primary."""
+        self._lead_to(self.primary)
+
+    def _lead_to(self, server: Server) -> None:
+        link = self._name.with_suffix(".new")
+        link.symlink_to(server.valkey.socket_path)
+        os.replace(link, self._name)
+
+
+@contextmanager
+def server_pair(folder: Path) -> Iterator[Pair]:
+    with embedded_server(folder / "a") as first, embedded_server(folder / "b") as second:
+        yield Pair(first, second, folder / "store.sock")
