@@ -1,13 +1,12 @@
 """Connections to Redis or Valkey: all timeouts, retries and reconnects are set here.
 
-Knows servers and sockets; does not know what is stored. URLs are `redis://host:port/db`, `rediss://…` or
-`unix:///path/to/socket`. Works with Redis 6.2 or newer and with any Valkey.
+Knows servers and sockets; does not know what is stored. `scheduler.store.address` says which URLs there are. Works with
+Redis 6.2 or newer and with any Valkey.
 """
 
 import asyncio
 import builtins
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from redis.asyncio import BlockingConnectionPool, ConnectionPool, Redis
@@ -17,9 +16,9 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.exceptions import BusyLoadingError, ConnectionError, ResponseError, TimeoutError
 
+from scheduler.store import address
 from scheduler.store.errors import StoreRefused, is_of_wrong_node, refusal_of
 
-CONNECT_TIMEOUT_S = 2.0
 REPLY_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 32  # per process; a command beyond this limit waits for a free connection instead of failing
 HEALTH_CHECK_S = 15  # a connection that was idle for longer is checked with a PING before the next command
@@ -37,7 +36,7 @@ Command = bytes | str | Iterable[bytes]
 
 
 def connect(url: str) -> Redis:
-    """Return a client with a pool of connections. No connection is opened yet.
+    """Return a client with a pool of connections. No connection is opened yet. Raises `ValueError` for a wrong URL.
 
     Commands are retried during a short outage of the server. If the outage lasts longer, they raise
     `redis.exceptions.ConnectionError`, or `TimeoutError` after `COMMAND_TIMEOUT_S`; opening a connection may take the
@@ -47,21 +46,19 @@ def connect(url: str) -> Redis:
     A node that says it is not the primary, or that does not answer in time, is left: all connections are opened again,
     to where the name leads then.
     """
-    tcp_only = {} if url.startswith("unix:") else {"socket_keepalive": True}
-    pool = BlockingConnectionPool.from_url(
-        url,
-        max_connections=MAX_CONNECTIONS,
-        timeout=REPLY_TIMEOUT_S,
-        protocol=2,
-        socket_connect_timeout=CONNECT_TIMEOUT_S,
-        socket_timeout=REPLY_TIMEOUT_S,
-        health_check_interval=HEALTH_CHECK_S,
-        retry=_BoundedRetry(_backoff(), RETRIES),
-        route=_Route(),
-        **tcp_only,
-    )
-    pool.connection_class = _OURS[pool.connection_class]
-    return Redis.from_pool(pool)
+    settings, route = address.parse(url)
+    theirs = settings.pop("connection_class", Connection)
+    ours: dict[str, Any] = {
+        "max_connections": MAX_CONNECTIONS,
+        "timeout": REPLY_TIMEOUT_S,
+        "protocol": 2,
+        "socket_connect_timeout": address.CONNECT_TIMEOUT_S,
+        "socket_timeout": REPLY_TIMEOUT_S,
+        "health_check_interval": HEALTH_CHECK_S,
+        "retry": _BoundedRetry(_backoff(), RETRIES),
+        "route": route,
+    }
+    return Redis.from_pool(BlockingConnectionPool(connection_class=_OURS[theirs], **(ours | settings)))
 
 
 def blocking(client: Redis, longest_s: float) -> Redis:
@@ -100,13 +97,6 @@ async def _messages_until_silent(pubsub: PubSub, channel: str) -> AsyncIterator[
         await pubsub.aclose()  # type: ignore[no-untyped-call]
 
 
-@dataclass(slots=True)
-class _Route:
-    """How often the connections of a client have found that they lead to a wrong or dead node."""
-
-    changes: int = 0
-
-
 class _OurConnection(AbstractConnection):
     """A connection that leaves a wrong node, and that sends without `asyncio.wait_for`.
 
@@ -114,17 +104,20 @@ class _OurConnection(AbstractConnection):
     next use. Otherwise, idle ones would read old data, or wait for the dead node, one after the other.
     """
 
-    def __init__(self, *, route: _Route, **settings: Any) -> None:
+    def __init__(self, *, route: address.Route, **settings: Any) -> None:
         self._route = route
         self._changes_at_connect = 0
         super().__init__(**settings)
 
     async def connect(self) -> None:
+        await self._route.look()
         if self._changes_at_connect != self._route.changes:
             await self.disconnect(nowait=True)
         await super().connect()  # type: ignore[no-untyped-call]
 
     async def _connect(self) -> None:
+        if (primary := await self._route.primary()) is not None:
+            self.host, self.port = primary
         self._changes_at_connect = self._route.changes
         await super()._connect()  # type: ignore[no-untyped-call, safe-super]
 

@@ -21,9 +21,7 @@ def status(worker_id: str) -> WorkerStatus:
     return WorkerStatus(worker_id=worker_id, model_names=("m",), max_model_len=8, vocab_size=8, started_ms=0)
 
 
-@pytest.mark.parametrize(
-    "url", ["redis://user:sesame@127.0.0.1:{}/3", "unix:///nowhere/{}.sock", "http://127.0.0.1:{}"]
-)
+@pytest.mark.parametrize("url", ["redis://user:sesame@127.0.0.1:{}/3", "unix:///nowhere/{}.sock"])
 def test_a_store_that_does_not_answer_is_named_without_its_password(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "RETRIES", 1)  # the default takes two seconds
     with capture_logs() as logs:

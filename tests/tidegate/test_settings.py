@@ -120,6 +120,15 @@ def test_allowed_origins_come_from_a_flag_the_environment_or_a_file(
     assert settings.allowed_origins == ["https://chat.example/", "chrome-extension://*"]
 
 
+@pytest.mark.parametrize("url", ["http://:sesame@store", "redis+sentinel://:sesame@store"])
+def test_a_url_that_is_no_stores_is_refused_without_repeating_it(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["gateway", "--redis-url", url])
+    said = capsys.readouterr().err
+    assert "--redis-url" in said
+    assert "sesame" not in said
+
+
 @pytest.mark.parametrize("key", ["prot", "config"])
 def test_an_unknown_key_in_a_file_is_refused(tmp_path: Path, key: str) -> None:
     file = tmp_path / "tidegate.yaml"

@@ -77,7 +77,9 @@ class CommonSettings(BaseSettings):
     )
     tiers: Path | None = Field(default=None, description="tiers file; unset: the shipped tiers.yaml")
     redis_url: str | None = Field(
-        default=None, description="redis://… or unix://…; unset: `serve` starts its own Valkey"
+        default=None,
+        description="redis://…, redis+sentinel://HOST,HOST/SERVICE, both with rediss for TLS, or unix://…; with "
+        "?password_file=PATH or ?password_command=…; unset: `serve` starts its own Valkey",
     )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["auto", "json", "console"] = Field(
@@ -91,6 +93,15 @@ class CommonSettings(BaseSettings):
     drain_s: float = Field(
         default=30.0, ge=0, description="seconds that running requests may take to finish after a stop signal"
     )
+
+    @field_validator("redis_url")
+    @classmethod
+    def _is_address(cls, value: str | None) -> str | None:
+        if value is not None:
+            from scheduler.store import address  # takes a tenth of a second, and not every command needs it
+
+            address.parse(value)  # raises ValueError
+        return value
 
     @field_validator("adapters")
     @classmethod

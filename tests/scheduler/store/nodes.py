@@ -9,11 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from redis import Redis
+from redis.backoff import ConstantBackoff, NoBackoff
+from redis.retry import Retry
 
 from tests.system.server import free_port
 from tests.waiting import until
 from tidegate.supervision.process import dies_with_parent
-from tidegate.valkey import EmbeddedValkey
+from tidegate.valkey import EmbeddedValkey, find_binary
+
+SERVICE = "tide"
+SENTINEL_CONF = """port {port}
+dir {folder}
+sentinel monitor {service} 127.0.0.1 {primary} 1
+sentinel down-after-milliseconds {service} 500
+sentinel failover-timeout {service} 2000
+"""
 
 
 class Server:
@@ -41,8 +51,8 @@ class Server:
             self._process = None
 
     def ask(self, *command: str) -> Any:
-        """Return the answer to a command that is sent to this very server."""
-        with Redis.from_url(self.valkey.url) as client:
+        """Return the answer of this very server to a command, also while a Sentinel cuts its clients off."""
+        with Redis.from_url(self.valkey.url, retry=Retry(ConstantBackoff(0.05), 20)) as client:
             return client.execute_command(*command)
 
     async def follow(self, primary: "Server") -> None:
@@ -99,3 +109,21 @@ class Pair:
 def server_pair(folder: Path) -> Iterator[Pair]:
     with embedded_server(folder / "a") as first, embedded_server(folder / "b") as second:
         yield Pair(first, second, folder / "store.sock")
+
+
+@contextmanager
+def sentinel(folder: Path, pair: Pair) -> Iterator[Redis]:
+    """Yield a client of a Sentinel that knows the pair. `pair.primary` must run; its replica may be found later."""
+    port, conf = free_port(), folder / "sentinel.conf"
+    conf.write_text(
+        SENTINEL_CONF.format(port=port, folder=folder, service=SERVICE, primary=pair.primary.port), encoding="utf-8"
+    )
+    process = subprocess.Popen(
+        [find_binary(), str(conf), "--sentinel"], stdout=subprocess.DEVNULL, preexec_fn=dies_with_parent()
+    )
+    try:
+        with Redis(port=port, retry=Retry(NoBackoff(), 0)) as client:
+            yield client
+    finally:
+        process.kill()
+        process.wait(60)

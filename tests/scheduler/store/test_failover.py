@@ -1,18 +1,22 @@
 """Failovers between two real servers: the connections of a client follow the primary."""
 
 import asyncio
+import contextlib
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from redis import ConnectionError as NotThere
+from redis import Redis as SyncRedis
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as StoreUnreachable
 
 from scheduler.store import connection
 from scheduler.store.durability import durable
-from scheduler.store.errors import CAUSES, StoreRefused
-from tests.scheduler.store.nodes import Pair, server_pair
+from scheduler.store.errors import CAUSES, STORE_AWAY, StoreRefused
+from tests.scheduler.store.nodes import SERVICE, Pair, sentinel, server_pair
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(60)
 MAX_AWAY_S = 5.0  # the longest time from a promotion to the next write
@@ -128,3 +132,72 @@ async def test_a_write_whose_reply_was_lost_is_not_called_refused(pair: Pair, im
         await writing
     assert not isinstance(lost.value, StoreRefused)
     stopped.send(signal.SIGCONT)
+
+
+@pytest.fixture
+async def watcher(pair: Pair, tmp_path: Path) -> AsyncIterator[SyncRedis]:
+    """A client of a Sentinel that watches the pair and knows its replica."""
+    with sentinel(tmp_path, pair) as watcher:
+        await until(lambda: num_replicas(watcher) == 1)
+        yield watcher
+
+
+def num_replicas(watcher: SyncRedis) -> int:
+    with contextlib.suppress(NotThere):  # it is still starting
+        replicas = watcher.execute_command("SENTINEL REPLICAS", SERVICE)
+        return sum("disconnected" not in str(replica) for replica in replicas)
+    return 0
+
+
+def port_of_primary(watcher: SyncRedis) -> int:
+    return int(watcher.execute_command("SENTINEL GET-MASTER-ADDR-BY-NAME", SERVICE)[1])
+
+
+def url_of(watcher: SyncRedis) -> str:
+    port = watcher.connection_pool.connection_kwargs["port"]
+    return f"redis+sentinel://127.0.0.1:1,127.0.0.1:{port}/{SERVICE}"
+
+
+async def test_a_client_asks_the_sentinels_for_the_primary_and_follows_a_planned_failover(
+    pair: Pair, watcher: SyncRedis
+) -> None:
+    """Nobody listens at the first of the two Sentinels."""
+    client = connection.connect(url_of(watcher))
+    reader = connection.blocking(client, 1.0)
+    await client.set("key", "before")
+    assert await reader.get("key") == b"before"
+    watcher.execute_command("SENTINEL FAILOVER", SERVICE)
+    await until(lambda: port_of_primary(watcher) == pair.replica.port)
+
+    async def is_written_to_the_new_one() -> bool:
+        await client.set("key", "after")
+        return bool(pair.replica.ask("GET", "key") == b"after")
+
+    assert pair.primary.ask("ROLE")[0] == b"master", "it takes writes that will be lost"
+    await until(is_written_to_the_new_one, MAX_AWAY_S)
+    assert await reader.get("key") == b"after"
+    await reader.aclose()
+    await client.aclose()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_client_writes_again_after_the_death_of_the_primary(
+    pair: Pair, watcher: SyncRedis, number: int
+) -> None:
+    """A primary that is stopped keeps its connections open, and answers nothing."""
+    client = connection.connect(url_of(watcher))
+    await asyncio.gather(*(client.set("key", "before") for _ in range(8)))
+    pair.primary.send(number)
+    writing = asyncio.create_task(write_until_it_works(client))
+    await until(lambda: pair.replica.ask("ROLE")[0] == b"master")
+    async with asyncio.timeout(MAX_AWAY_S + 1.0):
+        await writing
+        await asyncio.gather(*(client.set("key", "after") for _ in range(8)))
+    await client.aclose()
+
+
+async def write_until_it_works(client: Redis) -> None:
+    while True:
+        with contextlib.suppress(*STORE_AWAY):
+            return await by_command(client)

@@ -1,0 +1,77 @@
+"""Addresses of stores: URLs with users, passwords from elsewhere, and TLS."""
+
+import ssl
+import sys
+from pathlib import Path
+
+import pytest
+from redis.asyncio.connection import SSLConnection
+from redis.exceptions import AuthenticationError
+
+from scheduler.store import address, connection
+from tests.scheduler.store.nodes import embedded_server
+
+
+def test_a_url_of_sentinels_names_service_database_users_and_tls() -> None:
+    settings, route = address.parse(
+        "rediss+sentinel://tide:se%40same@s1:26380,s2,[::1]:5/main/3?ssl_ca_certs=/ca.pem&sentinel_password=s3cret"
+    )
+    assert route.service == "main"
+    assert (settings["username"], settings["password"], settings["db"]) == ("tide", "se@same", 3)
+    assert settings["connection_class"] is SSLConnection
+    assert settings["ssl_ca_certs"] == "/ca.pem"
+    assert route.sentinels is not None
+    asked = [sentinel.connection_pool for sentinel in route.sentinels.sentinels]
+    assert [(p.connection_kwargs["host"], p.connection_kwargs["port"]) for p in asked] == [
+        ("s1", 26380),
+        ("s2", 26379),
+        ("::1", 5),
+    ]
+    for pool in asked:
+        made = pool.make_connection()
+        assert isinstance(made, SSLConnection)
+        assert made.ssl_context.cert_reqs is ssl.CERT_REQUIRED
+        assert pool.connection_kwargs["ssl_ca_certs"] == "/ca.pem"
+        assert (pool.connection_kwargs["username"], pool.connection_kwargs["password"]) == (None, "s3cret")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis+sentinel://s1",
+        "redis+sentinel://s1,:5/main",
+        "redis+cluster://s1",
+        "redis://:a@s1?password_file=/b",
+        "redis://s1?password_file=/b&password_command=c",
+    ],
+)
+def test_a_url_that_cannot_be_used_is_refused(url: str) -> None:
+    with pytest.raises(ValueError):
+        connection.connect(url)
+
+
+async def test_a_password_that_changes_is_read_for_each_new_connection(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    with embedded_server(tmp_path / "store") as server:
+        await server.start()
+        for user in ("tide", "other"):
+            server.ask("ACL", "SETUSER", user, "on", ">first", "~*", "+@all")
+        sources = (f"password_file={file}", f"password_command={sys.executable}%20-m%20base64%20-d%20{file}.b64")
+        for user, source in zip(("tide", "other"), sources, strict=True):
+            client = connection.connect(f"unix://{user}@{server.valkey.socket_path}?{source}")
+            file.write_text("first\n")
+            file.with_suffix(".b64").write_text("Zmlyc3Q=")
+            assert await client.acl_whoami() == user
+            server.ask("ACL", "SETUSER", user, "<first", ">second")
+            server.ask("CLIENT", "KILL", "USER", user)
+            file.write_text("second\n")
+            file.with_suffix(".b64").write_text("c2Vjb25k")
+            assert await client.acl_whoami() == user
+            await client.aclose()
+
+
+def test_a_password_that_cannot_be_read_is_named() -> None:
+    for source in ("password_file=/nowhere", "password_command=false"):
+        settings, _ = address.parse(f"redis://tide@store?{source}")
+        with pytest.raises(AuthenticationError, match="the store's password cannot be read"):
+            settings["credential_provider"].get_credentials()
