@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from gateway.protocol.bodies.messages import MAX_PIECES, Text
+from gateway.protocol.bodies.messages import MAX_PIECES, RefusalPart, Text, part_tag
+from gateway.protocol.bodies.validation import choose, text_or_list
 from gateway.protocol.json_body import Body
 
 Item = dict[str, Any]
@@ -37,15 +38,6 @@ class TextPart(Body):
     text: Text
 
 
-class RefusalPart(Body):
-    type: Literal["refusal"]
-    refusal: Text
-
-
-def _part_tag(value: Any) -> str:
-    return "<refusal>" if isinstance(value, dict) and value.get("type") == "refusal" else "<text>"
-
-
 def _only_text(value: Any) -> Any:
     kind = value.get("type") if isinstance(value, dict) else None
     if kind in ("input_image", "input_file", "input_audio", "image_url"):
@@ -55,19 +47,15 @@ def _only_text(value: Any) -> Any:
 
 Part = Annotated[
     Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")],
-    Discriminator(_part_tag),
+    Discriminator(part_tag),
     BeforeValidator(_only_text),
 ]
 Parts = Annotated[list[Part], Field(fail_fast=True, max_length=MAX_PIECES)]
 
 
-def _text_tag(value: Any) -> str | None:
-    return "<text>" if isinstance(value, str) else "<list>" if isinstance(value, list) else None
-
-
 TextOrParts = Annotated[
     Annotated[Text, Tag("<text>")] | Annotated[Parts, Tag("<list>")],
-    Discriminator(_text_tag, custom_error_type="union_type", custom_error_message="Must be a string or an array"),
+    choose(text_or_list, "a string or an array"),
 ]
 Status = Literal["in_progress", "completed", "incomplete"] | None
 

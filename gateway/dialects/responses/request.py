@@ -10,10 +10,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from gateway.dialects.responses.items import InputItem
-from gateway.protocol.bodies.messages import MAX_PIECES, Text
+from gateway.protocol.bodies.messages import MAX_PIECES, Text, count_pieces
 from gateway.protocol.bodies.options import GenerationBody, Whole
 from gateway.protocol.bodies.schemas import ChatCompletionRequest
 from gateway.protocol.bodies.unknown_names import unknown_names
+from gateway.protocol.bodies.validation import choose, text_or_list
 from gateway.protocol.errors import invalid_request, invalid_value, unsupported_parameter
 from gateway.protocol.json_body import Body, parse
 
@@ -139,15 +140,9 @@ Includable = Literal[
 ]
 
 
-def _input_tag(value: Any) -> str | None:
-    return "<text>" if isinstance(value, str) else "<list>" if isinstance(value, list) else None
-
-
 Input = Annotated[
     Annotated[Text, Tag("<text>")] | Annotated[list[InputItem], Field(fail_fast=True), Tag("<list>")],
-    Discriminator(
-        _input_tag, custom_error_type="union_type", custom_error_message="Must be a string or an array of input items"
-    ),
+    choose(text_or_list, "a string or an array of input items"),
 ]
 
 
@@ -179,7 +174,7 @@ class ResponseRequest(GenerationBody):
     @field_validator("input", mode="before")
     @classmethod
     def _few_pieces(cls, value: Any) -> Any:
-        if isinstance(value, list) and _count_pieces(value) > MAX_PIECES:
+        if isinstance(value, list) and count_pieces(value, ("content", "output", "summary")) > MAX_PIECES:
             raise ValueError(f"must have at most {MAX_PIECES} items and content parts in all")
         return value
 
@@ -194,11 +189,6 @@ class ResponseRequest(GenerationBody):
 
 
 KNOWN = {*ChatCompletionRequest.model_fields, *ResponseRequest.model_fields}
-
-
-def _count_pieces(items: list[Any]) -> int:
-    fields = [i.get(name) for i in items if isinstance(i, dict) for name in ("content", "output", "summary")]
-    return len(items) + sum(len(field) for field in fields if isinstance(field, list))
 
 
 def parse_response_request(body: dict[str, Any]) -> ResponseRequest:

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationInfo, 
 from pydantic_core import PydanticCustomError
 
 from gateway.protocol.bodies.tools import CalledFunction, ToolCall
+from gateway.protocol.bodies.validation import choose
 from gateway.protocol.json_body import Body
 
 T = TypeVar("T")
@@ -26,22 +27,14 @@ def _well_formed(text: str) -> str:
     return text
 
 
-def _tag(value: Any) -> str | None:
-    """Return the tag of the union member that will validate `value`; None if no member fits.
-
-    The choice depends only on the type of `value` and of its first item. If all members were tried instead, the first
-    error could come from the wrong member.
-    """
+def tag_of(value: Any) -> str | None:
+    """Return the tag of a text or of a list, by the type of its first item; None if `value` is neither."""
     if value is None or isinstance(value, str):
         return "<text>"
     if isinstance(value, list):
         inner = value[0] if value else None
         return "<ids>" if isinstance(inner, int) else "<id-lists>" if isinstance(inner, list) else "<list>"
     return None
-
-
-def choose(expected: str) -> Discriminator:
-    return Discriminator(_tag, custom_error_type="union_type", custom_error_message=f"Must be {expected}")
 
 
 Text = Annotated[str, AfterValidator(_well_formed)]
@@ -59,28 +52,21 @@ class RefusalPart(Body):
     refusal: Text
 
 
-def _part_tag(value: Any) -> str:
+def part_tag(value: Any) -> str:
     return "<refusal>" if isinstance(value, dict) and value.get("type") == "refusal" else "<text>"
 
 
-Part = Annotated[
-    Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")], Discriminator(_part_tag)
-]
+Part = Annotated[Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")], Discriminator(part_tag)]
 Parts = Annotated[list[Part], Field(min_length=1, fail_fast=True)]
-PartsTags = Annotated[Parts, Tag("<list>")]
 
 
 def _content_tag(value: Any) -> str | None:
-    return "<list>" if isinstance(value, list) else _tag(value)
+    return "<list>" if isinstance(value, list) else tag_of(value)
 
 
 Content = Annotated[
-    Annotated[Text | None, Tag("<text>")] | PartsTags,
-    Discriminator(
-        _content_tag,
-        custom_error_type="content_type",
-        custom_error_message="Must be a string or an array of content parts",
-    ),
+    Annotated[Text | None, Tag("<text>")] | Annotated[Parts, Tag("<list>")],
+    choose(_content_tag, "a string or an array of content parts"),
 ]
 
 
@@ -144,6 +130,7 @@ def _required_in_roles(roles: tuple[str, ...], value: T, info: ValidationInfo) -
     return value
 
 
-def count_pieces(messages: list[Any]) -> int:
-    fields = [m.get(name) for m in messages if isinstance(m, dict) for name in ("content", "tool_calls")]
-    return len(messages) + sum(len(field) for field in fields if isinstance(field, list))
+def count_pieces(items: list[Any], names: Sequence[str] = ("content", "tool_calls")) -> int:
+    """Return the number of items, and of the parts in their fields of these names."""
+    fields = [item.get(name) for item in items if isinstance(item, dict) for name in names]
+    return len(items) + sum(len(field) for field in fields if isinstance(field, list))

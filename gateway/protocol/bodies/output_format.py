@@ -5,8 +5,9 @@ Knows OpenAI's `response_format`, vLLM's `structured_outputs` and vLLM's older `
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, Tag, model_validator
 
+from gateway.protocol.bodies.validation import choose
 from gateway.protocol.json_body import Body
 
 MAX_CHOICES_LENGTH = 2**16  # characters of all texts of a `choice` together
@@ -63,11 +64,7 @@ ResponseFormat = Annotated[
     | Annotated[JsonObjectFormat, Tag("<json_object>")]
     | Annotated[JsonSchemaFormat, Tag("<json_schema>")]
     | Annotated[StructuralTagFormat, Tag("<structural_tag>")],
-    Discriminator(
-        _format_tag,
-        custom_error_type="format_type",
-        custom_error_message="Must be an object whose type is text, json_object, json_schema or structural_tag",
-    ),
+    choose(_format_tag, "an object whose type is text, json_object, json_schema or structural_tag"),
 ]
 
 

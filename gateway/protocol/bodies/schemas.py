@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, Tag, field_validator
 
-from gateway.protocol.bodies.messages import MAX_PIECES, Message, StopText, Text, TokenIds, choose, count_pieces
+from gateway.protocol.bodies.messages import MAX_PIECES, Message, StopText, Text, TokenIds, count_pieces, tag_of
 from gateway.protocol.bodies.options import INT64, Count, GenerationBody, NumTop, Options, Whole
 from gateway.protocol.bodies.output_format import Choices, Grammar, ResponseFormat, Schema, StructuredOutputs
 from gateway.protocol.bodies.tools import (
@@ -26,6 +26,7 @@ from gateway.protocol.bodies.tools import (
 )
 from gateway.protocol.bodies.unknown_names import unknown_names
 from gateway.protocol.bodies.unsupported import refuse_misplaced, refuse_unsupported
+from gateway.protocol.bodies.validation import choose
 from gateway.protocol.errors import invalid_value
 from gateway.protocol.json_body import Body, has_more_values, has_too_many_values, parse
 
@@ -51,7 +52,7 @@ class GenerationRequest(GenerationBody, Options):
     stop: Annotated[
         Annotated[StopText | None, Tag("<text>")]
         | Annotated[list[StopText], Field(max_length=4, fail_fast=True), Tag("<list>")],
-        choose("a string or an array of strings"),
+        choose(tag_of, "a string or an array of strings"),
     ] = None
     stream_options: StreamOptions | None = None
     deadline_ms: Annotated[int, Field(ge=1, le=2**53), Whole] | None = None  # maximum ms from arrival to the last token
@@ -141,7 +142,7 @@ class CompletionRequest(GenerationRequest):
         ]
         | Annotated[TokenIds, Tag("<ids>")]
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True), Tag("<id-lists>")],
-        choose("a string, an array of strings, an array of token ids, or an array of such arrays"),
+        choose(tag_of, "a string, an array of strings, an array of token ids, or an array of such arrays"),
     ]
 
     @field_validator("prompt", mode="before")

@@ -7,8 +7,9 @@ writes a call.
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
+from gateway.protocol.bodies.validation import choose
 from gateway.protocol.json_body import Body
 
 MAX_TOOLS = 128  # OpenAI's limit
@@ -60,21 +61,17 @@ def _choice_tag(value: Any) -> str | None:
     return "<mode>" if isinstance(value, str) else None
 
 
-def _choice_of(expected: str) -> Discriminator:
-    return Discriminator(_choice_tag, custom_error_type="union_type", custom_error_message=f"Must be {expected}")
-
-
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<mode>")]
     | Annotated[NamedTool, Tag("<named>")]
     | Annotated[AllowedToolsChoice, Tag("<allowed>")],
-    _choice_of("'none', 'auto', 'required' or an object that names a tool"),
+    choose(_choice_tag, "'none', 'auto', 'required' or an object that names a tool"),
 ]
 FunctionChoice = Annotated[
     Annotated[Literal["none", "auto"], Tag("<mode>")]
     | Annotated[FunctionName, Tag("<named>")]
     | Annotated[FunctionName, Tag("<allowed>")],
-    _choice_of("'none', 'auto' or an object with the name of a function"),
+    choose(_choice_tag, "'none', 'auto' or an object with the name of a function"),
 ]
 
 

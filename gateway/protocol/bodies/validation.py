@@ -4,9 +4,11 @@ Knows pydantic's error records; does not know HTTP or any particular body. The m
 parameter and says what is allowed, in words of JSON. It never repeats the input.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from pydantic import Discriminator
 
 TAG = "<"  # first character of the tags of union members, such as `<text>`; paths are shown without these tags
 # What a value must be, for each type of pydantic's errors. The fields in braces are of the error's context.
@@ -42,6 +44,18 @@ class Fault:
     message: str
     param: str | None
     code: str
+
+
+def choose(tag_of: Callable[[Any], str | None], expected: str) -> Discriminator:
+    """Return what picks the member of a union that validates a value: the one with the tag that `tag_of` returns.
+
+    If all members were tried, the first error could come from the wrong one. `tag_of` returns None if none fits.
+    """
+    return Discriminator(tag_of, custom_error_type="union_type", custom_error_message=f"Must be {expected}")
+
+
+def text_or_list(value: Any) -> str | None:
+    return "<text>" if isinstance(value, str) else "<list>" if isinstance(value, list) else None
 
 
 def first_fault(errors: Sequence[Mapping[str, Any]], skip: Sequence[str] = ()) -> Fault:

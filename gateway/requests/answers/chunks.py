@@ -4,7 +4,7 @@ A stream has one chunk per token, so encoding chunks is the hottest path of the 
 stream have in common are therefore encoded only once per stream.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import msgspec
@@ -38,6 +38,34 @@ class Usage:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkForm:
+    """The bytes of a choice that are the same in all chunks of an endpoint: around its outputs, and at its ends."""
+
+    text: tuple[bytes, bytes]
+    reasoning: tuple[bytes, bytes]
+    tool_calls: tuple[bytes, bytes]
+    closing: bytes
+    opening: bytes | None  # None: a choice begins with its first output
+    legacy_calls: bool = False  # whether a call is shown in the older form, `function_call`
+
+    @property
+    def is_chat(self) -> bool:
+        return self.opening is not None
+
+
+CHAT_CHUNKS = ChunkForm(
+    text=(b'"delta":{"content":', b"}"),
+    reasoning=(b'"delta":', b""),
+    tool_calls=(b'"delta":{"tool_calls":[', b"]}"),
+    closing=b'"delta":{}',
+    opening=b'"delta":{"role":"assistant","content":"","refusal":null}',
+)
+LEGACY_CHUNKS = replace(CHAT_CHUNKS, tool_calls=(b'"delta":{"function_call":', b"}"), legacy_calls=True)
+_TEXT = (b'"text":', b"")  # plain completions are not parsed, so there is nothing but text
+TEXT_CHUNKS = ChunkForm(_TEXT, _TEXT, _TEXT, closing=b'"text":""', opening=None)
+
+
 class ChunkEncoder:
     """An encoder of the `data: …` frames of one stream.
 
@@ -46,36 +74,18 @@ class ChunkEncoder:
 
     keeps_tokens: ClassVar = False
 
-    def __init__(
-        self,
-        head: dict[str, Any],
-        *,
-        opening: bytes | None,
-        text: tuple[bytes, bytes],
-        reasoning: tuple[bytes, bytes],
-        tool_calls: tuple[bytes, bytes],
-        closing: bytes,
-        usage_key: bool,
-        report: TokenReport | None = None,
-        legacy_calls: bool = False,
-    ) -> None:
+    def __init__(self, head: dict[str, Any], form: ChunkForm, usage_key: bool, report: TokenReport | None) -> None:
         self._before = b"data: " + encode_json(head)[:-1] + b',"choices":['
-        self._opening = opening
-        self._text = text
-        self._reasoning = reasoning
-        self._tool_calls = tool_calls
-        self._closing = closing
+        self._form = form
         self._usage_key = usage_key
         self._report = report
-        self._is_chat = opening is not None
-        self._legacy_calls = legacy_calls
 
     def begin(self) -> bytes:
         return b""
 
     def opening(self, index: int, usage: Usage | None = None) -> bytes:
         """Return the first frame of a choice; no bytes if the endpoint has no such frame."""
-        return b"" if self._opening is None else self._frame(index, self._opening, b"null", usage)
+        return b"" if self._form.opening is None else self._frame(index, self._form.opening, b"null", usage)
 
     def piece(self, index: int, piece: Piece, usage: Usage | None = None) -> bytes:
         """Return the frames of a piece: none if it is empty, else one for each of its kinds of output.
@@ -83,7 +93,7 @@ class ChunkEncoder:
         The first frame has what the answer reports of the tokens of the piece.
         """
         if self._report is None and piece.text and not (piece.reasoning or piece.tool_calls):
-            return self._frame(index, self._text[0] + encode_json(piece.text) + self._text[1], b"null", usage)
+            return self._frame(index, self._form.text[0] + encode_json(piece.text) + self._form.text[1], b"null", usage)
         logprobs, extra, top = self._reported(piece)
         frames = b""
         for around, value in self._contents(piece):
@@ -99,12 +109,12 @@ class ChunkEncoder:
         """
         contents: list[tuple[tuple[bytes, bytes], Any]] = []
         if piece.reasoning:
-            contents.append((self._reasoning, reasoning(piece.reasoning)))
+            contents.append((self._form.reasoning, reasoning(piece.reasoning)))
         if piece.text:
-            contents.append((self._text, piece.text))
-        call_delta = _function_call_delta if self._legacy_calls else _tool_call_delta
-        contents += [(self._tool_calls, call_delta(delta)) for delta in piece.tool_calls]
-        return contents or ([(self._text, "")] if piece else [])
+            contents.append((self._form.text, piece.text))
+        call_delta = _function_call_delta if self._form.legacy_calls else _tool_call_delta
+        contents += [(self._form.tool_calls, call_delta(delta)) for delta in piece.tool_calls]
+        return contents or ([(self._form.text, "")] if piece else [])
 
     def _reported(self, piece: Piece) -> tuple[bytes, bytes, bytes]:
         """Return what the answer reports of the tokens of `piece`.
@@ -114,14 +124,14 @@ class ChunkEncoder:
         report = self._report
         if report is None:
             return b"null", b"", b""
-        logprobs = report.chat_logprobs(piece.tokens) if self._is_chat else report.text_logprobs(piece.tokens)
+        logprobs = report.chat_logprobs(piece.tokens) if self._form.is_chat else report.text_logprobs(piece.tokens)
         ids = b',"token_ids":' + encode_json(output_ids(piece)) if report.with_ids else b""
         prompt_ids = b',"prompt_token_ids":' + encode_json(piece.prompt_token_ids) if piece.prompt_token_ids else b""
-        extra, top = (ids, prompt_ids) if self._is_chat else (ids + prompt_ids, b"")
+        extra, top = (ids, prompt_ids) if self._form.is_chat else (ids + prompt_ids, b"")
         return encode_json(logprobs), extra, top
 
     def closing(self, index: int, finish_reason: str | None, usage: Usage | None = None) -> bytes:
-        return self._frame(index, self._closing, encode_json(finish_reason), usage)
+        return self._frame(index, self._form.closing, encode_json(finish_reason), usage)
 
     def end(self, usage: Usage) -> bytes:
         """Return the last frames. With `include_usage`, a chunk without choices reports the usage of the answer."""

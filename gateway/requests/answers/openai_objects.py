@@ -6,10 +6,16 @@ from typing import Any
 
 from gateway.output.piece import Piece, whole_tool_calls
 from gateway.requests.answers.choice import Choice
-from gateway.requests.answers.chunks import ChunkEncoder, Usage, output_ids, reasoning
+from gateway.requests.answers.chunks import (
+    CHAT_CHUNKS,
+    LEGACY_CHUNKS,
+    TEXT_CHUNKS,
+    ChunkEncoder,
+    Usage,
+    output_ids,
+    reasoning,
+)
 from gateway.requests.answers.token_report import TokenReport
-
-_LEGACY_CALLS = (b'"delta":{"function_call":', b"}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +55,9 @@ class ChatAnswer:
         }
         return answer | _prompt_extras(*choices[0], self._report)
 
-    def chunks(self, usage_key: bool) -> "ChunkEncoder":
-        head = _object(self._head, "chat.completion.chunk")
-        return ChunkEncoder(
-            head,
-            opening=b'"delta":{"role":"assistant","content":"","refusal":null}',
-            text=(b'"delta":{"content":', b"}"),
-            reasoning=(b'"delta":', b""),
-            tool_calls=_LEGACY_CALLS if self._legacy_calls else (b'"delta":{"tool_calls":[', b"]}"),
-            legacy_calls=self._legacy_calls,
-            closing=b'"delta":{}',
-            usage_key=usage_key,
-            report=self._report,
-        )
+    def chunks(self, usage_key: bool) -> ChunkEncoder:
+        form = LEGACY_CHUNKS if self._legacy_calls else CHAT_CHUNKS
+        return ChunkEncoder(_object(self._head, "chat.completion.chunk"), form, usage_key, self._report)
 
 
 class TextAnswer:
@@ -89,19 +85,8 @@ class TextAnswer:
             "usage": usage.to_dict(),
         }
 
-    def chunks(self, usage_key: bool) -> "ChunkEncoder":
-        head = _object(self._head, "text_completion")
-        text = (b'"text":', b"")  # plain completions are not parsed, so there is nothing but text
-        return ChunkEncoder(
-            head,
-            opening=None,
-            text=text,
-            reasoning=text,
-            tool_calls=text,
-            closing=b'"text":""',
-            usage_key=usage_key,
-            report=self._report,
-        )
+    def chunks(self, usage_key: bool) -> ChunkEncoder:
+        return ChunkEncoder(_object(self._head, "text_completion"), TEXT_CHUNKS, usage_key, self._report)
 
 
 def _message(piece: Piece, legacy_calls: bool) -> dict[str, Any]:
