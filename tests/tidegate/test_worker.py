@@ -36,7 +36,7 @@ from tidegate.supervision.keeper import EX_CONFIG
 from tidegate.supervision.process import LONGEST_PAUSE_S, SETTLED_S
 from tidegate.worker import engine_worker as worker
 from tidegate.worker.engine_worker import run_worker
-from tidegate.worker.process import GIVE_UP_S, LoopRunner, keep_serving
+from tidegate.worker.process import GIVE_UP_S, LoopRunner, keep_serving, run_process
 
 DRAIN_S = 5.0
 
@@ -294,6 +294,14 @@ def test_an_interrupt_while_the_model_loads_is_an_ordinary_end(
 
     monkeypatch.setattr(worker, "build_engine", interrupted)
     assert run_worker(settings) == 0
+
+
+@pytest.mark.trap(16)
+def test_a_device_that_is_lost_while_it_serves_ends_the_process_with_1(settings: WorkerSettings) -> None:
+    def serve(*_: object) -> None:
+        raise EngineDead("device lost")
+
+    assert run_process(settings, serve) == 1
 
 
 # -- the threads of its engine ---------------------------------------------------------------------------------------
