@@ -36,9 +36,7 @@ class Isolation(ServerFlags):
     Reports goals and tables, and writes a page with plots.
     """
 
-    experiment: ExperimentName = Field(
-        "isolation", description="isolation, overload (1.5 ×), step (3 ×), deadlines or frontier."
-    )
+    experiment: ExperimentName = Field("isolation", description="isolation, overload (1.5 ×), deadlines or frontier.")
     arms: str = Field(
         "", description="Arms to run, such as A0,A1,OURS,S1.25 (`max_slowdown` 1.25); empty: the experiment's."
     )

@@ -4,9 +4,9 @@ If a control does not fail, the experiment proves nothing.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from bench.isolation.arms import AIMD, BEST_EFFORT, FIRST_COME, OURS
+from bench.isolation.arms import BEST_EFFORT, FIRST_COME
 from bench.isolation.experiments import ExperimentName
 from bench.isolation.summary import ArmSummary, compare_all
 
@@ -27,7 +27,7 @@ class Evidence:
     """The measurements of one experiment by which its goals and controls are judged.
 
     `solo_load` is the base load as a share of the solo goodput; None if the solo goodput was not measured. `top_class`
-    is the interactive class of the highest tier. `settling_s` has the seconds that each arm took to settle.
+    is the interactive class of the highest tier.
     """
 
     experiment: ExperimentName
@@ -37,7 +37,6 @@ class Evidence:
     higher_for_s: float = 0.0  # seconds of raised load in each round
     on_gpu: bool = False
     top_class: str = ""
-    settling_s: Mapping[str, float] = field(default_factory=dict)
 
 
 def controls_of(seen: Evidence) -> list[Control]:
@@ -47,8 +46,6 @@ def controls_of(seen: Evidence) -> list[Control]:
             return _isolation_controls(seen)
         case "deadlines":
             return _deadline_controls(seen)
-        case "step":
-            return _step_controls(seen)
         case "overload" | "frontier":
             return []
 
@@ -71,10 +68,3 @@ def _isolation_controls(seen: Evidence) -> list[Control]:
         return [Control(name, None, "no first tokens to compare")]
     failed = p50.value > TTFT_P50_TARGET and p99.value > TTFT_P99_TARGET
     return [Control(name, failed, f"TTFT p50 {p50.value:.2f}×, p99 {p99.value:.2f}×")]
-
-
-def _step_controls(seen: Evidence) -> list[Control]:
-    aimd_s, ours_s = seen.settling_s.get(AIMD), seen.settling_s.get(OURS)
-    if aimd_s is None or ours_s is None:
-        return [Control("A5 settles slower", None, "not run")]
-    return [Control("A5 settles slower", aimd_s > ours_s, f"{aimd_s:.1f} s against {ours_s:.1f} s")]

@@ -20,7 +20,7 @@ from bench.isolation.arms import (
 from loadtest.traffic.scenario import Scenario, TrafficClass
 from loadtest.traffic.scenario_arrivals import OpenLoop, Spike
 
-ExperimentName = Literal["isolation", "overload", "step", "deadlines", "frontier"]
+ExperimentName = Literal["isolation", "overload", "deadlines", "frontier"]
 OVERLOAD_S = 60.0  # seconds of overload for which the goal is stated
 
 
@@ -76,14 +76,6 @@ EXPERIMENTS: dict[str, Experiment] = {
             LoadProfile(0.5, 3.0, 1 / 6, OVERLOAD_S),
             is_steady=True,
             has_premium=True,
-        ),
-        Experiment(
-            "step",
-            "Interactive traffic that triples from one moment to the next, and stays so",
-            "w1-chat",
-            (AIMD, OURS),
-            LoadProfile(0.3, 3.0, 1 / 3),
-            is_steady=True,
         ),
         Experiment(
             "deadlines",

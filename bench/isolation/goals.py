@@ -37,7 +37,6 @@ class Goal:
     measured: Estimate | float | None = None
     higher_is_better: bool = False
     is_share: bool = False
-    unit: str = ""
     note: str = ""
     counts: bool = True
 
@@ -70,7 +69,6 @@ def judge(seen: Evidence) -> tuple[list[Goal], list[Control]]:
         *_throughput(seen),
         *_overload(seen),
         *_engine(seen),
-        _settling(seen, did_not_fail),
         _jobs(seen, did_not_fail),
         *_frontier(seen),
         _simulator(),
@@ -175,13 +173,6 @@ def _engine(seen: Evidence) -> list[Goal]:
         ),
         Goal("step-time error (MAPE)", 0.10, 0.04, engine.step_time_error if engine else None, is_share=True),
     ]
-
-
-def _settling(seen: Evidence, control_did_not_fail: bool) -> Goal:
-    goal = Goal("settle after a 3× load step", 30.0, 10.0, unit="s")
-    if seen.experiment != "step" or OURS not in seen.settling_s:
-        return _measured_elsewhere(goal, seen, "step")
-    return _checked_by_control(replace(goal, measured=seen.settling_s[OURS]), "A5", control_did_not_fail)
 
 
 def _jobs(seen: Evidence, control_did_not_fail: bool) -> Goal:

@@ -14,8 +14,8 @@ from bench.isolation.goals import judge
 from bench.isolation.results.record import warnings_of
 from bench.isolation.results.result import Result
 from bench.isolation.rounds import Part, Progress, run_part, run_rounds
-from bench.isolation.slos import is_premium, premium_ttft_ms, settling_s, slos_by_class
-from bench.isolation.summary import met_by_arrival, summarize_arms
+from bench.isolation.slos import is_premium, premium_ttft_ms, slos_by_class
+from bench.isolation.summary import summarize_arms
 from bench.isolation.tuning import Goodput, Trials
 from loadtest.client.http import TargetError
 from loadtest.client.runner import UNFINISHED, Timing
@@ -23,8 +23,6 @@ from loadtest.machine import hardware
 from loadtest.traffic.scenario import Scenario, Targets
 from scheduler.config import parse_tiers
 
-# An arm has settled if SETTLED_SHARE of the requests are in time in every later bin of SETTLED_BIN_S seconds.
-SETTLED_SHARE, SETTLED_BIN_S = 0.97, 2.0
 WARM_UP_ROUND = 2000  # a round number that no arm uses, so that its requests differ
 
 
@@ -79,7 +77,6 @@ async def run_experiment(config: ExperimentConfig, systems: Systems, progress: P
         goodput=goodput,
         explained=await explanations(systems.ours),
     )
-    result.settling_s = _settling(result)
     result.goals, result.controls = judge(_evidence(result))
     result.warnings = warnings_of(result)
     return result
@@ -135,22 +132,6 @@ def _arm_names(config: ExperimentConfig, systems: Systems) -> list[str]:
     return names
 
 
-def _settling(result: Result) -> dict[str, float]:
-    spike = result.experiment.profile.spike(result.timing.part_s)
-    if result.experiment.name != "step" or spike is None:
-        return {}
-    return {
-        name: settling_s(
-            met_by_arrival(parts, result.scenario, result.slos),
-            spike.at_s,
-            result.timing.part_s,
-            SETTLED_SHARE,
-            SETTLED_BIN_S,
-        )
-        for name, parts in result.rounds.parts.items()
-    }
-
-
 def _evidence(result: Result) -> Evidence:
     classes = result.scenario.with_role("interactive")
     spike = result.experiment.profile.spike(result.timing.part_s)
@@ -162,5 +143,4 @@ def _evidence(result: Result) -> Evidence:
         higher_for_s=spike.for_s if spike else 0.0,
         on_gpu="NVIDIA" in hardware(),
         top_class=next((c.name for c in classes if is_premium(c)), classes[0].name),
-        settling_s=result.settling_s,
     )

@@ -5,7 +5,7 @@ was refused, failed or never ended is a miss. Knows the order of precedence (the
 then the tiers), outcomes and targets; does not know arms.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -133,23 +133,3 @@ def _verdict(outcome: Outcome, targets: Targets, now_s: float) -> bool | None:
     to_first_s = waited_s if outcome.ttft_s is None else outcome.ttft_s
     overdue = ((targets.ttft_ms, to_first_s), (targets.e2e_ms, waited_s))
     return False if any(target_ms is not None and s > target_ms / 1000 for target_ms, s in overdue) else None
-
-
-def settling_s(
-    outcomes: Sequence[tuple[float, bool]], step_s: float, end_s: float, share: float, bin_s: float
-) -> float:
-    """Return the seconds from a load step until latencies have settled.
-
-    They have settled when, in every later bin of `bin_s` seconds, at least `share` of the requests met their SLO. If
-    that never happens, the result is the whole time from the step to the end. `outcomes` are pairs of arrival time in
-    seconds and whether the request met its SLO.
-    """
-    settled_s = end_s - step_s
-    start_s = end_s - bin_s
-    while start_s >= step_s - 1e-9:
-        inside = [met for at_s, met in outcomes if start_s <= at_s < start_s + bin_s]
-        if inside and sum(inside) / len(inside) < share:
-            return settled_s
-        settled_s = max(0.0, start_s - step_s)
-        start_s -= bin_s
-    return 0.0

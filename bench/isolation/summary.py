@@ -11,7 +11,7 @@ import numpy as np
 from bench.isolation.arms import BULK_ALONE, PEER_BULK, Arm, has_slo
 from bench.isolation.experiments import has_deadline
 from bench.isolation.rounds import Part, Rounds
-from bench.isolation.slos import Attainment, attainment_of, has_met
+from bench.isolation.slos import Attainment, attainment_of
 from loadtest.client.runner import ArmRun
 from loadtest.client.server_metrics import bucket_quantile
 from loadtest.estimates import (
@@ -189,17 +189,3 @@ def compare_all(arms: Mapping[str, ArmSummary]) -> dict[str, Comparison]:
         if summary.arm.is_mixed and alone is not None:
             found[name] = compare(summary, alone, arms.get(PEER_BULK if summary.arm.is_peer else BULK_ALONE))
     return found
-
-
-def met_by_arrival(parts: Sequence[Part], scenario: Scenario, slos: Mapping[str, Targets]) -> list[tuple[float, bool]]:
-    """Return the arrival time of every interactive request and whether it met its SLO, sorted by arrival time.
-
-    Arrival times are seconds from the start of the request's part.
-    """
-    found = [
-        (outcome.due_s - part.run.start_s, has_met(outcome, slos[c.name]))
-        for part in parts
-        for c in scenario.with_role("interactive")
-        for outcome in part.run.outcomes.get(c.name, [])
-    ]
-    return sorted(found)

@@ -82,8 +82,6 @@ def _cards(result: Result) -> list[Card]:
         cards.append(Card(percent(versus.bulk_harvest), "of what interactive leaves is harvested by bulk"))
     if ours is not None and ours.jobs.share is not None:
         cards.append(Card(percent(ours.jobs.share), "of admitted jobs done before their deadline"))
-    for name, seconds in result.settling_s.items():
-        cards.append(Card(f"{seconds:.1f} s", f"{name}: to settle after the step"))
     return cards
 
 

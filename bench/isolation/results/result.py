@@ -40,7 +40,6 @@ class Result:
     goals: list[Goal]
     controls: list[Control]
     goodput: Goodput | None = None  # the search for the solo goodput; None if `clients` was given
-    settling_s: dict[str, float] = field(default_factory=dict)
     explained: dict[str, Any] | None = None  # GET /admin/sla after the last of our own parts
     warnings: list[str] = field(default_factory=list)
 
@@ -75,7 +74,6 @@ def as_dict(result: Result) -> dict[str, Any]:
         "solo_goodput": None if result.goodput is None else _goodput_as_dict(result.goodput),
         "arms": {name: _arm_as_dict(arm) for name, arm in result.arms.items()},
         "versus_alone": {name: _comparison_as_dict(c) for name, c in comparisons.items()},
-        "settling_s": result.settling_s,
         "goals": [_goal_as_dict(g) for g in result.goals],
         "negative_controls": [asdict(c) for c in result.controls],
         "admin_sla": result.explained,

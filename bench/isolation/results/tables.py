@@ -155,7 +155,7 @@ def _mark(arm: ArmSummary) -> str:
 
 
 def _bound(goal: Goal, bound: float) -> str:
-    shown = f"{100 * bound:g} %" if goal.is_share else f"{bound:g}{goal.unit and ' ' + goal.unit}"
+    shown = f"{100 * bound:g} %" if goal.is_share else f"{bound:g}"
     return f"{DIRECTION[goal.higher_is_better]} {shown}"
 
 
@@ -164,5 +164,5 @@ def _measured(goal: Goal) -> str:
         return interval(goal.measured)
     if goal.value is None:
         return ABSENT
-    return percent(goal.value) if goal.is_share else f"{goal.value:.2f}{goal.unit and ' ' + goal.unit}"
+    return percent(goal.value) if goal.is_share else f"{goal.value:.2f}"
 

@@ -1,8 +1,8 @@
-"""What counts as in time, and how long a step takes to settle."""
+"""What counts as in time."""
 
 import pytest
 
-from bench.isolation.slos import MissCount, attainment_of, has_met, settling_s
+from bench.isolation.slos import MissCount, attainment_of, has_met
 from loadtest.client.answer import Outcome
 from loadtest.client.runner import ArmRun
 from loadtest.traffic.scenario import Targets
@@ -46,15 +46,3 @@ def test_misses_are_counted_while_an_arm_runs_each_of_them_once() -> None:
     refused = Outcome("chat", 3, due_s=START_S + 1.4, error="429: no", finished_s=START_S + 1.41)
     run.outcomes["chat"] += [under_way, refused]
     assert missed.update(run, START_S + 9.0) == 3  # its first token was in time; the gaps are judged at its end
-
-
-def test_settled_is_when_every_later_bin_is_in_time() -> None:
-    def settled(missed: set[int]) -> float:
-        requests = [(t / 10, t // 10 not in missed) for t in range(600)]
-        return settling_s(requests, step_s=20.0, end_s=60.0, share=0.97, bin_s=2.0)
-
-    assert settled(set()) == 0.0
-    assert settled({5, 6}) == 0.0  # before the step
-    assert settled({20, 21, 22}) == 4.0
-    assert settled({20, 35}) == 16.0  # it came back
-    assert settled({59}) == 40.0  # never

@@ -4,7 +4,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from bench.isolation.arms import AIMD, BULK_ALONE, FIRST_COME, OURS, OURS_ALONE, ArmBuilder
+from bench.isolation.arms import BULK_ALONE, FIRST_COME, OURS, OURS_ALONE, ArmBuilder
 from bench.isolation.controls import Evidence
 from bench.isolation.experiments import EXPERIMENTS, ExperimentName
 from bench.isolation.goals import judge
@@ -58,8 +58,7 @@ def make_result(experiment: ExperimentName = "isolation", *, clients_given: bool
         chat = [answered("chat", 0.4 * i, ttft_s, (0.01,)) for i in range(20)]
         rounds.add(make_part(builder.build(name), chat, [answered("backlog", 0.0, 3.0, tokens=80)], [knobs, knobs]))
     arms = summarize_arms(rounds, SCENARIO, SLOS)
-    settling_s = {AIMD: 9.0, OURS: 4.0} if experiment == "step" else {}
-    goals, controls = judge(Evidence(experiment, arms, solo_load=None if clients_given else 0.5, settling_s=settling_s))
+    goals, controls = judge(Evidence(experiment, arms, solo_load=None if clients_given else 0.5))
     return Result(
         EXPERIMENTS[experiment],
         SCENARIO,
@@ -73,7 +72,6 @@ def make_result(experiment: ExperimentName = "isolation", *, clients_given: bool
         goals,
         controls,
         goodput=None if clients_given else Goodput(3.0, (Probe(3.0, 40, 0), Probe(4.0, 40, 2, was_cut=True)), 4.0),
-        settling_s=settling_s,
         explained={"workers": []},
         warnings=["something <odd>"],
     )
@@ -82,7 +80,7 @@ def make_result(experiment: ExperimentName = "isolation", *, clients_given: bool
 @pytest.fixture(scope="module")
 def html() -> str:
     """A page with a change of load, which adds a drawing to those of isolation. Drawn once."""
-    result = make_result("step")
+    result = make_result("overload")
     return render_page(isolation_record(result, PROVENANCE, draw_experiment(result)))
 
 
@@ -91,7 +89,7 @@ def test_an_experiments_page_needs_nothing_beside_it(html: str) -> None:
     assert all(r.startswith(("#", "data:")) for r in elements.references)
     assert "@import" not in html and "url(http" not in html
     assert "prefers-color-scheme: dark" in html and "currentColor" in html and "#010203" not in html
-    for said in ("0.125 × the scenario", "something &lt;odd&gt;", "fails, as it must", "to settle after the step"):
+    for said in ("0.125 × the scenario", "something &lt;odd&gt;"):
         assert said in html
     assert "4×: 2 or more of 40 late" in html and "0.5 of the solo goodput, then 3 times that" in html
 
@@ -99,6 +97,7 @@ def test_an_experiments_page_needs_nothing_beside_it(html: str) -> None:
 def test_a_load_that_was_given_is_no_share_of_anything() -> None:
     result = make_result(clients_given=True)
     text = render_text(isolation_record(result, PROVENANCE, {}))
+    assert "fails, as it must" in text
     assert "load: 0.5 × 3 clients, as given (--clients)" in text and "0.5 of the solo goodput" not in text
     assert "the load's share of the solo goodput was not measured" in text
     assert as_dict(result)["clients_given"] is True and result.solo_load is None

@@ -2,13 +2,13 @@
 
 import pytest
 
-from bench.isolation.arms import AIMD, BULK_ALONE, FIRST_COME, OURS, OURS_ALONE, STRICT, Arm, ArmBuilder
+from bench.isolation.arms import BULK_ALONE, FIRST_COME, OURS, OURS_ALONE, STRICT, Arm, ArmBuilder
 from bench.isolation.controls import Evidence, controls_of
 from bench.isolation.experiments import EXPERIMENTS, ExperimentName
 from bench.isolation.goals import Goal, judge
 from bench.isolation.results.result import requests_of
 from bench.isolation.rounds import Part, Rounds
-from bench.isolation.summary import ArmSummary, met_by_arrival, summarize_arms
+from bench.isolation.summary import ArmSummary, summarize_arms
 from loadtest.estimates import Estimate
 from loadtest.shipped_tiers import read_shipped_tiers
 from loadtest.traffic.scenario import Targets
@@ -65,11 +65,11 @@ def test_an_arm_is_summed_up_over_its_classes_and_from_the_servers_metrics() -> 
 @pytest.mark.parametrize("experiment", list(EXPERIMENTS))
 def test_every_experiment_shows_all_goals_and_says_where_the_others_are_measured(experiment: ExperimentName) -> None:
     goals, _ = judge(Evidence(experiment, {}))
-    assert len(goals) == len({g.name for g in goals}) == 18
+    assert len(goals) == len({g.name for g in goals}) == 17
     assert {g.verdict for g in goals} == {"not measured"}
     elsewhere = {g.name: g.note for g in goals if g.note.startswith("--experiment")}
     assert not any(experiment in note for note in elsewhere.values())
-    expected = {"isolation": 4, "overload": 2, "step": 1, "deadlines": 1, "frontier": 5}
+    expected = {"isolation": 4, "overload": 2, "deadlines": 1, "frontier": 5}
     assert len(elsewhere) == sum(expected.values()) - expected[experiment]
     assert "bench simulator-accuracy" in goals[-1].note
 
@@ -99,14 +99,10 @@ def test_a_goal_is_judged_in_its_direction(measured: Estimate | float | None, hi
 
 def test_the_negative_control_must_fail() -> None:
     arms = make_arms()
-    settled = {AIMD: 20.0, OURS: 5.0}
     assert [c.failed for c in controls_of(Evidence("isolation", arms))] == [True]
     # an arm alone in the place of the mixed one: there is nothing to compare
     assert [c.failed for c in controls_of(Evidence("isolation", {**arms, FIRST_COME: arms[OURS_ALONE]}))] == [None]
     assert [c.failed for c in controls_of(Evidence("isolation", {}))] == [None]
-    assert [c.failed for c in controls_of(Evidence("step", arms, settling_s=settled))] == [True]
-    assert [c.failed for c in controls_of(Evidence("step", arms, settling_s={AIMD: 4.0, OURS: 5.0}))] == [False]
-    assert [c.failed for c in controls_of(Evidence("step", arms, settling_s={OURS: 5.0}))] == [None]
     assert controls_of(Evidence("overload", arms)) == []
 
 
@@ -118,20 +114,15 @@ def test_a_goal_does_not_count_where_its_control_did_not_fail() -> None:
     verdicts = {g.name: g.verdict for g in goals}
     assert verdicts["isolation: TTFT p50, mixed ÷ alone"] == "does not count"
     assert verdicts["interactive SLO attainment, mixed"] == "goal"
-    step = {g.name: g for g in judge(Evidence("step", arms, settling_s={AIMD: 4.0, OURS: 5.0}))[0]}
-    assert step["settle after a 3× load step"].verdict == "does not count"
-    assert "A5" in step["settle after a 3× load step"].note
 
 
-def test_overload_and_step_have_goals_of_their_own() -> None:
+def test_overload_has_goals_of_its_own() -> None:
     overload = {g.name: g for g in judge(Evidence("overload", make_arms(), 0.5, 3.0, 60.0, top_class="chat"))[0]}
     top, everyone = (g for name, g in overload.items() if name.startswith("1.5× overload"))
     assert (top.value, top.verdict, everyone.value, everyone.verdict) == (0.0, "goal", 0.0, "goal")
     assert "at 1.5 × the solo goodput for 60 s" in top.note
     absent = [g for g in judge(Evidence("overload", make_arms(), top_class="absent"))[0] if "top tier" in g.name]
     assert [g.verdict for g in absent] == ["not measured"]
-    step = judge(Evidence("step", make_arms(), settling_s={OURS: 12.0}))[0]
-    assert [g.verdict for g in step if g.name.startswith("settle")] == ["target"]
 
 
 def test_the_list_of_requests_says_of_each_what_a_simulation_needs() -> None:
@@ -145,4 +136,3 @@ def test_the_list_of_requests_says_of_each_what_a_simulation_needs() -> None:
     assert last["arrival_s"] == pytest.approx(7.6) and last["ttft_s"] == pytest.approx(0.0439)
     assert last["gaps_s"]["max"] == pytest.approx(0.03) and last["output_tokens"] == 3
     assert (last["arm"], last["round"], last["tier"]) == (OURS, 0, "default")
-    assert [met for _, met in met_by_arrival(rounds.parts[OURS], SCENARIO, SLOS)] == [r["met"] for r in chats]
