@@ -12,6 +12,10 @@ import msgspec
 
 from engine.interface import FinishReason, SamplingParams, TokenLogprobs
 
+# The format of a request. A field that changes an answer raises it. Requests of version 0 are of gateways that do not
+# answer `EventKind.TAKEN_OVER`.
+VERSION = 1
+
 
 class Delivery(Enum):
     """The times at which a worker reports new tokens to the gateway."""
@@ -61,6 +65,14 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     job_part: str = ""
     traceparent: str = ""  # W3C trace context of the gateway's span; empty: the request is not traced
 
+    version: int = 0  # the lowest `VERSION` that a worker must know to serve the request
+
+    @property
+    def is_delivered_in_parts(self) -> bool:
+        """Whether its gateway may have received tokens before its end, and can tell which."""
+        in_parts = self.delivery is Delivery.EACH_STEP or self.sampling.logprobs is not None
+        return self.version >= 1 and in_parts
+
     @property
     def max_total_tokens(self) -> int:
         return len(self.prompt_token_ids) + self.sampling.max_tokens
@@ -86,6 +98,13 @@ class Claimed:
     output_token_ids: tuple[int, ...] = ()  # what earlier workers have checkpointed of its output
     # Why the worker cannot read the request; empty: it can. `request` has only its id, tier, deadline and gateway then.
     unreadable: str = ""
+    # How many of its output tokens its gateway has received. None: nobody has told it since an earlier claim.
+    num_received: int | None = 0
+
+    @property
+    def is_taken_over(self) -> bool:
+        """Whether its gateway must say what it has received before the request begins."""
+        return self.num_received is None and self.request.is_delivered_in_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +129,7 @@ class EventKind(Enum):
     FINISHED = "finished"  # the event may carry the last tokens
     FAILED = "failed"  # only this request failed; `error` says why
     CANCELLED = "cancelled"
+    TAKEN_OVER = "taken_over"  # another worker has claimed the request, and asks what its gateway has received
     # The gateway has given the request up: it shuts down, no worker is alive, or the request was lost. `error` says
     # which. A new attempt may succeed.
     UNAVAILABLE = "unavailable"
@@ -165,7 +185,8 @@ class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     receipt: Receipt | None = None  # if requested
     code: str = ""  # of a failure that programs must recognise, such as `WORKER_DIED`
+    fence: int = 0  # of the lease under which the event was made; 0: it was made by a gateway or an older version
 
     @property
     def is_last(self) -> bool:
-        return self.kind is not EventKind.TOKENS
+        return self.kind not in (EventKind.TOKENS, EventKind.TAKEN_OVER)

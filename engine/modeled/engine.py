@@ -72,7 +72,7 @@ class ModeledEngine:
     `cost` is the cost of steps that hold a prefill chunk. `decode_cost` is the cost of all other steps; None: the same
     as `cost`. `noise` is the standard deviation of a step's time, as a share of that time. The prefix cache is off by
     default: traces contain lengths, not texts, and texts made up for these lengths would share cached blocks by
-    mistake.
+    mistake. Engines with different `salt`s answer the same request differently.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class ModeledEngine:
         prefix_cache: bool = False,
         timer: Timer | None = None,
         drift: Callable[[float], float] | None = None,
+        salt: int = 0,
     ) -> None:
         """Make an engine without sequences. Raises `ValueError` if there is a drift but no timer."""
         if drift is not None and timer is None:
@@ -101,6 +102,7 @@ class ModeledEngine:
         self._prefix_cache = prefix_cache
         self._timer = timer
         self._drift = drift
+        self._salt = salt
         self._table = SequenceTable(info, prefix_cache=prefix_cache)
         self._running: _Step | None = None
         self._evictees: set[str] = set()  # sequences to evict from the running step
@@ -219,7 +221,8 @@ class ModeledEngine:
         if end < sequence.num_tokens:
             self._table.advance(chunk, None)
             return SequenceOutput(sequence.seq_id, end, num_cached_tokens=chunk.num_cached)
-        token = modeled_token(sequence.sampling.seed, end - sequence.num_prompt_tokens, self._info.vocab_size)
+        seed = sequence.sampling.seed + self._salt
+        token = modeled_token(seed, end - sequence.num_prompt_tokens, self._info.vocab_size)
         reason = self._table.advance(chunk, token)
         return SequenceOutput(sequence.seq_id, end, (token,), reason, chunk.num_cached)
 

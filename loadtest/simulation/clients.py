@@ -20,7 +20,7 @@ from loadtest.simulation.observation import Observation, RequestRecord
 from loadtest.simulation.traffic import OfferedRequest, RequestLoop, Traffic
 from scheduler.client.rejection import Rejected, RejectReason
 from scheduler.client.token_stream import TokenStream
-from scheduler.request import EventKind, Request, TokenEvent
+from scheduler.request import VERSION, EventKind, Request, TokenEvent
 
 UNFINISHED = "unfinished when the run ended"
 TIMED_OUT = "no token within the tier's timeout"
@@ -196,6 +196,7 @@ class SimulatedClients:
             arrival_ms=arrival_ms,
             deadline_ms=arrival_ms + deadline_ms,
             reply_to=self._client.gateway_id,
+            version=VERSION,
         )
 
     def _now_s(self) -> float:

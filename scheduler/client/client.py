@@ -23,7 +23,7 @@ from scheduler.events.base import EventChannel
 from scheduler.queue.base import Backlog, Queue, QueueFull, TooFarBehind
 from scheduler.registry.base import WorkerRegistry
 from scheduler.registry.heartbeat_monitor import CHECK_S
-from scheduler.request import Request
+from scheduler.request import Request, TokenEvent
 from scheduler.store.errors import StoreRefused
 
 log = structlog.get_logger()
@@ -198,11 +198,20 @@ class SchedulerClient:
             try:
                 async for message in self._events.listen(self.gateway_id):
                     self._open.deliver(message, self._clock.now())
+                    await self._answer(message)
             except StoreRefused:
                 pass  # the probe tells of it; nothing is lost, because no worker can send anything now
             except Exception:
                 log.exception("listening for token events failed")
             await self._clock.sleep(REFRESH_S)
+
+    async def _answer(self, message: Sequence[TokenEvent]) -> None:
+        """Tell workers that have taken requests over what was received of them, and cancel those that have ended."""
+        received, ended = self._open.received(message, self._clock.now())
+        if received:
+            await self._queue.resume(received)
+        if ended:
+            await self._cancellations.cancel(ended)
 
     async def _keep_fresh(self) -> None:
         rounds = 0

@@ -5,9 +5,10 @@ Passes token events on, and makes those that no worker can make. Does no I/O.
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from engine.interface import FinishReason
 from scheduler.client.admission import Admission
 from scheduler.client.token_stream import TokenStream
-from scheduler.request import EventKind, TokenEvent
+from scheduler.request import Checkpoint, EventKind, Lease, TokenEvent
 
 
 class OpenRequests:
@@ -47,12 +48,29 @@ class OpenRequests:
     def deliver(self, events: Iterable[TokenEvent], now: float) -> None:
         for event in events:
             stream = self._streams.get(event.request_id)
-            if stream is None:
+            if stream is None or stream.is_outdated(event) or event.kind is EventKind.TAKEN_OVER:
                 continue
             if event.is_last:
                 del self._streams[event.request_id]
             self._admission.on_event(event, now)
             stream.deliver(event)
+
+    def received(self, events: Iterable[TokenEvent], now: float) -> tuple[list[Checkpoint], list[str]]:
+        """Return what was received of the requests of which `events` say that another worker has claimed them.
+
+        Also return the ids of those that have ended here. A request that only lacks its end gets it.
+        """
+        received, ended = [], []
+        for event in (event for event in events if event.kind is EventKind.TAKEN_OVER):
+            request_id, stream = event.request_id, self._streams.get(event.request_id)
+            if stream is not None and stream.has_all(request_id):
+                self.deliver([TokenEvent(request_id, EventKind.FINISHED, finish_reason=FinishReason.LENGTH)], now)
+                stream = None
+            if stream is None:
+                ended.append(request_id)
+            elif not stream.is_outdated(event):
+                received.append(Checkpoint(Lease(request_id, event.fence), 0, stream.received(request_id)))
+        return received, ended
 
     def fail(self, request_ids: Iterable[str], message: str, now: float) -> None:
         """Deliver an UNAVAILABLE event for each request. Only gateways make such events, no worker."""

@@ -53,6 +53,8 @@ class TokenStream:
         self._held = held or HeldLogprobs()
         self._num_logprobs = 0  # of this stream in `held`
         self._received: dict[str, list[int]] = {r.id: [] for r in requests}
+        self._max_tokens = {r.id: r.sampling.max_tokens for r in requests}
+        self._fences: dict[str, int] = {}  # the newest fence of an event, by request
         self._unfinished = set(self._received)
         self._failed: list[str] = []  # ids of requests that this stream has failed and must still cancel
         self._events: list[TokenEvent] = []  # events that were not received yet
@@ -113,6 +115,20 @@ class TokenStream:
             self._changed.set()
             await self._cancel([request_id])
 
+    def is_outdated(self, event: TokenEvent) -> bool:
+        """Return whether the worker that made `event` had lost the request's lease, and note the event's fence."""
+        newest = self._fences.get(event.request_id, 0)
+        self._fences[event.request_id] = max(newest, event.fence)
+        return 0 < event.fence < newest
+
+    def received(self, request_id: str) -> tuple[int, ...]:
+        """Return all tokens of a request that have arrived."""
+        return tuple(self._received[request_id])
+
+    def has_all(self, request_id: str) -> bool:
+        """Return whether a request has as many tokens as it may get, and only its end is missing."""
+        return len(self._received[request_id]) >= self._max_tokens[request_id]
+
     def deliver(self, event: TokenEvent) -> None:
         """Add `event` to the stream, without the tokens that were received before."""
         if event.request_id not in self._unfinished:
@@ -168,8 +184,9 @@ class TokenStream:
     def _diverges(self, event: TokenEvent) -> bool:
         """Return whether `event` contradicts the received tokens or leaves a gap after them.
 
-        After a requeue, the tokens are sent again from index 0. The same seed normally gives the same tokens. If it
-        gives different tokens, the request must fail, because its answer would be a mixture of two generations.
+        A worker that cannot continue from received tokens sends them again from index 0. The same seed normally gives
+        the same tokens. If it gives different tokens, the request must fail, because its answer would be a mixture of
+        two generations.
         """
         overlap = self._overlap(event)
         return list(event.token_ids[: len(overlap)]) != overlap or event.index > len(self._received[event.request_id])
@@ -182,7 +199,7 @@ class TokenStream:
     def _without_repeats(self, event: TokenEvent) -> TokenEvent:
         """Return `event` with only its new tokens and their log probabilities, and record the tokens as received."""
         received = self._received[event.request_id]
-        is_repeat = bool(received) and event.index == 0
+        is_continued = bool(received)
         num_known = len(self._overlap(event))
         new = event.token_ids[num_known:]
         received.extend(new)
@@ -197,7 +214,7 @@ class TokenStream:
             cached_tokens=event.cached_tokens,
             receipt=event.receipt,
             logprobs=event.logprobs[num_known:],
-            prompt_logprobs=() if is_repeat else event.prompt_logprobs,
+            prompt_logprobs=() if is_continued else event.prompt_logprobs,
         )
 
 

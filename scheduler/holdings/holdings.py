@@ -112,9 +112,10 @@ class Holdings:
     def accept(self, claimed: Sequence[Claimed], now: float, wall_ms: int) -> None:
         """Accept claimed requests. `now` and `wall_ms` are the same instant on the monotonic and the wall clock.
 
-        A request that is held already only gets the newer fence. A request that can never be served is refused:
-        `refuse` reports it.
+        A request that is held already only gets the newer fence, unless its gateway has said where it must continue. A
+        request that can never be served is refused: `refuse` reports it.
         """
+        self.release([item.request.id for item in claimed if item.request.is_delivered_in_parts])
         for item in claimed:
             self.inputs.note_claimed(item.request.tier)
             held = self.table.states.get(item.request.id)
@@ -144,7 +145,13 @@ class Holdings:
             attempt=item.attempt,
             output_token_ids=list(output),
             num_restored=len(output),
+            num_reported=item.num_received or 0 if output else 0,
         )
+
+    def must_ask(self, item: Claimed) -> bool:
+        """Return whether the gateway of a claimed request must say what it has received before the request begins."""
+        max_attempts = self._tier_of.get(item.request.tier, self.tiers[-1]).retry.max_attempts
+        return item.is_taken_over and not reason_to_give_up(item, max_attempts)
 
     def note_refused(
         self, state: RequestState, reason: str, code: str = "", kind: EventKind = EventKind.FAILED

@@ -130,6 +130,7 @@ def _tokens_event(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         receipt=receipt_of(state, worker_id),
+        fence=state.fence,
     )
 
 
@@ -139,7 +140,7 @@ def last_checkpoint(state: RequestState) -> Checkpoint:
 
 
 def failed_event(state: RequestState, error: str, kind: EventKind = EventKind.FAILED, code: str = "") -> TokenEvent:
-    return TokenEvent(state.id, kind, index=state.num_reported, error=error, code=code)
+    return TokenEvent(state.id, kind, index=state.num_reported, error=error, code=code, fence=state.fence)
 
 
 def lookup(state: RequestState) -> PrefixLookup | None:

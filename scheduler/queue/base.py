@@ -150,6 +150,14 @@ class Queue(LeaseStore, Protocol):
         """
         ...
 
+    async def resume(self, received: Sequence[Checkpoint]) -> list[bool]:
+        """Give claimed requests back to their tiers, with the whole output that their gateways have received.
+
+        The next claim continues from it, or from the checkpoint if that begins with it, and says how many tokens were
+        received (`Claimed.num_received`). This claim does not count as an attempt. Return False for each lost lease.
+        """
+        ...
+
     async def note_step(self, waits: Mapping[Lease, bool], alone: Lease | None) -> None:
         """Record, before a step, which requests can be blamed if this worker dies in it.
 

@@ -1,7 +1,8 @@
 -- Lease to a worker the requests of each tier that have the earliest deadlines.
 -- ARGV: worker id, now_ms, lease_ms, then tier and limit (>= 1) of each tier.
--- Returns {id, payload, fence, attempt, stored output, input} of each claimed request, in the order of the tiers. Only
--- tasks have an input (scheduler/tasks).
+-- Returns {id, payload, fence, attempt, stored output, received, input} of each claimed request, in the order of the
+-- tiers. `received` is the number of tokens that its gateway has received: 0 at the first claim, '?' if nobody has told it
+-- since the last claim. Only tasks have an input (scheduler/tasks).
 local worker, now_ms, lease_ms = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 
 local ids = {}
@@ -28,9 +29,10 @@ local expires_ms = string.format('%.0f', now_ms + lease_ms)
 local claimed = {}
 for n, id in ipairs(ids) do
   local key, fence = REQUEST .. id, first + n - 1
-  redis.call('HSET', key, 'fence', string.format('%.0f', fence), 'worker', worker)
   redis.call('ZADD', LEASES, expires_ms, id)
-  local fields, attempt = redis.call('HMGET', key, 'payload', 'input'), redis.call('HINCRBY', key, 'attempt', 1)
-  claimed[n] = { id, fields[1], fence, attempt, take_output(id), fields[2] }
+  local fields = redis.call('HMGET', key, 'payload', 'received', 'input')
+  redis.call('HSET', key, 'fence', string.format('%.0f', fence), 'worker', worker, 'received', '?')
+  local attempt = redis.call('HINCRBY', key, 'attempt', 1)
+  claimed[n] = { id, fields[1], fence, attempt, take_output(id), fields[2] or '0', fields[3] }
 end
 return claimed

@@ -61,7 +61,23 @@ class MemoryQueue:
         for fence, record in enumerate(taken, self._take_numbers(len(taken))):
             record.fence, record.worker_id, record.expires_ms = fence, self._worker_id, expires_ms
             record.attempt += 1
-        return [Claimed(r.request, r.fence, r.attempt, self._take_output(r)) for r in taken if r.fence is not None]
+        return [self._claimed(record, record.fence) for record in taken if record.fence is not None]
+
+    def _claimed(self, record: Record, fence: int) -> Claimed:
+        num_received, record.num_received = record.num_received, None
+        output = self._take_output(record)
+        return Claimed(record.request, fence, record.attempt, output, num_received=num_received)
+
+    async def resume(self, received: Sequence[Checkpoint]) -> list[bool]:
+        given = []
+        for checkpoint in received:
+            held = self._held(checkpoint.lease)
+            given.append(held is not None)
+            if held is not None:
+                held.num_received = self._store_received(held, checkpoint)
+                held.attempt -= 1
+                self._give_back([held])
+        return given
 
     async def checkpoint(self, checkpoints: Sequence[Checkpoint]) -> list[int]:
         stored = []
@@ -224,6 +240,15 @@ class MemoryQueue:
             tokens = output.token_ids[: checkpoint.index] + checkpoint.token_ids
             output = self._shared.outputs[record.output_name] = Output(record.number, tokens)
         return len(output.token_ids)
+
+    def _store_received(self, record: Record, received: Checkpoint) -> int:
+        """Store what a gateway has received, unless the stored output begins with it. Return the number of tokens."""
+        count, output = len(received.token_ids), self._shared.outputs.get(record.output_name, Output())
+        if output.writer > record.number:
+            return 0
+        if output.token_ids[:count] != received.token_ids:
+            self._store_output(record, received)
+        return count
 
     def _take_output(self, record: Record) -> tuple[int, ...]:
         output = self._shared.outputs.get(record.output_name)

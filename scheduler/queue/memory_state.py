@@ -19,6 +19,7 @@ class Record:
     fence: int | None = None
     worker_id: str = ""
     expires_ms: int = 0
+    num_received: int | None = 0  # tokens that its gateway has received; None: not told since the last claim
     waits: bool = False  # leased, and in no step of its worker
 
     @property

@@ -71,12 +71,14 @@ class RedisQueue(LeasedQueue):
         return [await self._claimed(row) for row in rows]
 
     async def _claimed(self, row: ClaimedRow) -> Claimed:
-        request_id, payload, fence, attempt, output, _ = row
+        request_id, payload, fence, attempt, output, received, _ = row
         try:
-            return Claimed(self._decoder.decode(payload or b""), fence, attempt, unpacked(output))
+            request = self._decoder.decode(payload or b"")
         except UNREADABLE as error:
             log.error("a request cannot be read; it fails", request=request_id.decode(), reason=str(error))
             return Claimed(await self._outline(request_id.decode()), fence, attempt, unreadable=str(error))
+        num_received = None if received == b"?" else int(received)
+        return Claimed(request, fence, attempt, unpacked(output), num_received=num_received)
 
     async def _outline(self, request_id: str) -> Request:
         """Return what the store knows of a request whose payload cannot be read."""
@@ -93,6 +95,9 @@ class RedisQueue(LeasedQueue):
 
     async def checkpoint(self, checkpoints: Sequence[Checkpoint]) -> list[int]:
         return await self._scripts.checkpoint(checkpoints) if checkpoints else []
+
+    async def resume(self, received: Sequence[Checkpoint]) -> list[bool]:
+        return await self._scripts.resume(received) if received else []
 
     async def note_step(self, waits: Mapping[Lease, bool], alone: Lease | None) -> None:
         request_id = "" if alone is None else alone.request_id

@@ -38,8 +38,9 @@ def key_in(namespace: str, key: str) -> str:
 # A request for the script `put`: id, deadline_ms, prompt tokens, maximum output tokens, payload, part of a job, and the
 # gateway that waits for it.
 PutRow = tuple[str, int, int, int, bytes, str, str]
-# A claimed request: id, payload, fence, attempt, stored output, input of a task.
-ClaimedRow = tuple[bytes, bytes | None, int, int, bytes | None, bytes | None]
+# A claimed request: id, payload, fence, attempt, stored output, number of tokens that its gateway has received (`?`:
+# not known), input of a task.
+ClaimedRow = tuple[bytes, bytes | None, int, int, bytes | None, bytes, bytes | None]
 WRITER_DIGITS = 16  # in front of the tokens of a stored output
 INFINITY = 1e15  # stands for infinity, which not every version of Lua can parse
 
@@ -63,6 +64,7 @@ class Scripts:
         self._requeue_worker = load_script(client, "scheduler.queue", "shared", "requeue_worker", prelude=prelude)
         self._cancel = load_script(client, "scheduler.queue", "shared", "cancel", prelude=prelude)
         self._checkpoint = load_script(client, "scheduler.queue", "shared", "checkpoint", prelude=prelude)
+        self._resume = load_script(client, "scheduler.queue", "shared", "resume", prelude=prelude)
         self._note_step = load_script(client, "scheduler.queue", "shared", "note_step", prelude=prelude)
 
     async def put(
@@ -99,6 +101,10 @@ class Scripts:
         rows = ((c.lease.request_id, c.lease.fence, c.index, _packed(c.token_ids)) for c in checkpoints)
         stored: list[int] = await self._checkpoint(args=[part for row in rows for part in row])
         return stored
+
+    async def resume(self, received: Sequence[Checkpoint]) -> list[bool]:
+        rows = ((c.lease.request_id, c.lease.fence, _packed(c.token_ids)) for c in received)
+        return _flags(await self._resume(args=[part for row in rows for part in row]))
 
     async def note_step(self, worker_id: str, ttl_ms: int, alone: str, waits: Mapping[Lease, bool]) -> None:
         marks = [part for lease, is_waiting in waits.items() for part in (*_flat([lease]), int(is_waiting))]

@@ -22,7 +22,8 @@ WAITING_PREFIX = "tidegate:waiting:"
 
 # One hash per request, from its put until its ack or cancel. Fields: tier, member, deadline_ms, payload (msgpack
 # `Request`), attempt (number of claims that count), part (`Request.job_part`, if it is a part of a job), reply_to (the
-# gateway that waits for it, also if nobody can read the payload), and, while leased, fence, worker and waits (1: the
+# gateway that waits for it, also if nobody can read the payload), received (number of tokens that this gateway has told
+# to have received, for the next claim; `?` after a claim), and, while leased, fence, worker and waits (1: the
 # request is in no step of the worker, so that the worker's death does not count as an attempt). The hash has no TTL,
 # because a line of a batch may wait for a day.
 REQUEST_PREFIX = "tidegate:request:"

@@ -148,7 +148,7 @@ class TaskQueue(LeasedQueue):
             return []
         found = await self._scripts.claim(self._worker_id, self._clock.wall_ms(), int(lease_s * 1000), wanted)
         claimed = []
-        for task_id, payload, fence, attempt, _, input in found:
+        for task_id, payload, fence, attempt, _, _, input in found:
             try:
                 claimed.append(ClaimedTask(self._task(payload or b"", input), fence, attempt))
             except UNREADABLE as error:

@@ -5,10 +5,9 @@ The output of a part of a job is also continued if its gateway dies, and the nex
 A write is one call for all requests together. It takes place every `CHECKPOINT_S` seconds at most, and holds at most
 `MAX_TOKENS` tokens. Two kinds of requests are stored only when the worker ends:
 
-- Interactive requests: their outputs are short, and their gateways fail them soon.
-- Requests whose tokens are sent after each step: a gateway may have got tokens after the checkpoint. In bfloat16, a
-  sequence that is continued may get other tokens there than before, and its answer would mix two generations. Parts of
-  jobs are stored nevertheless: such a part fails, and its gateway asks for it again.
+- Interactive requests: their outputs are short.
+- Requests whose tokens are sent after each step: their gateways have them (`scheduler.worker.takeover`). Parts of jobs
+  are stored nevertheless, for the next gateway.
 """
 
 from collections.abc import Iterable, Iterator

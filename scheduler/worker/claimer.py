@@ -1,7 +1,8 @@
 """Claims requests from the queue: as soon as a request is put, and whenever there may be room for more requests.
 
 Requests are also claimed while the engine computes, so that a new request is in the very next step. Knows the core's
-limits and the queue; `RequestIntake` takes the requests that were claimed or cancelled.
+limits and the queue; `RequestIntake` takes the requests that were claimed or cancelled, and `Takeover` those that
+another worker has held before.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ from scheduler.worker.core import WorkerCore
 from scheduler.worker.leases import LEASE_S
 from scheduler.worker.peers import Peers
 from scheduler.worker.request_intake import RequestIntake
+from scheduler.worker.takeover import Takeover
 
 # Before a worker with work under way claims new work, it waits, so that an idle worker gets that work first. It waits
 # `YIELD_S` seconds, and `YIELD_S` more for each interactive request that it holds, but at most `MAX_YIELD_S`.
@@ -30,6 +32,7 @@ class Claimer:
         core: WorkerCore,
         queue: Queue,
         intake: RequestIntake,
+        takeover: Takeover,
         peers: Peers,
         outage: StoreOutage,
         clock: Clock,
@@ -37,6 +40,7 @@ class Claimer:
         self._core = core
         self._queue = queue
         self._intake = intake
+        self._takeover = takeover
         self._peers = peers
         self._outage = outage
         self._clock = clock
@@ -90,5 +94,8 @@ class Claimer:
         got = Counter(c.request.tier for c in claimed)
         asked_of_all = len(limits) == len(self._core.held.tiers)
         self._known_empty = asked_of_all and all(got[tier] < n for tier, n in limits.items())
-        if claimed:
-            self._intake.accept(claimed)
+        taken_over = {c.request.id: c for c in claimed if self._core.held.must_ask(c)}
+        if ready := [c for c in claimed if c.request.id not in taken_over]:
+            self._intake.accept(ready)
+        if taken_over:
+            await self._takeover.ask(list(taken_over.values()))

@@ -24,6 +24,7 @@ from scheduler.worker.metrics import SchedulerMetrics
 from scheduler.worker.peers import GatewayWatch, Peers
 from scheduler.worker.publisher import Publisher
 from scheduler.worker.request_intake import RequestIntake, RequestTracer
+from scheduler.worker.takeover import Takeover
 
 
 class Work(Protocol):
@@ -82,7 +83,8 @@ def build_loop(
     publisher = Publisher(queue, events, intake, checkpointer, outage, clock)
     gateways = GatewayWatch(held, queue, events, intake, checkpointer)
     peers = Peers(queue, registry, outage, clock, worker_id, gateways=gateways)
-    claimer = Claimer(core, queue, intake, peers, outage, clock)
+    takeover = Takeover(queue, events, intake)
+    claimer = Claimer(core, queue, intake, takeover, peers, outage, clock)
     worker = RequestWorker(
         driver, held, queue, intake, claimer, publisher, checkpointer, metrics, report, outage, clock, tracer
     )

@@ -11,11 +11,13 @@ from scheduler.clock import Clock
 from scheduler.events.base import EventChannel
 from scheduler.holdings.report import Report
 from scheduler.queue.base import Queue
-from scheduler.request import TokenEvent
+from scheduler.request import EventKind, Lease, TokenEvent
 from scheduler.store.outage import StoreOutage
 from scheduler.worker.checkpoints import MIN_TOKENS, Checkpointer
+from scheduler.worker.leases import LEASE_S
 from scheduler.worker.request_intake import RequestIntake
 
+FAILURES = (EventKind.FAILED, EventKind.UNAVAILABLE)
 RETRY_S = 0.2  # seconds between two attempts while the store refuses writes
 
 
@@ -75,6 +77,7 @@ class Publisher:
         A crash between the two repeats events, but never loses a result. If a gateway ends with events that it has not
         read, the next one gets the parts of its jobs again from their checkpoints.
         """
+        await self._withhold_failures(report)
         for reply_to, events in list(report.events.items()):
             if not await self._events.publish(reply_to, events):
                 await self._drop(events)
@@ -84,6 +87,16 @@ class Publisher:
             await self._queue.checkpoint(long_enough)
         if report.leases:
             await self._queue.ack(report.leases)
+
+    async def _withhold_failures(self, report: Report) -> None:
+        """Remove the failures of requests whose leases were lost: another worker serves them."""
+        failed = [e for events in report.events.values() for e in events if e.kind in FAILURES]
+        if not failed:
+            return
+        kept = await self._queue.renew([Lease(e.request_id, e.fence) for e in failed], LEASE_S)
+        lost = {(e.request_id, e.fence) for e, is_kept in zip(failed, kept, strict=True) if not is_kept}
+        for reply_to, events in list(report.events.items()):
+            report.events[reply_to] = [e for e in events if (e.request_id, e.fence) not in lost]
 
     async def _drop(self, events: Sequence[TokenEvent]) -> None:
         """Drop the unfinished requests of `events`, because their gateway is gone."""

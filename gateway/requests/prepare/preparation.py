@@ -39,7 +39,7 @@ from gateway.requests.tokens.tokenizer import RunInThread, Tokenizer
 from scheduler.client.client import SchedulerClient
 from scheduler.clock import Clock
 from scheduler.config import Tier
-from scheduler.request import Request
+from scheduler.request import VERSION, Request
 
 INLINE_CHOICES = 64  # each step of the work on so many takes less than 5 ms
 
@@ -185,6 +185,7 @@ class Preparation:
             "arrival_ms": arrival_ms,
             "deadline_ms": arrival_ms + time_limit_ms(request, tier),
             "reply_to": self._client.gateway_id,
+            "version": VERSION,
             "delivery": delivery_of(request, tier),
             "cache_salt": cache_salt(placement.owner, request.cache_salt),
             "is_seeded": request.seed is not None,

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from redis.exceptions import ConnectionError as StoreUnreachable
 
@@ -207,6 +208,48 @@ async def test_an_output_that_diverges_fails_and_its_work_is_cancelled(stage: St
     assert await stage.queue.cancel(["r"]) == [False], "the queue has forgotten it"
     assert stage.queue.cancelled() == ["r"], "and the worker was told"
     assert stage.client.num_open == 0
+
+
+def fenced(event: TokenEvent, fence: int) -> TokenEvent:
+    return msgspec.structs.replace(event, fence=fence)
+
+
+@pytest.mark.parametrize(
+    "late", [tokens(2, 9), finished(2, 9), TokenEvent("r", EventKind.FAILED, error="…"), tokens(0, 8)]
+)
+@played_by(play)
+async def test_events_of_a_lost_lease_change_nothing_once_another_worker_has_the_request(
+    stage: Stage, late: TokenEvent
+) -> None:
+    stream = await stage.submit(make_request("r"))
+    worker = stage.queue.for_worker("w")
+    [old] = await worker.claim({"realtime": 1}, 10.0)
+    await stage.tell(fenced(tokens(0, 5), old.fence), fenced(tokens(1, 6), old.fence))
+    await stage.queue.requeue_worker("w")
+    [new] = await worker.claim({"realtime": 1}, 10.0)
+    assert new.is_taken_over
+    await stage.tell(TokenEvent("r", EventKind.TAKEN_OVER, fence=new.fence), fenced(late, old.fence))
+    await stage.clock.sleep(0.001)
+    [continued] = await worker.claim({"realtime": 1}, 10.0)
+    assert (continued.output_token_ids, continued.num_received, continued.attempt) == ((5, 6), 2, 2)
+    await stage.tell(fenced(late, new.fence - 1), fenced(finished(2, 7), continued.fence))
+    assert [t for event in await received(stream) for t in event.token_ids] == [5, 6, 7]
+    assert worker.cancelled() == []
+
+
+@played_by(play)
+async def test_a_request_that_has_ended_here_is_cancelled_where_it_was_taken_over(stage: Stage) -> None:
+    """So is one that has all its tokens: only its end was lost."""
+    ended = await stage.submit(make_request("ended"))
+    whole = await stage.submit(make_request("whole", max_tokens=2))
+    worker = stage.queue.for_worker("w")
+    claimed = await worker.claim({"realtime": 2}, 10.0)
+    await stage.tell(tokens(0, 5, 6, of="whole"), finished(0, 5, of="ended"))
+    await stage.tell(*(TokenEvent(c.request.id, EventKind.TAKEN_OVER, fence=c.fence) for c in claimed))
+    await stage.clock.sleep(0.001)
+    assert (await received(ended))[-1].kind is EventKind.FINISHED
+    assert (await received(whole))[-1].finish_reason is FinishReason.LENGTH
+    assert await stage.queue.known(["ended", "whole"]) == [False, False]
 
 
 @played_by(play)

@@ -54,6 +54,7 @@ operations = st.one_of(
     st.tuples(st.just("requeue_worker"), worker),
     st.tuples(st.just("cancel"), st.lists(request_id, min_size=1, max_size=3)),
     st.tuples(st.just("checkpoint"), leases, st.integers(0, 4), st.lists(st.integers(0, 2**32 - 1), max_size=3)),
+    st.tuples(st.just("resume"), leases, st.lists(st.integers(0, 2**32 - 1), max_size=3)),
     st.tuples(st.just("note_step"), worker, st.lists(st.tuples(st.integers(0, 30), st.booleans()), max_size=3), alone),
 )
 # Keys that an eviction policy or an operator may remove: the hash of a request, the sums of a tier.
@@ -113,6 +114,9 @@ class Trial:
 
     async def checkpoint(self, picks: list[int], index: int, token_ids: list[int]) -> list[int]:
         return await self.queue.checkpoint([Checkpoint(lease, index, tuple(token_ids)) for lease in self._pick(picks)])
+
+    async def resume(self, picks: list[int], token_ids: list[int]) -> list[bool]:
+        return await self.queue.resume([Checkpoint(lease, 0, tuple(token_ids)) for lease in self._pick(picks)])
 
     async def note_step(self, worker: str, waits: list[tuple[int, bool]], alone: int | None) -> None:
         marks = {lease: waits[i][1] for i, lease in enumerate(self._pick([pick for pick, _ in waits]))}

@@ -59,6 +59,31 @@ async def test_only_the_holder_of_the_lease_writes(handles: Handles) -> None:
     assert [c.output_token_ids for c in await claim(handles("w2"))] == [(1, 2)]
 
 
+async def test_the_next_claim_continues_from_what_the_gateway_has_received(handles: Handles) -> None:
+    [first] = await claimed(handles, "a")
+    assert first.num_received == 0
+    await handles("w1").checkpoint([Checkpoint(lease_of(first), 0, (1, 2, 3))])
+    await handles("w2").requeue_worker("w1")
+    [second] = await claim(handles("w2"))
+    assert (second.attempt, second.num_received) == (2, None), "nobody has told it"
+    assert await handles().resume([Checkpoint(lease_of(first), 0, (9,))]) == [False], "another worker has it"
+    assert await handles().resume([Checkpoint(lease_of(second), 0, (1, 2, 8, 9))]) == [True]
+    [third] = await claim(handles("w1"))
+    assert (third.attempt, third.num_received, third.output_token_ids) == (2, 4, (1, 2, 8, 9))
+    await handles("w1").release([lease_of(third)])
+    assert [c.num_received for c in await claim(handles("w1"))] == [None]
+
+
+async def test_what_a_gateway_has_received_of_an_older_request_is_not_the_output_of_a_part(handles: Handles) -> None:
+    older = await claimed_part(handles, "older")
+    newer = await claimed_part(handles, "newer", "w2")
+    await handles("w2").checkpoint([Checkpoint(lease_of(newer), 0, (7,))])
+    await handles("w2").requeue_worker("w1")
+    [older] = await claim(handles("w1"))
+    assert await handles().resume([Checkpoint(lease_of(older), 0, (1, 2))]) == [True]
+    assert [(c.num_received, c.output_token_ids) for c in await claim(handles("w1"))] == [(0, (7,))]
+
+
 async def test_no_checkpoint_mixes_two_generations(handles: Handles) -> None:
     [a] = await claimed(handles, "a")
     queue = handles("w1")

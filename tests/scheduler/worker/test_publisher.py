@@ -103,6 +103,18 @@ async def test_closing_sends_everything_first(rig: Rig) -> None:
 
 
 @played_by(play)
+async def test_a_failure_is_not_told_if_another_worker_has_the_request(rig: Rig) -> None:
+    [lost, held] = await rig.put("lost", "held")
+    await rig.queue.release([lost])
+    await rig.queue.claim({"realtime": 1}, 60.0)
+    failures = [TokenEvent(x.request_id, EventKind.FAILED, error="…", fence=x.fence) for x in (lost, held)]
+    rig.publisher.send(report(*failures, token(0), leases=[lost, held]))
+    await rig.clock.sleep(3.0)
+    assert [e.request_id for e in rig.events.messages[0]] == ["held", "r"]
+    assert await rig.queue.known(["lost", "held"]) == [True, False]
+
+
+@played_by(play)
 async def test_only_unfinished_requests_of_a_missing_gateway_are_dropped(rig: Rig) -> None:
     leases = await rig.put("ended", "open")
     rig.publisher.send(report(token(0, "ended"), token(0, "open"), reply_to="gone"))

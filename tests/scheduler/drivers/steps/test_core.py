@@ -303,8 +303,9 @@ def test_a_request_dropped_and_claimed_again_during_one_step_starts_afresh() -> 
 
 
 def test_a_held_request_that_is_claimed_again_goes_on_under_the_newer_lease() -> None:
+    """Its gateway has received nothing yet, so there is no other place to go on from."""
     stepped = SteppedCore()
-    stepped.accept(make_request("r", max_tokens=4))
+    stepped.accept(make_request("r", max_tokens=4, delivery=Delivery.AT_END))
     stepped.step()
     stepped.core.held.accept(
         [Claimed(stepped.core.life("r").request, fence=9, attempt=2)], stepped.now, stepped.wall_ms
@@ -313,6 +314,21 @@ def test_a_held_request_that_is_claimed_again_goes_on_under_the_newer_lease() ->
     stepped.run()
     assert stepped.reports[-1].leases == [Lease("r", 9)]
     assert stepped.core.held.counts["accepted"] == 1
+
+
+def test_a_held_request_that_is_claimed_again_goes_on_from_what_its_gateway_has_received() -> None:
+    stepped = SteppedCore()
+    stepped.accept(make_request("r", max_tokens=6))
+    for _ in range(3):
+        stepped.step()
+    request = stepped.core.life("r").request
+    continued = Claimed(request, 9, 2, output_token_ids=(7, 8, 9), num_received=2)
+    stepped.core.held.accept([continued], stepped.now, stepped.wall_ms)
+    stepped.run()
+    events = [e for report in stepped.reports for e in report.events["gateway"] if e.fence == 9]
+    assert [token for event in events for token in event.token_ids][0] == 9 and events[0].index == 2
+    assert events[-1].index + len(events[-1].token_ids) == 6
+    assert stepped.reports[-1].leases == [Lease("r", 9)]
 
 
 # -- requests that can never run ---------------------------------------------------------------------------------------
