@@ -12,9 +12,10 @@ tiers have left in their busiest such time of the last hour. Urgent batches get 
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import attrgetter
 
 from gateway.jobs.batches.forecast.line_deadlines import LineTimes
 from gateway.jobs.batches.input.size import TOKEN_BYTES, InputSize
@@ -41,7 +42,6 @@ class Range:
     def around(cls, expected: float, factor: float) -> "Range":
         return cls(expected / factor, expected, expected * factor)
 
-    @property
     def cautious(self) -> float:
         """A value that is rarely exceeded, if errors are factors and `high` is hardly ever exceeded."""
         return math.sqrt(self.expected * self.high)
@@ -92,36 +92,26 @@ class Rates:
 
     def seconds(self, work: Work) -> Range:
         """Return the time of `work` at the present rates."""
-        prompt, output = work.prompt_tokens, work.output_tokens
-        least_s = max(self.line_s(work), work.lines / MAX_LINES_PER_S)
-        times = (
-            prompt.low / self.prompt_per_s + output.low / self.output_per_s,
-            prompt.expected / self.prompt_per_s + output.expected / self.output_per_s,
-            prompt.high / self.prompt_per_s + output.high / self.output_per_s,
+        prompt, output = (
+            work.prompt_tokens.times(1 / self.prompt_per_s),
+            work.output_tokens.times(1 / self.output_per_s),
         )
-        return Range(times[0], max(times[1], least_s), max(times[2], least_s))
+        times_s = Range(prompt.low + output.low, prompt.expected + output.expected, prompt.high + output.high)
+        return times_s.within(max(self.line_s(work), work.lines / MAX_LINES_PER_S), math.inf)
 
     def line_s(self, work: Work) -> float:
         """Return the time of one line by itself."""
         return work.output_tokens_per_line * self.step_s
 
-    def least_s(self, work: Work) -> float:
-        """Return the time of the least work with the whole engine."""
-        return self._whole_s(work.prompt_tokens.low, work.output_tokens.low)
-
-    def expected_s(self, work: Work) -> float:
-        """Return the time of the expected work with the whole engine."""
-        whole_s = self._whole_s(work.prompt_tokens.expected, work.output_tokens.expected)
-        return max(whole_s, work.lines / MAX_LINES_PER_S)
+    def whole_s(self, work: Work, amount: Callable[[Range], float]) -> float:
+        """Return the time with the whole engine of the tokens that `amount` takes from the ranges of `work`."""
+        prompt_s = amount(work.prompt_tokens) / self.whole_prompt_per_s
+        return max(prompt_s + amount(work.output_tokens) / self.whole_output_per_s, work.lines / MAX_LINES_PER_S)
 
     def cautious_s(self, work: Work) -> float:
         """Return the time of work that is rarely exceeded, with the whole engine, at rates that may be a guess."""
-        whole_s = self._whole_s(work.prompt_tokens.cautious, work.output_tokens.cautious)
-        whole_s = whole_s if self.is_measured else OTHER_RATE * whole_s
-        return max(whole_s, self.line_s(work), work.lines / MAX_LINES_PER_S)
-
-    def _whole_s(self, prompt_tokens: float, output_tokens: float) -> float:
-        return prompt_tokens / self.whole_prompt_per_s + output_tokens / self.whole_output_per_s
+        factor = 1.0 if self.is_measured else OTHER_RATE
+        return max(factor * self.whole_s(work, Range.cautious), self.line_s(work))
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,32 +185,31 @@ def work_left(batch: Batch, lengths: Lengths, context: int) -> Work | None:
         return None
     lines = max(0, (batch.total or size.lines) - batch.completed - batch.failed)
     share = lines / size.lines
-    prompt = _uncached(batch, size, _prompt_tokens(batch, size, lengths))
-    output = _output_tokens(batch, size, lengths, context)
+    prompt = _uncached(batch, size, prompt_tokens(batch, size, lengths))
+    output = output_tokens(batch, size, lengths, context)
     return Work(lines, prompt.times(share), output.times(share))
 
 
-def total_prompt_tokens(size: InputSize, lengths: Lengths) -> Range:
-    """Return the prompt tokens of an input that has not run."""
+def prompt_tokens(batch: Batch, size: InputSize, lengths: Lengths) -> Range:
+    """Return the prompt tokens of all lines, by those that have ended: its own, or others."""
+    if batch.completed >= KNOWN_LINES:
+        return Range.around(size.lines * batch.input_tokens / batch.completed, 1 + _error(batch.completed))
     if lengths.prompt_bytes:
         return Range.around(size.prompt_bytes * lengths.prompt_tokens / lengths.prompt_bytes, OTHER_TEXT)
     return Range.around(size.prompt_bytes / TOKEN_BYTES, UNKNOWN_TEXT)
 
 
-def total_output_tokens(size: InputSize, lengths: Lengths, context: int) -> Range:
-    """Return the output tokens of an input that has not run."""
+def output_tokens(batch: Batch, size: InputSize, lengths: Lengths, context: int) -> Range:
+    """Return the output tokens of all lines, by those that have ended: its own, or others."""
     most = size.max_output + size.unlimited * context
+    if batch.completed >= KNOWN_LINES:
+        mean = size.lines * batch.output_tokens / batch.completed
+        return Range.around(mean, 1 + _error(batch.completed)).within(0, most)
     if lengths.choices:
         usual = Range.around(size.choices * lengths.output_tokens / lengths.choices, OTHER_BATCH)
     else:
         usual = Range(size.choices, size.choices * USUAL_OUTPUT_TOKENS, most)
     return usual.within(size.min_output, most)
-
-
-def _prompt_tokens(batch: Batch, size: InputSize, lengths: Lengths) -> Range:
-    if batch.completed < KNOWN_LINES:
-        return total_prompt_tokens(size, lengths)
-    return Range.around(size.lines * batch.input_tokens / batch.completed, 1 + _error(batch.completed))
 
 
 def _uncached(batch: Batch, size: InputSize, tokens: Range) -> Range:
@@ -232,39 +221,31 @@ def _uncached(batch: Batch, size: InputSize, tokens: Range) -> Range:
     return Range(tokens.low * min(distinct, share), tokens.expected * share, tokens.high)
 
 
-def _output_tokens(batch: Batch, size: InputSize, lengths: Lengths, context: int) -> Range:
-    if batch.completed < KNOWN_LINES:
-        return total_output_tokens(size, lengths, context)
-    mean = Range.around(size.lines * batch.output_tokens / batch.completed, 1 + _error(batch.completed))
-    return mean.within(0, size.max_output + size.unlimited * context)
-
-
 def _error(lines: int) -> float:
     """Return the relative error of a mean over finished lines, whose lengths vary by about their mean."""
     return max(LEAST_ERROR, 2 / math.sqrt(lines))
 
 
 def estimate(work: Work, ahead: Sequence[Work], rates: Rates | None, pace: Pace | None) -> Estimate | None:
-    """Return when `work` is done beside the batches `ahead`, which share the tier; None if nothing is known.
-
-    Batches run at the same time. Before this batch ends, each other one is expected to get as much work done as this
-    one has, and at most all of its own.
-    """
-    least_s = rates.least_s(work) if rates is not None else 0.0
-    if pace is not None and pace.is_known:
-        finish_s = work.lines / pace.lines_per_s
-        return Estimate(finish_s, min(least_s, finish_s), finish_s * (1 + _error(pace.lines_seen)), "measured")
-    if rates is None:
+    """Return when `work` is done beside the batches `ahead`, which share the tier; None if nothing is known."""
+    [finish_s, *_] = finish_times_s([work, *ahead], [pace, *(None for _ in ahead)], rates)
+    if finish_s is None:
         return None
-    own, others = rates.seconds(work), [rates.seconds(other) for other in ahead]
-    finish_s = own.expected + sum(min(own.expected, other.expected) for other in others)
+    earliest_s = 0.0 if rates is None else min(finish_s, rates.whole_s(work, attrgetter("low")))
+    if pace is not None and pace.is_known:
+        return Estimate(finish_s, earliest_s, finish_s * (1 + _error(pace.lines_seen)), "measured")
+    assert rates is not None
     factor = OTHER_RATE if rates.is_measured else OTHER_RATE**2
-    latest_s = factor * (own.high + sum(other.high for other in others))
-    return Estimate(finish_s, min(least_s, finish_s), latest_s, "capacity")
+    latest_s = factor * sum(rates.seconds(other).high for other in (work, *ahead))
+    return Estimate(finish_s, earliest_s, latest_s, "capacity")
 
 
 def finish_times_s(works: Sequence[Work], paces: Sequence[Pace | None], rates: Rates | None) -> list[float | None]:
-    """Return `estimate(…).finish_s` of each of `works`, which are all that share the tier, in n log n steps."""
+    """Return when each of `works` is done, which are all that share the tier; None for what is not known.
+
+    Batches run at the same time. A batch that has a pace goes on with it. Before another one ends, each other batch is
+    expected to get as much work done as this one has, and at most all of its own. Takes n log n steps.
+    """
     times_s = [0.0 if rates is None else rates.seconds(work).expected for work in works]
     ordered = sorted(times_s)
     sums = [0.0, *accumulate(ordered)]
@@ -289,5 +270,5 @@ def line_times(work: Work, sooner: Iterable[Work], rates: Rates) -> LineTimes:
         line_s=rates.seconds(work).expected / work.lines,
         own_s=rates.line_s(work),
         sooner_s=sooner_s,
-        least_line_s=rates.least_s(work) / work.lines,
+        least_line_s=rates.whole_s(work, attrgetter("low")) / work.lines,
     )

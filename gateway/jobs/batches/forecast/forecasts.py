@@ -5,8 +5,9 @@ the workers' rates. Nothing here holds a batch up: where something is not known,
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from gateway.jobs.batches.completion_window import window_text
@@ -80,8 +81,8 @@ class BatchForecasts:
         urgent_s = min(URGENT_SHARE * batch.window_s, self._tier.urgent_ms / 1000)
         return {
             "lines": batch.size.lines,
-            "prompt_tokens": _range_json(estimates.total_prompt_tokens(batch.size, lengths)),
-            "output_tokens": _range_json(estimates.total_output_tokens(batch.size, lengths, self._context())),
+            "prompt_tokens": _range_json(estimates.prompt_tokens(batch, batch.size, lengths)),
+            "output_tokens": _range_json(estimates.output_tokens(batch, batch.size, lengths, self._context())),
             "estimate": self._estimate_json(estimate),
             "earliest_window": None if earliest_s is None else window_text(ROOM * earliest_s),
             "feasible": None if earliest_s is None else earliest_s <= batch.window_s,
@@ -122,7 +123,7 @@ class BatchForecasts:
         if rates is None or work is None:
             return None
         promised = [
-            Commitment(other.lines_due_s - self._now_s(), rates.expected_s(other_work))
+            Commitment(other.lines_due_s - self._now_s(), rates.whole_s(other_work, attrgetter("expected")))
             for other, other_work in await self._others(batch)
             if not other.best_effort
         ]
@@ -166,17 +167,12 @@ class BatchForecasts:
     async def count_late(self) -> None:
         """Count the batches of all gateways that are expected to end after their window: see `num_late`."""
         entries = await self._read_unfinished()
-        paces = await self._statistics.paces([batch.id for batch, _ in entries])
-        self.num_late = await asyncio.to_thread(self._num_late, entries, paces, self._rates(), self._now_s())
-
-    def _num_late(
-        self, entries: Sequence[tuple[Batch, Work]], paces: Mapping[str, Pace], rates: Rates | None, now_s: float
-    ) -> int:
-        finish_s = estimates.finish_times_s(
-            [work for _, work in entries], [paces.get(batch.id) for batch, _ in entries], rates
-        )
-        ends = zip((batch for batch, _ in entries), finish_s, strict=True)
-        return sum(not b.best_effort and left_s is not None and now_s + left_s > b.lines_due_s for b, left_s in ends)
+        found = await self._statistics.paces([batch.id for batch, _ in entries])
+        works, paces = [work for _, work in entries], [found.get(batch.id) for batch, _ in entries]
+        left_s = await asyncio.to_thread(estimates.finish_times_s, works, paces, self._rates())
+        ends = [(batch, s) for (batch, _), s in zip(entries, left_s, strict=True) if s is not None]
+        now_s = self._now_s()
+        self.num_late = sum(not batch.best_effort and now_s + s > batch.lines_due_s for batch, s in ends)
 
     def on_created(self) -> None:
         """Read the list again for the next question, because a batch was created."""

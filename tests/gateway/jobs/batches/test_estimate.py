@@ -107,6 +107,9 @@ def test_other_batches_come_before_the_end_as_far_as_they_are_not_longer() -> No
     assert alone is not None and shared is not None
     assert shared.finish_s == 2.5 * alone.finish_s
     assert shared.latest_s == 3.5 * alone.latest_s and shared.earliest_s == alone.earliest_s
+    paces = [None, Pace(0.5, 55.0, lines_seen=400), None]
+    assert finish_times_s([work, half, double], paces, RATES) == [2.5 * alone.finish_s, 100, 3.5 * alone.finish_s]
+    assert finish_times_s([work, half, double], paces, None) == [None, 100, None]
 
 
 def test_a_batch_that_has_a_pace_goes_on_with_it() -> None:
@@ -115,14 +118,3 @@ def test_a_batch_that_has_a_pace_goes_on_with_it() -> None:
     assert found.earliest_s < 200 < found.latest_s < 250
     unsure = estimate(left(lengths=SEEN), [], None, Pace(0.5, 55.0, lines_seen=3))
     assert unsure is None
-
-
-def test_the_ends_of_all_batches_together_are_those_of_each() -> None:
-    works = [left(replace(BATCH, total=100, completed=done)) for done in (0, 5, 5, 10, 19)]
-    paces: list[Pace | None] = [None, Pace(2.0, 100.0, 50), None, Pace(2.0, 100.0, 3), None]
-    for rates in (RATES, None):
-        found = finish_times_s(works, paces, rates)
-        for number, (work, pace) in enumerate(zip(works, paces, strict=True)):
-            alone = estimate(work, works[:number] + works[number + 1 :], rates, pace)
-            assert found[number] == (alone and pytest.approx(alone.finish_s))
-    assert finish_times_s([], [], RATES) == []
