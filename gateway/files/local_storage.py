@@ -95,9 +95,9 @@ def sha256_of(path: Path) -> str:
 
 
 def move_durably(source: Path, target: Path) -> None:
-    _sync(source)
+    sync(source)
     os.replace(source, target)
-    _sync(target.parent)
+    sync(target.parent)
 
 
 def _replace(path: Path, data: bytes) -> None:
@@ -117,8 +117,8 @@ def _link(source: Path, target: Path) -> None:
         pass
     except OSError:  # no hard links here
         shutil.copy(source, target)  # copies the file's mode too
-        _sync(target)
-    _sync(target.parent)
+        sync(target)
+    sync(target.parent)
 
 
 def _write_at(path: Path, position: int, data: bytes) -> None:
@@ -132,10 +132,10 @@ def _write_at(path: Path, position: int, data: bytes) -> None:
     finally:
         os.close(handle)
     if position == len(data):  # the file is new
-        _sync(path.parent)
+        sync(path.parent)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Wait until a file or a directory is on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:

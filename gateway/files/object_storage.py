@@ -7,7 +7,6 @@ fsspec's (`FSSPEC_S3_ENDPOINT_URL`, or a file in ~/.config/fsspec).
 """
 
 import asyncio
-import errno
 import math
 import secrets
 import shutil
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
+from gateway.files.disk import is_disk_full
 from gateway.files.local_storage import PRIVATE_DIR, LocalStorage, local_entries, move_durably, sha256_of, unlink
 from gateway.files.storage import ContentDamaged, ContentLost, Entry, Storage, StorageUnreachable
 
@@ -37,7 +37,6 @@ S3_CONFIG = {"connect_timeout": 4, "read_timeout": 9, "retries": {"total_max_att
 S3_TRIES = 2
 # What the file systems of fsspec call the time of an object's last change: S3, Azure, most others, GCS, memory.
 MODIFIED = ("LastModified", "last_modified", "mtime", "updated", "created")
-_LOCAL_FAULTS = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))  # of the disk of this machine
 
 
 class BadStorageUrl(Exception):
@@ -171,7 +170,7 @@ class ObjectStorage:
         except Exception as error:
             if lost is not None and isinstance(error, FileNotFoundError):
                 raise ContentLost(f"{lost} is missing") from None
-            if isinstance(error, OSError) and error.errno in _LOCAL_FAULTS:
+            if is_disk_full(error):
                 raise
             raise StorageUnreachable(f"the file storage does not answer: {repr(error)[:300]}") from error
 

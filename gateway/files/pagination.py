@@ -26,23 +26,22 @@ class Page(Generic[T]):
         return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": self.has_more}
 
 
-async def position_of(redis: Redis, index: str, member: str) -> float | None:
-    """Return the position of `member` in `index`; None if it is unknown. Recently deleted members are still known."""
-    score = await redis.zscore(index, member)
-    if score is not None:
-        return float(score)
-    left = await redis.get(tombstone(index, member))
-    return float(left) if left is not None else None
+async def page_of_ids(
+    redis: Redis, index: str, cursors: str, *, after: str | None, limit: int, newest_first: bool = True
+) -> Page[str] | None:
+    """Return up to `limit` members of `index` that follow the member `after` (None: from the start).
 
-
-async def page_of_ids(redis: Redis, index: str, *, after: float | None, limit: int, newest_first: bool) -> Page[str]:
-    """Return up to `limit` members of `index` that follow the position `after` (None: from the start)."""
-    if newest_first:
-        start = "+inf" if after is None else f"({after!r}"
-        found = await redis.zrange(index, start, "-inf", desc=True, byscore=True, offset=0, num=limit + 1)
-    else:
-        start = "-inf" if after is None else f"({after!r}"
-        found = await redis.zrange(index, start, "+inf", byscore=True, offset=0, num=limit + 1)
+    `cursors` is the index that has `after`. Recently deleted members are still known there. Return None if it is
+    unknown.
+    """
+    start = "+inf" if newest_first else "-inf"
+    if after is not None:
+        position = await redis.zscore(cursors, after) or await redis.get(tombstone(cursors, after))
+        if position is None:
+            return None
+        start = f"({float(position)!r}"
+    end = "-inf" if newest_first else "+inf"
+    found = await redis.zrange(index, start, end, desc=newest_first, byscore=True, offset=0, num=limit + 1)
     ids = [text(member) for member in found]
     return Page(ids[:limit], has_more=len(ids) > limit)
 

@@ -23,7 +23,7 @@ from gateway import store_keys as keys
 from gateway.files.disk import DiskReserve, noticing_full_disk
 from gateway.files.local_storage import PRIVATE_DIR, LocalStorage, sha256_of
 from gateway.files.marker import StorageTie
-from gateway.files.pagination import Page, page_of_ids, position_of, text
+from gateway.files.pagination import Page, page_of_ids, text
 from gateway.files.storage import FILES, INCOMING, Storage, StorageUnreachable
 from scheduler.clock import Clock
 from scheduler.store.durability import durable
@@ -161,13 +161,11 @@ class FileStore:
         """Return a page of `owner`'s files; None if the cursor `after` is not the id of one of these files."""
         with contextlib.suppress(StoreRefused):  # expired files are left out in any case
             await self.sweep()
-        position = None
-        if after is not None:
-            position = await position_of(self._redis, keys.index_of(keys.FILES, owner), after)
-            if position is None:
-                return None
-        index = keys.index_of(keys.FILES, owner) if purpose is None else keys.file_purpose(purpose, owner)
-        ids = await page_of_ids(self._redis, index, after=position, limit=limit, newest_first=newest_first)
+        own = keys.index_of(keys.FILES, owner)
+        index = own if purpose is None else keys.file_purpose(purpose, owner)
+        ids = await page_of_ids(self._redis, index, own, after=after, limit=limit, newest_first=newest_first)
+        if ids is None:
+            return None
         records = await self._load(ids.items) if ids.items else []
         return Page([r for r in records if r is not None], ids.has_more)
 

@@ -8,8 +8,10 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match
 
+from gateway.files.disk import DiskFull
+from gateway.files.store import QuotaExceeded
 from gateway.protocol.bodies.validation import first_fault
-from gateway.protocol.errors import ApiError, invalid_request, store_failed
+from gateway.protocol.errors import ApiError, disk_full, files_quota_exceeded, invalid_request, store_failed
 from gateway.protocol.unknown_paths import explain_path
 from scheduler.store.errors import STORE_AWAY
 
@@ -84,7 +86,16 @@ def install(app: FastAPI, routes: Sequence[BaseRoute] = ()) -> None:
     async def on_store_failure(request: Request, error: Exception) -> JSONResponse:
         return error_response(store_failed(error))
 
+    async def on_full_disk(request: Request, error: Exception) -> JSONResponse:
+        return error_response(disk_full())
+
+    async def on_full_quota(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, QuotaExceeded)
+        return error_response(files_quota_exceeded(error.used_bytes, error.quota_bytes))
+
     app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(DiskFull, on_full_disk)
+    app.add_exception_handler(QuotaExceeded, on_full_quota)
     for away in STORE_AWAY:
         app.add_exception_handler(away, on_store_failure)
     app.add_exception_handler(RequestValidationError, on_validation_error)

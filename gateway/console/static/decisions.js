@@ -8,7 +8,7 @@ const KNOBS = { batch_size: "batch size", batch_tokens: "tokens a step", max_wai
 const valueOf = (knob, value) => (knob === "max_wait_ms" ? `${Math.round(value)} ms` : count(value));
 
 /** Return decisions that belong together as one: moves of one tier at one time for one reason. */
-export function grouped(decisions) {
+function grouped(decisions) {
   const groups = new Map();
   for (const decision of decisions) {
     const key = [decision.atMs, decision.tier, decision.reason].join();
@@ -17,7 +17,7 @@ export function grouped(decisions) {
   return [...groups.values()];
 }
 
-export function sentenceOf(group) {
+function sentenceOf(group) {
   const moves = group.map(({ knob, old, new: to }) => `${KNOBS[knob] ?? knob} ${valueOf(knob, old)} → ${valueOf(knob, to)}`);
   return `${moves.join(", ")}: ${group[0].reason}${group[0].acted ? "" : " (dry run: not done)"}`;
 }

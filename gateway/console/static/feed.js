@@ -13,7 +13,6 @@ const FOREVER_MS = 2 ** 31 - 1; // until `restart` is called
 export class Feed {
   #on;
   #connection = null;
-  #wanted = true;
   #isUrgent = false; // whether to open the next connection without a wait
   #wake = () => {};
 
@@ -29,14 +28,9 @@ export class Feed {
     this.#wake();
   }
 
-  stop() {
-    this.#wanted = false;
-    this.restart();
-  }
-
   async run() {
     let wait = RETRY_MS.first;
-    while (this.#wanted) {
+    for (;;) {
       await this.#visible();
       const began = performance.now();
       this.#isUrgent = false;

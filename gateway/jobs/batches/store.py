@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from redis.asyncio.lock import Lock
 
 from gateway import store_keys as keys
-from gateway.files.pagination import Page, page_of_ids, position_of, text
+from gateway.files.pagination import Page, page_of_ids, text
 from gateway.jobs.batches.model import Batch, BatchStatus, LineResult
 from gateway.jobs.batches.turns import UnfinishedBatch
 from scheduler.store.durability import durable
@@ -93,13 +93,8 @@ class BatchStore:
     async def page(self, *, owner: str | None, after: str | None, limit: int) -> Page[Batch] | None:
         """Return a page of `owner`'s batches, newest first; None if the cursor `after` is not one of these batches."""
         index = keys.index_of(keys.BATCHES, owner)
-        position = None
-        if after is not None:
-            position = await position_of(self._redis, index, after)
-            if position is None:
-                return None
-        ids = await page_of_ids(self._redis, index, after=position, limit=limit, newest_first=True)
-        return Page(await self.get_all(ids.items), ids.has_more)
+        ids = await page_of_ids(self._redis, index, index, after=after, limit=limit)
+        return None if ids is None else Page(await self.get_all(ids.items), ids.has_more)
 
     async def move(self, batch_id: str, target: BatchStatus, now_s: int, *, token: str = "", **changes: Any) -> Moved:
         """Move a batch to the state `target` if the table of transitions allows this.

@@ -11,15 +11,15 @@ import os
 import secrets
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import structlog
 from redis.asyncio import Redis
 
 from gateway.fairness import Turns
 from gateway.files.disk import noticing_full_disk
-from gateway.files.local_storage import PRIVATE_DIR
+from gateway.files.local_storage import PRIVATE_DIR, move_durably, sync
 from gateway.files.store import FileStore, StoredFile
 from gateway.jobs.uploads.model import (
     CANCELLED,
@@ -43,17 +43,6 @@ MAX_COMPLETIONS = 4  # at once, of all owners
 COPY_BYTES = 2**20  # bytes that are copied at once while parts become one file
 
 
-@dataclass(frozen=True, slots=True)
-class NewUpload:
-    """A request to create an upload, as `Upload` describes it."""
-
-    bytes: int
-    filename: str
-    purpose: str
-    owner: str | None
-    file_expires_after_s: int | None
-
-
 class UploadService:
     """The uploads of one gateway. The finished file goes to `files`."""
 
@@ -66,27 +55,18 @@ class UploadService:
         # Files are put together one at a time for each owner and a few in all, because other work needs threads too.
         self._completions = Turns(MAX_COMPLETIONS)
 
-    async def create(self, new: NewUpload, new_id: str, quota_bytes: int | None) -> Upload:
-        """Create an upload; `new_id` is its id without the prefix.
+    async def create(self, new_id: str, quota_bytes: int | None, *, bytes: int, **fields: Any) -> Upload:
+        """Create an upload of so many bytes with these fields; `new_id` is its id without the prefix.
 
         Raises `QuotaExceeded` if the files and the pending uploads of its owner would have more than `quota_bytes`,
         `TooManyUploads` if too many of them are pending, and `DiskFull` if the disk has no room for it.
         """
-        self._files.disk.check(new.bytes)
+        self._files.disk.check(bytes)
         if quota_bytes is not None:
             await self._files.sweep()
         now = self._now_s()
-        upload = Upload(
-            id=f"upload_{new_id}",
-            bytes=new.bytes,
-            filename=new.filename,
-            purpose=new.purpose,
-            created_at=now,
-            expires_at=now + LIFETIME_S,
-            owner=new.owner,
-            file_expires_after_s=new.file_expires_after_s,
-        )
-        await self._store.create(upload, used_bytes=await self._files.used_bytes(new.owner), quota_bytes=quota_bytes)
+        upload = Upload(f"upload_{new_id}", bytes, created_at=now, expires_at=now + LIFETIME_S, **fields)
+        await self._store.create(upload, used_bytes=await self._files.used_bytes(upload.owner), quota_bytes=quota_bytes)
         return upload
 
     async def reserved_bytes(self, owner: str | None) -> int:
@@ -239,16 +219,9 @@ def _check_parts(state: UploadState, part_ids: Sequence[str]) -> None:
 def _keep(content: Path, target: Path) -> int:
     """Move the part at `content` to `target`, durably. Return its bytes."""
     target.parent.mkdir(PRIVATE_DIR, exist_ok=True)
-    with content.open("rb") as file:
-        os.fsync(file.fileno())
-        size = os.fstat(file.fileno()).st_size
-    os.replace(content, target)
-    for directory in (target.parent, target.parent.parent):
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    size = content.stat().st_size
+    move_durably(content, target)
+    sync(target.parent.parent)  # the folder of the upload may be new
     return size
 
 

@@ -25,7 +25,7 @@ from gateway.protocol.errors import ApiError, invalid_request, invalid_value, re
 from gateway.protocol.json_body import Body, parse, read_object
 from gateway.protocol.openapi import json_body
 from gateway.routes.dependencies import Caller
-from gateway.routes.jobs.files import Owner, refusing_full_disk
+from gateway.routes.jobs.files import Owner
 from gateway.routes.jobs.idempotency import once
 from gateway.state import gateway_of
 
@@ -101,8 +101,7 @@ async def create_batch(request: Request, caller: Caller, owner: Owner) -> Respon
     gateway_of(request).webhooks.check(body.metadata, caller)
 
     async def create(new_id: str) -> Response:
-        with refusing_full_disk():
-            created = await batches.create(body.to_new_batch(owner), new_id)
+        created = await batches.create(body.to_new_batch(owner), new_id)
         if isinstance(created, InputProblem):
             raise invalid_request(created.message, "input_file_id")
         if isinstance(created, Infeasible):

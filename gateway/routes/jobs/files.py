@@ -8,20 +8,19 @@ import asyncio
 import hashlib
 import json
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
 
-from gateway.files.disk import DiskFull
 from gateway.files.storage import ContentDamaged, ContentLost
 from gateway.files.store import FileStore, QuotaExceeded, StoredFile, content_name
 from gateway.http.download import saved_name, stored_content
 from gateway.http.multipart import MAX_FORM_BYTES, MalformedUpload, Upload, UploadTooLarge, receive_upload
 from gateway.identity import ApiKey
-from gateway.protocol.errors import ApiError, disk_full, files_quota_exceeded, invalid_request, invalid_value
+from gateway.protocol.errors import ApiError, invalid_request, invalid_value
 from gateway.protocol.openapi import form_body
 from gateway.routes.dependencies import Caller
 from gateway.routes.jobs.idempotency import idempotency_key, once
@@ -56,15 +55,6 @@ async def _owner(caller: Caller) -> str | None:
 Owner = Annotated[str | None, Depends(_owner)]
 
 
-@contextmanager
-def refusing_full_disk() -> Iterator[None]:
-    """Raise `ApiError` 507 if the disk is full, or its reserve is reached, within the block."""
-    try:
-        yield
-    except DiskFull:
-        raise disk_full() from None
-
-
 @router.post("/v1/files", openapi_extra=form_body(UPLOAD))
 async def upload_file(request: Request, caller: Caller, owner: Owner) -> Response:
     files, quota_bytes = gateway_of(request).files, quota_bytes_of(request, caller)
@@ -73,21 +63,20 @@ async def upload_file(request: Request, caller: Caller, owner: Owner) -> Respons
     if announced > MAX_FILE_BYTES + MAX_FORM_BYTES:
         raise _too_large(MAX_FILE_BYTES)  # refused before the client sends the file
     digest = None if idempotency_key(request) is None else hashlib.sha256()
-    with refusing_full_disk():
-        files.disk.check(announced)
-        room = quota_bytes
-        if digest is None and quota_bytes is not None:  # the repetition of an upload may be in the quota already
-            room = await _room(files, owner, quota_bytes, announced, reserved)
-        upload = await _receive(request, files, owner, room, None if digest is None else digest.update)
+    files.disk.check(announced)
+    room = quota_bytes
+    if digest is None and quota_bytes is not None:  # the repetition of an upload may be in the quota already
+        room = await _room(files, owner, quota_bytes, announced, reserved)
+    upload = await _receive(request, files, owner, room, None if digest is None else digest.update)
 
-        async def store(new_id: str) -> Response:
-            stored = await _store(files, upload, owner, quota_bytes, reserved, f"file-{new_id}")
-            return JSONResponse(stored.to_json())
+    async def store(new_id: str) -> Response:
+        stored = await _store(files, upload, owner, quota_bytes, reserved, f"file-{new_id}")
+        return JSONResponse(stored.to_json())
 
-        try:
-            return await once(request, owner, _fingerprint(upload, digest), store)
-        finally:
-            upload.discard()
+    try:
+        return await once(request, owner, _fingerprint(upload, digest), store)
+    finally:
+        upload.discard()
 
 
 def _fingerprint(upload: Upload, content: "hashlib._Hash | None") -> str:
@@ -123,7 +112,7 @@ async def _counted(
             held += len(chunk)
             arriving[owner] += len(chunk)
             if room_bytes is not None and arriving[owner] - MAX_FORM_BYTES > room_bytes:
-                raise files_quota_exceeded(arriving[owner], room_bytes)
+                raise QuotaExceeded(arriving[owner], room_bytes)
             yield chunk
     finally:
         arriving[owner] -= held
@@ -197,7 +186,7 @@ async def _room(files: FileStore, owner: str | None, quota_bytes: int, announced
     await files.sweep()
     used_bytes = await files.used_bytes(owner) + reserved
     if used_bytes + announced - MAX_FORM_BYTES > quota_bytes:
-        raise files_quota_exceeded(used_bytes, quota_bytes)
+        raise QuotaExceeded(used_bytes, quota_bytes)
     return quota_bytes - used_bytes
 
 
@@ -222,7 +211,7 @@ async def _store(
             quota_bytes=None if quota_bytes is None else quota_bytes - reserved,
         )
     except QuotaExceeded as error:
-        raise files_quota_exceeded(error.used_bytes + reserved, error.quota_bytes + reserved) from None
+        raise QuotaExceeded(error.used_bytes + reserved, error.quota_bytes + reserved) from None
 
 
 def _max_bytes(fields: Mapping[str, str]) -> int:

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import Field
 
-from gateway.files.store import FileStore, QuotaExceeded
+from gateway.files.store import FileStore
 from gateway.http.multipart import MAX_FORM_BYTES, MalformedUpload, Upload, UploadTooLarge, receive_upload
 from gateway.jobs.uploads.model import (
     CANCELLED,
@@ -28,13 +28,12 @@ from gateway.jobs.uploads.model import (
     TooManyUploads,
     UploadRefused,
 )
-from gateway.jobs.uploads.service import NewUpload
-from gateway.protocol.errors import ApiError, files_quota_exceeded, invalid_request, invalid_value, retry_after
+from gateway.protocol.errors import ApiError, invalid_request, invalid_value, retry_after
 from gateway.protocol.json_body import Body, parse, read_object
 from gateway.protocol.openapi import form_body, json_body
 from gateway.routes.dependencies import Caller
 from gateway.routes.jobs.batches import ExpiresAfter
-from gateway.routes.jobs.files import BATCH_EXPIRY_S, Owner, check_suffix, quota_bytes_of, refusing_full_disk
+from gateway.routes.jobs.files import BATCH_EXPIRY_S, Owner, check_suffix, quota_bytes_of
 from gateway.routes.jobs.idempotency import once
 from gateway.state import gateway_of
 
@@ -55,10 +54,10 @@ class CreateUploadRequest(Body):
     mime_type: Annotated[str, Field(max_length=255)]  # needed by OpenAI's API; files have no type here
     expires_after: ExpiresAfter | None = None
 
-    def to_new_upload(self, owner: str | None) -> NewUpload:
+    @property
+    def file_expires_after_s(self) -> int | None:
         usual = BATCH_EXPIRY_S if self.purpose == "batch" else None
-        expiry_s = usual if self.expires_after is None else self.expires_after.seconds
-        return NewUpload(self.bytes, self.filename, self.purpose, owner, expiry_s)
+        return usual if self.expires_after is None else self.expires_after.seconds
 
 
 class CompleteUploadRequest(Body):
@@ -70,8 +69,7 @@ class CompleteUploadRequest(Body):
 def _refusing(upload_id: str = "") -> Iterator[None]:
     """Turn the refusals of the upload service within the block into `ApiError`."""
     try:
-        with refusing_full_disk():
-            yield
+        yield
     except NoSuchUpload:
         raise ApiError(404, f"No such Upload object: {upload_id[:200]}", param="id") from None
     except UploadRefused as refusal:
@@ -79,8 +77,6 @@ def _refusing(upload_id: str = "") -> Iterator[None]:
     except TooManyUploads:
         message = f"You have {MAX_PENDING} pending uploads. Complete or cancel one of them; they expire after an hour."
         raise ApiError(429, message, "requests", code="rate_limit_exceeded", headers=retry_after(60.0)) from None
-    except QuotaExceeded as error:
-        raise files_quota_exceeded(error.used_bytes, error.quota_bytes) from None
 
 
 @router.post("/v1/uploads", openapi_extra=json_body(CreateUploadRequest))
@@ -91,8 +87,15 @@ async def create_upload(request: Request, caller: Caller, owner: Owner) -> Respo
 
     async def create(new_id: str) -> Response:
         with _refusing():
-            new = body.to_new_upload(owner)
-            upload = await gateway_of(request).uploads.create(new, new_id, quota_bytes_of(request, caller))
+            upload = await gateway_of(request).uploads.create(
+                new_id,
+                quota_bytes_of(request, caller),
+                bytes=body.bytes,
+                filename=body.filename,
+                purpose=body.purpose,
+                owner=owner,
+                file_expires_after_s=body.file_expires_after_s,
+            )
         return JSONResponse(upload.to_json(PENDING))
 
     return await once(request, owner, digest.hexdigest(), create)
