@@ -159,7 +159,7 @@ async def exposition(gateway: Gateway) -> bytes:
     metrics.show_from_the_start(gateway.tiers, limited or {NO_KEY}, (NO_KEY,) if gateway.keyring.is_open else ())
     metrics.workers_alive.set(len(client.live.engines) + len(client.live.endpoints))
     metrics.workers_unreadable.set(client.live.num_unreadable)
-    metrics.batches_late.set(gateway.batches.num_late)
+    metrics.batches_late.set(gateway.batches.forecasts.num_late)
     snapshots: dict[str, str] = {}
     queues: Queues | None = None
     with suppress(Exception):  # after any error of the store, the gateway's own metrics are still worth reading

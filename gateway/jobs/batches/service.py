@@ -8,7 +8,6 @@ returned as a value (`InputProblem`, `Infeasible`, `TooManyBatches`, `NotCancell
 import secrets
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from redis.asyncio import Redis
 
@@ -25,7 +24,6 @@ from gateway.jobs.batches.input.checks import InputRules
 from gateway.jobs.batches.input.lines import input_name
 from gateway.jobs.batches.input.offload import offload
 from gateway.jobs.batches.input.scan import InputScan, scan_input
-from gateway.jobs.batches.input.size import InputSize
 from gateway.jobs.batches.lines.line import BatchTracer, Completions, LineRunner
 from gateway.jobs.batches.lines.slots import KeyShare, LineWindow
 from gateway.jobs.batches.maintenance import BatchMaintenance
@@ -107,8 +105,8 @@ class BatchService:
         self._store = BatchStore(redis)
         self._files = files
         tier, statistics = tiers[tiers.batch_tier], LineStatistics(redis, clock)
-        self._forecasts = BatchForecasts(self._store, statistics, workers, tier, clock)
-        self._lines = LineRunner(completions, tier, clock, statistics, self._forecasts, dead_letters, tracer)
+        self.forecasts = BatchForecasts(self._store, statistics, workers, tier, clock)
+        self._lines = LineRunner(completions, tier, clock, statistics, self.forecasts, dead_letters, tracer)
         self._model_names = model_names
         self._scans: dict[str, InputScan] = {}  # of batches that are launched at this moment
         self._clock = clock
@@ -127,7 +125,7 @@ class BatchService:
         self._max_lines = max_lines
         self._max_unfinished = max_unfinished
         self._max_body_bytes = max_body_bytes
-        count_late = self._forecasts.count_late
+        count_late = self.forecasts.count_late
         self._maintenance = BatchMaintenance(self._store, files, self._make_run, clock, LOCK_TTL_S, count_late)
 
     async def start(self) -> None:
@@ -135,7 +133,7 @@ class BatchService:
 
     def reconfigure(self, tiers: TierSet) -> None:
         self._lines.reconfigure(tiers[tiers.batch_tier])
-        self._forecasts.reconfigure(tiers[tiers.batch_tier])
+        self.forecasts.reconfigure(tiers[tiers.batch_tier])
 
     async def close(self) -> None:
         """Stop all runs and release their locks.
@@ -179,7 +177,7 @@ class BatchService:
             batch = new.to_batch(batch_id, self._now_s(), scan.size)
             trace = CURRENT_TRACE.get()
             batch = replace(batch, input_sha256=file.sha256, traceparent=trace.traceparent if trace else None)
-            infeasible = await self._forecasts.infeasible(batch)
+            infeasible = await self.forecasts.infeasible(batch)
             if infeasible is not None:
                 await self._maintenance.withdraw(batch_id, new.owner)
                 return infeasible
@@ -188,7 +186,7 @@ class BatchService:
                 await self._maintenance.withdraw(batch_id, new.owner)
                 return TooManyBatches(self._max_unfinished)
             await self._store.durable(batch_id)
-            self._forecasts.on_created()
+            self.forecasts.on_created()
             self._maintenance.launch_if_room(batch_id)
             return batch
         except ContentLost:  # the file was deleted just now
@@ -198,14 +196,6 @@ class BatchService:
             raise
         finally:
             self._scans.pop(batch_id, None)  # a run that begins later scans its input itself
-
-    async def describe(self, batches: Sequence[Batch]) -> list[dict[str, Any]]:
-        """Return what is known of the future and the cost of each batch."""
-        return await self._forecasts.describe(batches)
-
-    async def preview(self, new: NewBatch, size: InputSize) -> dict[str, Any]:
-        """Return what a batch with an input of this size would take."""
-        return await self._forecasts.preview(new.to_batch("", self._now_s(), size))
 
     async def retrieve(self, batch_id: str, *, owner: str | None) -> Batch | None:
         """Return the batch; None if `owner` has no such batch."""
@@ -238,11 +228,6 @@ class BatchService:
     async def counts_by_status(self) -> dict[str, int]:
         """Return the number of batches in each state, summed over all gateways."""
         return {status.value: count for status, count in (await self._store.counts_by_status()).items()}
-
-    @property
-    def num_late(self) -> int:
-        """The number of batches, of all gateways, that are expected to end after their window."""
-        return self._forecasts.num_late
 
     def _make_run(self, batch_id: str) -> BatchRun:
         lock = self._store.owner_lock(batch_id, self._lock_ttl_s)

@@ -123,7 +123,7 @@ async def estimate_batch(request: Request, caller: Caller, owner: Owner) -> dict
     return {
         "object": "batch.estimate",
         "completion_window": body.completion_window,
-        **await batches.preview(new, body.size()),
+        **await batches.forecasts.preview(new, body.size()),
         "interactive": [
             {"tier": tier.name, "max_slowdown": tier.max_slowdown, **tier.slo.model_dump(exclude_none=True)}
             for tier in gateway_of(request).tiers.by_priority
@@ -140,7 +140,7 @@ async def list_batches(
     page = await batches.list(owner=owner, after=after, limit=limit)
     if page is None:
         raise invalid_value("after", "Invalid value for 'after': there is no such batch.")
-    described = await batches.describe(page.items)
+    described = await batches.forecasts.describe(page.items)
     return page.to_json([batch.to_json() | {"tidegate": e} for batch, e in zip(page.items, described, strict=True)])
 
 
@@ -161,7 +161,7 @@ async def cancel_batch(request: Request, owner: Owner, batch_id: str) -> dict[st
 
 
 async def _described(batches: BatchService, batch: Batch) -> dict[str, Any]:
-    [extension] = await batches.describe([batch])
+    [extension] = await batches.forecasts.describe([batch])
     return batch.to_json() | {"tidegate": extension}
 
 

@@ -16,7 +16,8 @@ from gateway.jobs.batches.forecast.estimate import Estimate, Lengths, Pace, Rang
 from gateway.jobs.batches.forecast.line_deadlines import URGENT_SHARE, LineTimes
 from gateway.jobs.batches.forecast.line_statistics import LineStatistics
 from gateway.jobs.batches.forecast.promises import Commitment, earliest_promise_s
-from gateway.jobs.batches.model import Batch, BatchStatus
+from gateway.jobs.batches.input.size import InputSize
+from gateway.jobs.batches.model import Batch, BatchStatus, NewBatch
 from gateway.jobs.batches.store import BatchStore
 from scheduler.clock import Clock
 from scheduler.config import Tier
@@ -72,17 +73,17 @@ class BatchForecasts:
             return None
         return Infeasible(batch.completion_window, window_text(ROOM * earliest_s))
 
-    async def preview(self, batch: Batch) -> dict[str, Any]:
-        """Return what a batch would take that does not exist yet. Its size must be known."""
-        assert batch.size is not None
-        lengths = await self._statistics.lengths(batch.size.model, batch.endpoint)
+    async def preview(self, new: NewBatch, size: InputSize) -> dict[str, Any]:
+        """Return what a batch with an input of this size would take."""
+        batch = new.to_batch("", self._clock.wall_ms() // 1000, size)
+        lengths = await self._statistics.lengths(size.model, batch.endpoint)
         estimate = await self._estimate(batch, None)
         earliest_s = await self._earliest_window_s(batch)
         urgent_s = min(URGENT_SHARE * batch.window_s, self._tier.urgent_ms / 1000)
         return {
-            "lines": batch.size.lines,
-            "prompt_tokens": _range_json(estimates.prompt_tokens(batch, batch.size, lengths)),
-            "output_tokens": _range_json(estimates.output_tokens(batch, batch.size, lengths, self._context())),
+            "lines": size.lines,
+            "prompt_tokens": _range_json(estimates.prompt_tokens(batch, size, lengths)),
+            "output_tokens": _range_json(estimates.output_tokens(batch, size, lengths, self._context())),
             "estimate": self._estimate_json(estimate),
             "earliest_window": None if earliest_s is None else window_text(ROOM * earliest_s),
             "feasible": None if earliest_s is None else earliest_s <= batch.window_s,

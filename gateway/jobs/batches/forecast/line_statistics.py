@@ -7,8 +7,9 @@ batch, which the gateway that runs it writes. A lost write loses a second of kno
 
 import asyncio
 import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import fields
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from redis.exceptions import RedisError
 
 from gateway import store_keys as keys
 from gateway.jobs.batches.forecast.estimate import Lengths, Pace
-from gateway.jobs.batches.input.size import LineSize, line_size
+from gateway.jobs.batches.input.size import line_size
 from gateway.jobs.batches.model import Batch, LineResult
 from scheduler.clock import Clock
 from scheduler.store.scripts import load_script
@@ -53,12 +54,6 @@ class PaceMeter(msgspec.Struct):
         return math.exp(-max(0.0, now_s - self.at_s) / PACE_S)
 
 
-@dataclass(slots=True)
-class _Unwritten:
-    lengths: Lengths = Lengths()
-    lines: int = 0
-
-
 class LineStatistics:
     """The statistics of one gateway's lines, and those of all gateways in the store.
 
@@ -69,7 +64,7 @@ class LineStatistics:
         self._redis = redis
         self._clock = clock
         self._learn = load_script(redis, "gateway.jobs.batches", "lengths")
-        self._unwritten: dict[str, _Unwritten] = {}  # by key of the lengths
+        self._unwritten: defaultdict[str, Counter[str]] = defaultdict(Counter)  # sums of lengths, by their key
         self._changed: dict[str, PaceMeter] = {}  # meters that are not written, by batch id
         self._written_s = -math.inf
 
@@ -83,9 +78,13 @@ class LineStatistics:
         self._changed[batch.id] = meter
         if result.succeeded and batch.model is not None:
             size = await asyncio.to_thread(line_size, body)  # a prompt may be megabytes of text
-            entry = self._unwritten.setdefault(keys.batch_lengths(batch.model, batch.endpoint), _Unwritten())
-            entry.lines += 1
-            entry.lengths = _sum(entry.lengths, size, result)
+            self._unwritten[keys.batch_lengths(batch.model, batch.endpoint)].update(
+                lines=1,
+                choices=size.choices,
+                prompt_bytes=size.prompt_bytes,
+                prompt_tokens=result.input_tokens,
+                output_tokens=result.output_tokens,
+            )
         if self._clock.now() - self._written_s >= WRITE_S:
             self._written_s = self._clock.now()
             await self._write()
@@ -110,27 +109,17 @@ class LineStatistics:
         return {batch_id: meter.pace(self._now_s()) for batch_id, meter in meters.items()}
 
     async def _write(self) -> None:
-        unwritten, self._unwritten = self._unwritten, {}
+        unwritten, self._unwritten = self._unwritten, defaultdict(Counter)
         changed, self._changed = self._changed, {}
         try:
             for batch_id, meter in changed.items():
                 await self._redis.set(keys.batch_pace(batch_id), msgspec.msgpack.encode(meter), ex=keys.PACE_TTL_S)
-            for key, entry in unwritten.items():
-                names = [field.name for field in fields(Lengths)]
-                sums = [part for pair in zip(names, astuple(entry.lengths), strict=True) for part in pair]
-                await self._learn(keys=[key], args=[DECAY**entry.lines, keys.LENGTHS_TTL_S, *sums])
+            for key, sums in unwritten.items():
+                factor = DECAY ** sums.pop("lines")
+                pairs = [part for pair in sums.items() for part in pair]
+                await self._learn(keys=[key], args=[factor, keys.LENGTHS_TTL_S, *pairs])
         except RedisError:
             pass  # a line must not fail for this; the recorder of results logs that the store is away
 
     def _now_s(self) -> float:
         return self._clock.wall_ms() / 1000
-
-
-def _sum(lengths: Lengths, size: LineSize, result: LineResult) -> Lengths:
-    return replace(
-        lengths,
-        choices=lengths.choices + size.choices,
-        prompt_bytes=lengths.prompt_bytes + size.prompt_bytes,
-        prompt_tokens=lengths.prompt_tokens + result.input_tokens,
-        output_tokens=lengths.output_tokens + result.output_tokens,
-    )

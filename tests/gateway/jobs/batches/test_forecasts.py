@@ -166,10 +166,12 @@ async def test_batches_that_will_miss_their_window_are_counted(
     await gateway.create(file_id, "24h")
     await gateway.create(file_id, "30m", extra_body={"best_effort": True})
     async with running_gateway(redis_client, tmp_path / "other", workers=[WORKER]) as other:
-        await until(lambda: other.batches.num_late == 1)  # of all gateways, and not the later or the modest one
+        await until(
+            lambda: other.batches.forecasts.num_late == 1
+        )  # of all gateways, and not the later or the modest one
     gateway.clock.shift_s = 86_400 - 3600  # the other one is late now, too
     async with running_gateway(redis_client, tmp_path / "later", workers=[WORKER], clock=gateway.clock) as later:
-        await until(lambda: later.batches.num_late == 1)
+        await until(lambda: later.batches.forecasts.num_late == 1)
         page = await later.client.batches.list()
         late = [batch for batch in page.data if batch.status == "in_progress"]
         assert [batch.completion_window for batch in late] == ["24h"], "those that are over are not late any more"
