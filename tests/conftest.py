@@ -37,7 +37,7 @@ settings.load_profile(os.environ.get("TIDEGATE_TEST_PROFILE", "usual"))
 
 redis.utils.get_lib_version = cache(redis.utils.get_lib_version)  # each new connection reads the package's metadata
 
-PERMANENT_KEYS = {keys.SEQUENCE, keys.DURABLE, keys.PROBE}
+PERMANENT_KEYS = {keys.SEQUENCE, keys.EPOCH, keys.DURABLE, keys.PROBE}
 
 
 def pytest_collection_finish() -> None:

@@ -24,6 +24,7 @@ HELD = tuple(f"tidegate_num_requests_{state}" for state in ("running", "paused",
 # Keys without a lifetime that an idle server has: numbers and indexes, records of batches, files and tiers, the marker.
 KEPT = (
     keys.SEQUENCE,
+    keys.EPOCH,
     keys.WORKERS,
     keys.TIERS,
     keys.FOLLOWERS,

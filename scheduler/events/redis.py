@@ -20,6 +20,7 @@ from redis.exceptions import RedisError
 from scheduler.request import TokenEvent
 from scheduler.store import connection, keys
 from scheduler.store.errors import UNREADABLE
+from scheduler.store.scripts import growing_numbers, load_script
 
 log = structlog.get_logger()
 
@@ -41,6 +42,7 @@ class RedisEventChannel:
         self._client = client
         self._ttl_ms = int(ttl_s * 1000)
         self._heartbeat_s = heartbeat_s
+        self._publish = load_script(client, "scheduler.events", "publish", prelude=growing_numbers())
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(list[TokenEvent])
         self._last_ids: dict[str, bytes] = {}  # id of the last entry read, by gateway id
@@ -48,14 +50,8 @@ class RedisEventChannel:
         self._closed = False
 
     async def publish(self, reply_to: str, events: Sequence[TokenEvent]) -> bool:
-        entry_id = await self._client.xadd(
-            keys.events(reply_to),
-            {FIELD: self._encoder.encode(events)},
-            maxlen=keys.EVENTS_MAXLEN,
-            approximate=True,
-            nomkstream=True,
-        )
-        return entry_id is not None
+        args = (keys.EVENTS_MAXLEN, FIELD, self._encoder.encode(events))
+        return bool(await self._publish(keys=[keys.events(reply_to)], args=args))
 
     async def open(self, gateway_id: str) -> None:
         await self._open(self._client, gateway_id)

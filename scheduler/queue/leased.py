@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from redis.asyncio import Redis
 
 from scheduler.clock import Clock
-from scheduler.queue.scripts import Scripts, key_in
+from scheduler.queue.scripts import Scripts
 from scheduler.queue.wakeups import Wakeups
 from scheduler.request import Lease
 from scheduler.store import connection, keys
@@ -26,7 +26,7 @@ class LeasedQueue:
         self._clock = clock
         self._worker_id = worker_id
         self._scripts = Scripts(client, namespace)
-        self._channel = key_in(namespace, keys.WAKE)
+        self._channel = keys.key_in(namespace, keys.WAKE)
         self._wakeups = Wakeups(clock)
         self._listener: asyncio.Task[None] | None = None
 

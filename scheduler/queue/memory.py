@@ -188,7 +188,7 @@ class MemoryQueue:
         return None
 
     def _take_numbers(self, count: int) -> int:
-        first = max(self._shared.sequence + 1, self._clock.wall_ms())
+        first = max(self._shared.sequence + 1, 1000 * self._clock.wall_ms())
         self._shared.sequence = first + count - 1
         return first
 

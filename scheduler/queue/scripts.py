@@ -1,7 +1,7 @@
 """Typed functions for the Lua files of this folder.
 
-Knows the order of each script's arguments and the shape of its reply. The key names of keys.py and then `shared.lua`
-are put in front of every script.
+Knows the order of each script's arguments and the shape of its reply. `queue_prelude` and then `shared.lua` are
+put in front of every script.
 """
 
 import struct
@@ -13,26 +13,21 @@ from redis.asyncio import Redis
 from scheduler.queue.base import AheadLimit, Backlog, QueueFull, TooFarBehind
 from scheduler.request import Checkpoint, Lease
 from scheduler.store import keys
-from scheduler.store.scripts import load_script
+from scheduler.store.scripts import growing_numbers, load_script
 
 
-def key_names(namespace: str = keys.NAMESPACE) -> str:
-    """Return the Lua lines that name the keys of the queue in `namespace`, and lifetimes, for the top of a script."""
+def queue_prelude(namespace: str = keys.NAMESPACE) -> str:
+    """Return the Lua lines that name the keys of the queue in `namespace`, lifetimes, and `take_numbers`."""
     lifetimes = {"OUTPUT_TTL_MS": keys.OUTPUT_TTL_S, "PART_TTL_MS": keys.PART_TTL_S}
     names = [f"local {name} = '{key}'\n" for name, key in _keys(namespace).items()]
-    return "".join([*names, *(f"local {name} = {1000 * seconds:.0f}\n" for name, seconds in lifetimes.items())])
+    names += [f"local {name} = {1000 * seconds:.0f}\n" for name, seconds in lifetimes.items()]
+    return "".join(names) + growing_numbers(namespace)
 
 
 def _keys(namespace: str) -> dict[str, str]:
     names = {"QUEUE": keys.QUEUE_PREFIX, "WAITING": keys.WAITING_PREFIX, "REQUEST": keys.REQUEST_PREFIX}
-    names |= {"OUTPUT": keys.OUTPUT_PREFIX, "ALONE": keys.ALONE_PREFIX}
-    names |= {"LEASES": keys.LEASES, "SEQUENCE": keys.SEQUENCE, "WAKE": keys.WAKE}
-    return {name: key_in(namespace, key) for name, key in names.items()}
-
-
-def key_in(namespace: str, key: str) -> str:
-    """Return the key in `namespace` that has the part of `key`."""
-    return namespace + key.removeprefix(keys.NAMESPACE)
+    names |= {"OUTPUT": keys.OUTPUT_PREFIX, "ALONE": keys.ALONE_PREFIX, "LEASES": keys.LEASES, "WAKE": keys.WAKE}
+    return {name: keys.key_in(namespace, key) for name, key in names.items()}
 
 
 # A request for the script `put`: id, deadline_ms, prompt tokens, maximum output tokens, payload, part of a job, and the
@@ -52,7 +47,7 @@ class Scripts:
     """
 
     def __init__(self, client: Redis, namespace: str = keys.NAMESPACE) -> None:
-        prelude = key_names(namespace)
+        prelude = queue_prelude(namespace)
         self._client = client
         self._leases = _keys(namespace)["LEASES"]
         self._put = load_script(client, "scheduler.queue", "shared", "put", prelude=prelude)

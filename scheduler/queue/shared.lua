@@ -1,17 +1,8 @@
 -- Functions for every script of this folder. This file is put in front of each script, after the key names of keys.py
--- (QUEUE, WAITING, REQUEST, OUTPUT, ALONE, LEASES, SEQUENCE, WAKE) and two lifetimes. Scripts move requests atomically and make no decisions.
+-- (QUEUE, WAITING, REQUEST, OUTPUT, ALONE, LEASES, WAKE), two lifetimes and `take_numbers`. Scripts move requests atomically and make no decisions.
 --
 -- Redis does not undo writes when a script fails half-way. Scripts therefore check before they write, and skip a
 -- request whose hash is missing (because an eviction policy or a person has removed it).
-
--- Return the first of `count` consecutive numbers, which are all greater than all numbers given out before. Numbers
--- start from the clock, so that this also holds when the server has lost its last writes or all its data.
-local function take_numbers(count, now_ms)
-  local last = tonumber(redis.call('GET', SEQUENCE) or '0')
-  local first = math.max(last + 1, tonumber(now_ms))
-  redis.call('SET', SEQUENCE, string.format('%.0f', first + count - 1))
-  return first
-end
 
 -- Make a member of a tier's set. The member contains the request's token counts, so that they can be subtracted from
 -- the sums when the member is removed, even if the request's hash is missing.

@@ -46,8 +46,10 @@ ALONE_TTL_S = 3600.0
 # Sorted set of all leased requests. The score is the expiry of the lease in ms; the member is the request id.
 LEASES = "tidegate:leases"
 
-# The last number given to a put or a claim. It only grows, and it outlives all requests.
+# The last number given to a put, a claim or a message of events, and the replication id of the server that gave it. The
+# number only grows, and both outlive all requests.
 SEQUENCE = "tidegate:sequence"
+EPOCH = "tidegate:epoch"
 
 # Pub/sub channel. The message is `wake` after a put, after a requeue, or when a waiting request was cancelled, and
 # `cancel:<request id>` when a leased request was cancelled.
@@ -93,9 +95,9 @@ EVENTS_TTL_S = 86_400.0
 # Seconds between two heartbeats of a gateway. Each of them also removes the entries that were read.
 EVENTS_HEARTBEAT_S = 1.0
 
-# The maximum number of messages in a stream. It is enough for minutes of steps, and a listener removes read messages at
-# every heartbeat.
-EVENTS_MAXLEN = 10_000
+# The maximum number of messages in a stream. A listener removes what it has read at every heartbeat. Workers drop the
+# requests of a gateway without heartbeats after 4 s, in which 100 workers with 50 steps a second make a fifth of this.
+EVENTS_MAXLEN = 100_000
 
 # Workers ----------------------------------------------------------------------------------------------
 
@@ -145,6 +147,11 @@ DURABLE_TTL_S = 60.0
 # A key that gateways write every second, to learn whether the store takes writes.
 PROBE = "tidegate:probe"
 PROBE_TTL_S = 60.0
+
+
+def key_in(namespace: str, key: str) -> str:
+    """Return the key in `namespace` that has the part of `key`."""
+    return namespace + key.removeprefix(NAMESPACE)
 
 
 def tier_queue(tier: str) -> str:

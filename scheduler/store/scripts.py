@@ -6,6 +6,8 @@ from importlib import resources
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 
+from scheduler.store import keys
+
 
 def load_script(client: Redis, package: str, *names: str, prelude: str = "") -> AsyncScript:
     """Return one script made of `prelude` and the files `<name>.lua` of `package`, in this order.
@@ -13,6 +15,13 @@ def load_script(client: Redis, package: str, *names: str, prelude: str = "") -> 
     redis-py sends the script's hash, and its text if the server does not know the hash yet.
     """
     return client.register_script("\n".join((prelude, *(script_text(package, name) for name in names))))
+
+
+def growing_numbers(namespace: str = keys.NAMESPACE) -> str:
+    """Return the Lua function `take_numbers` with the counter of `namespace`, for the prelude of a script."""
+    names = {"SEQUENCE": keys.key_in(namespace, keys.SEQUENCE), "EPOCH": keys.key_in(namespace, keys.EPOCH)}
+    lines = (f"local {name} = '{key}'\n" for name, key in names.items())
+    return "".join(lines) + script_text("scheduler.store", "numbers")
 
 
 @cache

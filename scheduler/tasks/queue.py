@@ -19,7 +19,7 @@ from scheduler.clock import Clock
 from scheduler.queue.base import QueueFull
 from scheduler.queue.leased import LeasedQueue
 from scheduler.queue.redis import NO_LIMIT
-from scheduler.queue.scripts import key_in, key_names, put_args
+from scheduler.queue.scripts import put_args, queue_prelude
 from scheduler.store import keys
 from scheduler.store.errors import UNREADABLE
 from scheduler.store.scripts import load_script, script_text
@@ -56,7 +56,7 @@ class TaskQueue(LeasedQueue):
         self._max_bytes = max_bytes
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Task).decode
-        prelude = key_names(keys.TASKS) + _record_names() + script_text("scheduler.queue", "shared")
+        prelude = queue_prelude(keys.TASKS) + _record_names() + script_text("scheduler.queue", "shared")
 
         def load(name: str, more: str = "") -> AsyncScript:
             return load_script(client, "scheduler.tasks", "record", name, prelude=prelude + more)
@@ -218,4 +218,4 @@ def _record_names() -> str:
 
 
 def _request_key(task_id: str) -> str:
-    return key_in(keys.TASKS, keys.REQUEST_PREFIX) + task_id
+    return keys.key_in(keys.TASKS, keys.REQUEST_PREFIX) + task_id

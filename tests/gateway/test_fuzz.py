@@ -28,6 +28,7 @@ BROKEN = (500, 502, 504)  # 503 is an honest answer: the tier's queue is full
 LASTING_KEYS = {
     store_keys.STORAGE,
     keys.SEQUENCE,
+    keys.EPOCH,
     keys.DURABLE,
     keys.TIERS,
     keys.FOLLOWERS,

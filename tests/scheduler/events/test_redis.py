@@ -123,7 +123,10 @@ async def test_a_lost_stream_is_opened_again(
     await until(lambda: received == [1, 2])
 
 
-async def test_a_stream_without_a_reader_is_bounded(channel: RedisEventChannel, redis_client: Redis) -> None:
+async def test_a_stream_without_a_reader_is_bounded(
+    channel: RedisEventChannel, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys, "EVENTS_MAXLEN", 1000)
     entry = {b"m": b""}
     pipeline = redis_client.pipeline(transaction=False)
     for _ in range(keys.EVENTS_MAXLEN + 500):

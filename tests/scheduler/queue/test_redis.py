@@ -35,7 +35,7 @@ async def test_a_request_is_stored_under_the_documented_keys(queue: RedisQueue, 
     assert record[b"fence"] == str(claimed.fence).encode()
     assert record[b"attempt"] == b"1"
     assert await queue.ack([lease_of(claimed)]) == [True]
-    assert set(await redis_client.keys("*")) == {keys.SEQUENCE.encode()}
+    assert set(await redis_client.keys("*")) == {keys.SEQUENCE.encode(), keys.EPOCH.encode()}
 
 
 async def test_no_key_is_left_however_a_request_ends(queue: RedisQueue, clock: ManualClock) -> None:

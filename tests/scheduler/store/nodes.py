@@ -60,6 +60,11 @@ class Server:
         self.ask("REPLICAOF", "127.0.0.1", str(primary.port))
         await until(lambda: self.ask("INFO", "replication")["master_link_status"] == "up")
 
+    async def has_all_of(self, primary: "Server") -> None:
+        """Wait until this replica has everything that was written to `primary`."""
+        written = primary.ask("INFO", "replication")["master_repl_offset"]
+        await until(lambda: self.ask("INFO", "replication")["slave_repl_offset"] >= written)
+
 
 @contextmanager
 def embedded_server(data_dir: Path) -> Iterator[Server]:
@@ -91,8 +96,18 @@ class Pair:
 
     async def promote(self) -> None:
         """Make the replica the primary. The name still leads to the old one."""
-        self.replica.ask("REPLICAOF", "NO", "ONE")
+        self.part()
         self.primary, self.replica = self.replica, self.primary
+        await self.replica.follow(self.primary)
+
+    def part(self) -> None:
+        """Make the replica a primary while the first one still takes writes: the replica will never have them."""
+        self.replica.ask("REPLICAOF", "NO", "ONE")
+
+    async def demote(self) -> None:
+        """Let the parted primary lose its own writes and follow the other, to which the name leads from now on."""
+        self.primary, self.replica = self.replica, self.primary
+        self.rename()
         await self.replica.follow(self.primary)
 
     def rename(self) -> None:

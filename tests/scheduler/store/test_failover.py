@@ -15,18 +15,11 @@ from redis.exceptions import ConnectionError as StoreUnreachable
 from scheduler.store import connection
 from scheduler.store.durability import durable
 from scheduler.store.errors import CAUSES, STORE_AWAY, StoreRefused
-from tests.scheduler.store.nodes import SERVICE, Pair, sentinel, server_pair
+from tests.scheduler.store.nodes import SERVICE, Pair, sentinel
 from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(60)
 MAX_AWAY_S = 5.0  # the longest time from a promotion to the next write
-
-
-@pytest.fixture
-async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
-    with server_pair(tmp_path) as pair:
-        await pair.start()
-        yield pair
 
 
 @pytest.fixture

@@ -1,0 +1,22 @@
+-- Numbers that only grow, for claims, puts and messages of events. Put in front of scripts, after SEQUENCE and EPOCH.
+
+-- More numbers than a server can have given out and lost: those of the longest lag of a replica, and of clocks that
+-- differ. They are 60 s of the clock.
+local MAX_LOST = 60 * 1000 * 1000
+
+-- Return the first of `count` consecutive numbers, which are all greater than all numbers given out before. Numbers
+-- start from the clock in microseconds, so that this also holds when the server has lost all its data. A server that has
+-- become the primary, or has started again, may have lost its last writes. Its replication id is a new one then, and the
+-- numbers that may be lost are passed over.
+local function take_numbers(count, now_ms)
+  local last = tonumber(redis.call('GET', SEQUENCE) or '0')
+  local first = math.max(last + 1, 1000 * tonumber(now_ms))
+  local epoch = string.match(redis.call('INFO', 'replication'), 'master_replid:(%x+)') or ''
+  local known = redis.call('GET', EPOCH)
+  if epoch ~= known then
+    redis.call('SET', EPOCH, epoch)
+    first = first + (known and MAX_LOST or 0)
+  end
+  redis.call('SET', SEQUENCE, string.format('%.0f', first + count - 1))
+  return first
+end
