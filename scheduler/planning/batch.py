@@ -22,7 +22,7 @@ from scheduler.control.budget import Budgets, TierBudget
 from scheduler.control.step_limit import first_limit_s
 from scheduler.deadlines import split_by_deadline, split_by_length
 from scheduler.holdings.request_table import RequestTable
-from scheduler.planning import batching_delay
+from scheduler.planning.batching_delay import is_waiting
 from scheduler.planning.kv_budget import BlockBudget, EngineView
 from scheduler.planning.prompt_prefixes import PromptPrefixes
 from scheduler.request_state import RequestState, Status
@@ -215,8 +215,9 @@ class _Draft:
     def _pending(self, tier: Tier, budget: TierBudget) -> Iterable[RequestState]:
         """Return the tier's prefills, then its preempted sequences, then its newcomers unless they must still wait."""
         table, name = self._table, tier.name
-        batch = batching_delay.BatchSoFar(self._free_slots(name, budget), self._cost.step_s, self.has_work)
-        newcomers = () if batching_delay.is_waiting(tier, table, budget, batch, self._now) else table.waiting(name)
+        slots = self._free_slots(name, budget)
+        waits = is_waiting(tier, table, budget, slots, self._cost.step_s, self.has_work, self._now)
+        newcomers = () if waits else table.waiting(name)
         return chain(table.prefills(name), table.preempted(name), newcomers)
 
     def _may_start(self, tier: str, budget: TierBudget) -> bool:

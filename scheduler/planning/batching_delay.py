@@ -6,7 +6,6 @@ time does not depend on the batch size, max-wait is the main knob. All functions
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier
@@ -14,33 +13,28 @@ from scheduler.control.budget import Budgets, TierBudget
 from scheduler.control.max_wait import is_worth_it
 from scheduler.holdings.request_table import RequestTable
 
-MIN_WAIT_S = (
-    1e-6  # seconds; a shorter wait is over, or a timer could end before it by a rounding error, again and again
-)
+# Seconds; a shorter wait is over, or a timer could end before it by a rounding error, again and again.
+MIN_WAIT_S = 1e-6
 
 
-@dataclass(frozen=True, slots=True)
-class BatchSoFar:
-    """The state of the batch that a tier's newcomers would join."""
-
-    slots: int  # number of free slots of the tier
-    fixed_s: float  # fixed cost of the step
-    has_work: bool  # other sequences run in the step
-
-
-def is_waiting(tier: Tier, table: RequestTable, budget: TierBudget, batch: BatchSoFar, now: float) -> bool:
+def is_waiting(
+    tier: Tier, table: RequestTable, budget: TierBudget, slots: int, fixed_s: float, has_work: bool, now: float
+) -> bool:
     """Return whether the newcomers of `tier` must wait at `now`.
+
+    `slots` is the number of free slots of the tier, and `fixed_s` the fixed cost of a step. `has_work` says whether
+    other sequences run in the step.
 
     They wait until there are enough of them to fill the batch, or until the oldest one has waited for max-wait. If the
     step has other work, only the newcomers of bulk tiers wait. On an idle engine, the newcomers of all tiers wait if
     requests arrive often enough that waiting pays.
     """
-    if not budget.max_wait_s or not 0 < table.num_waiting(tier.name) < batch.slots:
+    if not budget.max_wait_s or not 0 < table.num_waiting(tier.name) < slots:
         return False
-    if batch.has_work:
+    if has_work:
         if tier.is_interactive:
             return False
-    elif table.any_resident or not is_worth_it(budget.arrival_gap_s, batch.fixed_s):
+    elif table.any_resident or not is_worth_it(budget.arrival_gap_s, fixed_s):
         return False
     return now + MIN_WAIT_S < _max_wait_ends_s(table, tier.name, budget)
 

@@ -19,7 +19,14 @@ from scheduler.drivers.calls import settled
 from scheduler.drivers.calls.busy_spells import BusySpells, Verdict
 from scheduler.drivers.calls.metrics import TaskMetrics, TaskReport
 from scheduler.drivers.calls.policy import BatchPolicy, CallPlan, LaneWait, Wait, without
-from scheduler.drivers.calls.results import CallTrace, TaskResults, TaskTracer, until_written
+from scheduler.drivers.calls.results import (
+    FIRST_PAUSE_S,
+    MAX_PAUSE_S,
+    CallTrace,
+    TaskResults,
+    TaskTracer,
+    until_written,
+)
 from scheduler.drivers.calls.settled import SettledTask
 from scheduler.registry.base import WorkerRegistry
 from scheduler.request import Lease
@@ -36,9 +43,6 @@ from scheduler.worker.peers import Peers
 log = structlog.get_logger()
 
 LISTEN_S = 0.5  # longest wait for a wake-up from the queue, because one may be lost
-# Seconds before the next call after the second call in a row has failed as a whole, or after a first one that says that
-# the endpoint is away or busy. They double with each further failure.
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 2.0
 MAX_RETRY_AFTER_S = 30.0  # the longest Retry-After of an endpoint that is obeyed
 
 

@@ -9,9 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from engine.step_time.ewma import Ewma
 from scheduler.config import TierSet
-from scheduler.drivers.calls.lanes import tier_of
 from scheduler.registry.worker_status import TierStatus, WorkerStatus
-from scheduler.tasks.task import ClaimedTask, EndedTask
+from scheduler.tasks.task import ClaimedTask, EndedTask, tier_of
 from scheduler.worker.heartbeat import EndedRates, WorkerIdentity
 
 SECONDS = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 60.0, 600.0, 3600.0)

@@ -14,7 +14,7 @@ from scheduler.clock import NEVER_S
 from scheduler.config import Tier, TierSet
 from scheduler.control.min_share import MinShares
 from scheduler.control.windows import ArrivalRate
-from scheduler.drivers.calls.lanes import group_size, isolated_lanes, tier_of
+from scheduler.tasks.task import group_size, isolated_lanes, tier_of
 
 # Seconds that a batch which is not full waits for more tasks: the former when few come, the latter when that wait fills
 # a batch. From the specification of the service.

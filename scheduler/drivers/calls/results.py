@@ -13,7 +13,9 @@ from scheduler.store.errors import STORE_AWAY
 from scheduler.tasks.queue import TaskQueue
 from scheduler.tasks.task import EndedTask, RetriedTask, Task
 
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 2.0  # seconds between two attempts at a write; they double with each failure
+# Seconds between two attempts at a write, and before the next call after the second call in a row has failed as a
+# whole, or after a first one that says that the endpoint is away or busy. They double with each further failure.
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 2.0
 WRITE_RETRIES = 34  # of the results of a call; about a minute
 
 T = TypeVar("T")

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from engine.static.interface import CallFailed, ItemResult
-from scheduler.drivers.calls.lanes import MAX_TRIES, isolated_lane
-from scheduler.tasks.task import ClaimedTask, EndedTask, RetriedTask, Task
+from scheduler.tasks.task import MAX_TRIES, ClaimedTask, EndedTask, RetriedTask, Task, isolated_lane
 
 WORKER_DIED = "The worker ended during the call."
 
@@ -41,32 +40,32 @@ def set_apart(claimed: Sequence[ClaimedTask], is_isolated: bool) -> list[Settled
 
 def of_blamed(claimed: Sequence[ClaimedTask], failure: CallFailed) -> list[SettledTask]:
     """Return the ends of tasks that make an endpoint busy: they were tried often, so there is no other try."""
-    return [_dead(c, replace(c.task, failures=(*c.task.failures, str(failure)))) for c in claimed]
+    return [_dead(c, _with_failure(c, str(failure))) for c in claimed]
 
 
 def before_call(claimed: ClaimedTask, wall_ms: int) -> SettledTask | None:
-    """Return what becomes of a claimed task that must not be in the call; None if it may be."""
+    """Return what becomes of a claimed task that must not be in the call; None if it may be.
+
+    A task is isolated if a worker died during one of its tries, which therefore left no failure behind. If that was the
+    last try, the task ends.
+    """
     if claimed.task.is_expired(wall_ms):
         return EndedTask(claimed, claimed.task, None, claimed.task.timeout_error)
-    return of_suspect(claimed) if is_suspect(claimed) else None
-
-
-def is_suspect(claimed: ClaimedTask) -> bool:
-    """Return whether a worker died during one of the task's tries: a try that left no failure behind."""
-    return claimed.attempt - 1 > len(claimed.task.failures)
-
-
-def of_suspect(claimed: ClaimedTask) -> SettledTask:
-    """Return what becomes of a task whose last worker died: it is isolated, or it was the last try."""
-    lost = replace(claimed.task, failures=(*claimed.task.failures, WORKER_DIED))
+    if claimed.attempt - 1 <= len(claimed.task.failures):
+        return None
+    lost = _with_failure(claimed, WORKER_DIED)
     if claimed.attempt > MAX_TRIES:
         return _dead(claimed, lost)
     return RetriedTask(claimed, lost, isolated_lane(lost.tier, claimed.attempt), counts=False)
 
 
 def _failed(claimed: ClaimedTask, reason: str, lane: str) -> SettledTask:
-    task = replace(claimed.task, failures=(*claimed.task.failures, reason))
+    task = _with_failure(claimed, reason)
     return _dead(claimed, task) if claimed.attempt >= MAX_TRIES else RetriedTask(claimed, task, lane)
+
+
+def _with_failure(claimed: ClaimedTask, reason: str) -> Task:
+    return replace(claimed.task, failures=(*claimed.task.failures, reason))
 
 
 def _dead(claimed: ClaimedTask, task: Task) -> EndedTask:

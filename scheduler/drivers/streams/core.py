@@ -208,8 +208,9 @@ class StreamCore:
         if state is None or state.id not in self._streams:  # cancelled, or hung up
             return report
         self.server.note_progress(now)
-        self._retries.note_output(state, output)
         num_computed, seen = self._streams.learn(state, output, now)
+        if num_computed > len(output.token_ids):
+            self._retries.busy.note_served(state, self._streams.begun_s(state.id))
         self.num_computed += num_computed
         self._recompute.refill(num_computed)
         if seen is not None:

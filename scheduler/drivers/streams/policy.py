@@ -9,11 +9,10 @@ A server that plans its own steps cannot be told to leave a sequence out of a st
 - If a first token is at risk, streams of bulk are hung up, the youngest first, within a budget of recomputed tokens.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from engine.step_time.cost import StepCost
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier
 from scheduler.control.budget import Budgets, TierBudget
@@ -31,7 +30,6 @@ QUIET_S = 30.0
 INTERACTIVE_PLACES = 2  # places of the server that bulk leaves free while there is interactive traffic
 # Share of the TTFT SLO: a first token that is predicted to come later than the rest of the SLO is at risk.
 RISK_SHARE = 0.2
-MAX_HANG_UP_SHARE = 0.25  # share of bulk's streams that are hung up at once; more may not be needed after the next step
 RECOMPUTE_SHARE = 0.05  # share of all computed tokens that may be computed a second time
 MAX_TOKENS = 8192.0  # size of the bucket, which bounds the hang-ups at one time
 
@@ -71,23 +69,6 @@ def decide(view: View, now: float) -> Decisions:
     return Decisions(tuple(draft.started), tuple(hang_up))
 
 
-def has_traffic(tiers: Iterable[Tier], table: RequestTable, budgets: Budgets) -> bool:
-    """Return whether interactive requests are here, or have arrived lately."""
-    return any(
-        table.count(tier.name) or budgets.tiers[tier.name].arrival_gap_s <= QUIET_S
-        for tier in tiers
-        if tier.is_interactive
-    )
-
-
-def bulk_window_s(interactive: Iterable[RequestState], cost: StepCost) -> float:
-    """Return the longest step that bulk may cause beside the decodes of `interactive`."""
-    states = list(interactive)
-    alone_s = cost.step(sum(cost.decode(s.num_tokens) for s in states if not s.awaits_first_token))
-    itl_s = min((s.tier.slo.itl_p99_ms or NEVER_S for s in states), default=NEVER_S) / 1000
-    return max(min((1 + MAX_STRETCH) * alone_s, itl_s), alone_s)
-
-
 class _Draft:
     """The decisions so far, and what the server would hold after them."""
 
@@ -104,9 +85,21 @@ class _Draft:
         self._prefill_tokens = sum(s.num_tokens for s in prefills)
         self._bulk_prefills_s = sum(self._prefill_s(s) for s in prefills if not s.tier.is_interactive)
         self._interactive = list(view.table.interactive())
-        self._has_traffic = has_traffic(view.tiers, view.table, view.budgets)
-        self._window_s = bulk_window_s(self._interactive, self._cost) if self._has_traffic else NEVER_S
+        # Whether interactive requests are here, or have arrived lately.
+        self._has_traffic = any(
+            view.table.count(tier.name) or view.budgets.tiers[tier.name].arrival_gap_s <= QUIET_S
+            for tier in view.tiers
+            if tier.is_interactive
+        )
+        self._window_s = self._bulk_window_s() if self._has_traffic else NEVER_S
         self._unplaced: list[RequestState] = []  # interactive requests for which the server has no place
+
+    def _bulk_window_s(self) -> float:
+        """Return the longest step that bulk may cause beside the decodes of interactive requests."""
+        decodes = [s for s in self._interactive if not s.awaits_first_token]
+        alone_s = self._cost.step(sum(self._cost.decode(s.num_tokens) for s in decodes))
+        itl_s = min((s.tier.slo.itl_p99_ms or NEVER_S for s in self._interactive), default=NEVER_S) / 1000
+        return max(min((1 + MAX_STRETCH) * alone_s, itl_s), alone_s)
 
     def _startable(self, tier: Tier) -> Iterator[RequestState]:
         """Return the requests of a tier without a stream, in the order in which they are sent."""
@@ -153,12 +146,11 @@ class _Draft:
         if lowest is None or self._now < view.hang_up_from_s:
             return []
         below = [s for s in view.evictable if s.priority < lowest]
-        most = max(len(self._unplaced), -(-len(below) * MAX_HANG_UP_SHARE // 1))
         chosen: list[RequestState] = []
         tokens_left, streams_s = view.recompute_tokens, self._streams_s
         for state in below:
             enough = len(chosen) >= len(self._unplaced) and self._cost.step(streams_s) <= self._window_s
-            if len(chosen) >= most or (chosen and enough):
+            if chosen and enough:
                 break
             if state.num_tokens <= tokens_left:
                 chosen.append(state)

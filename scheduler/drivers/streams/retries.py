@@ -6,7 +6,6 @@ no I/O; the time is passed in.
 
 from collections.abc import Callable, Iterable
 
-from engine.interface import SequenceOutput
 from engine.streaming import UpstreamBusy, UpstreamLost, UpstreamUnreachable, UpstreamUnusable
 from scheduler.drivers.streams.busy_refusals import BusyRefusals
 from scheduler.drivers.streams.in_flight_limit import InFlightLimit
@@ -36,11 +35,6 @@ class Retries:
         self._turned_away: list[tuple[RequestState, str]] = []
 
     # -- what streams bring ------------------------------------------------------------------------------------
-
-    def note_output(self, state: RequestState, output: SequenceOutput) -> None:
-        """Record what a stream brought; call this before `StreamTable.learn`."""
-        if output.token_ids and self._streams.awaits_tokens(state.id):
-            self.busy.note_served(state, self._streams.begun_s(state.id))
 
     def refuse(self, state: RequestState, error: UpstreamBusy, now: float) -> bool:
         """Handle a request for which the server has no place. Return whether it goes back to the queue."""

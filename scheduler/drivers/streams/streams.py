@@ -48,10 +48,6 @@ class StreamTable:
         """Return when the stream of a request was begun."""
         return self._streams[request_id].begun_s
 
-    def awaits_tokens(self, request_id: str) -> bool:
-        """Return whether the stream of a request has brought no token yet."""
-        return not self._streams[request_id].has_tokens
-
     # -- begin and end -----------------------------------------------------------------------------------------
 
     def open(self, state: RequestState, now: float) -> StreamRequest:
@@ -118,9 +114,10 @@ class StreamTable:
     # -- tokens ------------------------------------------------------------------------------------------------
 
     def learn(self, state: RequestState, output: SequenceOutput, now: float) -> tuple[int, SeenStep | None]:
-        """Record what a stream brought; `state` does not have it yet.
+        """Record the tokens that a stream brought; `state` does not have them yet.
 
-        Return the number of tokens that the server computed for it, and a step of the server, if one is complete now.
+        Return the number of tokens that the server computed for them: more than came with the first tokens of the
+        stream. Also return a step of the server, if one is complete now.
         """
         stream = self._streams[state.id]
         stream.progress_s = now

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from scheduler.clock import NEVER_S
 from scheduler.control.budget import Budgets, TierBudget
 from scheduler.control.max_wait import fill_ms, is_worth_it, longest_wait_ms
-from scheduler.planning.batching_delay import BatchSoFar, idle_until_s, is_waiting
+from scheduler.planning.batching_delay import idle_until_s, is_waiting
 from tests.scheduler.builders import FAST, make_state, make_table, make_tiers
 
 positive = st.floats(1e-4, 1e4)
@@ -58,9 +58,8 @@ def test_a_wait_that_ends_a_rounding_error_from_now_is_over() -> None:
     tiers, now = make_tiers(), 9.7275
     tier = tiers["bulk"]
     table = make_table(tiers, [make_state("b", "bulk", claimed_s=now - 0.05)])
-    batch = BatchSoFar(slots=8, fixed_s=0.1, has_work=True)
     for rest_s, is_over in ((math.ulp(now), True), (0.001, False)):
         budget = TierBudget(8, max_wait_s=0.05 + rest_s)
-        assert is_waiting(tier, table, budget, batch, now) is not is_over
+        assert is_waiting(tier, table, budget, 8, 0.1, True, now) is not is_over
         ends_s = idle_until_s([tier], table, Budgets({"bulk": budget}, FAST), now)
         assert (ends_s == NEVER_S) is is_over

@@ -8,12 +8,24 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from redis.asyncio import Redis
 
-from scheduler.drivers.calls.lanes import MAX_TRIES, group_size, isolated_lane, isolated_lanes, tier_of
 from scheduler.queue.base import QueueFull
 from scheduler.request import Lease
 from scheduler.store import keys
 from scheduler.tasks.queue import TaskQueue, TooManyBytes
-from scheduler.tasks.task import ClaimedTask, EndedTask, LaneDepth, RetriedTask, StoredTask, Task, TaskState
+from scheduler.tasks.task import (
+    MAX_TRIES,
+    ClaimedTask,
+    EndedTask,
+    LaneDepth,
+    RetriedTask,
+    StoredTask,
+    Task,
+    TaskState,
+    group_size,
+    isolated_lane,
+    isolated_lanes,
+    tier_of,
+)
 from tests.scheduler.queue.harness import ManualClock
 from tests.scheduler.tasks.builders import make_task
 

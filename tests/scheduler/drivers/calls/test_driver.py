@@ -10,9 +10,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from engine.static.interface import CallFailed, EndpointHangs, ItemResult, Unreachable
-from scheduler.drivers.calls.lanes import MAX_TRIES
 from scheduler.drivers.calls.settled import WORKER_DIED
-from scheduler.tasks.task import TaskState
+from scheduler.tasks.task import MAX_TRIES, TaskState
 from tests.refusals import refusing
 from tests.scheduler.drivers.calls.stand import BATCH, Stand, echo
 from tests.waiting import until

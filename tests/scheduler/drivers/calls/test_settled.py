@@ -3,7 +3,7 @@
 from msgspec.structs import replace
 
 from engine.static.interface import CallFailed, ItemResult
-from scheduler.drivers.calls.settled import WORKER_DIED, before_call, is_suspect, of_failure, of_results, of_suspect
+from scheduler.drivers.calls.settled import WORKER_DIED, before_call, of_failure, of_results
 from scheduler.tasks.task import ClaimedTask, EndedTask, RetriedTask
 from tests.scheduler.tasks.builders import make_task
 
@@ -42,13 +42,8 @@ def test_a_call_that_failed_as_a_whole_isolates_its_items() -> None:
     assert lanes_of(1, broken, may_isolate=False) == ["realtime"]
 
 
-def test_a_try_without_a_failure_is_one_whose_worker_died() -> None:
-    assert [is_suspect(claimed(n)) for n in (1, 2, 3)] == [False] * 3
-    assert is_suspect(claimed(2, failures=0))
-
-
 def test_a_task_whose_worker_died_is_isolated_and_at_last_a_dead_letter() -> None:
-    first, last = of_suspect(claimed(2, failures=0)), of_suspect(claimed(4, failures=2))
+    first, last = before_call(claimed(2, failures=0), 0), before_call(claimed(4, failures=2), 0)
     assert isinstance(first, RetriedTask) and (first.lane, first.counts) == ("realtime.2", False)
     assert first.task.failures == (WORKER_DIED,)
     assert isinstance(last, EndedTask) and last.error == WORKER_DIED
@@ -64,8 +59,8 @@ def test_a_task_gets_no_try_that_begins_after_its_timeout() -> None:
 
 
 def test_before_a_call_only_suspects_are_isolated() -> None:
-    assert before_call(claimed(3), 10**15) is None, "no timeout, and each try has left its failure"
-    assert isinstance(before_call(claimed(2, failures=0), 0), RetriedTask)
+    """Without a timeout, and where each try has left its failure, a task is in the call."""
+    assert [before_call(claimed(attempt), 10**15) for attempt in (1, 2, 3)] == [None] * 3
 
 
 def replace_task(item: ClaimedTask, **changes: int) -> ClaimedTask:
