@@ -135,12 +135,3 @@ def urgencies(tier: Tier, states: Iterable[RequestState], cost: StepCost, now: f
 def boosted_priority(tiers: Sequence[Tier]) -> float:
     """Return the priority of urgent requests, which is just above all tiers without a latency SLO."""
     return max((tier.priority for tier in tiers if not tier.is_interactive), default=0) + 0.5
-
-
-def age_share(interactive: Iterable[RequestState], now: float) -> float:
-    """Return the longest time that a request has waited for its first step so far, as a share of its TTFT SLO.
-
-    Return 0 if no request waits for its first step.
-    """
-    waiting = (s for s in interactive if s.awaits_first_token and not s.first_scheduled_s and s.tier.slo.ttft_p99_ms)
-    return max(((now - s.arrived_s) * 1000 / (s.tier.slo.ttft_p99_ms or NEVER_S) for s in waiting), default=0.0)

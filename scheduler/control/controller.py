@@ -20,7 +20,7 @@ from scheduler.clock import NEVER_S
 from scheduler.config import Tier, TierSet
 from scheduler.control.budget import Budgets, TierBudget
 from scheduler.control.explanation import TierOutputs, explain_tier, tier_outputs
-from scheduler.control.feedback import UPDATE_S, InteractiveLoad, Load, move_bulk, move_interactive
+from scheduler.control.feedback import InteractiveLoad, Load, move_bulk, move_interactive
 from scheduler.control.knobs import Decision, TierKnobs
 from scheduler.control.kv_reserve import KVReserve
 from scheduler.control.min_share import MinShares
@@ -63,7 +63,6 @@ class SLAController:
         self._step_errors = SlidingWindow()  # measured ÷ predicted times of the newest steps
         self._margin = START_MARGIN
         self._overloaded: frozenset[str] = frozenset()
-        self._bulk_ran_s = -NEVER_S
         self._cost = StepCost()
         self._decisions: deque[tuple[float, Decision]] = deque(maxlen=NUM_DECISIONS)
 
@@ -196,9 +195,6 @@ class SLAController:
         `wanting` are the tiers that have work. `overhead_s` is the time that the host needed in addition.
         """
         self._min_shares.add_step(elapsed_s, used_s, [name for name in wanting if name in self._stats])
-        interactive = {tier.name for tier in self._interactive}
-        if any(s > 0 for tier, s in used_s.items() if tier not in interactive):
-            self._bulk_ran_s = now
         self._overhead_s.add(overhead_s)
         if predicted_s:
             self._step_errors.add(now, False, elapsed_s / predicted_s)
@@ -239,7 +235,6 @@ class SLAController:
         return InteractiveLoad(
             is_absent=all(load.held.get(n, 0) + load.waiting.get(n, 0) == 0 for n in names),
             miss_share=max((share for share in shares if share is not None), default=None),
-            bulk_took_part=now - self._bulk_ran_s < 2 * UPDATE_S,
         )
 
     # -- readings ----------------------------------------------------------------------------------------------

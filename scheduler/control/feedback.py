@@ -2,8 +2,7 @@
 
 A p99 over a window is slow and noisy. So a p99 moves a knob only if there is enough data, if the value is outside a
 dead band, and if the same data has not moved the knob before. Bulk's batch size shrinks fast and grows slowly. It also
-shrinks when an interactive request waits long for its first step, or when KV blocks run out. Both signals show a
-problem without delay.
+shrinks when KV blocks run out, which shows a problem without delay.
 
 Knows the knobs and statistics of one tier and the load; decides nothing about single steps.
 """
@@ -18,7 +17,6 @@ from scheduler.control.tier_stats import MISS_TARGET, TierStats
 
 UPDATE_S = 0.5  # seconds between two rounds of the outer loop
 KV_HIGH, KV_LOW = 0.85, 0.70  # shares of all KV blocks: bulk shrinks above KV_HIGH, and may grow below KV_LOW
-AGE_HIGH = 0.5  # share of the TTFT SLO: bulk shrinks if an interactive request has waited longer for its first step
 GROWTH = 2  # number of sequences by which a batch size grows at a time
 BULK_CUT, BULK_KV_CUT, INTERACTIVE_CUT = 0.5, 0.8, 0.8  # factors that a batch size is multiplied by when it shrinks
 DEAD_BAND = 0.1  # share of max-wait's upper bound: max-wait does not move if its goal is nearer than this
@@ -31,7 +29,6 @@ class Load:
     kv_usage: float  # share of all KV blocks in use
     held: Mapping[str, int]  # number of requests that are claimed and have not ended
     waiting: Mapping[str, int]  # number of requests in the queue
-    age_share: float = 0.0  # the longest wait for a first step among interactive requests, as a share of the TTFT SLO
     step_s: float = 0.01  # fixed cost of a step
     # Predicted length of a step that holds only the decodes of an interactive tier.
     decodes_s: Mapping[str, float] = field(default_factory=dict)
@@ -43,7 +40,6 @@ class InteractiveLoad:
 
     is_absent: bool  # no interactive request is held or queued
     miss_share: float | None  # share of misses caused by bulk, in the worst interactive tier; None: too little data
-    bulk_took_part: bool  # bulk ran within the last two rounds
 
 
 def move_interactive(
@@ -120,7 +116,7 @@ def _move_bulk_size(
     tier: Tier, knobs: TierKnobs, stats: TierStats, load: Load, interactive: InteractiveLoad, now: float
 ) -> list[Decision | None]:
     held, size = load.held.get(tier.name, 0), knobs.batch_size.chosen
-    cut = _bulk_cut(held, size, stats, load, interactive, now)
+    cut = _bulk_cut(held, size, load, interactive)
     if cut is not None:
         stats.last_cut_s = now
         return _resize(knobs, *cut)
@@ -131,17 +127,13 @@ def _move_bulk_size(
     return []
 
 
-def _bulk_cut(
-    held: int, size: float, stats: TierStats, load: Load, interactive: InteractiveLoad, now: float
-) -> tuple[float, str, str] | None:
+def _bulk_cut(held: int, size: float, load: Load, interactive: InteractiveLoad) -> tuple[float, str, str] | None:
     """Return a smaller batch size with its signal and its reason; None if there is no reason for a cut."""
     if not 0 < held <= size:  # the tier holds no request, or the last cut has not taken effect yet
         return None
     many_missed = interactive.miss_share is not None and interactive.miss_share > 2 * MISS_TARGET
     if many_missed and not interactive.is_absent:
         return size * BULK_CUT, "slo_misses", "interactive tiers miss their targets"
-    if interactive.bulk_took_part and load.age_share > AGE_HIGH and now - stats.last_cut_s > UPDATE_S:
-        return size * BULK_CUT, "queue_age", "interactive requests wait for their first step"
     if load.kv_usage > KV_HIGH:
         return min(size, held) * BULK_KV_CUT, "kv_usage", "KV blocks run out"
     return None

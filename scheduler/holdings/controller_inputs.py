@@ -14,7 +14,7 @@ from scheduler.config import Tier
 from scheduler.control.controller import SLAController
 from scheduler.control.feedback import Load
 from scheduler.control.knobs import Decision
-from scheduler.deadlines import age_share, boosted_priority, count_missing, urgencies
+from scheduler.deadlines import boosted_priority, count_missing, urgencies
 from scheduler.holdings.report import Report
 from scheduler.holdings.request_table import RequestTable
 
@@ -65,7 +65,7 @@ class ControllerInputs:
         self._boost_urgent(tiers, step_time.cost(), now)
         held = sum(s.blocks_held(self._engine.block_size) for s in self._table.interactive())
         self._controller.observe_blocks(held, self._engine.num_blocks)
-        return self._controller.update(self._load(kv_usage, step_time.cost(mixed=False), now), now)
+        return self._controller.update(self._load(kv_usage, step_time.cost(mixed=False)), now)
 
     def _count_arrivals(self, queued: Mapping[str, int]) -> None:
         """Tell the controller how many requests have arrived since the last review.
@@ -94,13 +94,12 @@ class ControllerInputs:
             boosted += urgent
         self._table.boost(boosted, boosted_priority(tiers))
 
-    def _load(self, kv_usage: float, cost: StepCost, now: float) -> Load:
-        """Return the load at `now`. `cost` is the predicted cost of a step that has only decodes."""
+    def _load(self, kv_usage: float, cost: StepCost) -> Load:
+        """Return the present load. `cost` is the predicted cost of a step that has only decodes."""
         return Load(
             kv_usage=kv_usage,
             held={tier: self._table.count(tier) for tier in self._queued},
             waiting=self._queued,
-            age_share=age_share(self._table.interactive(), now),
             step_s=cost.step_s,
             decodes_s=self._decodes_s(cost),
         )

@@ -28,9 +28,6 @@ from scheduler.planning.prompt_prefixes import PromptPrefixes
 from scheduler.request_state import RequestState, Status
 
 MIN_CHUNK = 16  # tokens; a smaller prefill chunk is not worth a step's overhead
-# Share of a step's fixed cost. If the rest of a prompt takes no longer than this, it is added to the chunk even if the
-# step then exceeds its limit. Otherwise the rest would need a step of its own.
-REST_SHARE = 0.25
 MAX_SORTED = 64  # prefills of an interactive tier that one plan looks at; further prefills wait for a later plan
 
 
@@ -41,19 +38,18 @@ def form_batch(
     table: RequestTable,
     budgets: Budgets,
     now: float,
-    barred: Container[str] = frozenset(),
-    prefixes: PromptPrefixes | None = None,
+    barred: Container[str],
+    prefixes: PromptPrefixes,
 ) -> StepPlan:
     """Return the plan of the next step.
 
     `tiers` are sorted from the highest priority to the lowest. `table` holds all requests that have not ended. Requests
-    in `barred` may not run in this step. `prefixes` tells what the engine's prefix cache is likely to hold (None:
-    nothing). The computation takes time in proportion to the planned work, and not to the number of waiting requests.
+    in `barred` may not run in this step. `prefixes` tells what the engine's prefix cache is likely to hold. The time
+    taken is in proportion to the planned work, and not to the number of waiting requests.
     """
     draft = _Draft(view, budgets, table, now, barred, prefixes)
     # The sort is stable, so that all others stay in order of priority.
-    due_first = sorted(tiers, key=lambda t: not budgets.tiers[t.name].min_share_due)
-    for tier in due_first:
+    for tier in sorted(tiers, key=lambda t: not budgets.tiers[t.name].min_share_due):
         budget = budgets.tiers[tier.name]
         # If the step holds no work yet, the tier runs as usual, so that the engine does not stand idle.
         if budget.decodes_only and draft.has_work:
@@ -82,7 +78,7 @@ class _Draft:
         table: RequestTable,
         now: float,
         barred: Container[str],
-        prefixes: PromptPrefixes | None,
+        prefixes: PromptPrefixes,
     ) -> None:
         self._view = view
         self._now = now
@@ -134,10 +130,7 @@ class _Draft:
                 self._preempt[state.id] = PreemptionMode.PAUSE
 
     def add_decodes(self, tier: str, budget: TierBudget, limit_s: float, slots: int) -> int:
-        """Add one token for each decoding sequence of a tier that fits; return how many of them are in the step.
-
-        The sequence whose last run is the longest ago comes first.
-        """
+        """Add a token for each decode of a tier that fits; return how many. The longest ago run comes first."""
         for state in self._table.decodes(tier):
             if slots <= 0 or self._tokens_left_of(tier, budget) < 1:
                 break
@@ -236,9 +229,7 @@ class _Draft:
 
         It should wait if a prefill of this step computes more of what it will find.
         """
-        if self._prefixes is None or state.tier.is_interactive:
-            return 0, False
-        return self._prefixes.lookup(state, self._prefill_blocks)
+        return (0, False) if state.tier.is_interactive else self._prefixes.lookup(state, self._prefill_blocks)
 
     def _add_chunk(self, state: RequestState, budget: TierBudget, limit_s: float, num_cached: int) -> bool:
         """Add as many tokens of the prefill as fit, after `num_cached` cached ones; return False if none fits."""
@@ -254,7 +245,7 @@ class _Draft:
             request, output = state.request, tuple(state.output_token_ids)
             new = (request.id, request.prompt_token_ids, request.sampling, request.cache_salt)
             self._start.append(NewSequence(*new, state.tier.priority, state.compiled_grammar, output))
-        if self._prefixes is not None and not state.tier.is_interactive:
+        if not state.tier.is_interactive:
             self._prefill_blocks.update(self._prefixes.after(state, num_tokens))
         self._add_run(state, num_tokens, self._cost.run(num_tokens, context))
         return True
@@ -297,8 +288,7 @@ class _Draft:
 def largest_chunk(wanted: int, context: int, left_s: float, cost: StepCost) -> int:
     """Return how many of `wanted` tokens, after `context` computed ones, can be computed in `left_s` seconds.
 
-    Return 0 if fewer than `MIN_CHUNK` of them fit. Return `wanted` also if the tokens that do not fit are only a short
-    rest (`REST_SHARE`).
+    Return 0 if fewer than `MIN_CHUNK` of them fit.
     """
     if wanted < 1 or cost.run(wanted, context) <= left_s:
         return max(0, wanted)
@@ -308,5 +298,4 @@ def largest_chunk(wanted: int, context: int, left_s: float, cost: StepCost) -> i
     while low < high:  # a binary search: prefill() grows with the number of tokens
         middle = (low + high + 1) // 2
         low, high = (middle, high) if cost.prefill(middle, context) <= left_s else (low, middle - 1)
-    rest_s = cost.prefill(wanted - low, context + low)
-    return wanted if wanted - low < MIN_CHUNK and rest_s <= REST_SHARE * cost.step_s else low
+    return low

@@ -7,13 +7,14 @@ controller's budgets, the free capacity of the engine and the request table to `
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 
 from engine.interface import EngineInfo, PreemptionMode, Run, StepPlan, blocks_for
 from engine.step_time.cost import StepCost
 from engine.step_time.model import StepTimeModel
 from scheduler.clock import NEVER_S
+from scheduler.config import Tier
 from scheduler.control.budget import Budgets
 from scheduler.control.controller import SLAController
 from scheduler.drivers.steps.engine_state import EngineState
@@ -84,18 +85,15 @@ class Planner:
         """
         view, aborts = self._engine_state.view(), frozenset(self._engine_state.aborts)
 
+        def form(tiers: Sequence[Tier], barred: Container[str]) -> StepPlan:
+            return form_batch(self._next_step_id, view, tiers, self._table, budgets, now, barred, self._prefixes)
+
         def shared() -> StepPlan:
             # If a request came back before its old sequence is aborted, it starts in the step after the abort.
-            barred = aborts.union(self._isolation.held_back())
-            return form_batch(
-                self._next_step_id, view, self._held.tiers, self._table, budgets, now, barred, self._prefixes
-            )
+            return form(self._held.tiers, aborts.union(self._isolation.held_back()))
 
         def single(state: RequestState) -> StepPlan:
-            barred = self._table.states.keys() - {state.id}
-            return form_batch(
-                self._next_step_id, view, (state.tier,), self._table, budgets, now, barred, self._prefixes
-            )
+            return form((state.tier,), self._table.states.keys() - {state.id})
 
         alone = self._isolation.next_alone()
         if alone is None or alone.id in aborts:

@@ -51,15 +51,6 @@ def test_misses_that_less_bulk_would_not_have_spared_do_not_cut_it() -> None:
     assert not [d for d in of_tier(outer.update(MIXED), "bulk") if d.direction == "down"]
 
 
-@pytest.mark.trap(11)
-def test_old_requests_that_wait_cut_bulk_before_any_p99_says_so() -> None:
-    """Trap 11: the knee is sharp; queue age comes first."""
-    outer = OuterLoop()
-    run_bulk(outer.controller)
-    [decision] = of_tier(outer.update(replace(MIXED, age_share=0.6)), "bulk")
-    assert (decision.direction, decision.signal) == ("down", "queue_age")
-
-
 def late_everywhere(controller: SLAController, samples: int, now: float) -> None:
     """Late first tokens that bulk took part in, and late gaps."""
     observe(controller, "ttft", 900, count=samples, now=now, bulk_ms=500)
@@ -185,7 +176,6 @@ class Conditions:
     ttft_ms: float = 20
     itl_ms: float = 20
     kv_usage: float = 0.1
-    age_share: float = 0.0
     arrivals: int = 3  # of either tier, between two updates
     is_full: bool = True  # the interactive tier has all it may hold, and more wait
 
@@ -197,9 +187,7 @@ class Conditions:
             outer.controller.observe_arrivals(tier, self.arrivals)
         held = {"realtime": outer.batch_size("realtime") if self.is_full else 1, "bulk": outer.batch_size("bulk")}
         load = make_load(self.kv_usage, held, bulk=9, realtime=9 if self.is_full else 0)
-        return outer.update(
-            replace(load, age_share=self.age_share, decodes_s={t: 0.01 * (1 + n) for t, n in load.held.items()})
-        )
+        return outer.update(replace(load, decodes_s={t: 0.01 * (1 + n) for t, n in load.held.items()}))
 
 
 GOOD = Conditions()
@@ -207,7 +195,6 @@ BAD = (
     Conditions(kv_usage=0.99),
     Conditions(ttft_ms=2000, is_full=False),
     Conditions(itl_ms=300),
-    Conditions(age_share=0.9),
     Conditions(95, 95, 0.8, arrivals=500),
     Conditions(arrivals=0),
 )
@@ -228,5 +215,5 @@ def test_knobs_stay_inside_their_bounds_in_all_conditions() -> None:
             assert d.direction == ("up" if d.new > d.old else "down")
             moved_by.add(d.signal)
             reached |= {(d.tier, d.knob, end) for end in ("min", "max") if d.new == getattr(bounds, end)}
-    assert moved_by == {"slo_misses", "queue_age", "kv_usage", "queue", "itl_p99", "ttft_p99", "arrival_rate"}
+    assert moved_by == {"slo_misses", "kv_usage", "queue", "itl_p99", "ttft_p99", "arrival_rate"}
     assert {(tier, "batch_size", end) for tier in ("realtime", "bulk") for end in ("min", "max")} <= reached

@@ -52,6 +52,7 @@ def test_guaranteed_work_has_time_for_a_step_even_if_noise_hides_its_fixed_cost(
 # -- beside interactive requests -----------------------------------------------------------------------------------
 
 
+@pytest.mark.trap(11)
 @pytest.mark.parametrize("status", [Status.WAITING, Status.RUNNING])
 def test_bulk_pauses_while_a_first_token_is_awaited_above(status: Status) -> None:
     of = budgets_of(SLAController(make_tiers()), [make_state("rt", status=status)])

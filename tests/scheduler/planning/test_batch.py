@@ -12,8 +12,18 @@ from scheduler.config import TierSet
 from scheduler.control.budget import Budgets, TierBudget
 from scheduler.control.step_limit import StepLimit
 from scheduler.planning.batch import MIN_CHUNK, form_batch
+from scheduler.planning.prompt_prefixes import PromptPrefixes
 from scheduler.request_state import RequestState, Status
-from tests.scheduler.builders import make_decode, make_state, make_table, make_tiers, make_view, preempted, ran
+from tests.scheduler.builders import (
+    make_decode,
+    make_info,
+    make_state,
+    make_table,
+    make_tiers,
+    make_view,
+    preempted,
+    ran,
+)
 
 COST = StepCost(step_s=0.01, prefill_token_s=0.001, attend_s=0.0, context_token_s=0.0, decode_s=0.001)
 
@@ -42,6 +52,8 @@ def form(
         make_table(tiers, states),
         Budgets(of_tier, COST),
         now,
+        frozenset(),
+        PromptPrefixes(make_info()),
     )
 
 
