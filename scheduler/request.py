@@ -12,8 +12,9 @@ import msgspec
 
 from engine.interface import FinishReason, SamplingParams, TokenLogprobs
 
-# The format of a request. A field that changes an answer raises it. Requests of version 0 are of gateways that do not
-# answer `EventKind.TAKEN_OVER`.
+# The newest format of a request that this version knows. A new field that changes answers gets the next number, and
+# only requests that use the field carry it: workers that do not know the number refuse them by the field's name.
+# Requests of version 0 are of gateways that do not answer `EventKind.TAKEN_OVER`.
 VERSION = 1
 
 

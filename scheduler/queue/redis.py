@@ -18,7 +18,7 @@ from scheduler.clock import Clock
 from scheduler.queue.base import AheadLimit, Backlog, QueueFull, TooFarBehind
 from scheduler.queue.leased import LeasedQueue
 from scheduler.queue.scripts import ClaimedRow, unpacked
-from scheduler.request import Checkpoint, Claimed, Lease, Request
+from scheduler.request import VERSION, Checkpoint, Claimed, Lease, Request
 from scheduler.store import keys
 from scheduler.store.errors import UNREADABLE
 
@@ -31,6 +31,14 @@ class _Arrival(msgspec.Struct):
     """The part of a `Request` that tells how long it has waited. The rest of a payload is skipped."""
 
     arrival_ms: int
+
+
+def _unknown_names(payload: bytes) -> list[str]:
+    """Return the names of a request of a later version that this version does not have."""
+    known = {name for kind in (Request, SamplingParams) for name in kind.__struct_fields__}
+    fields = msgspec.msgpack.decode(payload)
+    names = {*fields, *fields["sampling"]} - known
+    return sorted(names) or [f"version {fields['version']}"]
 
 
 class RedisQueue(LeasedQueue):
@@ -74,6 +82,8 @@ class RedisQueue(LeasedQueue):
         request_id, payload, fence, attempt, output, received, _ = row
         try:
             request = self._decoder.decode(payload or b"")
+            if request.version > VERSION:
+                raise msgspec.ValidationError(f"this worker does not know {', '.join(_unknown_names(payload or b''))}")
         except UNREADABLE as error:
             log.error("a request cannot be read; it fails", request=request_id.decode(), reason=str(error))
             return Claimed(await self._outline(request_id.decode()), fence, attempt, unreadable=str(error))

@@ -1,0 +1,156 @@
+"""The bytes that parts of different versions exchange. A change here concerns everyone who upgrades one part after the
+other: "Versions side by side" in docs/operations.md says what must hold."""
+
+import msgspec
+import pytest
+from redis.asyncio import Redis
+
+from engine.interface import FinishReason, SamplingParams, TokenLogprobs
+from scheduler.queue.redis import RedisQueue
+from scheduler.registry.worker_status import TierCapacity, TierStatus, WorkerStatus
+from scheduler.request import VERSION, Delivery, EventKind, Receipt, Request, TokenEvent
+from scheduler.store import keys
+from tests.scheduler.queue.harness import ManualClock
+
+PLAIN = Request("r-0", "realtime", (5, 300), SamplingParams(max_tokens=8), 1_700_000_000_000, 1_700_000_001_000, "g")
+FULL = Request(
+    "r-0",
+    "batch",
+    (5, 70_000),
+    SamplingParams(
+        max_tokens=8,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=5,
+        min_p=0.1,
+        seed=7,
+        presence_penalty=0.1,
+        frequency_penalty=0.2,
+        repetition_penalty=1.1,
+        logit_bias=((5, -1.0),),
+        allowed_token_ids=(1, 2),
+        bad_words=((3, 4),),
+        min_tokens=1,
+        stop_token_ids=(2,),
+        ignore_eos=True,
+        logprobs=2,
+        prompt_logprobs=0,
+        grammar="{}",
+        adapter="a",
+    ),
+    1_700_000_000_000,
+    1_700_000_001_000,
+    "g",
+    Delivery.AT_END,
+    "salt",
+    True,
+    True,
+    500,
+    "part",
+    "00-0-0-01",
+    VERSION,
+)
+EVENTS = [
+    TokenEvent("r-0", EventKind.TOKENS, 0, (5, 300), fence=1_700_000_000_001),
+    TokenEvent(
+        "r-0",
+        EventKind.FINISHED,
+        2,
+        (9,),
+        FinishReason.LENGTH,
+        cached_tokens=16,
+        logprobs=(TokenLogprobs(9, -0.5, ((9, -0.5),)),),
+        receipt=Receipt("w", 1.0, 2.0, 3.0, 0.0, 1, 0, 2.5),
+    ),
+    TokenEvent("r-1", EventKind.FAILED, error="It failed.", code="worker_died"),
+    TokenEvent("r-2", EventKind.TAKEN_OVER, fence=7),
+]
+STATUS = WorkerStatus(
+    "w", ("m",), 512, 1000, 1, (2,), "cpu", {"bulk": TierStatus(1, 2, 3, 4.0, 5.0, TierCapacity())}, 9
+)
+
+GOLDEN = {
+    "plain": (
+        PLAIN,
+        "87a26964a3722d30a474696572a87265616c74696d65b070726f6d70745f746f6b656e5f6964739205cd012ca873616d706c"
+        "696e67de0001aa6d61785f746f6b656e7308aa6172726976616c5f6d73cf0000018bcfe56800ab646561646c696e655f6d73"
+        "cf0000018bcfe56be8a87265706c795f746fa167",
+    ),
+    "full": (
+        FULL,
+        "8fa26964a3722d30a474696572a56261746368b070726f6d70745f746f6b656e5f6964739205ce00011170a873616d706c69"
+        "6e67de0013aa6d61785f746f6b656e7308ab74656d7065726174757265cb3fe0000000000000a5746f705f70cb3feccccccc"
+        "cccccda5746f705f6b05a56d696e5f70cb3fb999999999999aa47365656407b070726573656e63655f70656e616c7479cb3f"
+        "b999999999999ab16672657175656e63795f70656e616c7479cb3fc999999999999ab272657065746974696f6e5f70656e61"
+        "6c7479cb3ff199999999999aaa6c6f6769745f62696173919205cbbff0000000000000b1616c6c6f7765645f746f6b656e5f"
+        "696473920102a96261645f776f72647391920304aa6d696e5f746f6b656e7301ae73746f705f746f6b656e5f6964739102aa"
+        "69676e6f72655f656f73c3a86c6f6770726f627302af70726f6d70745f6c6f6770726f627300a76772616d6d6172a27b7da7"
+        "61646170746572a161aa6172726976616c5f6d73cf0000018bcfe56800ab646561646c696e655f6d73cf0000018bcfe56be8"
+        "a87265706c795f746fa167a864656c6976657279a661745f656e64aa63616368655f73616c74a473616c74ad77616e74735f"
+        "72656365697074c3a969735f736565646564c3a9757267656e745f6d73cd01f4a86a6f625f70617274a470617274ab747261"
+        "6365706172656e74a930302d302d302d3031a776657273696f6e01",
+    ),
+    "events": (
+        EVENTS,
+        "9484aa726571756573745f6964a3722d30a46b696e64a6746f6b656e73a9746f6b656e5f6964739205cd012ca566656e6365"
+        "cf0000018bcfe5680188aa726571756573745f6964a3722d30a46b696e64a866696e6973686564a5696e64657802a9746f6b"
+        "656e5f6964739109ad66696e6973685f726561736f6ea66c656e677468ad6361636865645f746f6b656e7310a86c6f677072"
+        "6f62739183a8746f6b656e5f696409a76c6f6770726f62cbbfe0000000000000a3746f70919209cbbfe0000000000000a772"
+        "65636569707488a6776f726b6572a177a871756575655f6d73cb3ff0000000000000aa70726566696c6c5f6d73cb40000000"
+        "00000000a96465636f64655f6d73cb4008000000000000a97061757365645f6d73cb0000000000000000ab707265656d7074"
+        "696f6e7301a96576696374696f6e7300a9656e67696e655f6d73cb400400000000000084aa726571756573745f6964a3722d"
+        "31a46b696e64a66661696c6564a56572726f72aa4974206661696c65642ea4636f6465ab776f726b65725f6469656483aa72"
+        "6571756573745f6964a3722d32a46b696e64aa74616b656e5f6f766572a566656e636507",
+    ),
+    "status": (
+        STATUS,
+        "8fa9776f726b65725f6964a177ab6d6f64656c5f6e616d657391a16dad6d61785f6d6f64656c5f6c656ecd0200aa766f6361"
+        "625f73697a65cd03e8aa737461727465645f6d7301ad656f735f746f6b656e5f6964739102a6646576696365a3637075a574"
+        "6965727381a462756c6b86a671756575656401a772756e6e696e6702aa62617463685f73697a6503ab6d61785f776169745f"
+        "6d73cb4010000000000000ae66696e69736865645f7065725f73cb4014000000000000a863617061636974798aad70726f6d"
+        "70745f746f6b656e7300ad6f75747075745f746f6b656e7300a6737465705f73cb0000000000000000aa736c6f74735f6672"
+        "656500ab647261696e5f7065725f73cb0000000000000000b470726566696c6c5f746f6b656e735f7065725f73cb00000000"
+        "00000000b36f75747075745f746f6b656e735f7065725f73cb0000000000000000ba77686f6c655f70726566696c6c5f746f"
+        "6b656e735f7065725f73cb0000000000000000b977686f6c655f6f75747075745f746f6b656e735f7065725f73cb00000000"
+        "00000000a96e756d5f656e64656400a561745f6d7309ab756e737570706f7274656490a462757379cb0000000000000000a8"
+        "6b765f7573616765cb0000000000000000a46770757390ab6c6566745f73686172657390ab62617463685f6974656d7300",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_what_is_stored_has_these_bytes(name: str) -> None:
+    value, golden = GOLDEN[name]
+    if name != "status":  # which may get fields that older gateways ignore
+        assert msgspec.msgpack.encode(value).hex() == golden
+    kind = list[TokenEvent] if isinstance(value, list) else type(value)
+    assert msgspec.msgpack.decode(bytes.fromhex(golden), type=kind) == value
+
+
+async def claim(redis_client: Redis, changes: dict[str, object]) -> tuple[str, str]:
+    """Put a request, change its stored payload, and claim it. Return why it cannot be read, and its gateway."""
+    queue = RedisQueue(redis_client, ManualClock(), "w")
+    await queue.put([PLAIN])
+    key = keys.REQUEST_PREFIX + PLAIN.id
+    payload = msgspec.msgpack.decode(msgspec.msgpack.encode(PLAIN))
+    sampling = {**payload["sampling"], **changes.pop("sampling", {})}  # type: ignore[dict-item]
+    await redis_client.hset(key, "payload", msgspec.msgpack.encode({**payload, **changes, "sampling": sampling}))
+    [claimed] = await queue.claim({"realtime": 1}, 5)
+    await queue.close()
+    return claimed.unreadable, claimed.request.reply_to
+
+
+async def test_a_request_that_needs_a_later_version_is_refused_with_the_names_of_what_is_unknown(
+    redis_client: Redis,
+) -> None:
+    later: dict[str, object] = {"version": VERSION + 1, "voice": "alto", "sampling": {"entropy": 0.5}}
+    assert await claim(redis_client, later) == ("this worker does not know entropy, voice", "g")
+
+
+async def test_a_later_version_without_unknown_names_is_refused_by_its_number(redis_client: Redis) -> None:
+    refused, _ = await claim(redis_client, {"version": VERSION + 1})
+    assert refused == f"this worker does not know version {VERSION + 1}"
+
+
+async def test_unknown_fields_that_need_no_later_version_change_nothing(redis_client: Redis) -> None:
+    assert await claim(redis_client, {"version": VERSION, "note": 1}) == ("", "g")
