@@ -141,26 +141,6 @@ async def test_trap_12_a_priority_number_opens_no_tier_that_the_key_may_not_use(
         assert {r.tier for r in stand.worker.served} == {"bulk"}
 
 
-@pytest.mark.trap(15)
-async def test_trap_15_n_choices_take_n_places_and_n_prompts() -> None:
-    """A prompt is served in time behind one other, but not behind four."""
-    fast = TierCapacity(step_s=0.0, slots_free=64, prefill_tokens_per_s=60.0, output_tokens_per_s=60.0)
-    tiers = make_tiers(realtime={"admission": STRICT})
-    async with running_stand(silent_above, capacity=fast, tiers=tiers) as stand:
-        stand.worker.claims = False
-        singles = [await occupy(stand), await occupy(stand)]
-        tokens = (await stand.gateway.client.backlogs())["realtime"].prompt_tokens // 2
-        assert 2 * tokens < 0.5 * 60 < 5 * tokens
-        for task in singles:
-            task.cancel()
-        await until(lambda: stand.waiting == 0)
-        four = await occupy(stand, {**CHAT, "n": 4})
-        backlog = (await stand.gateway.client.backlogs())["realtime"]
-        assert (backlog.requests, backlog.prompt_tokens) == (4, 4 * tokens)
-        assert error_of(await stand.post("/v1/chat/completions", CHAT), 503)["code"] == "server_overloaded"
-        four.cancel()
-
-
 # -- deadlines -----------------------------------------------------------------------------------------------------
 
 
@@ -200,16 +180,3 @@ async def test_a_deadline_that_would_be_missed_is_refused_at_once() -> None:
     assert error["message"].startswith("The bulk tier cannot finish this by its deadline: it would take about")
     assert 1 <= int(response.headers["retry-after"]) <= 120 and "x-should-retry" not in response.headers
     assert refused == 1
-
-
-@pytest.mark.trap(7)
-async def test_refused_bulk_requests_do_not_stop_chats() -> None:
-    """Trap 7, over HTTP."""
-    async with running_stand(capacity=SLOW) as stand:
-        stand.worker.claims = False
-        waiting = [await occupy(stand, BULK) for _ in range(20)]
-        assert (await stand.post("/v1/chat/completions", {**BULK, "deadline_ms": 10})).status_code == 429
-        stand.worker.claims = True
-        assert (await stand.post("/v1/chat/completions", CHAT)).status_code == 200
-        for task in waiting:
-            task.cancel()

@@ -49,13 +49,6 @@ async def test_too_many_letters_and_old_ones_are_removed(
     assert 0 < await redis_client.ttl(DEAD_LETTERS) <= DEAD_LETTER_S
 
 
-async def test_a_removed_letter_is_gone(letters: DeadLetters) -> None:
-    await letters.add(letter("req_1"))
-    assert await letters.remove("req_1")
-    assert not await letters.remove("req_1")
-    assert await ids(letters) == [] and await letters.get("req_1") is None
-
-
 async def test_a_store_that_takes_no_writes_is_no_error(letters: DeadLetters, redis_client: Redis) -> None:
     await redis_client.config_set("maxmemory", 1)
     try:

@@ -280,14 +280,3 @@ async def test_a_request_to_upgrade_is_answered_as_if_it_were_none() -> None:
         for _ in range(12):  # none of them keeps its place
             async with connected(stand) as client:
                 assert await client.ask(upgrade + b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n") == 200
-
-
-async def test_streams_to_http_1_0_have_no_chunks() -> None:
-    body = CHAT[:-1] + b', "stream": true}'
-    head = b"POST /v1/chat/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body)
-    async with serving_stand("one two") as stand, connected(stand) as client:
-        await client.send(head + body)
-        text = await client.reader.read()
-    head, _, frames = text.partition(b"\r\n\r\n")
-    assert b"transfer-encoding" not in head.lower() and b"connection: close" in head.lower()
-    assert frames.startswith(b"data: {") and frames.endswith(b"data: [DONE]\n\n")

@@ -131,18 +131,6 @@ async def test_a_stopped_choice_is_cancelled_while_others_go_on() -> None:
         await until(lambda: len(stand.worker.cancelled) == 2)
 
 
-async def test_tokens_that_come_again_after_a_requeue_are_dropped() -> None:
-    ids = token_ids("abcdef")
-
-    def script(request: Request) -> list[TokenEvent]:
-        whole = token_by_token(request, ids)
-        return [*whole[:3], *whole[:2], TokenEvent(request.id, EventKind.TOKENS, 1, ids[1:5]), *whole[4:]]
-
-    async with running_stand(script) as stand:
-        chunks = chunks_of(await frames_of(stand, "/v1/chat/completions", CHAT))
-    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == "abcdef"
-
-
 @pytest.mark.trap(14)
 @pytest.mark.parametrize("stop", ["wo t", "two tx"], ids=["a stop string", "one that it is not after all"])
 async def test_a_requeue_in_a_stop_string_loses_neither_its_tail_nor_usage(stop: str) -> None:
@@ -210,17 +198,6 @@ async def test_a_client_that_hangs_up_is_cancelled_at_once(path: str, stream: bo
         await until(lambda: stand.waiting == 0)
         labels = {"route": path, "method": "POST", "status": "499"}
         await until(lambda: stand.metric("tidegate_http_requests_total", **labels) == 1)
-
-
-async def test_rejection_comes_before_the_stream() -> None:
-    async with running_stand(tiers=make_tiers(realtime={"queue_limit": 1})) as stand:
-        stand.worker.claims = False
-        waiting = asyncio.create_task(stand.post("/v1/chat/completions", CHAT))
-        await until(lambda: stand.waiting == 1)
-        with pytest.raises(openai.InternalServerError) as error:
-            await stand.client.chat.completions.create(model=MODEL, messages=HI, stream=True)
-        waiting.cancel()
-    assert (error.value.status_code, error.value.code) == (503, "server_overloaded")
 
 
 async def test_a_failure_before_the_first_token_is_an_http_error() -> None:

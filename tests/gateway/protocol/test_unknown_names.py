@@ -7,12 +7,6 @@ from gateway.protocol.bodies.unknown_names import unknown_names
 from gateway.protocol.errors import ApiError
 
 CHAT = ChatCompletionRequest.model_fields
-# What clients and other servers send beside the names of OpenAI and vLLM.
-FOREIGN = (
-    *("top_a", "typical_p", "tfs_z", "mirostat", "num_ctx", "num_predict", "keep_alive", "options", "format", "think"),
-    *("cache_prompt", "n_predict", "provider", "route", "transforms", "plugins", "session_id", "chat_id", "id"),
-    *("safe_prompt", "random_seed", "extra_body", "include", "conversation", "messages_history", "background_tasks"),
-)
 
 
 @pytest.mark.parametrize(

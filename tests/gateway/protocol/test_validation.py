@@ -36,6 +36,3 @@ def test_a_wrong_value_is_explained_in_words_of_json(change: dict[str, Any], mes
     with pytest.raises(ApiError) as error:
         parse_generation(ChatCompletionRequest, {**CHAT, **change})
     assert error.value.message == message
-
-
-WRONG: tuple[Any, ...] = (5, -5, 1.5, 10**9, "", "x" * 2000, True, [], ["", ""], {}, {"a": 1}, [[1]], [{"a": []}])
