@@ -83,16 +83,12 @@ class EventStreamResponse(Response):
     async def _guarded(self, write: Write) -> None:
         try:
             await self._produce(write)
-        except ApiError as error:
-            if not self._started:
-                raise
-            await write(error_frame(error))
-        except STORE_AWAY as error:
-            if not self._started:
-                raise
-            await write(error_frame(store_failed(error)))
-        except Exception as error:  # the middleware cannot answer any more, because the headers have been sent
+        except Exception as error:
             if not self._started or isinstance(error, ClientDisconnected):
                 raise
-            log.exception("stream_failed")
-            await write(error_frame(internal_error()))
+            if isinstance(error, STORE_AWAY):
+                error = store_failed(error)
+            if not isinstance(error, ApiError):  # the middleware cannot answer it, because the headers have been sent
+                log.exception("stream_failed")
+                error = internal_error()
+            await write(error_frame(error))

@@ -175,8 +175,7 @@ class BatchService:
                 path = await self._files.storage.fetch(input_name(batch_id))
                 scan = await offload(path, scan_input, self._rules(new.endpoint))
             batch = new.to_batch(batch_id, self._now_s(), scan.size)
-            trace = CURRENT_TRACE.get()
-            batch = replace(batch, input_sha256=file.sha256, traceparent=trace.traceparent if trace else None)
+            batch = replace(batch, input_sha256=file.sha256, traceparent=CURRENT_TRACE.get().traceparent or None)
             infeasible = await self.forecasts.infeasible(batch)
             if infeasible is not None:
                 await self._maintenance.withdraw(batch_id, new.owner)

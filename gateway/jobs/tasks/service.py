@@ -83,7 +83,6 @@ class TaskService:
     def _tasks(self, body: CreateTasks, resolved: ResolvedTier, owner: str | None, new_id: str) -> list[Task]:
         ids = [new_id] if len(body.items) == 1 else [_derived(new_id, number) for number in range(len(body.items))]
         now_ms, timeout_s = self._clock.wall_ms(), body.timeout_s or self._timeout_s
-        trace = CURRENT_TRACE.get()
         return [
             Task(
                 id=f"task_{task_id}",
@@ -95,7 +94,7 @@ class TaskService:
                 keep_ms=self._keep_ms,
                 metadata=body.metadata,
                 timeout_ms=max(1, round(timeout_s * 1000)),
-                traceparent=trace.traceparent if trace is not None else "",
+                traceparent=CURRENT_TRACE.get().traceparent,
             )
             for task_id, item in zip(ids, body.items, strict=True)
         ]

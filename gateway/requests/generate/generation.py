@@ -16,7 +16,7 @@ import structlog
 from gateway.dead_letters import DeadLetters
 from gateway.fairness import FairLock
 from gateway.http.sse import PING, Write
-from gateway.http.trace import RequestTrace
+from gateway.http.trace import UNTRACED, RequestTrace
 from gateway.output.piece import Piece
 from gateway.protocol.errors import ApiError, timed_out
 from gateway.requests.answers.answer import Answer, StreamEncoder
@@ -63,7 +63,7 @@ class Generation:
         ping_s: float,
         lock: FairLock,
         account: Account = UNMETERED,
-        trace: RequestTrace | None = None,
+        trace: RequestTrace = UNTRACED,
         dead_letters: DeadLetters | None = None,
     ) -> None:
         self._prepared = prepared
@@ -183,9 +183,8 @@ class Generation:
                 await self._dead_letters.add(dead_letter_of(self._prepared, error.message, self._clock.wall_ms()))
             raise
         finally:
-            if self._trace is not None:
-                reasons = [c.finish_reason for c in self._choices.values() if c.finish_reason is not None]
-                describe_answer(self._trace, self.tier.name, self._usage(), reasons)
+            reasons = [c.finish_reason for c in self._choices.values() if c.finish_reason is not None]
+            describe_answer(self._trace, self.tier.name, self._usage(), reasons)
             await self._account.close(self.tier.name, self._usage(), self._whole_output())
 
     def _whole_output(self) -> Sequence[TokenEvent]:
@@ -205,8 +204,7 @@ class Generation:
             raise timed_out(self._prepared.tier.name)
         if events:
             self._last_event_s = self._clock.now()
-            if self._trace is not None:
-                self._trace.note_tokens()
+            self._trace.note_tokens()
             if self._prepared.requests[0].delivery is Delivery.AT_END:  # one step may end many such answers
                 await self._lock.acquire(self._prepared.owner or "")
         pieces: dict[str, Piece] = {}

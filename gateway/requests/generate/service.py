@@ -126,8 +126,7 @@ class CompletionService:
             await account.cancel()
             raise
         trace = CURRENT_TRACE.get()
-        if trace is not None:
-            trace.note_submitted()
+        trace.note_submitted()
         shared = (self.model.tokenizer, self._clock, PING_S, self._lock)
         return Generation(prepared, tokens, *shared, account, trace, self._dead_letters)
 

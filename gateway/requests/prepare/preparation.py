@@ -92,9 +92,8 @@ class Preparation:
         `answer_as` is the answer's format (None: that of the request's own endpoint). Raises `ApiError` 404 if the
         model is unknown, and 400 if the request is invalid or does not fit into the context.
         """
-        arrival_ms, trace = self._clock.wall_ms(), CURRENT_TRACE.get()
-        if trace is not None:
-            describe_request(trace, request)
+        arrival_ms = self._clock.wall_ms()
+        describe_request(CURRENT_TRACE.get(), request)
         self._check(request, placement.tier)
         run = self._threads.of(placement.tier, placement.owner)
         output = await self._plan_output(request, run)
@@ -178,7 +177,7 @@ class Preparation:
         self, request: AnyRequest, placement: Placement, tokenised: _Tokenised, arrival_ms: int
     ) -> tuple[Request, ...]:
         """Return the scheduler's requests: all choices of the first prompt, then those of the next."""
-        n, tier, trace = request.num_sequences, placement.tier, CURRENT_TRACE.get()
+        n, tier = request.num_sequences, placement.tier
         adapter = request.model if request.model in self.model.adapters else None
         shared: dict[str, Any] = {
             "tier": tier.name,
@@ -190,7 +189,7 @@ class Preparation:
             "cache_salt": cache_salt(placement.owner, request.cache_salt),
             "is_seeded": request.seed is not None,
             "wants_receipt": placement.receipt_for is not None,
-            "traceparent": trace.traceparent if trace is not None else "",
+            "traceparent": CURRENT_TRACE.get().traceparent,
         }
         requests = []
         for i, prompt in enumerate(tokenised.prompts):

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import structlog
 
 from gateway.dead_letters import DeadLetters
-from gateway.http.trace import RequestTrace
+from gateway.http.trace import UNTRACED, RequestTrace
 from gateway.identity import service_tier_of
 from gateway.jobs.batches.forecast.forecasts import BatchForecasts
 from gateway.jobs.batches.forecast.line_deadlines import LineDeadlines, LineTimes
@@ -119,7 +119,7 @@ class BatchLines:
         with tracer.line(self._batch, line) as trace:
             return await self._run(line, trace)
 
-    async def _run(self, line: BatchLine, trace: RequestTrace | None = None) -> LineResult:
+    async def _run(self, line: BatchLine, trace: RequestTrace = UNTRACED) -> LineResult:
         deadline = await self._deadline()
         failures = attempts = 0
         while True:
@@ -139,8 +139,7 @@ class BatchLines:
             if (status < 500 and status not in BUSY) or failures == MAX_FAILURES:
                 break
             await self._runner.clock.sleep(_pause_s(attempts - 1))
-        if trace is not None:
-            trace.note(tidegate__attempts=attempts, http__response__status_code=status)
+        trace.note(tidegate__attempts=attempts, http__response__status_code=status)
         return await self._result(line, request_id, status, body)
 
     async def _deadline(self) -> JobDeadline | None:
