@@ -168,6 +168,11 @@ def too_many_bodies() -> ApiError:
     return ApiError(503, message, "server_error", code="server_overloaded", headers=retry_after(2.0))
 
 
+def too_many_open_bytes() -> ApiError:
+    message = "Your open requests have too many bytes together. Try again when one of them has ended."
+    return ApiError(429, message, "requests", code="rate_limit_exceeded", headers=retry_after(1.0))
+
+
 def slow_body() -> ApiError:
     message = "The body came too slowly while the server has many others. Please send it again soon."
     return ApiError(408, message, "timeout", code="timeout", headers=retry_after(5.0))

@@ -90,7 +90,7 @@ class Admission:
         for request in ticket.requests:
             self.forget(request.id)
         if isinstance(reply, QueueFull):
-            return rejection.queue_full(ticket.tier, reply.depth, self._heartbeats.workers())
+            return rejection.queue_full(ticket.tier, reply, self._heartbeats.workers())
         assert ticket.forecast is not None, "without a forecast, the queue was given no limit to compare with"
         return self._refuse(ticket.tier, ticket.forecast, reply.ahead, len(ticket.requests), ticket.began_s)
 

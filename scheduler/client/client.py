@@ -18,7 +18,7 @@ from scheduler.client.open_requests import OpenRequests
 from scheduler.client.rejection import Rejected
 from scheduler.client.token_stream import MAX_LOGPROBS, HeldLogprobs, TokenStream
 from scheduler.clock import Clock
-from scheduler.config import TierSet
+from scheduler.config import Tier, TierSet
 from scheduler.events.base import EventChannel
 from scheduler.queue.base import Backlog, Queue, QueueFull, TooFarBehind
 from scheduler.registry.base import WorkerRegistry
@@ -48,16 +48,19 @@ class SchedulerClient:
         gateway_id: str,
         draw: Callable[[], float] = random.random,
         max_logprobs: int = MAX_LOGPROBS,
+        queue_bytes: int | None = None,
     ) -> None:
         """`draw` returns numbers from 0 to 1; they distribute the returns of clients that are refused.
 
-        `max_logprobs` is how many log probabilities all streams may hold.
+        `max_logprobs` is how many log probabilities all streams may hold. `queue_bytes` is how many bytes may wait in
+        the store in all interactive tiers, and likewise in all bulk tiers; None: there is no limit.
         """
         self._queue = queue
         self._events = events
         self.registry = registry
         self.tiers = tiers  # in force
         self._clock = clock
+        self._queue_bytes = queue_bytes
         self._draw = draw
         self._admission = Admission(tiers)
         self.gateway_id = gateway_id
@@ -165,7 +168,8 @@ class SchedulerClient:
         request_ids = [request.id for request in ticket.requests]
         self._open.add(request_ids, stream)
         try:
-            reply = await self._queue.put(ticket.requests, ticket.tier.queue_limit, ticket.ahead)
+            limits = (ticket.tier.queue_limit, ticket.ahead, self._max_bytes(ticket.tier))
+            reply = await self._queue.put(ticket.requests, *limits)
         except StoreRefused:  # then nothing was put
             self._open.forget(request_ids)
             raise
@@ -178,6 +182,13 @@ class SchedulerClient:
         if reply is not None:
             self._open.forget(request_ids)
         return reply
+
+    def _max_bytes(self, tier: Tier) -> int | None:
+        """Return how many bytes may wait in `tier`: its part of those of all interactive or of all bulk tiers."""
+        if self._queue_bytes is None:
+            return None
+        kin = [other for other in self.tiers.tiers.values() if other.is_interactive == tier.is_interactive]
+        return self._queue_bytes // max(1, len(kin))
 
     async def cancel(self, request_ids: Sequence[str]) -> None:
         """Cancel requests. While the store is away or takes no writes, they are cancelled when it is back."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from scheduler.config import Tier
+from scheduler.queue.base import QueueFull
 from scheduler.registry.worker_status import WorkerStatus
 
 MIN_RETRY_S = 1.0
@@ -77,15 +78,18 @@ class Returns:
         return place_s - now
 
 
-def queue_full(tier: Tier, depth: int, workers: Iterable[WorkerStatus], limit: int | None = None) -> Rejected:
-    """Return the rejection for a full queue. Its `limit` is the tier's `queue_limit` unless another one is given.
+def queue_full(tier: Tier, full: QueueFull, workers: Iterable[WorkerStatus]) -> Rejected:
+    """Return the rejection for a full queue.
 
     The client may try again when 5 % of the queue is free at the observed drain rate.
     """
-    limit = tier.queue_limit if limit is None else limit
+    depth, limit = full.depth, full.limit
     rate = sum(w.tiers[tier.name].finished_per_s for w in workers if tier.name in w.tiers)
-    room = max(1.0, 0.05 * limit)
+    room = max(1.0, 0.05 * (limit if full.num_bytes is None else depth))
     message = f"The {tier.name} tier's queue is full ({depth} waiting, {limit} at most)."
+    if full.num_bytes is not None:
+        sizes = f"{full.num_bytes / 2**20:.0f} MB waiting, {limit / 2**20:.0f} MB at most"
+        message = f"The {tier.name} tier's queue is full ({sizes}, in {depth} requests)."
     if rate <= 0:
         return _rejected(RejectReason.QUEUE_FULL, message, MAX_RETRY_S / 4)
     return _rejected(RejectReason.QUEUE_FULL, message, room / rate, depth / rate)

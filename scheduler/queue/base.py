@@ -17,11 +17,15 @@ from scheduler.request import Checkpoint, Claimed, Lease, Request
 
 @dataclass(frozen=True, slots=True)
 class QueueFull:
-    """The reply of a refused `put`: the tier already has `depth` waiting requests."""
+    """The reply of a refused `put`: the tier already has `depth` waiting requests.
+
+    If they have too many bytes in the store, these are `num_bytes`, and `limit` is in bytes.
+    """
 
     tier: str
     depth: int
     limit: int
+    num_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +122,18 @@ class LeaseStore(Protocol):
 
 class Queue(LeaseStore, Protocol):
     async def put(
-        self, requests: Sequence[Request], limit: int | None = None, ahead: AheadLimit | None = None
+        self,
+        requests: Sequence[Request],
+        limit: int | None = None,
+        ahead: AheadLimit | None = None,
+        max_bytes: int | None = None,
     ) -> QueueFull | TooFarBehind | None:
         """Enqueue all `requests` (of one tier), or none of them. Return None if they are enqueued.
 
-        `limit` bounds the number of the tier's waiting requests, and `ahead` bounds the work that waits ahead of
-        `requests`. The check and the entry are one atomic move, so that a burst cannot exceed the bounds. Requests that
-        are given back later are exempt from both bounds. Putting an id that is already waiting or leased changes
-        nothing, so a put may be repeated.
+        `limit` bounds the number of the tier's waiting requests, `max_bytes` their bytes in the store, unless none
+        waits, and `ahead` bounds the work that waits ahead of `requests`. The check and the entry are one atomic move,
+        so that a burst cannot exceed the bounds. Requests that are given back later are exempt from all bounds. Putting
+        an id that is already waiting or leased changes nothing, so a put may be repeated.
         """
         ...
 

@@ -8,16 +8,16 @@ local worker, now_ms, lease_ms = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local ids = {}
 for i = 4, #ARGV, 2 do
   local popped = redis.call('ZPOPMIN', QUEUE .. ARGV[i], ARGV[i + 1])
-  local left_prompt, left_output = 0, 0
+  local left_prompt, left_output, left_bytes = 0, 0, 0
   for j = 1, #popped, 2 do
     local prompt, output, id = read_member(popped[j])
-    left_prompt, left_output = left_prompt - prompt, left_output - output
+    left_prompt, left_output, left_bytes = left_prompt - prompt, left_output - output, left_bytes - size_of(id)
     if redis.call('EXISTS', REQUEST .. id) == 1 then
       ids[#ids + 1] = id
     end
   end
   if #popped > 0 then
-    count_tokens(ARGV[i], left_prompt, left_output)
+    count_waiting(ARGV[i], left_prompt, left_output, left_bytes)
   end
 end
 if #ids == 0 then

@@ -7,6 +7,8 @@ process. Handles made with `for_worker` share one queue, as several workers shar
 import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import msgspec
+
 from scheduler.clock import Clock
 from scheduler.queue.base import AheadLimit, Backlog, QueueFull, TooFarBehind
 from scheduler.queue.memory_state import Output, Record, Shared
@@ -29,7 +31,11 @@ class MemoryQueue:
         return MemoryQueue(self._clock, worker_id, shared=self._shared)
 
     async def put(
-        self, requests: Sequence[Request], limit: int | None = None, ahead: AheadLimit | None = None
+        self,
+        requests: Sequence[Request],
+        limit: int | None = None,
+        ahead: AheadLimit | None = None,
+        max_bytes: int | None = None,
     ) -> QueueFull | TooFarBehind | None:
         if not requests:
             return None
@@ -43,7 +49,7 @@ class MemoryQueue:
                 fresh.setdefault(request.id, request)
         if not fresh:
             return None
-        refusal = self._refusal(tier, list(fresh.values()), limit, ahead)
+        refusal = self._refusal(tier, list(fresh.values()), limit, ahead, max_bytes)
         if refusal is not None:
             return refusal
         first = self._take_numbers(len(fresh))
@@ -176,15 +182,25 @@ class MemoryQueue:
             self._shared.listeners.remove(self._wakeups)
 
     def _refusal(
-        self, tier: str, requests: Sequence[Request], limit: int | None, ahead: AheadLimit | None
+        self,
+        tier: str,
+        requests: Sequence[Request],
+        limit: int | None,
+        ahead: AheadLimit | None,
+        max_bytes: int | None,
     ) -> QueueFull | TooFarBehind | None:
         depth = self._shared.waiting[tier].backlog.requests
         if limit is not None and depth + len(requests) > limit:
             return QueueFull(tier, depth, limit)
+        if max_bytes is not None and depth > 0:
+            waiting = [r.request for r in self._shared.records.values() if r.fence is None and r.request.tier == tier]
+            num_bytes = _num_bytes(waiting)
+            if num_bytes + _num_bytes(requests) > max_bytes:
+                return QueueFull(tier, depth, max_bytes, num_bytes)
         if ahead is not None:
-            waiting = self._ahead(tier, max(r.deadline_ms for r in requests), ahead.above)
-            if not ahead.admits(waiting):
-                return TooFarBehind(tier, waiting)
+            before = self._ahead(tier, max(r.deadline_ms for r in requests), ahead.above)
+            if not ahead.admits(before):
+                return TooFarBehind(tier, before)
         return None
 
     def _take_numbers(self, count: int) -> int:
@@ -290,3 +306,7 @@ class MemoryQueue:
     def _wake(self) -> None:
         for listener in self._shared.listeners:
             listener.wake()
+
+
+def _num_bytes(requests: Iterable[Request]) -> int:
+    return sum(len(msgspec.msgpack.encode(request)) for request in requests)

@@ -1,24 +1,26 @@
 -- Enqueue all of the given requests, or none of them.
 -- ARGV: tier, limit (-1: no limit), now_ms;
 --   the limits of the work ahead: requests, seconds; seconds per prompt token, seconds per output token;
---   number of tiers above, their names;
+--   maximum of bytes that may wait (-1: any number); number of tiers above, their names;
 --   then, for each request: id, deadline_ms, prompt tokens, output tokens, payload, part of a job (empty: of none),
 --   the gateway that waits for it (empty: none).
 -- Returns an empty list if the requests are enqueued;
 -- {'full', depth} if the requests that are not known yet would exceed the limit;
+-- {'large', depth, bytes} if they would have too many bytes with those that wait;
 -- {'behind', requests, prompt tokens, output tokens} if more work waits ahead than allowed.
 local tier, limit, now_ms = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local max_ahead, max_s, prompt_s, output_s = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
-local num_above = tonumber(ARGV[8])
-local queue, first_request = QUEUE .. tier, 9 + num_above
+local max_bytes, num_above = tonumber(ARGV[8]), tonumber(ARGV[9])
+local queue, first_request = QUEUE .. tier, 10 + num_above
 
 local fresh, seen = {}, {}
-local latest_ms
+local latest_ms, fresh_bytes = nil, 0
 for i = first_request, #ARGV, 7 do
   local id = ARGV[i]
   if not seen[id] and redis.call('EXISTS', REQUEST .. id) == 0 then
     fresh[#fresh + 1] = i
     latest_ms = math.max(latest_ms or 0, tonumber(ARGV[i + 1]))
+    fresh_bytes = fresh_bytes + #ARGV[i + 4]
   end
   seen[id] = true
 end
@@ -30,6 +32,10 @@ local depth = redis.call('ZCARD', queue)
 if limit >= 0 and depth + #fresh > limit then
   return { 'full', depth }
 end
+local _, _, bytes = waiting(tier)
+if max_bytes >= 0 and depth > 0 and bytes + fresh_bytes > max_bytes then
+  return { 'large', depth, bytes }
+end
 
 -- The work ahead is the requests of the same tier that are due no later, and all requests of the tiers above. In the
 -- same tier, the tokens of the requests ahead are estimated: their share of the tier's requests, times the tier's
@@ -37,11 +43,11 @@ end
 local ahead, prompt, output = 0, 0, 0
 if depth > 0 then
   ahead = redis.call('ZCOUNT', queue, '-inf', latest_ms)
-  local sum_prompt, sum_output = waiting_tokens(tier)
+  local sum_prompt, sum_output = waiting(tier)
   prompt, output = math.floor(sum_prompt * ahead / depth), math.floor(sum_output * ahead / depth)
 end
-for i = 9, 8 + num_above do
-  local above_prompt, above_output = waiting_tokens(ARGV[i])
+for i = 10, 9 + num_above do
+  local above_prompt, above_output = waiting(ARGV[i])
   prompt, output = prompt + above_prompt, output + above_output
 end
 if ahead > max_ahead or prompt * prompt_s + output * output_s > max_s then
@@ -65,6 +71,6 @@ for n, i in ipairs(fresh) do
   redis.call('ZADD', queue, deadline_ms, member)
   fresh_prompt, fresh_output = fresh_prompt + prompt_tokens, fresh_output + output_tokens
 end
-count_tokens(tier, fresh_prompt, fresh_output)
+count_waiting(tier, fresh_prompt, fresh_output, fresh_bytes)
 redis.call('PUBLISH', WAKE, 'wake')
 return {}

@@ -55,7 +55,11 @@ class RedisQueue(LeasedQueue):
         self._arrival_decoder = msgspec.msgpack.Decoder(_Arrival)
 
     async def put(
-        self, requests: Sequence[Request], limit: int | None = None, ahead: AheadLimit | None = None
+        self,
+        requests: Sequence[Request],
+        limit: int | None = None,
+        ahead: AheadLimit | None = None,
+        max_bytes: int | None = None,
     ) -> QueueFull | TooFarBehind | None:
         if not requests:
             return None
@@ -67,7 +71,7 @@ class RedisQueue(LeasedQueue):
             + (r.job_part, r.reply_to)
             for r in requests
         ]
-        return await self._scripts.put(tier, limit, self._clock.wall_ms(), ahead or NO_LIMIT, rows)
+        return await self._scripts.put(tier, limit, self._clock.wall_ms(), ahead or NO_LIMIT, max_bytes, rows)
 
     async def claim(self, limits: Mapping[str, int], lease_s: float) -> list[Claimed]:
         self._start_listening()

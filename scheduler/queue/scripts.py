@@ -68,12 +68,15 @@ class Scripts:
         limit: int | None,
         now_ms: int,
         ahead: AheadLimit,
+        max_bytes: int | None,
         requests: Sequence[PutRow],
     ) -> QueueFull | TooFarBehind | None:
         """Return None if all requests are enqueued, else why they are refused."""
-        match await self._put(args=put_args(tier, limit, now_ms, ahead, requests)):
+        match await self._put(args=put_args(tier, limit, now_ms, ahead, requests, max_bytes)):
             case [b"full", depth]:
                 return QueueFull(tier, depth, limit or 0)
+            case [b"large", depth, num_bytes]:
+                return QueueFull(tier, depth, max_bytes or 0, num_bytes)
             case [b"behind", *counts]:
                 return TooFarBehind(tier, Backlog(*counts))
         return None
@@ -125,12 +128,22 @@ class Scripts:
 
 
 def put_args(
-    tier: str, limit: int | None, now_ms: int, ahead: AheadLimit, requests: Sequence[PutRow]
+    tier: str,
+    limit: int | None,
+    now_ms: int,
+    ahead: AheadLimit,
+    requests: Sequence[PutRow],
+    max_bytes: int | None = None,
 ) -> list[str | bytes | int | float]:
     """Return the arguments of the script `put`."""
     bounds = (min(ahead.max_requests, INFINITY), min(ahead.max_s, INFINITY), ahead.prompt_token_s, ahead.output_token_s)
     rows = (part for request in requests for part in request)
-    return [tier, -1 if limit is None else limit, now_ms, *bounds, len(ahead.above), *ahead.above, *rows]
+    head = (tier, _or_any(limit), now_ms, *bounds, _or_any(max_bytes))
+    return [*head, len(ahead.above), *ahead.above, *rows]
+
+
+def _or_any(limit: int | None) -> int:
+    return -1 if limit is None else limit
 
 
 def _flat(leases: Sequence[Lease]) -> list[str | int]:

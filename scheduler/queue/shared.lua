@@ -15,38 +15,44 @@ local function read_member(member)
   return tonumber(prompt), tonumber(output), id
 end
 
--- Compute a tier's sums from its members. This is needed when the hash of the sums is missing.
+-- Return the bytes of a request in the store, as they are limited.
+local function size_of(id)
+  return redis.call('HSTRLEN', REQUEST .. id, 'payload')
+end
+
+-- Compute a tier's sums from its members. This is needed when the hash of the sums is missing, or has no bytes.
 local function recount(tier)
-  local prompt, output = 0, 0
+  local prompt, output, bytes = 0, 0, 0
   for _, member in ipairs(redis.call('ZRANGE', QUEUE .. tier, 0, -1)) do
-    local p, o = read_member(member)
-    prompt, output = prompt + p, output + o
+    local p, o, id = read_member(member)
+    prompt, output, bytes = prompt + p, output + o, bytes + size_of(id)
   end
-  redis.call('HSET', WAITING .. tier, 'prompt', prompt, 'output', output)
+  redis.call('HSET', WAITING .. tier, 'prompt', prompt, 'output', output, 'bytes', bytes)
 end
 
 -- Change the sums of a tier after its set has changed. When the tier is empty, the hash of the sums is deleted, so that
 -- an error in the sums cannot last.
-local function count_tokens(tier, prompt, output)
+local function count_waiting(tier, prompt, output, bytes)
   local key = WAITING .. tier
   if redis.call('EXISTS', QUEUE .. tier) == 0 then
     redis.call('DEL', key)
-  elseif redis.call('EXISTS', key) == 0 then
+  elseif redis.call('HEXISTS', key, 'bytes') == 0 then
     recount(tier)
   else
     redis.call('HINCRBY', key, 'prompt', prompt)
     redis.call('HINCRBY', key, 'output', output)
+    redis.call('HINCRBY', key, 'bytes', bytes)
   end
 end
 
--- Return the waiting prompt tokens and output tokens of a tier.
-local function waiting_tokens(tier)
+-- Return the waiting prompt tokens, output tokens and bytes of a tier.
+local function waiting(tier)
   if redis.call('EXISTS', QUEUE .. tier) == 0 then
-    return 0, 0
+    return 0, 0, 0
   end
-  count_tokens(tier, 0, 0)
-  local sums = redis.call('HMGET', WAITING .. tier, 'prompt', 'output')
-  return tonumber(sums[1]), tonumber(sums[2])
+  count_waiting(tier, 0, 0, 0)
+  local sums = redis.call('HMGET', WAITING .. tier, 'prompt', 'output', 'bytes')
+  return tonumber(sums[1]), tonumber(sums[2]), tonumber(sums[3])
 end
 
 local function holds(id, fence)
@@ -97,7 +103,7 @@ local function give_back(id)
   redis.call('HDEL', key, 'fence', 'worker', 'waits')
   if redis.call('ZADD', QUEUE .. fields[1], fields[2], fields[3]) == 1 then
     local prompt, output = read_member(fields[3])
-    count_tokens(fields[1], prompt, output)
+    count_waiting(fields[1], prompt, output, size_of(id))
   end
   return true
 end

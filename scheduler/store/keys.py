@@ -17,7 +17,7 @@ NAMESPACE = "tidegate:"
 QUEUE_PREFIX = "tidegate:queue:"
 
 # One hash per tier that has waiting requests. The fields `prompt` and `output` are the sums of these tokens over the
-# tier's sorted set.
+# tier's sorted set, and `bytes` is the sum of the sizes of the payloads.
 WAITING_PREFIX = "tidegate:waiting:"
 
 # One hash per request, from its put until its ack or cancel. Fields: tier, member, deadline_ms, payload (msgpack

@@ -8,7 +8,7 @@ if not lane then
 end
 redis.call('ZREM', LEASES, id)
 if redis.call('ZREM', QUEUE .. lane, member) == 1 then
-  count_tokens(lane, 0, 0)
+  count_waiting(lane, 0, 0, 0)
 end
 write_end(id, owner, 'cancelled', keep_ms, task, attempt, now_ms, '', '')
 announce({ id })

@@ -8,7 +8,7 @@ for i = 5, #ARGV, 3 do
   local lane, member, task, attempt, fence = unpack(fields)
   if lane and not fence then
     redis.call('ZREM', QUEUE .. lane, member)
-    count_tokens(lane, 0, 0)
+    count_waiting(lane, 0, 0, 0)
     write_end(id, owner, 'dead', limits[1], task, attempt, now_ms, '', err, limits)
     ids[#ids + 1] = id
   end

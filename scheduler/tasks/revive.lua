@@ -17,6 +17,6 @@ local member = make_member(take_numbers(1, now_ms), 0, 0, id)
 redis.call('HSET', REQUEST .. id, 'tier', tier, 'member', member, 'deadline_ms', arrival_ms, 'payload', task,
   'input', input, 'bytes', bytes)
 redis.call('ZADD', QUEUE .. tier, arrival_ms, member)
-count_tokens(tier, 0, 0)
+count_waiting(tier, 0, 0, 0)
 redis.call('PUBLISH', WAKE, 'wake')
 return {}

@@ -116,6 +116,7 @@ def build_gateway(
     tracing: "Tracing | None" = None,
 ) -> Gateway:
     """Return a gateway with everything that it uses. `part` is the name of this process in the store."""
+    store_bytes = settings.store_mb * 2**20  # its shares are in the setting's description
     client = SchedulerClient(
         queue=outside.queue,
         events=outside.events,
@@ -124,6 +125,7 @@ def build_gateway(
         clock=clock,
         gateway_id=secrets.token_hex(8),
         draw=outside.draw,
+        queue_bytes=store_bytes // 4,
     )
     names, tokenizer = settings.model_names, outside.tokenizer
     metrics = GatewayMetrics()
@@ -136,7 +138,7 @@ def build_gateway(
         clock,
         f"{names[0]} {outside.revision}",
         max_ttl_s=settings.answer_cache_ttl_s,
-        max_bytes=settings.answer_cache_mb * 2**20,
+        max_bytes=store_bytes // 64 if settings.answer_cache_ttl_s else 0,
     )
     dead_letters = DeadLetters(redis)
     completions = CompletionService(
@@ -144,7 +146,7 @@ def build_gateway(
         clock,
         make_model(settings, outside),
         metrics,
-        Metering(keyring, limits, usage, cache, metrics),
+        Metering(keyring, limits, usage, cache, metrics, store_bytes // 4),
         dead_letters,
     )
     files = FileStore(redis, settings.data_dir, clock, settings.disk_reserve_mb * 2**20, outside.storage)
@@ -194,7 +196,7 @@ def build_gateway(
         responses=responses,
         dead_letters=dead_letters,
         tasks=TaskService(
-            TaskQueue(redis, clock, max_bytes=settings.tasks_quota_mb * 2**20),
+            TaskQueue(redis, clock, max_bytes=store_bytes // 4),
             TaskEnds(redis),
             client,
             clock,
@@ -244,7 +246,7 @@ def make_responses(
     """Return the service of /v1/responses. It stores responses unless the settings give them no time."""
     if settings.response_ttl_s == 0:
         return ResponseService(completions, clock)
-    store = ResponseStore(redis, clock, settings.response_ttl_s, settings.response_store_mb * 2**20)
+    store = ResponseStore(redis, clock, settings.response_ttl_s, settings.store_mb * 2**20 // 16)
     return ResponseService(completions, clock, redis, store, drain_s=settings.drain_s, announcer=webhooks)
 
 

@@ -38,10 +38,16 @@ class GatewaySettings(CommonSettings):
         "users of the machine can read flags",
     )
     answer_cache_ttl_s: int = Field(
-        default=86_400, ge=1, description="the longest time that a request may keep its answer in the answer cache"
+        default=86_400,
+        ge=0,
+        description="the longest time that a request may keep its answer in the answer cache; 0: no answer is kept",
     )
-    answer_cache_mb: int = Field(
-        default=64, ge=0, description="largest size of the answer cache in the store, in MB; 0: no answer is kept"
+    store_mb: int = Field(
+        default=4096,
+        ge=64,
+        description="memory of the store for what clients send, in MB: a quarter for waiting requests of interactive "
+        "tiers, a quarter for those of bulk tiers, a quarter for the tasks of a key, 1/16 for stored responses, 1/64 "
+        "for cached answers",
     )
     allowed_hosts: Annotated[list[str] | None, NoDecode] = Field(
         default=None,
@@ -100,16 +106,6 @@ class GatewaySettings(CommonSettings):
     )
     task_timeout_s: float = Field(
         default=86_400.0, gt=0, description="seconds that a task may wait, unless its `timeout_s` says otherwise"
-    )
-    tasks_quota_mb: int = Field(
-        default=1024,
-        ge=1,
-        description="size of the waiting and running tasks of an API key (without keys: of all), in MB",
-    )
-    response_store_mb: int = Field(
-        default=256,
-        ge=1,
-        description="size of all stored responses, in MB; beyond it, the key that has the most loses the oldest",
     )
     webhook_secret: SecretStr | None = Field(
         default=None,

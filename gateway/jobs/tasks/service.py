@@ -75,7 +75,7 @@ class TaskService:
             return rejection.no_task_worker()
         refused = await self._queue.put(tasks, task_limit(resolved.tier))
         if isinstance(refused, QueueFull):
-            return self._full(resolved.tier, refused)
+            return rejection.queue_full(resolved.tier, refused, self._client.live.endpoints)
         if refused is not None:
             return refused
         return [StoredTask(task, TaskState.QUEUED, 0) for task in tasks]
@@ -161,9 +161,6 @@ class TaskService:
 
     async def _find(self, task_id: str, owner: str | None) -> StoredTask | None:
         return next(iter(await self._find_all([task_id], owner)), None)
-
-    def _full(self, tier: Tier, refused: QueueFull) -> Rejected:
-        return rejection.queue_full(tier, refused.depth, self._client.live.endpoints, task_limit(tier))
 
 
 def task_limit(tier: Tier) -> int:

@@ -4,13 +4,16 @@ Knows prepared requests and numbers of tokens; does not know HTTP, the format of
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
+from gateway.fairness import HeldBytes
 from gateway.http.metrics import GatewayMetrics
 from gateway.identity import ApiKey, Keyring
 from gateway.keys.limits import KeyLimits, Reservation
 from gateway.keys.usage import UsageMeter, Use
+from gateway.protocol.errors import too_many_open_bytes
 from gateway.requests.answers.chunks import Usage
 from gateway.requests.generate.answer_cache import AnswerCache, Lookup
 from gateway.requests.prepare.placement import CACHE_HEADER
@@ -25,19 +28,46 @@ USUAL_OUTPUT_TOKENS = 256
 
 class Metering:
     def __init__(
-        self, keyring: Keyring, limits: KeyLimits, usage: UsageMeter, cache: AnswerCache, metrics: GatewayMetrics
+        self,
+        keyring: Keyring,
+        limits: KeyLimits,
+        usage: UsageMeter,
+        cache: AnswerCache,
+        metrics: GatewayMetrics,
+        queue_bytes: int,
     ) -> None:
+        """`queue_bytes` is how many bytes open requests of interactive tiers may have, and likewise of bulk tiers."""
         self._keyring = keyring
         self._limits = limits
         self._usage = usage
         self._cache = cache
         self._metrics = metrics
+        self._held = {is_interactive: HeldBytes(queue_bytes) for is_interactive in (True, False)}
 
     async def open(self, prepared: PreparedRequest) -> "Account":
         """Look for the answer in the cache if the request asks for it, and take from the limits of its key.
 
-        Raises `ApiError` 429 if a limit is reached. A key without limits and a request without the cache cost nothing.
+        Raises `ApiError` 429 if a limit is reached, also if the open requests of the owner have too many bytes.
         """
+        end = self._hold(prepared)
+        try:
+            lookup, reservation = await self._open(prepared)
+        except BaseException:
+            end()
+            raise
+        return Account(prepared.owner, lookup, reservation, self._limits, self._usage, self._cache, end)
+
+    def _hold(self, prepared: PreparedRequest) -> Callable[[], None]:
+        """Count the bytes of a request in the store until the returned function is called."""
+        held, owner = self._held[prepared.tier.is_interactive], prepared.owner
+        num_bytes = sum(_num_bytes(request) for request in prepared.requests)
+        held.add(owner, num_bytes)
+        if held.has_too_many(owner):
+            held.add(owner, -num_bytes)
+            raise too_many_open_bytes()
+        return partial(held.add, owner, -num_bytes)
+
+    async def _open(self, prepared: PreparedRequest) -> tuple[Lookup | None, Reservation | None]:
         lookup, cache_ttl_s = None, prepared.placement.cache_ttl_s
         if cache_ttl_s is not None:
             is_seeded = prepared.requests[0].is_seeded
@@ -47,7 +77,7 @@ class Metering:
         if prepared.placement.is_limited and key is not None and key.is_limited:
             tokens = 0 if lookup is not None and lookup.is_hit else _tokens_to_reserve(prepared, key)
             reservation = await self._limits.reserve(key, tokens, [request.id for request in prepared.requests])
-        return Account(prepared.owner, lookup, reservation, self._limits, self._usage, self._cache)
+        return lookup, reservation
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +90,7 @@ class Account:
     _limits: KeyLimits | None = field(default=None, repr=False)
     _usage: UsageMeter | None = field(default=None, repr=False)
     _cache: AnswerCache | None = field(default=None, repr=False)
+    _end: Callable[[], None] = field(default=lambda: None, repr=False)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -83,6 +114,7 @@ class Account:
         return stream
 
     async def cancel(self) -> None:
+        self._end()
         await asyncio.shield(self._settle(0))
 
     async def close(self, tier: str, used: Usage, events: Sequence[TokenEvent]) -> None:
@@ -90,6 +122,7 @@ class Account:
 
         `events` are those of the whole output; empty if it is incomplete.
         """
+        self._end()
         if self._usage is not None:
             self._usage.record(self.owner, tier, _use(used, self.is_hit))
         if self.reservation is not None:
@@ -107,6 +140,11 @@ UNMETERED = Account()
 
 async def _cancel_nothing(request_ids: Sequence[str]) -> None:
     """A cached answer has no request at a worker."""
+
+
+def _num_bytes(request: Request) -> int:
+    """Return about how many bytes a request has in the store: msgpack takes up to 5 bytes for a token."""
+    return 5 * len(request.prompt_token_ids) + len(request.sampling.grammar or "")
 
 
 def _tokens_to_reserve(prepared: PreparedRequest, key: ApiKey) -> int:

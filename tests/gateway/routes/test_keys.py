@@ -17,7 +17,7 @@ from gateway.requests.prepare.placement import Placement
 from scheduler.request import Request, TokenEvent
 from tests.gateway.api_keys import as_, key
 from tests.gateway.protocol.test_errors import CHAT, TEXT, error_of
-from tests.gateway.stand import Stand, make_tiers, running_stand
+from tests.gateway.stand import Bytes, Stand, make_tiers, running_stand
 from tests.gateway.tiny_model import MODEL
 from tests.scheduler.queue.harness import ManualClock
 from tests.waiting import until
@@ -106,6 +106,27 @@ async def test_every_choice_of_every_prompt_takes_a_place(redis_client: Redis) -
         answers = [await stand.post("/v1/completions", body, headers=as_("four")) for body in bodies]
     assert [answer.status_code for answer in answers] == [200, 429, 200]
     assert error_of(answers[1], 429)["type"] == "requests"
+
+
+async def test_one_key_cannot_fill_the_store_with_large_requests(redis_client: Redis) -> None:
+    async with metered(redis_client, store_mb=Bytes(4 * 6000)) as stand:
+        stand.worker.gate.clear()
+        large = {**TEXT, "prompt": [5] * 200}  # it may have 1,000 bytes in the store
+
+        async def ask(name: str, **more: Any) -> Any:
+            return await stand.post("/v1/completions", large | more, headers=as_(name))
+
+        open_ones = [asyncio.create_task(ask("free")) for _ in range(4)]
+        await until(lambda: stand.waiting == 4)
+        refused = await ask("free")
+        others = [asyncio.create_task(ask("few")), asyncio.create_task(ask("free", service_tier="flex"))]
+        await until(lambda: stand.waiting == 6)
+        stand.worker.gate.set()
+        answers = await asyncio.gather(*open_ones, *others)
+        assert (await ask("free")).status_code == 200
+    error = error_of(refused, 429)
+    assert "too many bytes" in error["message"] and refused.headers["retry-after"] == "1"
+    assert [answer.status_code for answer in answers] == [200] * 6
 
 
 async def test_a_client_that_hangs_up_pays_for_what_it_got(redis_client: Redis) -> None:

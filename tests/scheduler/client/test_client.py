@@ -405,6 +405,20 @@ async def test_a_full_queue_refuses_all_or_none_and_n_counts_as_n(stage: Stage) 
     await stage.submit(make_request("c"), make_request("d"))
 
 
+@played_by(play)
+async def test_large_requests_fill_their_own_tier_and_no_other(stage: Stage) -> None:
+    parts = (stage.queue, stage.events, stage.registry)
+    client = SchedulerClient(*parts, make_tiers(), stage.clock, "gateway-2", queue_bytes=20_000)
+    await client.start()
+    large = [make_request(f"b{n}", "bulk", [70_000] * 1000) for n in range(3)]  # 5 KB each
+    outcomes = [await client.submit([request]) for request in large]
+    assert [isinstance(outcome, TokenStream) for outcome in outcomes] == [True, False, False]
+    assert isinstance(outcomes[1], Rejected) and outcomes[1].reason is RejectReason.QUEUE_FULL
+    for request in (make_request("c", "batch", [70_000] * 1000), make_request("chat", prompt=[70_000] * 1000)):
+        assert isinstance(await client.submit([request]), TokenStream)
+    await client.close()
+
+
 CAPACITY = TierCapacity(slots_free=64, drain_per_s=1.0, prefill_tokens_per_s=1000.0, output_tokens_per_s=1000.0)
 PREDICTING = make_tiers(realtime={"admission": {"predict": True}})
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from scheduler.client import rejection
 from scheduler.client.rejection import MAX_RETRY_S, MIN_RETRY_S, RejectReason, Returns
+from scheduler.queue.base import QueueFull
 from scheduler.registry.worker_status import TierStatus, WorkerStatus
 from tests.scheduler.builders import make_tiers
 
@@ -20,24 +21,32 @@ def worker(worker_id: str, per_s: float, tier: str = "realtime") -> WorkerStatus
 TIERS = make_tiers(realtime={"queue_limit": 1000, "admission": {"predict": True}})
 PATIENT = make_tiers(realtime={"admission": {"patience_ms": 10_000}})["realtime"]
 TIER, BULK = TIERS["realtime"], TIERS["bulk"]
+FULL = QueueFull("realtime", 1000, 1000)
 
 
 def test_a_full_queue_names_the_tier_and_its_limit() -> None:
-    rejected = rejection.queue_full(TIER, 1000, [])
+    rejected = rejection.queue_full(TIER, FULL, [])
     assert rejected.reason is RejectReason.QUEUE_FULL
     assert rejected.message == "The realtime tier's queue is full (1000 waiting, 1000 at most)."
     assert rejected.advice == "Try again in 30 s."
 
 
+def test_a_queue_of_large_requests_names_their_bytes() -> None:
+    full = QueueFull("realtime", depth=20, limit=2**30, num_bytes=1000 * 2**20)
+    rejected = rejection.queue_full(TIER, full, [worker("a", 0.1)])
+    assert rejected.message == "The realtime tier's queue is full (1000 MB waiting, 1024 MB at most, in 20 requests)."
+    assert rejected.retry_after_s == 10
+
+
 def test_the_wait_is_the_time_that_makes_a_little_room_at_the_rate_of_all_workers() -> None:
     assert (
-        rejection.queue_full(TIER, 1000, [worker("a", 4), worker("b", 6), worker("c", 99, "bulk")]).retry_after_s == 5
+        rejection.queue_full(TIER, FULL, [worker("a", 4), worker("b", 6), worker("c", 99, "bulk")]).retry_after_s == 5
     )
 
 
 @pytest.mark.parametrize("per_s", [0.0, 1e-9, 1.0, 1e9])
 def test_the_wait_stays_where_clients_still_retry(per_s: float) -> None:
-    assert MIN_RETRY_S <= rejection.queue_full(TIER, 1000, [worker("a", per_s)]).retry_after_s <= MAX_RETRY_S
+    assert MIN_RETRY_S <= rejection.queue_full(TIER, FULL, [worker("a", per_s)]).retry_after_s <= MAX_RETRY_S
 
 
 def test_an_overloaded_tier_says_what_was_predicted_and_when_to_try_again() -> None:
@@ -95,7 +104,7 @@ def test_a_crowd_that_is_refused_comes_back_spread_out(predicted_s: float, limit
     for told in (
         rejection.overloaded(PATIENT, predicted_s),
         rejection.too_late(BULK, 10 + predicted_s, left_s=10, own_s=1),
-        rejection.queue_full(full, limit, [worker("a", per_s)]),
+        rejection.queue_full(full, QueueFull("realtime", limit, limit), [worker("a", per_s)]),
         rejection.draining(),
     ):
         draw = random.Random(seed).random

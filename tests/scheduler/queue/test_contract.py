@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from scheduler.queue.base import Backlog, Queue, QueueFull, TooFarBehind
-from scheduler.request import Lease
+from scheduler.request import Lease, Request
 from tests.scheduler.queue.harness import START_MS, Handles, ManualClock, ids, lease_of, make_request, may_wait
 from tests.waiting import until
 
@@ -91,6 +91,27 @@ async def test_put_is_all_or_none_against_the_limit(handles: Handles) -> None:
     assert refused == QueueFull("realtime", depth=2, limit=3)
     assert await queue.put([make_request("c"), make_request("a")], limit=3) is None
     assert await queue.depths(["realtime"]) == {"realtime": 3}
+
+
+async def test_the_bytes_that_wait_are_limited_and_counted_through_every_move(
+    handles: Handles, clock: ManualClock
+) -> None:
+    def long(name: str) -> Request:
+        return make_request(name, "bulk", deadline_ms=START_MS + ord(name), tokens=1000)
+
+    queue, size = handles(), len(msgspec.msgpack.encode(long("a")))
+    most = 2 * size
+    assert await queue.put([long("a")], max_bytes=1) is None  # alone, a request of any size may wait
+    assert await queue.put([long("b")], max_bytes=most) is None
+    assert await queue.put([long("c")], max_bytes=most) == QueueFull("bulk", depth=2, limit=most, num_bytes=most)
+    assert await queue.put([make_request("chat")], max_bytes=most) is None  # each tier has its own
+    [claimed] = await handles("w").claim({"bulk": 1}, LEASE_S)
+    assert await queue.put([long("c")], max_bytes=most) is None
+    assert await handles("w").release([lease_of(claimed)]) == [True]
+    full = QueueFull("bulk", depth=3, limit=most, num_bytes=3 * size)
+    assert await queue.put([long("d")], max_bytes=most) == full
+    assert await queue.cancel(["b", "c"]) == [True, True]
+    assert await queue.put([long("d")], max_bytes=most) is None
 
 
 async def test_a_put_of_known_requests_is_never_refused(handles: Handles) -> None:

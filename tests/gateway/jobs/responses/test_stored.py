@@ -21,7 +21,7 @@ TTL_S = 3600.0
 
 @asynccontextmanager
 async def storing(redis: Redis, max_bytes: int = 2**20, keys: Keyring | None = None) -> AsyncIterator[Stand]:
-    settings = {"response_ttl_s": TTL_S, "response_store_mb": Bytes(max_bytes)}
+    settings = {"response_ttl_s": TTL_S, "store_mb": Bytes(16 * max_bytes)}
     async with running_stand("Hello there!", redis=redis, keyring=keys, **settings) as stand:
         yield stand
 

@@ -194,7 +194,7 @@ async def _is_accepted(stand: Stand, service_tier: str) -> bool:
 
 
 async def test_a_key_that_holds_too_many_bytes_is_told_and_others_go_on(redis_client: Redis) -> None:
-    async with running_gateway(redis_client, keyring(ann=None, ben=None), tasks_quota_mb=Bytes(3000)) as stand:
+    async with running_gateway(redis_client, keyring(ann=None, ben=None), store_mb=Bytes(4 * 3000)) as stand:
         ann, ben = (as_(name) for name in ("ann", "ben"))
         first = await stand.post("/v1/tasks", {"input": "x" * 2000}, headers=ann)
         refused = await stand.post("/v1/tasks", {"input": "x" * 2000}, headers=ann)
@@ -206,7 +206,7 @@ async def test_a_key_that_holds_too_many_bytes_is_told_and_others_go_on(redis_cl
 
 
 async def test_a_dead_letter_is_not_retried_beyond_the_bytes_of_its_key(redis_client: Redis) -> None:
-    async with running_gateway(redis_client, tasks_quota_mb=Bytes(3000)) as stand:
+    async with running_gateway(redis_client, store_mb=Bytes(4 * 3000)) as stand:
         created = await create(stand, input="x" * 2000, timeout_s=0.001)
         await until(lambda: _has_state(stand, created["id"], "dead"))
         await create(stand, input="x" * 2000)
