@@ -93,7 +93,6 @@ PURE_ROOMS = (
     "scheduler.drivers.calls.busy_spells",
     "scheduler.drivers.calls.policy",
     "scheduler.drivers.calls.settled",
-    "scheduler.drivers.calls.lanes",
     "scheduler.tasks.task",
 )
 IMPURE = {"time", "datetime", "asyncio", "random", "logging", "structlog", "prometheus_client", "redis", "torch"}
