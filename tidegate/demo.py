@@ -7,7 +7,6 @@ processes that the demo starts end with it.
 import asyncio
 import itertools
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from openai import AsyncOpenAI, OpenAIError
 
 from tidegate.settings.base import DEMO_MODEL, CommonSettings
 from tidegate.settings.commands import DemoSettings
-from tidegate.supervision.process import dies_with_parent
+from tidegate.supervision.process import dies_with_parent, end_child
 
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 45.0  # seconds; longer than the default drain of 30 s
@@ -59,7 +58,7 @@ def serving(settings: CommonSettings) -> Iterator[str]:
             _wait_until_ready(server, f"http://127.0.0.1:{port}/ready")
             yield f"http://127.0.0.1:{port}/v1"
         finally:
-            _end(server)
+            end_child(server, STOP_TIMEOUT_S)
 
 
 def _wait_until_ready(server: subprocess.Popen[bytes], url: str) -> None:
@@ -74,15 +73,6 @@ def _wait_until_ready(server: subprocess.Popen[bytes], url: str) -> None:
             pass
         time.sleep(0.05)
     raise DemoError(f"the server was not ready within {START_TIMEOUT_S:.0f} s")
-
-
-def _end(server: subprocess.Popen[bytes]) -> None:
-    server.send_signal(signal.SIGTERM)
-    try:
-        server.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        server.kill()
-        server.wait()
 
 
 async def _show(base_url: str, seconds: float) -> None:

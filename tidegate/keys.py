@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("name", help="owner of the key's files, batches and usage")
     add.add_argument("--tier", action="append", dest="tiers", help="a tier that it may use; repeatable; default: all")
     add.add_argument("--default-tier", help="tier of requests that name none")
-    add.add_argument("--admin", action="store_true", help="it may use /admin")
+    add.add_argument("--admin", action="store_true", default=None, help="it may use /admin")
     add.add_argument("--requests-per-minute", type=int, metavar="N")
     add.add_argument("--tokens-per-minute", type=int, metavar="N", help="prompt and output tokens")
     add.add_argument(
@@ -76,19 +76,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add(options: argparse.Namespace) -> None:
-    given = {
-        "tiers": options.tiers,
-        "default_tier": options.default_tier,
-        "admin": options.admin or None,
-        "requests_per_minute": options.requests_per_minute,
-        "tokens_per_minute": options.tokens_per_minute,
-        "concurrent_requests": options.concurrent_requests,
-        "files_quota_mb": options.files_quota_mb,
-        "batch_weight": options.batch_weight,
-        "batch_concurrent_lines": options.batch_concurrent_lines,
-        "batch_enqueued_tokens": options.batch_enqueued_tokens,
-    }
-    settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    others = ("file", "run", "name", "rotate", "tiers_file")
+    settings: dict[str, Any] = {n: v for n, v in vars(options).items() if n not in others and v is not None}
     if options.rotate and settings:
         raise KeyringError("--rotate keeps the options of the key; it goes with no other")
     secret = add_key(options.file, options.name, settings, load_tiers(options.tiers_file), rotate=options.rotate)

@@ -26,7 +26,7 @@ from tidegate.settings.gateway import GatewaySettings
 from tidegate.settings.worker import WorkerSettings
 from tidegate.supervision.keeper import EX_CONFIG, Part, Stage
 from tidegate.supervision.notify import remove_dead_folders
-from tidegate.supervision.process import CannotListen, gateway_name, listen, raise_descriptor_limit, worker_name
+from tidegate.supervision.process import CannotStart, gateway_name, listen, raise_descriptor_limit, worker_name
 from tidegate.supervision.supervisor import Supervisor
 from tidegate.valkey import EmbeddedValkey, ValkeyError
 
@@ -34,10 +34,6 @@ log = structlog.get_logger()
 
 REACH_TIMEOUT_S = 5.0  # seconds for an external store to answer, before anything starts
 FORGET_TIMEOUT_S = 2.0  # seconds for removing the data that a killed process has left in the store
-
-
-class CannotServe(Exception):
-    """The server cannot start. The message is one sentence for the operator."""
 
 
 def run_serve(settings: ServeSettings, on_ready: Callable[[], None] | None = None) -> int:
@@ -56,14 +52,14 @@ def run_serve(settings: ServeSettings, on_ready: Callable[[], None] | None = Non
                 settings = settings.model_copy(update={"redis_url": valkey.url})
                 parts.append(Part("valkey", Stage.STORE, valkey.argv, ready=valkey.is_ready, pass_fds=valkey.pass_fds))
             settings = with_address(settings)  # after the lock: a killed server may still be ending
-        except (ValkeyError, TierConfigError, CannotListen, CannotServe, CertificateError) as error:
+        except (ValkeyError, TierConfigError, CannotStart, CertificateError) as error:
             log.error("cannot start", reason=str(error))
             return EX_CONFIG
         return asyncio.run(_supervise(parts, settings, on_ready))
 
 
 def with_address(settings: ServeSettings) -> ServeSettings:
-    """Return the settings with a definite port and worker id. Raises `CannotListen` if the port cannot be used.
+    """Return the settings with a definite port and worker id. Raises `CannotStart` if the port cannot be used.
 
     It is checked here because the gateway finds out only beside a worker that loads its model. Port 0 is replaced by a
     free port. If no worker id is set, it is made of the host name and the port. This id is the
@@ -77,14 +73,14 @@ def with_address(settings: ServeSettings) -> ServeSettings:
 
 
 async def _reach(redis_url: str) -> None:
-    """Raise `CannotServe` if the store does not answer. At the start, the reason may be a wrong URL."""
+    """Raise `CannotStart` if the store does not answer. At the start, the reason may be a wrong URL."""
     try:
         async with asyncio.timeout(REACH_TIMEOUT_S), connection.connect(redis_url) as client:
             await client.ping()
     except (RedisError, OSError, ValueError) as error:
         url = urlsplit(redis_url)
         place = f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}"  # without user and password
-        raise CannotServe(f"the store at {place} does not answer: {error or 'no reply'}") from error
+        raise CannotStart(f"the store at {place} does not answer: {error or 'no reply'}") from error
 
 
 async def _supervise(parts: list[Part], settings: ServeSettings, on_ready: Callable[[], None] | None) -> int:

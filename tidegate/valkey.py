@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import os
 import shutil
-import signal
 import socket
 import stat
 import subprocess
@@ -24,7 +23,7 @@ from typing import Self
 
 import structlog
 
-from tidegate.supervision.process import dies_with_parent
+from tidegate.supervision.process import dies_with_parent, end_child
 
 log = structlog.get_logger()
 
@@ -129,12 +128,7 @@ def running_valkey(data_dir: Path, binary: Path | None = None) -> Iterator[str]:
             _wait_until_ready(valkey, process)
             yield valkey.url
         finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            end_child(process, STOP_TIMEOUT_S)
 
 
 def find_binary() -> Path:

@@ -12,9 +12,10 @@ from gateway.http.metrics import GatewayMetrics
 from gateway.identity import Keyring
 from gateway.protocol.errors import ApiError
 from scheduler.clock import SystemClock
-from tidegate.gateway.parts import BadSamplingDefaults, load_sampling_defaults, make_webhooks
+from tidegate.gateway.parts import load_sampling_defaults, make_webhooks
 from tidegate.gateway.process import connection_limits
 from tidegate.settings.gateway import GatewaySettings
+from tidegate.supervision.process import CannotStart
 
 
 def recommend(directory: Path, temperature: float) -> str:
@@ -30,7 +31,7 @@ def test_the_setting_decides_which_sampling_defaults_are_used(tmp_path: Path) ->
 
 def test_a_sampling_default_out_of_range_prevents_the_start(tmp_path: Path) -> None:
     model = recommend(tmp_path, -1)
-    with pytest.raises(BadSamplingDefaults, match="generation_config.json: temperature"):
+    with pytest.raises(CannotStart, match="generation_config.json: temperature"):
         load_sampling_defaults(GatewaySettings(model=model))
     assert load_sampling_defaults(GatewaySettings(model=model, sampling_defaults="openai")).temperature == 1.0
 

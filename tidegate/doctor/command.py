@@ -32,6 +32,7 @@ from tidegate.doctor.server import (
     check_upstream,
 )
 from tidegate.settings.commands import DoctorSettings, ServeSettings
+from tidegate.supervision.process import CannotStart
 from tidegate.valkey import ValkeyError
 
 Check = Callable[[ServeSettings], Iterable[Finding]]
@@ -53,7 +54,10 @@ CHECKS: tuple[tuple[str, Check], ...] = (
 EX_FAILED = 1
 COLOURS = {Level.OK: 32, Level.WARNING: 33, Level.ERROR: 31}
 # Mistakes of settings and faults of the machine, each told in one sentence.
-FAULTS = (EngineStartError, TierConfigError, KeyringError, CertificateError, ValkeyError, BadStorageUrl, OSError)
+FAULTS = (
+    *(CannotStart, EngineStartError, TierConfigError, KeyringError, CertificateError, ValkeyError, BadStorageUrl),
+    OSError,
+)
 
 
 def run_doctor(settings: DoctorSettings) -> int:

@@ -23,7 +23,7 @@ from scheduler.store import connection
 from scheduler.store.durability import durable
 from tidegate.doctor.machine import Finding, error, warning
 from tidegate.settings.commands import ServeSettings
-from tidegate.supervision.process import CannotListen, listen
+from tidegate.supervision.process import listen
 from tidegate.valkey import EmbeddedValkey, ValkeyError, running_valkey
 from tidegate.worker.engine_worker import upstream_config
 
@@ -54,11 +54,8 @@ def check_certificate(settings: ServeSettings) -> Iterator[Finding]:
 
 
 def check_port(settings: ServeSettings) -> Iterator[Finding]:
-    try:
-        with listen(settings.host, settings.port):
-            yield Finding("port", f"{settings.host}:{settings.port} is free")
-    except CannotListen as fault:
-        yield error("port", str(fault))
+    with listen(settings.host, settings.port):
+        yield Finding("port", f"{settings.host}:{settings.port} is free")
 
 
 def check_data_dir(settings: ServeSettings) -> Iterator[Finding]:

@@ -60,19 +60,12 @@ from scheduler.reload.follower import TierFollower
 from scheduler.reload.store import TierStore
 from scheduler.tasks.queue import TaskQueue
 from tidegate.settings.gateway import GatewaySettings
+from tidegate.supervision.process import CannotStart
 
 if TYPE_CHECKING:
     from tidegate.tracing.exporter import Tracing
 
 log = structlog.get_logger()
-
-
-class NoTokenizer(Exception):
-    """No tokenizer can be loaded for the model. The message is one sentence for the operator."""
-
-
-class BadSamplingDefaults(Exception):
-    """The sampling defaults of the model cannot be used. The message is one sentence for the operator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +86,7 @@ class Outside:
 def open_outside(settings: GatewaySettings, redis: Redis, clock: Clock) -> Outside:
     """Return the workers on the store, and what the settings name.
 
-    Raises `NoTokenizer`, `BadSamplingDefaults` and `BadStorageUrl`.
+    Raises `CannotStart` and `BadStorageUrl`.
     """
     return Outside(
         queue=RedisQueue(redis, clock),
@@ -254,7 +247,7 @@ def load_tokenizer(settings: GatewaySettings) -> Tokenizer:
     """Return the model's tokenizer.
 
     If it cannot be loaded, return the tokenizer of the demo model if the model's weights are dummies, and raise
-    `NoTokenizer` otherwise.
+    `CannotStart` otherwise.
     """
     try:
         return Tokenizer.load(settings.model_path)
@@ -262,20 +255,20 @@ def load_tokenizer(settings: GatewaySettings) -> Tokenizer:
         if settings.load_format == "dummy":
             return Tokenizer.load(str(demo_model_path()))
         reason = str(error).splitlines()[0]
-        raise NoTokenizer(f"no tokenizer can be loaded from {settings.model_path}: {reason}") from error
+        raise CannotStart(f"no tokenizer can be loaded from {settings.model_path}: {reason}") from error
 
 
 def load_sampling_defaults(settings: GatewaySettings) -> SamplingDefaults:
     """Return the sampling defaults that the settings choose.
 
-    Raises `BadSamplingDefaults` if the settings choose the model's defaults and these are invalid.
+    Raises `CannotStart` if the settings choose the model's defaults and these are invalid.
     """
     if settings.sampling_defaults == "openai":
         return SamplingDefaults()
     try:
         defaults = read_sampling_defaults(settings.model_path)
     except ValueError as error:
-        raise BadSamplingDefaults(str(error)) from error
+        raise CannotStart(str(error)) from error
     if defaults.model_fields_set:
         log.info("using the sampling defaults of the model", **defaults.model_dump(exclude_unset=True))
     return defaults

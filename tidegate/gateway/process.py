@@ -31,14 +31,14 @@ from scheduler.config import TierConfigError, load_tiers
 from scheduler.store import connection
 from scheduler.store.errors import STORE_AWAY
 from tidegate.gateway.drain import Drain
-from tidegate.gateway.parts import BadSamplingDefaults, NoTokenizer, build_gateway, open_outside
+from tidegate.gateway.parts import build_gateway, open_outside
 from tidegate.settings.gateway import GatewaySettings
 from tidegate.supervision.keeper import EX_CONFIG
 from tidegate.supervision.notify import report_life
 from tidegate.supervision.process import (
     SWITCH_INTERVAL_S,
     Background,
-    CannotListen,
+    CannotStart,
     freeze_heap,
     gateway_name,
     hangup_calls,
@@ -73,9 +73,7 @@ def run_gateway(settings: GatewaySettings) -> int:
     except (
         TierConfigError,
         KeyringError,
-        NoTokenizer,
-        BadSamplingDefaults,
-        CannotListen,
+        CannotStart,
         CertificateError,
         BadStorageUrl,
         ForeignStorage,

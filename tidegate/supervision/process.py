@@ -13,6 +13,7 @@ import os
 import resource
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from types import TracebackType
@@ -138,12 +139,12 @@ class Background:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class CannotListen(Exception):
-    """The gateway cannot listen on its address. The message is one sentence for the operator."""
+class CannotStart(Exception):
+    """A part cannot start with its settings, and another attempt will not help. The message is for the operator."""
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Port 0 means any free port. Raises `CannotListen` if the address cannot be used."""
+    """Return a listening socket. Port 0 means any free port. Raises `CannotStart` if the address cannot be used."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -152,7 +153,7 @@ def listen(host: str, port: int) -> socket.socket:
             reason = f"cannot listen on {host}:{port}: another program does; end it, or choose another port with --port"
         else:
             reason = f"cannot listen on {host}:{port}: {error.strerror or error}"
-        raise CannotListen(reason) from error
+        raise CannotStart(reason) from error
 
 
 def pause_s(failures: int) -> float:
@@ -168,6 +169,16 @@ def worker_name(worker_id: str) -> str:
 def gateway_name(port: int) -> str:
     """Return the gateway's name for people and other processes. It stays the same after a restart."""
     return f"gateway {socket.gethostname()}:{port}"
+
+
+def end_child(child: "subprocess.Popen[bytes]", patience_s: float) -> None:
+    """End a child with SIGTERM, and with SIGKILL if it has not ended after `patience_s` seconds."""
+    child.send_signal(signal.SIGTERM)
+    try:
+        child.wait(patience_s)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
 
 
 def exit_text(code: int | None) -> str:
