@@ -31,7 +31,6 @@ class FakeServer:
     is_silent: Callable[[Body], bool] = lambda body: False  # these get no answer until the client hangs up
     tls: ssl.SSLContext | None = None
     streams: bool = True  # otherwise, a request for a stream gets its whole answer at once
-    tokens_per_event: int = 1
     separator: str = "\n"
     output_file_id: str | None = "file-2"  # of every batch
     step_seconds: float = 0.0  # what /metrics says; each request adds a tenth
@@ -129,11 +128,8 @@ class FakeServer:
             b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"
             b"Connection: close\r\n\r\n"
         )
-        size = self.tokens_per_event
         events = [self._event(body, {"role": "assistant", "content": ""}, 0)]
-        for done in range(0, len(pieces), size):
-            text = "".join(pieces[done : done + size])
-            events.append(self._event(body, {"content": text}, min(done + size, len(pieces))))
+        events += [self._event(body, {"content": piece}, done) for done, piece in enumerate(pieces, 1)]
         events.append(self._event(body, {}, len(pieces), finish_reason="length"))
         for event in [*events, "[DONE]"]:
             line = f"data: {event}{self.separator * 2}".encode()

@@ -42,15 +42,6 @@ async def test_the_demo_model_knows_what_tidegate_is(client: AsyncOpenAI) -> Non
     assert answer.choices[0].finish_reason == "stop"
 
 
-async def test_completions_take_token_ids_and_count_tokens(client: AsyncOpenAI) -> None:
-    answer = await client.completions.create(
-        model=MODEL, prompt=[[5, 6, 7], [8, 9]], max_tokens=7, extra_body={"ignore_eos": True}
-    )
-    assert [c.index for c in answer.choices] == [0, 1]
-    assert answer.usage is not None
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 14)
-
-
 async def test_a_common_prompt_prefix_is_computed_once_for_each_cache_salt(client: AsyncOpenAI) -> None:
     prompt = [5 + i % 90 for i in range(100)]
 

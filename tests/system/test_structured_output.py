@@ -4,7 +4,7 @@ import json
 from typing import Any, Literal
 
 import pytest
-from openai import AsyncOpenAI, BadRequestError
+from openai import AsyncOpenAI
 from pydantic import BaseModel, Field
 
 pytestmark = pytest.mark.full
@@ -51,25 +51,3 @@ async def test_a_forced_call_as_a_stream(client: AsyncOpenAI) -> None:
 async def test_a_parsed_answer(client: AsyncOpenAI) -> None:
     answer = await client.chat.completions.parse(model=MODEL, messages=HI, response_format=Report)
     assert isinstance(answer.choices[0].message.parsed, Report) and answer.choices[0].finish_reason == "stop"
-
-
-@pytest.mark.parametrize(
-    ("extension", "allowed"),
-    [
-        ({"structured_outputs": {"choice": ["yes", "no"]}}, {"yes", "no"}),
-        ({"guided_regex": "[ab]{2}"}, {"aa", "ab", "ba", "bb"}),
-        ({"guided_grammar": 'start: "x" | "y"'}, {"x", "y"}),
-        ({"guided_json": {"type": "integer", "minimum": 1, "maximum": 3}}, {"1", "2", "3"}),
-    ],
-)
-async def test_extensions_of_vllm(client: AsyncOpenAI, extension: dict[str, Any], allowed: set[str]) -> None:
-    chat = await client.chat.completions.create(model=MODEL, messages=HI, extra_body=extension)
-    text = await client.completions.create(model=MODEL, prompt="a", extra_body=extension)
-    assert chat.choices[0].message.content in allowed and text.choices[0].text in allowed
-
-
-async def test_a_schema_that_nothing_can_match(client: AsyncOpenAI) -> None:
-    format: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "foo"}}}
-    with pytest.raises(BadRequestError) as error:
-        await client.chat.completions.create(model=MODEL, messages=HI, response_format=format)
-    assert error.value.param == "response_format" and "Invalid type: foo" in error.value.message

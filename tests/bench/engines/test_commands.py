@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -20,44 +19,6 @@ from bench.engines.systems.protocol import Done, Failed, Order, Ready, SystemSpe
 from bench.engines.work import WorkShape, make_job
 from loadtest.model_shapes import write_shape
 from loadtest.random_weights import write_weights
-
-NUMBER_OR_NULL = {"type": ["number", "null"]}
-ESTIMATE = {
-    "type": ["object", "null"],
-    "required": ["value", "low", "high"],
-    "properties": {"value": {"type": "number"}, "low": NUMBER_OR_NULL, "high": NUMBER_OR_NULL},
-}
-ENGINE_SCHEMA = {
-    "type": "object",
-    "required": ["command", "date", "hardware", "model", "seed", "threads", "dtype", "jobs", "steps", "agreement"],
-    "properties": {
-        "jobs": {
-            "type": "array",
-            "minItems": 1,
-            "items": {
-                "required": [
-                    "work",
-                    "streams",
-                    "system",
-                    "tokens_per_s",
-                    "ours_over_it",
-                    "share_of_roofline",
-                    "rounds",
-                ],
-                "properties": {
-                    "work": {"enum": ["decode", "prefill", "mixed"]},
-                    "streams": {"type": "integer", "minimum": 1},
-                    "tokens_per_s": ESTIMATE,
-                    "ours_over_it": ESTIMATE,
-                },
-            },
-        },
-        "steps": {"type": "array", "items": {"required": ["streams", "system", "step_s", "roofline_s"]}},
-        "settings": {"type": "object", "additionalProperties": {"type": "string"}},
-        "unavailable": {"type": "object", "additionalProperties": {"type": "string"}},
-        "rooflines": {"type": ["object", "null"], "required": ["peaks", "shape", "decode_step"]},
-    },
-}
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +52,9 @@ def test_engine_as_a_command_writes_its_table_and_json(tiny: Path, tmp_path: Pat
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
     result = read(tmp_path / "r.json")
-    jsonschema.validate(result, ENGINE_SCHEMA)
+    assert {"hardware", "model", "seed", "threads", "dtype", "agreement", "settings"} <= set(result)
+    assert all(row["tokens_per_s"]["value"] > 0 and row["share_of_roofline"] is not None for row in result["jobs"])
+    assert {row["streams"] for row in result["steps"]} == {2}
     assert {(row["work"], row["system"]) for row in result["jobs"]} == {
         ("decode", "tidegate"),
         ("prefill", "tidegate"),
