@@ -14,7 +14,6 @@ from starlette.middleware import Middleware
 from gateway.fairness import UnderWay
 from gateway.http.access.cors import Cors
 from gateway.http.access.hosts import HostCheck
-from gateway.http.access.wrong_keys import WrongKeys
 from gateway.http.download import MAX_DOWNLOADS, MAX_DOWNLOADS_OF_KEY
 from gateway.http.middleware import BodyLimit, OneAtATime, RequestContext
 from gateway.http.server.draining import RefuseWhileDraining
@@ -22,7 +21,7 @@ from gateway.protocol import error_handlers
 from gateway.protocol.json_body import MAX_BODIES, BodyReader
 from gateway.protocol.openapi import described
 from gateway.routes import chat, models, ops, pages, responses, tokenize
-from gateway.routes.dependencies import Administrator, authenticated, request_counted
+from gateway.routes.dependencies import Administrator, WrongKeys, authenticated, request_counted
 from gateway.routes.jobs import batches, files, tasks, uploads
 from gateway.routes.operators import admin, dead_letters, keys, overview
 from gateway.routes.operators.sla_feed import SlaFeed

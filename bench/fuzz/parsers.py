@@ -11,9 +11,9 @@ from pathlib import Path
 
 from gateway.dialects.responses.request import parse_response_request
 from gateway.files.disk import DiskReserve
-from gateway.http.multipart import MalformedUpload, UploadTooLarge, receive_upload
+from gateway.http.multipart import receive_upload
 from gateway.protocol.bodies.schemas import ChatCompletionRequest, CompletionRequest, parse_generation
-from gateway.protocol.errors import ApiError
+from gateway.protocol.errors import ApiError, too_large
 from gateway.protocol.json_body import parse_json_object
 
 BOUNDARY = b"XX"
@@ -45,10 +45,11 @@ def read_form(data: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         try:
             kind, disk = f"multipart/form-data; boundary={BOUNDARY.decode()}", DiskReserve(Path(folder), 0)
-            upload = asyncio.run(receive_upload(pieces(), kind, Path(folder), lambda fields: MAX_FILE_BYTES, disk))
+            limits = (lambda fields: MAX_FILE_BYTES), too_large
+            upload = asyncio.run(receive_upload(pieces(), kind, Path(folder), *limits, disk))
             assert upload.size <= MAX_FILE_BYTES
             upload.discard()
-        except (MalformedUpload, UploadTooLarge):
+        except ApiError:
             pass
         left = list(Path(folder).iterdir())
         assert not left, f"{len(left)} files are left"

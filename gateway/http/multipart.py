@@ -16,6 +16,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from gateway.files.disk import CHECK_BYTES, DiskReserve, noticing_full_disk
+from gateway.protocol.errors import ApiError, invalid_request
 
 MAX_FIELD_BYTES = 64 * 2**10  # maximum bytes of one field
 MAX_FIELDS = 32
@@ -42,23 +43,12 @@ class Upload:
             self.content.unlink(missing_ok=True)
 
 
-class UploadTooLarge(Exception):
-    """The file part has more than `max_bytes` bytes."""
-
-    def __init__(self, max_bytes: int) -> None:
-        super().__init__(max_bytes)
-        self.max_bytes = max_bytes
-
-
-class MalformedUpload(Exception):
-    """The body is not a valid multipart form. The message is sent to the client."""
-
-
 async def receive_upload(
     chunks: AsyncIterator[bytes],
     content_type: str,
     directory: Path,
     limit: Limit,
+    too_large: Callable[[int], ApiError],
     disk: DiskReserve,
     on_content: Callable[[bytes], object] | None = None,
     file_field: str = "file",
@@ -66,13 +56,13 @@ async def receive_upload(
     """Read a multipart form from `chunks`, write its part `file_field` into `directory`, and return the parts.
 
     `limit` takes the fields that came before the file in the form, and returns the maximum bytes of the file. Raises
-    `UploadTooLarge` if the file is larger, `DiskFull` if `disk` has no room for it, and `MalformedUpload` if the form
-    is invalid. No file is left on the disk after an error, or after the client hangs up.
+    `too_large` of this maximum if the file is larger, `DiskFull` if `disk` has no room for it, and `ApiError` 400 if
+    the form is invalid. No file is left on the disk after an error, or after the client hangs up.
     """
     kind, options = parse_options_header(content_type)
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
-        raise MalformedUpload("The request must be multipart/form-data.")
-    form = _Form(directory, limit, disk, on_content, file_field)
+        raise invalid_request("The request must be multipart/form-data.")
+    form = _Form(directory, limit, too_large, disk, on_content, file_field)
     try:
         parser = MultipartParser(options[b"boundary"], form.callbacks())  # type: ignore[arg-type]
         received = 0
@@ -81,13 +71,13 @@ async def receive_upload(
             with noticing_full_disk():
                 parser.write(chunk)
             if received - form.upload.size > MAX_FORM_BYTES:
-                raise MalformedUpload("The form has too much data besides its file.")
+                raise invalid_request("The form has too much data besides its file.")
         parser.finalize()
         if not form.is_complete:
-            raise MalformedUpload("The multipart body ends in the middle.")
+            raise invalid_request("The multipart body ends in the middle.")
     except FormParserError as error:
         form.upload.discard()
-        raise MalformedUpload("The body is not valid multipart/form-data.") from error
+        raise invalid_request("The body is not valid multipart/form-data.") from error
     except BaseException:
         form.upload.discard()
         raise
@@ -107,6 +97,7 @@ class _Form:
         self,
         directory: Path,
         limit: Limit,
+        too_large: Callable[[int], ApiError],
         disk: DiskReserve,
         on_content: Callable[[bytes], object] | None,
         file_field: str,
@@ -115,6 +106,7 @@ class _Form:
         self.is_complete = False
         self._directory = directory
         self._limit = limit
+        self._too_large = too_large
         self._disk = disk
         self._on_content = on_content
         self._file_field = file_field
@@ -166,14 +158,14 @@ class _Form:
             self.upload.filename = options[b"filename"].decode("utf-8", "replace")
         elif b"filename" not in options:
             if len(self.upload.fields) == MAX_FIELDS:
-                raise MalformedUpload("The form has too many fields.")
+                raise invalid_request("The form has too many fields.")
             self._value = bytearray()
 
     def _write(self, data: bytes, start: int, end: int) -> None:
         if self._output is not None:
             self.upload.size += end - start
             if self.upload.size > self._max_bytes:
-                raise UploadTooLarge(self._max_bytes)
+                raise self._too_large(self._max_bytes)
             if self.upload.size - self._checked_bytes >= CHECK_BYTES:
                 self._checked_bytes = self.upload.size
                 self._disk.check()
@@ -183,7 +175,7 @@ class _Form:
         elif self._value is not None:
             self._value += data[start:end]
             if len(self._value) > MAX_FIELD_BYTES:
-                raise MalformedUpload(f"A field of the form is longer than {MAX_FIELD_BYTES} bytes.")
+                raise invalid_request(f"A field of the form is longer than {MAX_FIELD_BYTES} bytes.")
 
     def _end(self) -> None:
         if self._value is not None:

@@ -49,7 +49,11 @@ def vllm_families(families: Mapping[str, Metric], model: str) -> Iterator[Metric
             yield _summed(families[name], alias, model)
     for name, (alias, merge) in GAUGES.items():
         if name in families:
-            yield _merged(families[name], alias, merge, model)
+            gauge = _summed(families[name], alias, model)
+            if gauge.samples:
+                labels = {"model_name": model, "engine": ALL_ENGINES}
+                gauge.samples = [Sample(alias, labels, merge(sample.value for sample in gauge.samples))]
+            yield gauge
 
 
 def _summed(family: Metric, alias: str, model: str) -> Metric:
@@ -62,17 +66,4 @@ def _summed(family: Metric, alias: str, model: str) -> Metric:
     for (suffix, worker, bound), value in sums.items():
         labels = {"model_name": model, "engine": worker}
         renamed.samples.append(Sample(alias + suffix, labels if bound is None else {**labels, "le": bound}, value))
-    return renamed
-
-
-def _merged(family: Metric, alias: str, merge: Callable[[Iterable[float]], float], model: str) -> Metric:
-    """Return `family` as `alias` with one series: the sum over tiers, merged over workers."""
-    by_worker: dict[str, float] = {}
-    for sample in family.samples:
-        worker = sample.labels.get("worker", "")
-        by_worker[worker] = by_worker.get(worker, 0.0) + sample.value
-    renamed = Metric(alias, family.documentation, family.type)
-    if by_worker:
-        labels = {"model_name": model, "engine": ALL_ENGINES}
-        renamed.samples.append(Sample(alias, labels, merge(by_worker.values())))
     return renamed

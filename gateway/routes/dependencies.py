@@ -15,6 +15,7 @@ local, even if the proxy has written another host name into it. Pages of other o
 whatever `--allowed-origins` says.
 """
 
+from collections import OrderedDict
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -22,7 +23,6 @@ import structlog
 from fastapi import Depends, Request
 
 from gateway.http.access.hosts import address_of, host_name
-from gateway.http.access.wrong_keys import WrongKeys
 from gateway.identity import ApiKey
 from gateway.protocol.errors import ApiError, foreign_origin
 from gateway.state import gateway_of
@@ -31,6 +31,28 @@ from gateway.state import gateway_of
 PROXY_HEADERS = frozenset(
     ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-forwarded-server", "x-real-ip")
 )
+FREE = 10  # wrong keys of one address in a row that are refused at once
+PERIOD_S = 1.0  # seconds between the refusals of further ones; also after how long one of the free ones is free again
+MAX_DELAY_S = 30.0  # more would only keep connections open
+MAX_ADDRESSES = 4096  # the addresses that were quiet for longest are forgotten first
+
+
+class WrongKeys:
+    """How long the refusal of a wrong API key is delayed, by the address that sent it.
+
+    A right key is never delayed, so that nobody is locked out who shares an address with an attacker.
+    """
+
+    def __init__(self) -> None:
+        self._paid_until_s: OrderedDict[str, float] = OrderedDict()
+
+    def delay_s(self, address: str, now: float) -> float:
+        """Count a wrong key, and return how many seconds its refusal has to wait."""
+        paid_until_s = max(self._paid_until_s.pop(address, now), now) + PERIOD_S
+        self._paid_until_s[address] = min(paid_until_s, now + FREE * PERIOD_S + MAX_DELAY_S)
+        if len(self._paid_until_s) > MAX_ADDRESSES:
+            self._paid_until_s.popitem(last=False)
+        return max(0.0, self._paid_until_s[address] - now - FREE * PERIOD_S)
 
 
 async def authenticated(request: Request) -> ApiKey | None:

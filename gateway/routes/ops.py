@@ -7,7 +7,7 @@ They need no API key, except the last two with `--private-docs`. Load balancers 
 import asyncio
 import contextvars
 import math
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -184,9 +184,7 @@ def render(registry: CollectorRegistry, snapshots: Mapping[str, str], model: str
     `snapshots` maps each worker's id to the Prometheus text of this worker. The worker's samples get the label `worker`
     with this id. The main families have a second name, that of vLLM, with the label `model_name`: `model`.
     """
-    merged = CollectorRegistry()
-    merged.register(_Merged(registry, snapshots, model))
-    return generate_latest(merged)
+    return generate_latest(_Merged(registry, snapshots, model))
 
 
 class _Merged(Collector):
@@ -194,9 +192,6 @@ class _Merged(Collector):
         self._registry = registry
         self._snapshots = snapshots
         self._model = model
-
-    def describe(self) -> Iterable[Metric]:
-        return ()  # skips the registry's check for duplicate names, because `collect` merges families by name
 
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}

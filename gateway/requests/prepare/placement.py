@@ -3,17 +3,18 @@
 Knows API keys, tiers and the headers that choose among them; does not know prompts or answers.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gateway.identity import ApiKey, ResolvedTier, demotion_of, patient_service_tier, resolve_tier
 from gateway.protocol.bodies.options import GenerationBody
-from gateway.protocol.bodies.tier_synonyms import TTFT_HEADER, wished_service_tier
 from gateway.protocol.errors import invalid_value
 from scheduler.config import Tier, TierSet
 from scheduler.request import JobPart
 
 CACHE_HEADER = "x-tidegate-cache"  # seconds for which the answer is kept; in an answer: whether it was found
+TTFT_HEADER = "x-llm-d-slo-ttft-ms"  # of clients of llm-d: the latency SLO that the request asks for
 RECEIPT_HEADER = "x-tidegate-receipt"  # a request with it gets an answer with a receipt
 
 
@@ -42,7 +43,8 @@ def place(
 ) -> Placement:
     """Return where a request of an HTTP client goes. Raises `ApiError` 400 if what it asks for is unknown."""
     cache_ttl_s = _cache_ttl_s(headers.get(CACHE_HEADER))
-    wished = _wished_tier(asked, headers.get(TTFT_HEADER), key, tiers)
+    usual = resolve_tier(None, key, tiers).tier
+    wished = wished_service_tier(asked.service_tier, asked.priority, headers.get(TTFT_HEADER), usual, tiers)
     resolved = resolve_tier(wished, key, tiers)
     has_receipt = headers.get(RECEIPT_HEADER, "0").lower() not in ("0", "false", "")
     return Placement(
@@ -57,13 +59,6 @@ def place(
     )
 
 
-def _wished_tier(asked: GenerationBody, slo_ttft_ms: str | None, key: ApiKey | None, tiers: TierSet) -> str | None:
-    if not asked.priority and slo_ttft_ms is None:
-        return asked.service_tier
-    usual = resolve_tier(None, key, tiers).tier
-    return wished_service_tier(asked.service_tier, asked.priority, slo_ttft_ms, usual, tiers)
-
-
 def _cache_ttl_s(header: str | None) -> int | None:
     """Return the seconds that a request asks for in its header; None if it does not ask for the cache."""
     if header is None:
@@ -72,3 +67,60 @@ def _cache_ttl_s(header: str | None) -> int | None:
         message = f"Invalid value for the header {CACHE_HEADER}: the seconds to keep the answer, a whole number from 1."
         raise invalid_value(CACHE_HEADER, message)
     return int(header[:12])
+
+
+def wished_service_tier(
+    service_tier: str | None, priority: int | None, slo_ttft_ms: str | None, usual: Tier, tiers: TierSet
+) -> str | None:
+    """Return the `service_tier` that a request asks for, also as clients of other servers do; None: the usual tier.
+
+    `usual` is the tier of requests that ask for none. A named tier goes before `priority`, and `priority` before the
+    header, whose value is `slo_ttft_ms`. Raises `ApiError` 400 if this value is not a positive number.
+    """
+    if service_tier not in (None, "auto"):
+        return service_tier
+    nameable = [tier for tier in tiers.by_priority if _name_of(tier) is not None]
+    if priority:
+        return _name_of(_moved(usual, priority, nameable))
+    if slo_ttft_ms is not None:
+        return _name_of(_for_ttft(_parse_ms(slo_ttft_ms), nameable))
+    return service_tier
+
+
+def _moved(usual: Tier, priority: int, nameable: list[Tier]) -> Tier | None:
+    """Return the tier `priority` places below `usual` (negative: above it), or the last one in this direction.
+
+    In vLLM, 0 is the default, and a request with a lower number goes first.
+    """
+    if priority > 0:
+        below = [tier for tier in nameable if tier.priority < usual.priority]
+        return below[min(priority, len(below)) - 1] if below else None
+    above = [tier for tier in reversed(nameable) if tier.priority > usual.priority]
+    return above[min(-priority, len(above)) - 1] if above else None
+
+
+def _for_ttft(wanted_ms: float, nameable: list[Tier]) -> Tier | None:
+    """Return the tier with the longest TTFT SLO that is short enough; else the one with the shortest."""
+    promised = [(tier.slo.ttft_p99_ms, tier) for tier in nameable if tier.slo.ttft_p99_ms is not None]
+    kept = [found for found in promised if found[0] <= wanted_ms]
+    if kept:
+        return max(kept, key=lambda found: found[0])[1]
+    return min(promised, key=lambda found: found[0])[1] if promised else None
+
+
+def _name_of(tier: Tier | None) -> str | None:
+    """Return a `service_tier` that means `tier`; None if there is none."""
+    names = () if tier is None else tier.service_tiers
+    return next((name for name in names if name != "auto"), None)
+
+
+def _parse_ms(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise invalid_value(
+            TTFT_HEADER, f"Invalid value for the header '{TTFT_HEADER}': it must be a number of ms above 0."
+        )
+    return value

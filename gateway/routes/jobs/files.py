@@ -18,7 +18,7 @@ from fastapi.responses import FileResponse, JSONResponse
 from gateway.files.storage import ContentDamaged, ContentLost
 from gateway.files.store import FileStore, QuotaExceeded, StoredFile, content_name
 from gateway.http.download import saved_name, stored_content
-from gateway.http.multipart import MAX_FORM_BYTES, MalformedUpload, Upload, UploadTooLarge, receive_upload
+from gateway.http.multipart import MAX_FORM_BYTES, Upload, receive_upload
 from gateway.identity import ApiKey
 from gateway.protocol.errors import ApiError, invalid_request, invalid_value
 from gateway.protocol.openapi import form_body
@@ -93,13 +93,10 @@ async def _receive(
 ) -> Upload:
     """Receive a file. All that `owner` sends at the same time may have `room_bytes` together (None: any number)."""
     content_type = request.headers.get("content-type", "")
-    try:
-        async with aclosing(_counted(request.stream(), files.arriving, owner, room_bytes)) as chunks:
-            return await receive_upload(chunks, content_type, files.incoming, _max_bytes, files.disk, on_content)
-    except UploadTooLarge as error:
-        raise _too_large(error.max_bytes) from None
-    except MalformedUpload as error:
-        raise invalid_request(str(error)) from None
+    async with aclosing(_counted(request.stream(), files.arriving, owner, room_bytes)) as chunks:
+        return await receive_upload(
+            chunks, content_type, files.incoming, _max_bytes, _too_large, files.disk, on_content
+        )
 
 
 async def _counted(

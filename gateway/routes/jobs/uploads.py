@@ -14,8 +14,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import Field
 
-from gateway.files.store import FileStore
-from gateway.http.multipart import MAX_FORM_BYTES, MalformedUpload, Upload, UploadTooLarge, receive_upload
+from gateway.http.multipart import MAX_FORM_BYTES, receive_upload
 from gateway.jobs.uploads.model import (
     CANCELLED,
     COMPLETED,
@@ -106,11 +105,19 @@ async def add_upload_part(request: Request, owner: Owner, upload_id: str) -> dic
     uploads, files = gateway_of(request).uploads, gateway_of(request).files
     announced = int(request.headers.get("content-length") or 0)
     if announced > MAX_PART_BYTES + MAX_FORM_BYTES:
-        raise _part_too_large()
+        raise _part_too_large(MAX_PART_BYTES)
     with _refusing(upload_id):
         state = await uploads.pending(upload_id, owner=owner)
         files.disk.check(announced)
-        form = await _receive(request, files)
+        form = await receive_upload(
+            request.stream(),
+            request.headers.get("content-type", ""),
+            files.incoming,
+            lambda fields: MAX_PART_BYTES,
+            _part_too_large,
+            files.disk,
+            file_field="data",
+        )
         try:
             if form.content is None:
                 raise invalid_request("Missing required parameter: 'data'.", "data", "missing_required_parameter")
@@ -137,17 +144,5 @@ async def cancel_upload(request: Request, owner: Owner, upload_id: str) -> dict[
         return (await gateway_of(request).uploads.cancel(upload_id, owner=owner)).to_json(CANCELLED)
 
 
-async def _receive(request: Request, files: FileStore) -> Upload:
-    content_type = request.headers.get("content-type", "")
-    try:
-        return await receive_upload(
-            request.stream(), content_type, files.incoming, lambda fields: MAX_PART_BYTES, files.disk, file_field="data"
-        )
-    except UploadTooLarge:
-        raise _part_too_large() from None
-    except MalformedUpload as error:
-        raise invalid_request(str(error)) from None
-
-
-def _part_too_large() -> ApiError:
-    return ApiError(413, f"The part is larger than {MAX_PART_BYTES // 2**20} MiB.", param="data")
+def _part_too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"The part is larger than {max_bytes // 2**20} MiB.", param="data")

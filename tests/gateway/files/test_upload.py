@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from redis.asyncio import Redis
 
 from gateway.files.disk import DiskReserve
-from gateway.http.multipart import MAX_FORM_BYTES, MalformedUpload, receive_upload
+from gateway.http.multipart import MAX_FORM_BYTES, receive_upload
+from gateway.protocol.errors import ApiError, too_large
 from gateway.routes.jobs import files as routes
 from tests.gateway.offline import OfflineGateway, make_gateway
 
@@ -131,8 +132,8 @@ async def test_skipped_parts_have_a_limit_too(tmp_path: Path) -> None:
             sent += 65_536
             yield b"x" * 65_536
 
-    with pytest.raises(MalformedUpload):
-        await receive_upload(endless(), FORM, tmp_path, lambda _: 100, DiskReserve(tmp_path, 0))
+    with pytest.raises(ApiError, match="besides its file"):
+        await receive_upload(endless(), FORM, tmp_path, lambda _: 100, too_large, DiskReserve(tmp_path, 0))
     assert sent <= MAX_FORM_BYTES + 65_536 and list(tmp_path.iterdir()) == []
 
 
@@ -142,7 +143,7 @@ async def test_a_client_that_goes_away_leaves_nothing(tmp_path: Path) -> None:
         raise ConnectionResetError
 
     with pytest.raises(ConnectionResetError):
-        await receive_upload(interrupted(), FORM, tmp_path, lambda _: 100, DiskReserve(tmp_path, 0))
+        await receive_upload(interrupted(), FORM, tmp_path, lambda _: 100, too_large, DiskReserve(tmp_path, 0))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -159,7 +160,7 @@ async def test_the_split_into_chunks_does_not_matter(
         for start, end in zip(edges, edges[1:], strict=False):
             yield body[start:end]
 
-    upload = await receive_upload(chunks(), FORM, tmp_path, lambda _: 10_000, DiskReserve(tmp_path, 0))
+    upload = await receive_upload(chunks(), FORM, tmp_path, lambda _: 10_000, too_large, DiskReserve(tmp_path, 0))
     assert upload.content is not None and upload.content.read_bytes() == content
     assert (upload.fields, upload.filename, upload.size) == ({"purpose": "batch"}, "in.jsonl", len(content))
     os.unlink(upload.content)

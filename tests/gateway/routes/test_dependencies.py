@@ -7,8 +7,8 @@ import msgspec
 import pytest
 import structlog
 
-from gateway.http.access.wrong_keys import FREE
 from gateway.identity import Keyring
+from gateway.routes.dependencies import FREE
 from tests.gateway.api_keys import key
 from tests.gateway.stand import Stand, running_stand, serving_stand
 from tests.gateway.tiny_model import MODEL

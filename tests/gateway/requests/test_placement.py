@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.protocol.bodies.tier_synonyms import wished_service_tier
+from gateway.requests.prepare.placement import wished_service_tier
 from scheduler.config import TierSet, load_tiers, parse_tiers
 
 SHIPPED = load_tiers(Path(__file__).parents[3] / "tiers.yaml")

@@ -1,6 +1,6 @@
 """Wrong keys of one address are refused at a bounded rate."""
 
-from gateway.http.access.wrong_keys import FREE, MAX_ADDRESSES, MAX_DELAY_S, PERIOD_S, WrongKeys
+from gateway.routes.dependencies import FREE, MAX_ADDRESSES, MAX_DELAY_S, PERIOD_S, WrongKeys
 
 
 def test_after_the_free_ones_refusals_come_one_by_one() -> None:
