@@ -11,10 +11,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Protocol, cast
+from typing import Protocol
 
 from engine.interface import EngineDead, EngineInfo, PlanError, StepEviction, StepPlan, StepResult
 
@@ -22,38 +21,16 @@ _POLL_S = 0.0001  # seconds between two checks of whether the running step has f
 
 
 class Stepper(Protocol):
-    """An engine whose method `step` blocks until the device has finished the step."""
+    """An engine whose methods block.
+
+    `launch` starts a step. With async scheduling (`info.steps_ahead` ≥ 1), it returns while the device computes the
+    step; otherwise it may compute the whole step. `finalize` waits for the oldest launched step and returns its result.
+    """
 
     @property
     def info(self) -> EngineInfo: ...
 
-    def step(self, plan: StepPlan) -> StepResult: ...
-
-    def compile_grammar(self, grammar: str) -> object:
-        """Compile a grammar. May be called from another thread than `step`, also during a step."""
-        ...
-
-    def check_alive(self) -> None:
-        """Raise an error if what computes has ended. May be called from another thread than `step`."""
-        ...
-
-    def evict(self, step_id: int, seq_ids: Collection[str]) -> None:
-        """Evict these sequences from step `step_id`, as far as `info.step_eviction` allows.
-
-        May be called from another thread than `step`, before that step or during it. A call after the step has no
-        effect.
-        """
-        ...
-
-    def close(self) -> None: ...
-
-
-class Launcher(Stepper, Protocol):
-    """A stepper for async scheduling (`info.steps_ahead` ≥ 1).
-
-    `launch` starts a step and returns while the device computes the step. `finalize` waits for the oldest launched step
-    and returns its result.
-    """
+    def launch(self, plan: StepPlan) -> None: ...
 
     @property
     def is_finished(self) -> bool:
@@ -63,13 +40,29 @@ class Launcher(Stepper, Protocol):
     def call_when_finished(self, callback: Callable[[], None]) -> bool:
         """From now on, call `callback` whenever a step has finished, on any thread.
 
-        Return False if the launcher cannot tell; `is_finished` is then read again and again.
+        Return False if the stepper cannot tell; `is_finished` is then read again and again.
         """
         ...
 
-    def launch(self, plan: StepPlan) -> None: ...
-
     def finalize(self) -> StepResult: ...
+
+    def compile_grammar(self, grammar: str) -> object:
+        """Compile a grammar. May be called from another thread than `launch`, also during a step."""
+        ...
+
+    def check_alive(self) -> None:
+        """Raise an error if what computes has ended. May be called from another thread than `launch`."""
+        ...
+
+    def evict(self, step_id: int, seq_ids: Collection[str]) -> None:
+        """Evict these sequences from step `step_id`, as far as `info.step_eviction` allows.
+
+        May be called from another thread than `launch`, before that step or during it. A call after the step has no
+        effect.
+        """
+        ...
+
+    def close(self) -> None: ...
 
 
 class EngineThread:
@@ -167,81 +160,48 @@ class EngineThread:
             made.set_exception(error)
             return
         made.set_result(stepper)
-        if stepper.info.steps_ahead:
-            self._run_async(cast(Launcher, stepper))
-        else:
-            self._run_blocking(stepper)
+        launched: deque[_Reply] = deque()
+        try:
+            self._serve(stepper, launched)
+        except BaseException as error:  # the top of this thread: `collect` raises it on the event loop
+            for reply in launched:
+                reply.send(error)
         stepper.close()
 
-    def _run_blocking(self, stepper: Stepper) -> None:
-        while isinstance(message := self._inbox.get(), _Submitted):
-            if not _send_result(message.reply, partial(stepper.step, message.plan)):
-                return
-
-    def _run_async(self, launcher: Launcher) -> None:
-        launched: deque[_Reply] = deque()
-        is_told = launcher.call_when_finished(lambda: self._inbox.put(_Signal.STEP_FINISHED))
-        self._launch_and_finalize(launcher, launched, None if is_told else _POLL_S)
-        for reply in launched:  # there are replies left only after an error
-            reply.send(EngineDead("another step failed"))
-
-    def _launch_and_finalize(self, launcher: Launcher, launched: "deque[_Reply]", poll_s: float | None) -> None:
-        """Launch each plan when it arrives, and finalize the launched steps.
+    def _serve(self, stepper: Stepper, launched: "deque[_Reply]") -> None:
+        """Launch each plan when it arrives, and finalize the launched steps, until `close`.
 
         The oldest step is finalized when it has finished, or as soon as more than `info.steps_ahead` steps are in
-        flight, because no further step may be launched then. Return after `close` or an error. After an error,
-        `launched` holds the replies of the steps that have no result. `poll_s` is None if the launcher tells when a
-        step has finished.
+        flight, because no further step may be launched then. After an error, `launched` holds the replies of the steps
+        that have no result.
         """
-        while (message := self._wait(launcher, poll_s) if launched else self._inbox.get()) is not _Signal.CLOSE:
-            if isinstance(message, _Submitted) and not _launch(launcher, message, launched):
-                return
-            while launched and (len(launched) > launcher.info.steps_ahead or launcher.is_finished):
-                if not _send_result(launched.popleft(), launcher.finalize):
-                    return
-        while launched and _send_result(launched.popleft(), launcher.finalize):
-            pass
+        is_told = stepper.call_when_finished(lambda: self._inbox.put(_Signal.STEP_FINISHED))
+        poll_s = None if is_told else _POLL_S
+        while (message := self._wait(stepper, poll_s) if launched else self._inbox.get()) is not _Signal.CLOSE:
+            if isinstance(message, _Submitted):
+                launched.append(message.reply)
+                try:
+                    stepper.launch(message.plan)
+                except PlanError as error:
+                    launched.pop().send(error)
+            while launched and (len(launched) > stepper.info.steps_ahead or stepper.is_finished):
+                _finalize(stepper, launched)
+        while launched:
+            _finalize(stepper, launched)
 
-    def _wait(self, launcher: Launcher, poll_s: float | None) -> "_Submitted | _Signal":
+    def _wait(self, stepper: Stepper, poll_s: float | None) -> "_Submitted | _Signal":
         """Return the next message, or STEP_FINISHED if the oldest launched step finishes before a message arrives."""
         while True:
             try:
                 return self._inbox.get(timeout=poll_s)
             except Empty:
-                if launcher.is_finished:
+                if stepper.is_finished:
                     return _Signal.STEP_FINISHED
 
 
-def _launch(launcher: Launcher, submitted: "_Submitted", launched: "deque[_Reply]") -> bool:
-    """Launch a plan and append its reply to `launched`. If the launch fails, send the error as the reply.
-
-    Every error except `PlanError` ends the engine. Return False in this case, otherwise True.
-    """
-    try:
-        launcher.launch(submitted.plan)
-    except PlanError as error:
-        submitted.reply.send(error)
-    except BaseException as error:  # the top of this thread, as in `_send_result`
-        submitted.reply.send(error)
-        return False
-    else:
-        launched.append(submitted.reply)
-    return True
-
-
-def _send_result(reply: "_Reply", compute: Callable[[], StepResult]) -> bool:
-    """Send the result of `compute`, or the error that `compute` raises, as the reply.
-
-    Every error except `PlanError` ends the engine. Return False in this case, otherwise True.
-    """
-    try:
-        reply.send(compute())
-    except PlanError as error:
-        reply.send(error)
-    except BaseException as error:  # the top of this thread: `collect` raises it on the event loop
-        reply.send(error)
-        return False
-    return True
+def _finalize(stepper: Stepper, launched: "deque[_Reply]") -> None:
+    launched[0].send(stepper.finalize())
+    launched.popleft()
 
 
 class _Reply:

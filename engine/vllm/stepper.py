@@ -42,7 +42,7 @@ class _Changes:
 
 
 class VllmStepper:
-    """An engine over vLLM's executor: a `Stepper`, and a `Launcher` if `info.steps_ahead` is set."""
+    """An engine over vLLM's executor. Implements `Stepper`."""
 
     def __init__(
         self, info: EngineInfo, executor: BatchExecutor, constraints: Constraints, *, prefix_cache: bool

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -16,15 +17,23 @@ INFO = EngineInfo("none", max_model_len=8, vocab_size=4, block_size=4, num_block
 
 
 class FakeStepper:
-    """Calls `answer(plan)` in each step; records the threads it ran on."""
+    """Calls `answer(plan)` when a step is launched; records the threads it ran on. Steps end when `let_finish` is set.
 
-    def __init__(self, answer: Callable[[StepPlan], None] = lambda plan: None) -> None:
-        self.info = INFO
+    With `steps_ahead`, a step may be launched while another one has not ended.
+    """
+
+    def __init__(self, answer: Callable[[StepPlan], None] = lambda plan: None, **info: Any) -> None:
+        self.info = replace(INFO, **info)
         self.threads: set[int] = set()
         self.num_closed = 0
         self.has_ended = False
         self.evictions: list[tuple[int, set[str]]] = []
+        self.launched: list[int] = []
+        self.let_finish = threading.Event()
+        if not self.info.steps_ahead:
+            self.let_finish.set()
         self._answer = answer
+        self._in_flight: deque[int] = deque()
 
     def compile_grammar(self, grammar: str) -> object:
         return grammar, threading.current_thread().name
@@ -33,10 +42,22 @@ class FakeStepper:
         if self.has_ended:
             raise ConnectionError("what computes is gone")
 
-    def step(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> None:
         self.threads.add(threading.get_ident())
         self._answer(plan)
-        return StepResult(plan.step_id)
+        self.launched.append(plan.step_id)
+        self._in_flight.append(plan.step_id)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.let_finish.is_set()
+
+    def call_when_finished(self, callback: Callable[[], None]) -> bool:
+        return False
+
+    def finalize(self) -> StepResult:
+        wait_for(self.let_finish)
+        return StepResult(self._in_flight.popleft())
 
     def evict(self, step_id: int, seq_ids: Collection[str]) -> None:
         self.evictions.append((step_id, set(seq_ids)))
@@ -63,7 +84,7 @@ async def test_the_engine_is_made_and_steps_run_in_order_on_one_thread_of_their_
         return stepper
 
     engine = EngineThread(make)
-    assert engine.info is INFO
+    assert engine.info is stepper.info
     for step_id in range(20):
         engine.submit(StepPlan(step_id))
         assert (await engine.collect()).step_id == step_id
@@ -175,35 +196,8 @@ async def test_collecting_without_a_submitted_step_raises() -> None:
             await engine.collect()
 
 
-class FakeLauncher(FakeStepper):
-    """A stepper for async scheduling, whose steps finish when `let_finish` is set."""
-
-    def __init__(self, answer: Callable[[StepPlan], None] = lambda plan: None) -> None:
-        super().__init__(answer)
-        self.info = replace(INFO, steps_ahead=1)
-        self.let_finish = threading.Event()
-        self.launched: list[int] = []
-        self._in_flight: deque[int] = deque()
-
-    @property
-    def is_finished(self) -> bool:
-        return self.let_finish.is_set()
-
-    def call_when_finished(self, callback: Callable[[], None]) -> bool:
-        return False
-
-    def launch(self, plan: StepPlan) -> None:
-        self._answer(plan)
-        self.launched.append(plan.step_id)
-        self._in_flight.append(plan.step_id)
-
-    def finalize(self) -> StepResult:
-        wait_for(self.let_finish)
-        return StepResult(self._in_flight.popleft())
-
-
 async def test_an_async_plan_is_launched_while_the_step_before_it_runs() -> None:
-    launcher = FakeLauncher()
+    launcher = FakeStepper(steps_ahead=1)
     async with running(launcher) as engine:
         engine.submit(StepPlan(1))
         with pytest.raises(RuntimeError, match="in flight already"):
@@ -216,7 +210,7 @@ async def test_an_async_plan_is_launched_while_the_step_before_it_runs() -> None
 
 
 async def test_closing_finalizes_launched_steps() -> None:
-    launcher = FakeLauncher()
+    launcher = FakeStepper(steps_ahead=1)
     launcher.let_finish.set()
     async with running(launcher) as engine:
         engine.submit(StepPlan(1))
@@ -239,7 +233,7 @@ async def test_an_error_of_a_launch_is_raised_for_its_own_step_or_the_one_before
         if plan.step_id == 2:
             raise error
 
-    launcher = FakeLauncher(refuse)
+    launcher = FakeStepper(refuse, steps_ahead=1)
     async with running(launcher) as engine:
         engine.submit(StepPlan(1))
         if not waits:
@@ -252,8 +246,7 @@ async def test_an_error_of_a_launch_is_raised_for_its_own_step_or_the_one_before
 
 async def test_an_eviction_is_for_the_oldest_step_in_flight() -> None:
     release = threading.Event()
-    stepper = FakeStepper(lambda plan: wait_for(release))
-    stepper.info = replace(INFO, step_eviction=StepEviction.STEPS)
+    stepper = FakeStepper(lambda plan: wait_for(release), step_eviction=StepEviction.STEPS)
     async with running(stepper) as engine:
         engine.evict({"early"})
         for step_id in (7, 8):
