@@ -1,12 +1,19 @@
-"""What kernels must compute: attention, norms and rotary positions by definition, over a cache of random numbers."""
+"""What kernels must compute: attention, norms and rotary positions by definition, over a cache of random numbers.
+
+Each `check_…` compares a backend's kernel with its definition; the backends' tests choose dtypes, shapes and devices.
+"""
 
 import random
 
 import torch
 from torch import Tensor
 
-from engine.native.attention.kernels import HeadShape, PagedChunks, PagedRows, Scoring
-from engine.native.model.layer_kernels import Norm
+from engine.native.attention.kernels import AttentionKernels, HeadShape, PagedChunks, PagedRows, Scoring
+from engine.native.model.layer_kernels import LayerKernels, Norm
+
+# Largest allowed difference by dtype: kernels round less often than the definitions, or sum in another order.
+TOLERANCES = {torch.float32: 3e-5, torch.float16: 0.005, torch.bfloat16: 0.03}
+NUM_SLOTS = 60  # per KV head, where rotated keys are written
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
@@ -71,3 +78,85 @@ class RandomCache:
         lines = [(sum(counts[:i]), counts[i], starts[i], sum(map(len, self.blocks[:i]))) for i in range(len(counts))]
         tables = torch.tensor(sum(self.blocks, []), device=self.device)
         return PagedChunks(self.slots, tables, torch.tensor(lines, device=self.device), self.block_size, max(counts))
+
+
+def randn(*size: int, dtype: torch.dtype, device: str) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(sum(size))).to(device, dtype)
+
+
+def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert actual.dtype is dtype
+    torch.testing.assert_close(actual.float(), expected.float(), atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
+def check_norms(kernels: LayerKernels, dtype: torch.dtype, device: str, rows: int, n: int) -> None:
+    """Check both norms: of a row, and of the sum of two rows, which also changes the residual in place."""
+    norm = Norm(randn(n, dtype=dtype, device=device), 1e-5)
+    x, residual = 5 * randn(rows, n, dtype=dtype, device=device), randn(1, rows, n, dtype=dtype, device=device)[0]
+    assert_close(kernels.rms_norm(x, norm), rms_norm(x, norm), dtype)
+    total = x + residual
+    assert_close(kernels.add_rms_norm(residual, x, norm), rms_norm(total, norm), dtype)
+    assert_close(residual, total, dtype)
+
+
+def check_silu_and_mul(kernels: LayerKernels, dtype: torch.dtype, device: str, n: int) -> None:
+    gate_up = 10 * randn(6, 2 * n, dtype=dtype, device=device)
+    gate, up = gate_up.chunk(2, dim=-1)
+    assert_close(kernels.silu_and_mul(gate_up), torch.nn.functional.silu(gate) * up, dtype)
+
+
+def check_rotate_and_write(
+    kernels: LayerKernels, dtype: torch.dtype, device: str, shape: HeadShape, rotary: int, with_norms: bool
+) -> None:
+    """Check the queries, keys and values of five rows, and that nothing is written to other slots."""
+    slot_ids = torch.tensor([9, 3, NUM_SLOTS - 1, 0, 17], device=device)
+    rows, heads = len(slot_ids), shape.num_query_heads
+    qkv = randn(rows, shape.query_width + 2 * shape.kv_width, dtype=dtype, device=device)
+    slots = torch.zeros(2 * shape.num_kv_heads * NUM_SLOTS, shape.head_dim, dtype=dtype, device=device)
+    angles = 3 * randn(rows, rotary // 2, dtype=torch.float32, device=device).repeat(1, 2)
+    cosines, sines = angles.cos().to(dtype), angles.sin().to(dtype)
+    norms = [Norm(randn(1 + i, shape.head_dim, dtype=dtype, device=device)[i], 1e-6) for i in (0, 1)]
+    query_norm, key_norm = norms if with_norms else (None, None)
+    before = qkv.clone().unflatten(1, (-1, shape.head_dim))
+    queries = rotate(before[:, :heads], query_norm, cosines, sines)
+    keys = rotate(before[:, heads : heads + shape.num_kv_heads], key_norm, cosines, sines)
+    values = before[:, heads + shape.num_kv_heads :]
+    kernels.rotate_and_write(qkv, shape, slots, slot_ids, cosines, sines, query_norm, key_norm)
+    assert_close(qkv, torch.cat((queries, keys, values), dim=1).flatten(1), dtype)
+    written = slots.view(2, shape.num_kv_heads, -1, shape.head_dim)[:, :, slot_ids]
+    assert_close(written, torch.stack((keys, values)).transpose(1, 2), dtype)
+    assert int((slots != 0).any(-1).sum()) == rows * 2 * shape.num_kv_heads
+
+
+def check_decode(kernels: AttentionKernels, cache: RandomCache, scoring: Scoring) -> Tensor:
+    """Check the last token of each context, and return the attention of all rows."""
+    query = cache.query[:, : len(cache.lengths)]
+    attended = kernels.paged_decode(query, cache.shape.num_kv_heads, cache.rows(), scoring)
+    for row, length in enumerate(cache.lengths):
+        if length:
+            assert_close(attended[row], attend(query[:, row], cache.context(row), scoring), query.dtype)
+    return attended
+
+
+def check_prefill(kernels: AttentionKernels, cache: RandomCache, starts: list[int], scoring: Scoring) -> None:
+    """Check the first, the middle and the last token of each context from its start on."""
+    query = cache.query[:, : sum(cache.lengths) - sum(starts)]
+    attended = kernels.paged_prefill(query, cache.shape.num_kv_heads, cache.chunks(starts), scoring)
+    assert attended is not None
+    first = 0
+    for sequence, (start, end) in enumerate(zip(starts, cache.lengths, strict=True)):
+        for position in {start, (start + end) // 2, end - 1}:
+            row, seen = first + position - start, cache.context(sequence)[:, :, : position + 1]
+            assert_close(attended[row], attend(query[:, row], seen, scoring), query.dtype)
+        first += end - start
+
+
+def check_nan(kernels: AttentionKernels, dtype: torch.dtype, device: str) -> None:
+    """Check that a NaN in a context affects its own row only, and one after a context's end none."""
+    cache = RandomCache(HeadShape(2, 1, 16), 16, 40, dtype, device, [20, 20, 20])
+    cache.blocks = [[0, 1], [2, 3], [4, 5]]
+    cache.slots[3 * 16] = float("nan")
+    cache.slots.view(2, 40, 16, 16)[:, 5, 4:] = float("nan")  # left by a former owner
+    attended = kernels.paged_decode(cache.query[:, :3], 1, cache.rows(), Scoring(1.0))
+    assert attended[[0, 2]].isfinite().all()
+    assert attended[1].isnan().all()

@@ -1,4 +1,4 @@
-"""The Triton kernels compared with the same arithmetic in torch's operators, and used in a whole engine.
+"""The Triton kernels compared with their definitions, and used in a whole engine.
 
 On a GPU they are compiled and run there. Without one they run in Triton's interpreter, which must be switched on before
 torch is imported: `test_interpreter.py` starts a process for that; other processes skip these tests.
@@ -6,21 +6,32 @@ torch is imported: `test_interpreter.py` starts a process for that; other proces
 
 import os
 import random
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from engine.native.attention.kernels import AttentionKernels, HeadShape, Scoring
 from engine.native.kv.cache import LayerShape
+from engine.native.model.layer_kernels import LayerKernels
 from engine.native.model.probe import LayerSpec
+from engine.native.startup.cuda_bring_up import fuse_with_kernels
 from engine.native.startup.cuda_trial import find_fault
 from tests.engine.conftest import MakeEngine, ModelDirectory
 from tests.engine.drive import drive, make_new, random_chunks
 from tests.engine.models import VOCAB_SIZE, generate
 from tests.engine.native.cuda.rebuilt import with_graphs, with_kernels
-from tests.engine.native.reference import RandomCache, attend
+from tests.engine.native.reference import (
+    TOLERANCES,
+    RandomCache,
+    check_decode,
+    check_nan,
+    check_norms,
+    check_prefill,
+    check_rotate_and_write,
+    check_silu_and_mul,
+)
 from tests.marks import mostly_full
 
 HAS_GPU = torch.cuda.is_available()
@@ -34,7 +45,7 @@ pytestmark = [
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 NUM_BLOCKS = 40
-TOLERANCES = {torch.float32: 1e-5, torch.float16: 0.005, torch.bfloat16: 0.03}
+DTYPES = (torch.float32, torch.bfloat16)
 
 # heads, KV heads, head size; softcap; window; sinks; block size; dtype
 CASES = [
@@ -62,64 +73,55 @@ def kernels() -> AttentionKernels:
     return TritonKernels(num_processors=2, min_split=32)  # splits even short contexts
 
 
-def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    assert actual.dtype is dtype
-    torch.testing.assert_close(actual.float(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+@pytest.fixture
+def layer_kernels() -> LayerKernels:
+    from engine.native.cuda.layers import TritonLayerKernels
+
+    return TritonLayerKernels()
 
 
 @pytest.mark.parametrize("case", FEW, ids=name_of)
-def test_decode(kernels: AttentionKernels, case: Any) -> None:
+def test_attention(kernels: AttentionKernels, case: Any) -> None:
+    """The chunks are a whole prompt, the end of a longer prompt and the middle of another."""
     shape, softcap, window, has_sinks, block_size, dtype = case
     assert kernels.can_attend(shape)
     cache = RandomCache(shape, block_size, NUM_BLOCKS, dtype, DEVICE, [1, block_size, 0, 33, 500])
     scoring = Scoring(0.2, softcap, window, cache.sinks if has_sinks else None)
-    query = cache.query[:, : len(cache.lengths)]
-    attended = kernels.paged_decode(query, shape.num_kv_heads, cache.rows(), scoring)
-    for row, length in enumerate(cache.lengths):
-        if length == 0:
-            assert (attended[row] == 0).all()
-        else:
-            assert_close(attended[row], attend(query[:, row], cache.context(row), scoring), dtype)
-
-
-@pytest.mark.parametrize("case", FEW, ids=name_of)
-def test_prefill(kernels: AttentionKernels, case: Any) -> None:
-    """The chunks are a whole prompt, the end of a longer prompt and the middle of another."""
-    shape, softcap, window, has_sinks, block_size, dtype = case
-    starts = [0, 70, 30]
-    cache = RandomCache(shape, block_size, NUM_BLOCKS, dtype, DEVICE, [5, 83, 69])
-    scoring = Scoring(0.2, softcap, window, cache.sinks if has_sinks else None)
-    chunks = cache.chunks(starts)
-    counts = [end - start for start, end in zip(starts, cache.lengths, strict=True)]
-    query = cache.query[:, : sum(counts)]
-    attended = kernels.paged_prefill(query, shape.num_kv_heads, chunks, scoring)
-    assert attended is not None
-    for i, (start, count) in enumerate(zip(starts, counts, strict=True)):
-        for token in {0, count // 2, count - 1}:
-            row = sum(counts[:i]) + token
-            seen = cache.context(i)[:, :, : start + token + 1]
-            assert_close(attended[row], attend(query[:, row], seen, scoring), dtype)
+    assert (check_decode(kernels, cache, scoring)[2] == 0).all(), "a row of length 0"
+    check_prefill(kernels, RandomCache(shape, block_size, NUM_BLOCKS, dtype, DEVICE, [5, 83, 69]), [0, 70, 30], scoring)
 
 
 def test_a_nan_in_a_context_affects_its_own_row_only(kernels: AttentionKernels) -> None:
-    shape = HeadShape(2, 1, 16)
-    cache = RandomCache(shape, 16, NUM_BLOCKS, torch.float32, DEVICE, [20, 20, 20])
-    cache.blocks = [[0, 1], [2, 3], [4, 5]]
-    cache.slots[3 * 16] = float("nan")
-    cache.slots.view(2, NUM_BLOCKS, 16, 16)[:, 5, 4:] = float("nan")  # left by a former owner after the context's end
-    query = cache.query[:, :3]
-    attended = kernels.paged_decode(query, 1, cache.rows(), Scoring(1.0))
-    assert attended[0].isfinite().all()
-    assert attended[1].isnan().all()
-    assert attended[2].isfinite().all()
+    check_nan(kernels, torch.float32, DEVICE)
 
 
-def test_queries_that_do_not_fit_the_cache_are_refused(kernels: AttentionKernels) -> None:
+@pytest.mark.parametrize(("dtype", "n"), mostly_full(product(DTYPES, (7, 64, 1500)), (torch.bfloat16, 7)))
+def test_norms(layer_kernels: LayerKernels, dtype: torch.dtype, n: int) -> None:
+    check_norms(layer_kernels, dtype, DEVICE, 3, n)
+
+
+@pytest.mark.parametrize(("dtype", "n"), mostly_full(product(DTYPES, (37, 1100)), (torch.bfloat16, 37)))
+def test_silu_and_mul(layer_kernels: LayerKernels, dtype: torch.dtype, n: int) -> None:
+    check_silu_and_mul(layer_kernels, dtype, DEVICE, n)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rotary", "with_norms"),
+    mostly_full(product(DTYPES, (20, 8), (False, True)), (torch.float32, 8, True), (torch.bfloat16, 20, False)),
+)
+def test_rotate_and_write(layer_kernels: LayerKernels, dtype: torch.dtype, rotary: int, with_norms: bool) -> None:
+    check_rotate_and_write(layer_kernels, dtype, DEVICE, HeadShape(4, 2, 20), rotary, with_norms)
+
+
+def test_what_does_not_fit_is_refused(kernels: AttentionKernels, layer_kernels: LayerKernels) -> None:
     cache = RandomCache(HeadShape(2, 1, 16), 16, NUM_BLOCKS, torch.float32, DEVICE, [20])
     with pytest.raises(ValueError, match="3 rows of queries, but 1 context lengths"):
         kernels.paged_decode(cache.query[:, :3], 1, cache.rows(), Scoring(1.0))
     with pytest.raises(ValueError, match="do not fit this cache"):
         kernels.paged_decode(cache.query[:, :1, :8], 1, cache.rows(), Scoring(1.0))
+    with pytest.raises(ValueError, match="do not fit"):
+        slots, row = torch.zeros(8, 8), torch.zeros(1)
+        layer_kernels.rotate_and_write(torch.zeros(1, 33), HeadShape(2, 1, 8), slots, row.long(), row, row, None, None)
     assert not kernels.can_attend(HeadShape(2, 2, 512))
 
 
@@ -148,3 +150,22 @@ def test_an_engine_with_the_kernels_gives_the_tokens_of_generate(
     expected = {seq_id: generate(model_directory(name)[1], prompt, 3) for seq_id, prompt in prompts.items()}
     assert {seq_id: tuple(d.output) for seq_id, d in driven.items()} == expected
     assert engine._runner.attention.decodes_in_kernels
+
+
+@pytest.mark.full
+@pytest.mark.skipif(HAS_GPU, reason="test_cuda.py has them on the GPU")
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_fused_layers_give_the_tokens_of_generate(
+    name: str,
+    kernels: AttentionKernels,
+    layer_kernels: LayerKernels,
+    make_engine: MakeEngine,
+    model_directory: ModelDirectory,
+) -> None:
+    engine = with_kernels(make_engine(name, optimize=False), kernels)
+    runner = engine._runner
+    assert fuse_with_kernels(runner._model, runner, layer_kernels, engine.info) == 2
+    prompts = {"a": (5, 6, 7, 8, 9, 10), "b": (3,)}
+    driven = drive(engine, [make_new(seq_id, prompt, max_tokens=3) for seq_id, prompt in prompts.items()])
+    expected = {seq_id: generate(model_directory(name)[1], prompt, 3) for seq_id, prompt in prompts.items()}
+    assert {seq_id: tuple(d.output) for seq_id, d in driven.items()} == expected
