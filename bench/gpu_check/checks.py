@@ -63,7 +63,7 @@ def parts(out: Path, weights: Path) -> list[Part]:
     return [
         Part(
             "cuda-tests",
-            (python, "-m", "pytest", *_pytest_flags(), "tests/engine/native/test_cuda.py", "tests/engine/native/cuda"),
+            (python, "-m", "pytest", *_pytest_flags(), "tests/engine/native/cuda"),
             100,
             must_say=" passed",
             needs=(*ENGINE, "msgspec", "pytest"),

@@ -11,18 +11,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GPT2Config,
-    GptOssConfig,
-    LlamaConfig,
-    MistralConfig,
-    PhiConfig,
-    PhimoeConfig,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM
 
 Prompts = dict[str, tuple[int, ...]]
 
@@ -48,66 +37,36 @@ _COMMON: dict[str, Any] = {
 # A random model with tied embeddings repeats its last token for ever, whatever its attention computes.
 _UNTIED = {"tie_word_embeddings": False}
 
-CONFIGS: dict[str, Any] = {
-    "llama": lambda: LlamaConfig(**_COMMON, num_key_value_heads=2),
-    "llama-mqa-tied": lambda: LlamaConfig(
-        **_COMMON, num_key_value_heads=1, tie_word_embeddings=True, attention_bias=True
-    ),
-    "qwen3": lambda: Qwen3Config(**_COMMON, num_key_value_heads=2, head_dim=16),
-    "gemma2": lambda: Gemma2Config(
-        **_COMMON,
-        **_UNTIED,
-        num_key_value_heads=2,
-        head_dim=8,
-        sliding_window=7,
-        query_pre_attn_scalar=8,
-        attn_logit_softcapping=1.0,
-    ),
-    "gemma3": lambda: Gemma3TextConfig(
-        **_COMMON,
-        **_UNTIED,
-        num_key_value_heads=2,
-        head_dim=8,
-        sliding_window=7,
-        layer_types=["sliding_attention", "full_attention"],
-    ),
-    "mistral": lambda: MistralConfig(**_COMMON, num_key_value_heads=2, sliding_window=9),
-    "phi": lambda: PhiConfig(**_COMMON, partial_rotary_factor=0.5),
-    # Its window is in the mask only, not in the arguments of its attention.
-    "phimoe": lambda: PhimoeConfig(
-        **_COMMON, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, sliding_window=7
-    ),
-    "gpt2": lambda: GPT2Config(
-        vocab_size=VOCAB_SIZE,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        n_positions=128,
-        initializer_range=0.4,
-        eos_token_id=None,
-        bos_token_id=None,
-    ),
-    "gpt-oss": lambda: GptOssConfig(
-        **_COMMON,
-        num_key_value_heads=2,
-        head_dim=8,
-        sliding_window=7,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        layer_types=["sliding_attention", "full_attention"],
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    ),
-}
+_SMALL_WINDOW = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
 
 
 def tiny(name: str, **changes: Any) -> Callable[[], Any]:
-    """Return a function that makes a small transformers.<name>Config. A change to None removes a setting."""
+    """Return a function that makes a small transformers.<name>Config."""
     settings = {**_COMMON, **_UNTIED, "num_key_value_heads": 2, "head_dim": 8, **changes}
     return lambda: getattr(transformers, f"{name}Config")(**settings)
 
 
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": tiny("Llama"),
+    "llama-mqa-tied": tiny("Llama", num_key_value_heads=1, tie_word_embeddings=True, attention_bias=True),
+    "qwen3": tiny("Qwen3", head_dim=16),
+    "gemma2": tiny("Gemma2", sliding_window=7, query_pre_attn_scalar=8, attn_logit_softcapping=1.0),
+    "gemma3": tiny("Gemma3Text", **_SMALL_WINDOW),
+    "mistral": tiny("Mistral", sliding_window=9),
+    "phi": tiny("Phi", num_key_value_heads=4, partial_rotary_factor=0.5),
+    # Its window is in the mask only, not in the arguments of its attention.
+    "phimoe": tiny("Phimoe", num_local_experts=4, num_experts_per_tok=2, sliding_window=7),
+    "gpt2": tiny("GPT2"),
+    "gpt-oss": tiny(
+        "GptOss",
+        **_SMALL_WINDOW,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
+}
+
 _NEVER = VOCAB_SIZE + 1  # for models that need an end-of-sequence id; no model generates it
-_SMALL_WINDOW = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
 _EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _ROUTED = {**_EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 _LATENT = {  # keys of 8 + 8 numbers a head, values of 12

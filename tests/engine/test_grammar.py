@@ -43,7 +43,8 @@ def regex(pattern: str) -> str:
 
 
 def allowed(bits: Bits, vocab_size: int) -> list[set[int]]:
-    logits = torch.zeros(len(bits) + 1, vocab_size)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    logits = torch.zeros(len(bits) + 1, vocab_size, device=device)
     apply_masks(logits, list(range(1, len(bits) + 1)), bits)
     assert (logits[0] == 0).all(), "a row without a grammar"
     return [set(row.isfinite().nonzero()[:, 0].tolist()) for row in logits[1:]]

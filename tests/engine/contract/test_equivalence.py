@@ -115,13 +115,6 @@ def test_an_output_that_leaves_no_room_is_no_sequence_to_start(engine: CheckedEn
             engine.run(("whole", 1), start=(replace(whole, output_token_ids=output),))
 
 
-def test_token_by_token(engine: CheckedEngine, new: MakeNew) -> None:
-    news = [new(f"s{i}", range(1 + i, 8 + 5 * i), seed=i, temperature=i % 2) for i in range(4)]
-    expected, _ = alone(engine, news)
-    driven = drive(engine, news, chunk=lambda s: 1)
-    assert {k: d.output for k, d in driven.items()} == {k: d.output for k, d in expected.items()}
-
-
 def test_the_seed_decides_the_tokens(engine: CheckedEngine, new: MakeNew) -> None:
     options = {"temperature": 1.0, "max_tokens": 10, "ignore_eos": True}
     news = [new(f"s{i}", range(1, 12), seed=seed, **options) for i, seed in enumerate((7, 7, 8, 2**62 + 7, -7))]

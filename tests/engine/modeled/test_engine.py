@@ -1,6 +1,5 @@
 """The modeled engine: blocks and rules are those of the native engine, times are those of its cost."""
 
-import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -111,21 +110,6 @@ async def test_tokens_are_ordinary_and_depend_on_seed_and_position() -> None:
     assert min(tokens) >= FIRST_ORDINARY_TOKEN and max(tokens) < 100
     assert len(set(tokens)) > 80
     assert modeled_token(1, 0, 1000) != modeled_token(2, 0, 1000)
-
-
-async def test_submit_returns_at_once_and_collect_waits() -> None:
-    gate = asyncio.Event()
-
-    async def wait(seconds: float) -> None:
-        await gate.wait()
-
-    engine = ModeledEngine(INFO, wait, COST)
-    engine.submit(StepPlan(1, start=(new("s", 4, max_tokens=2),), run=(Run("s", 4),)))
-    collected = asyncio.create_task(engine.collect())
-    await asyncio.sleep(0)
-    assert not collected.done()
-    gate.set()
-    assert (await collected).step_id == 1
 
 
 async def test_closing_frees_all_sequences() -> None:

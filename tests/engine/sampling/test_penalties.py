@@ -7,10 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
-    MinNewTokensLengthLogitsProcessor,
     NoBadWordsLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
 )
 
 from engine.sampling.penalties import Penalties, add_bias, apply_penalties, forbid
@@ -47,15 +44,6 @@ def make_logits(rows: int, seed: int) -> Tensor:
     return torch.randn(rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_the_repetition_penalty_equals_that_of_transformers(seed: int) -> None:
-    rng = random.Random(seed)
-    prompt, output, penalty = random_tokens(rng, 20), random_tokens(rng, 9), rng.choice([0.7, 1.2, 2.5])
-    logits = make_logits(1, seed)
-    expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([prompt + output]), logits.clone())
-    assert torch.equal(penalised(logits, make_sequence(prompt, output, repetition_penalty=penalty)), expected)
-
-
 def test_presence_and_frequency_count_the_output_only() -> None:
     logits = make_logits(1, 0)
     sequence = make_sequence([1, 2, 3, 3], [2, 5, 5, 5], presence_penalty=0.5, frequency_penalty=0.25)
@@ -74,16 +62,6 @@ def test_the_order_is_bias_repetition_presence() -> None:
     assert penalised(logits, sequence)[0, :3].tolist() == [(4 + 10) / 2 - 1, -4 * 2, 4 - 3]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_bias_equals_that_of_transformers(seed: int) -> None:
-    rng = random.Random(seed)
-    bias = {token_id: rng.uniform(-100, 100) for token_id in random_tokens(rng, 12)}
-    logits = make_logits(1, seed)
-    processor = SequenceBiasLogitsProcessor([[[token_id], value] for token_id, value in bias.items()])
-    expected = processor(torch.tensor([[1]]), logits.clone())
-    torch.testing.assert_close(penalised(logits, make_sequence([1], [], logit_bias=tuple(bias.items()))), expected)
-
-
 def test_tokens_outside_the_vocabulary_are_ignored() -> None:
     """A user may name token ids that the model does not have."""
     logits = make_logits(1, 0)
@@ -91,16 +69,6 @@ def test_tokens_outside_the_vocabulary_are_ignored() -> None:
     stops = (-3, VOCAB_SIZE + 5)
     sequence = make_sequence([1], [], logit_bias=bias, stop_token_ids=stops, min_tokens=1, ignore_eos=True)
     assert torch.equal(penalised(logits, sequence), logits)
-
-
-@pytest.mark.parametrize("num_output", range(4))
-def test_min_tokens_equals_that_of_transformers(num_output: int) -> None:
-    logits = make_logits(1, num_output)
-    prompt, output = [1, 2, 3], [4, 5, 6][:num_output]
-    processor = MinNewTokensLengthLogitsProcessor(len(prompt), 2, [EOS, 9], device="cpu")
-    expected = processor(torch.tensor([prompt + output]), logits.clone())
-    sequence = make_sequence(prompt, output, min_tokens=2, stop_token_ids=(9,))
-    assert torch.equal(penalised(logits, sequence), expected)
 
 
 @pytest.mark.parametrize("num_output", range(6))

@@ -20,7 +20,3 @@ def test_a_whole_step_is_the_sum_of_its_runs() -> None:
     for num_tokens, context in (runs := [(1, 300), (1, 20), (64, 128)]):
         work.add(num_tokens, context)
     assert COST.of(work) == pytest.approx(COST.step_s + sum(COST.run(*run) for run in runs))
-
-
-def test_no_step_is_shorter_than_the_minimum() -> None:
-    assert StepCost(step_s=0.01, min_step_s=0.05).step(work_s=0.02) == 0.05

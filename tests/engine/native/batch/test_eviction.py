@@ -1,8 +1,6 @@
 """Mid-step eviction at any layer, any number of times, changes no token of evicted and of remaining sequences."""
 
-import asyncio
 import random
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from engine.interface import (
 )
 from engine.native.execution.torch_engine import TorchEngine
 from engine.native.sampling.pipeline import SamplingPipeline
-from engine.thread import EngineThread
 from tests.engine.conftest import MakeEngine
 from tests.engine.drive import Driven, drive, make_new, random_chunks
 from tests.engine.evictor import Choose, Evictor, at, at_random, never
@@ -168,42 +165,6 @@ def test_an_evicted_prefill_keeps_its_cached_blocks_and_caches_none_of_its_own(m
     assert output.num_cached_tokens == 8, "what the evicted steps computed is not found"
     (again,) = evictor.step(StepPlan(4, run=(Run("late", 22),))).outputs
     assert again.token_ids == output.token_ids and again.finish_reason is FinishReason.LENGTH
-
-
-async def test_another_thread_requests_an_eviction_while_the_step_runs(make_engine: MakeEngine) -> None:
-    """And before the step has begun; later steps are not affected."""
-    reached, requested = threading.Event(), threading.Event()
-
-    def make() -> TorchEngine:
-        stepper = make_engine()
-        enter = stepper._runner.attention.enter_layer
-
-        def wait_at_every_layer() -> torch.Tensor | None:
-            reached.set()
-            assert requested.wait(timeout=60)
-            return enter()
-
-        stepper._runner.attention.enter_layer = wait_at_every_layer  # type: ignore[method-assign]
-        return stepper
-
-    engine = EngineThread(make)
-    try:
-        new = make_new("s", range(3, 9), max_tokens=4)
-        engine.submit(StepPlan(0, start=(new,), run=(Run("s", 6),)))
-        await asyncio.to_thread(reached.wait, 10)
-        engine.evict({"s"})
-        requested.set()
-        assert (await engine.collect()).evicted == ("s",)
-        engine.submit(StepPlan(1, run=(Run("s", 6),)))
-        assert (await engine.collect()).evicted == ()
-        requested.clear()
-        engine.submit(StepPlan(2, run=(Run("s", 1),)))
-        engine.evict({"s"})
-        requested.set()
-        assert (await engine.collect()).evicted == ("s",)
-    finally:
-        requested.set()
-        engine.close()
 
 
 # -- eviction together with other events -------------------------------------------------------------------------------

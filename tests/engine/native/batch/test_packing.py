@@ -54,19 +54,14 @@ def test_the_last_row_of_a_finished_prefill_is_sampled() -> None:
     assert batch.decode_groups == ()
 
 
-def test_decodes_are_cut_into_groups_where_padding_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.native.batch.packing._PADDED_TOKENS_WORTH_A_GROUP", 9)
-    table = make_table(a=11, b=1, c=2, d=10)
-    runs = tuple(Run(name, 1) for name in "abcd")
-    batch = pack_step(table.begin(StepPlan(1, run=runs)), INFO.block_size)
-    assert [g.context_lens.tolist() for g in batch.decode_groups] == [[12, 11], [3, 2]]
-    assert [g.first_row for g in batch.decode_groups] == [0, 2]
-
-
-def test_groups_are_merged_at_the_width_of_the_widest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decodes_are_cut_into_groups_where_padding_grows_and_merged_at_the_width_of_the_widest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("engine.native.batch.packing._PADDED_TOKENS_WORTH_A_GROUP", 9)
     table = make_table(a=11, b=1, c=2, d=10)
     batch = pack_step(table.begin(StepPlan(1, run=tuple(Run(name, 1) for name in "abcd"))), INFO.block_size)
+    assert [g.context_lens.tolist() for g in batch.decode_groups] == [[12, 11], [3, 2]]
+    assert [g.first_row for g in batch.decode_groups] == [0, 2]
     one = in_one_group(batch)
     (group,) = one.decode_groups
     assert (group.first_row, group.num_rows) == (0, 4)

@@ -136,7 +136,7 @@ def test_the_trial_accepts_the_kernels(kernels: AttentionKernels, dtype: torch.d
 
 
 @pytest.mark.full
-@pytest.mark.skipif(HAS_GPU, reason="test_cuda.py has them on the GPU")
+@pytest.mark.skipif(HAS_GPU, reason="test_on_gpu.py has them on the GPU")
 @pytest.mark.parametrize(("name", "has_graphs"), [("llama", False), ("gemma2", True)])
 def test_an_engine_with_the_kernels_gives_the_tokens_of_generate(
     name: str, has_graphs: bool, kernels: AttentionKernels, make_engine: MakeEngine, model_directory: ModelDirectory
@@ -153,7 +153,7 @@ def test_an_engine_with_the_kernels_gives_the_tokens_of_generate(
 
 
 @pytest.mark.full
-@pytest.mark.skipif(HAS_GPU, reason="test_cuda.py has them on the GPU")
+@pytest.mark.skipif(HAS_GPU, reason="test_on_gpu.py has them on the GPU")
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_fused_layers_give_the_tokens_of_generate(
     name: str,

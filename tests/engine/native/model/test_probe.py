@@ -33,10 +33,8 @@ def test_layers_have_the_shapes_and_windows_passed_to_attention(tmp_path: Path) 
     assert shapes(probe(tmp_path, CONFIGS["gemma3"]())) == [(2, 8, 7), (2, 8, None)]
     assert shapes(probe(tmp_path, CONFIGS["phimoe"]())) == [(2, 8, 7)] * 2
     assert shapes(probe(tmp_path, ARCHITECTURES["gemma4"]())) == [(2, 8, 7), (1, 16, None)]
-
-
-def test_the_head_size_is_the_larger_of_keys_and_values(tmp_path: Path) -> None:
-    assert shapes(probe(tmp_path, ARCHITECTURES["deepseek-v3"]())) == [(4, 16, None)] * 2
+    assert shapes(probe(tmp_path, ARCHITECTURES["deepseek-v3"]())) == [(4, 16, None)] * 2  # of keys and values
+    assert shapes(probe(tmp_path, ARCHITECTURES["llama4"]())) == [(2, 8, None)] * 2, "the context is its first chunk"
 
 
 def test_a_window_as_long_as_the_context_counts_as_none(tmp_path: Path) -> None:
@@ -44,10 +42,6 @@ def test_a_window_as_long_as_the_context_counts_as_none(tmp_path: Path) -> None:
     for window, seen in ((127, 127), (128, None), (4096, None)):
         config.sliding_window = window
         assert shapes(probe(tmp_path, config)) == [(2, 8, seen)] * 2
-
-
-def test_the_context_limit_of_a_chunked_model_is_its_first_chunk(tmp_path: Path) -> None:
-    assert shapes(probe(tmp_path, ARCHITECTURES["llama4"]())) == [(2, 8, None)] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -70,56 +64,44 @@ def shifted_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-@pytest.mark.parametrize(
-    ("module", "change"), [(llama.LlamaRotaryEmbedding, positions_by_place), (llama.LlamaMLP, shifted_tokens)]
-)
-def test_a_model_that_mixes_the_tokens_of_a_step_is_refused(
-    module: Any, change: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "forward", change(module.forward))
-    with pytest.raises(EngineStartError, match="Llama.* mixes the tokens of a step"):
-        probe(tmp_path, CONFIGS["llama"]())
+def with_an_unknown_option(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *args, **options: original(self, *args, **options, block_indices=torch.zeros(1))
 
 
-def test_an_unknown_option_of_attention_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = llama.LlamaAttention.forward
-
-    def forward(self: Any, *args: Any, **options: Any) -> Any:
-        return original(self, *args, **options, block_indices=torch.zeros(1))
-
-    monkeypatch.setattr(llama.LlamaAttention, "forward", forward)
-    with pytest.raises(EngineStartError, match="its attention needs block_indices"):
-        probe(tmp_path, CONFIGS["llama"]())
-
-
-def test_a_model_that_fails_on_a_packed_step_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def failing(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, x: Tensor) -> Any:
         raise IndexError("\nno such row\nat all")
 
-    monkeypatch.setattr(llama.LlamaMLP, "forward", forward)
-    with pytest.raises(EngineStartError, match="its forward pass fails on a packed step: no such row$"):
-        probe(tmp_path, CONFIGS["llama"]())
+    return forward
 
 
-def test_masks_that_are_not_a_window_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = llama.create_causal_mask
-
-    def every_other(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query - key) % 2 == 0
-
-    monkeypatch.setattr(
-        llama, "create_causal_mask", lambda **options: original(**options, and_mask_function=every_other)
-    )
-    with pytest.raises(EngineStartError, match="neither causal nor a sliding window"):
-        probe(tmp_path, CONFIGS["llama"]())
+def of_every_other_token(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda **options: original(**options, and_mask_function=lambda b, h, query, key: (query - key) % 2 == 0)
 
 
-def test_masks_that_show_the_future_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = llama.create_causal_mask
+def of_the_future(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda **options: original(**options, or_mask_function=lambda b, h, query, key: (query >= 0) & (key >= 0))
 
-    def everything(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= 0) & (key >= 0)
 
-    monkeypatch.setattr(llama, "create_causal_mask", lambda **options: original(**options, or_mask_function=everything))
-    with pytest.raises(EngineStartError, match="not causal"):
+@pytest.mark.parametrize(
+    ("place", "name", "change", "message"),
+    [
+        (llama.LlamaRotaryEmbedding, "forward", positions_by_place, "Llama.* mixes the tokens of a step"),
+        (llama.LlamaMLP, "forward", shifted_tokens, "Llama.* mixes the tokens of a step"),
+        (llama.LlamaAttention, "forward", with_an_unknown_option, "its attention needs block_indices"),
+        (llama.LlamaMLP, "forward", failing, "its forward pass fails on a packed step: no such row$"),
+        (llama, "create_causal_mask", of_every_other_token, "neither causal nor a sliding window"),
+        (llama, "create_causal_mask", of_the_future, "not causal"),
+    ],
+)
+def test_a_model_whose_tokens_would_be_wrong_is_refused(
+    place: Any,
+    name: str,
+    change: Callable[..., Any],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(place, name, change(getattr(place, name)))
+    with pytest.raises(EngineStartError, match=message):
         probe(tmp_path, CONFIGS["llama"]())

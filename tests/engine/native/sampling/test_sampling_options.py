@@ -19,7 +19,6 @@ from engine.factory import build_torch_engine
 from engine.interface import (
     EngineInfo,
     FinishReason,
-    NewSequence,
     Run,
     StepPlan,
 )
@@ -27,7 +26,6 @@ from engine.native.execution.torch_engine import TorchEngine
 from engine.native.sampling.pipeline import SamplingPipeline
 from engine.sequences.sequence import Sequence
 from tests.engine.conftest import MakeEngine
-from tests.engine.contract.reported import assert_alike
 from tests.engine.drive import Driven, drive, make_new
 from tests.engine.models import CONFIGS, POISON, VOCAB_SIZE, save_model
 
@@ -63,25 +61,6 @@ def demo_engine() -> TorchEngine:
     )
 
 
-def news_with_everything(tokenizer: Tokenizer) -> list[NewSequence]:
-    options: list[dict[str, Any]] = [
-        {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
-        {"temperature": 1.2, "top_k": 40, "min_p": 0.02, "presence_penalty": 0.8, "min_tokens": 30},
-        {"temperature": 1.1, "grammar": JSON_GRAMMAR, "repetition_penalty": 1.1, "max_tokens": 120},
-        {"temperature": 0.0, "grammar": regex("([a-m]{3} ){4,9}"), "frequency_penalty": 0.7, "min_tokens": 20},
-        {"temperature": 0.0, "logit_bias": ((4, -100.0), (0, -100.0), (60, 2.0)), "frequency_penalty": 0.2},
-        {"temperature": 1.0, "bad_words": ((10,), (226, 270)), "allowed_token_ids": tuple(range(5, 400))},
-        {"temperature": 0.0},
-    ]
-    base: dict[str, Any] = {"max_tokens": 40, "logprobs": 3, "prompt_logprobs": 1}
-    return [
-        make_new(
-            f"s{i}", tokenizer.encode(f"Tell me about number {i}, and in detail.").ids, **{**base, "seed": i, **chosen}
-        )
-        for i, chosen in enumerate(options)
-    ]
-
-
 def test_the_state_of_sampling_options_is_freed_with_the_sequence() -> None:
     info = EngineInfo(str(demo_model_path()), 64, 1024, 4, 4, 64, eos_token_ids=(4,))
     pipeline = SamplingPipeline(info)
@@ -93,27 +72,6 @@ def test_the_state_of_sampling_options_is_freed_with_the_sequence() -> None:
     del sequence
     gc.collect()
     assert gone() is None
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU")
-def test_a_gpu_samples_the_same_tokens_from_the_same_logits(tokenizer: Tokenizer) -> None:
-    """The batch has rows with all options and rows without any."""
-    info = EngineInfo(str(demo_model_path()), 512, 1024, 4, 4, 64, eos_token_ids=(4, 0))
-    on_cpu, on_gpu = SamplingPipeline(info), SamplingPipeline(info)
-    grammars = [new.sampling.grammar for new in news_with_everything(tokenizer)]
-    sequences = [
-        Sequence(replace(new, compiled_grammar=grammar and on_cpu.grammars.compile(grammar)), 512, info.eos_token_ids)
-        for new, grammar in zip(news_with_everything(tokenizer), grammars, strict=True)
-    ]
-    for step in range(8):
-        logits = torch.randn(len(sequences), 1024, generator=torch.Generator().manual_seed(step)) * 4
-        expected = on_cpu.sample(logits, sequences)
-        found = on_gpu.sample(logits.cuda(), sequences)
-        assert [outcome.token_id for outcome in found] == [outcome.token_id for outcome in expected]
-        for sequence, outcome, other in zip(sequences, found, expected, strict=True):
-            assert outcome.token_id is not None
-            assert_alike(list(outcome.logprobs), list(other.logprobs))
-            sequence.append(outcome.token_id)
 
 
 # -- grammars --------------------------------------------------------------------------------------------------------
@@ -133,13 +91,6 @@ def test_a_json_schema_produces_valid_json(tokenizer: Tokenizer) -> None:
             assert driven.finish_reason is FinishReason.STOP, driven
             assert driven.output[-1] in (4, 0)
             jsonschema.validate(json.loads(answer(tokenizer, driven)), SCHEMA)
-
-
-def test_within_a_grammar_min_tokens_forbids_an_optional_end(tokenizer: Tokenizer) -> None:
-    ends = {token: 100.0 for token in (4, 0)}
-    options: dict[str, Any] = {"max_tokens": 30, "grammar": regex("[ab]*"), "logit_bias": tuple(ends.items())}
-    news = [make_new(str(n), tokenizer.encode("Hello").ids, min_tokens=n, **options) for n in (0, 1, 7)]
-    assert {k: len(d.output) - 1 for k, d in drive(demo_engine(), news).items()} == {"0": 0, "1": 1, "7": 7}
 
 
 def test_a_grammar_fails_where_the_model_has_no_tokenizer(make_engine: MakeEngine) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from engine.native.attention.kernels import AttentionKernels, HeadShape, PagedChunks, PagedRows, Scoring
 from engine.native.kv.cache import LayerShape
 from engine.native.model.probe import LayerSpec
-from engine.native.startup.cuda_bring_up import capture_graphs, graph_bytes, graph_sizes, working_kernels
+from engine.native.startup.cuda_bring_up import capture_graphs, graph_bytes, working_kernels
 from engine.native.startup.cuda_trial import find_fault
 from tests.engine.conftest import MakeEngine
 
@@ -67,11 +67,6 @@ def test_without_a_working_device_there_are_no_graphs(make_engine: MakeEngine) -
     (entry,) = logs
     assert entry["event"].startswith("no CUDA graphs")
     assert entry["reason"]
-
-
-def test_graph_sizes_end_at_the_largest_step() -> None:
-    assert graph_sizes(256, 20) == [1, 2, 4, 8, 16, 20]
-    assert graph_sizes(5, 2048) == [1, 2, 4, 5]
 
 
 def test_graph_memory_covers_their_lines_and_a_step() -> None:
