@@ -16,7 +16,7 @@ from engine.config import EngineStartError
 from engine.static.factory import open_endpoint
 from engine.static.function_endpoint import FunctionEndpoint
 from engine.static.http_endpoint import HttpEndpoint
-from engine.static.interface import CallFailed, Endpoint, EndpointHangs, ItemResult, Unreachable, padded
+from engine.static.interface import CallFailed, Endpoint, EndpointHangs, ItemResult, Unreachable
 from tests.engine.static.endpoints import BATCH, Answer, double, http_transport
 
 HERE = "python:tests.engine.static.endpoints"
@@ -43,17 +43,6 @@ def results_of(body: dict[str, Any]) -> httpx.Response:
     return httpx.Response(200, json={"results": [{"output": {"of": item}} for item in body["items"]]})
 
 
-def test_a_tail_is_filled_with_its_last_item() -> None:
-    assert padded(["a", "b"], 4) == ["a", "b", "b", "b"]
-    assert padded(["a", "b"], 2) == ["a", "b"]
-
-
-@pytest.mark.parametrize("count", [0, 5])
-def test_no_batch_is_made_of_nothing_or_too_much(count: int) -> None:
-    with pytest.raises(ValueError, match="do not make a batch"):
-        padded(["a"] * count, 4)
-
-
 async def test_http_sends_exactly_a_batch_and_discards_the_padding() -> None:
     seen: list[dict[str, Any]] = []
 
@@ -75,36 +64,30 @@ async def test_http_items_may_fail_alone() -> None:
     assert results[1].output == results[2].output == b"null"
 
 
+def busy(status: int, retry_after: str = "7") -> httpx.Response:
+    return httpx.Response(status, headers={"retry-after": retry_after})
+
+
 @pytest.mark.parametrize(
-    ("response", "reason"),
+    ("response", "reason", "excused_s", "retry_after_s"),
     [
-        (httpx.Response(500, text="boom"), "500: boom"),
-        (httpx.Response(200, text="<html>"), "not {"),
-        (httpx.Response(200, json={"results": [{"output": 1}]}), "1 results for a batch of 4"),
-        (httpx.Response(200, json={"results": 3}), "not {"),
+        (httpx.Response(500, text="boom"), "500: boom", 0.0, 0.0),
+        (httpx.Response(200, text="<html>"), "not {", 0.0, 0.0),
+        (httpx.Response(200, json={"results": [{"output": 1}]}), "1 results for a batch of 4", 0.0, 0.0),
+        (httpx.Response(200, json={"results": 3}), "not {", 0.0, 0.0),
+        (busy(429), "429", math.inf, 7.0),
+        (busy(503), "503", 300.0, 7.0),
+        (busy(502), "502", 30.0, 7.0),
+        (busy(504, "Wed, 21 Oct 2065 07:28:00 GMT"), "504", 30.0, 0.0),
     ],
 )
-async def test_http_answers_that_fail_the_call(response: httpx.Response, reason: str) -> None:
+async def test_http_answers_that_fail_the_call(
+    response: httpx.Response, reason: str, excused_s: float, retry_after_s: float
+) -> None:
     async with http_endpoint(lambda body: response) as endpoint:
         failure = await failure_of(endpoint)
     assert reason in str(failure)
-    assert not failure.is_busy
-
-
-@pytest.mark.parametrize(
-    ("status", "retry_after", "expected"),
-    [
-        (429, "7", (True, math.inf, 7.0)),
-        (503, "7", (True, 300.0, 7.0)),
-        (502, "7", (True, 30.0, 7.0)),
-        (504, "Wed, 21 Oct 2065 07:28:00 GMT", (True, 30.0, 0.0)),
-    ],
-)
-async def test_http_says_when_it_is_busy(status: int, retry_after: str, expected: tuple[bool, float, float]) -> None:
-    busy = httpx.Response(status, headers={"retry-after": retry_after})
-    async with http_endpoint(lambda body: busy) as endpoint:
-        failure = await failure_of(endpoint)
-    assert (failure.is_busy, failure.excused_s, failure.retry_after_s) == expected
+    assert (failure.excused_s, failure.retry_after_s, failure.is_busy) == (excused_s, retry_after_s, excused_s > 0)
 
 
 async def test_an_answer_that_drips_ends_with_the_time_for_the_call() -> None:

@@ -55,8 +55,7 @@ def error(model: StepTimeModel, truth: StepCost, mix: Mix = mixed) -> float:
 
 @pytest.mark.parametrize("speed", [0.1, 1.0, 20.0], ids=["GPU", "as it is", "slow CPU"])
 def test_it_learns_any_engine_within_a_few_steps(speed: float) -> None:
-    truth = StepCost(*(getattr(TRUTH, k) * speed for k in TRUTH.__dataclass_fields__))
-    model = StepTimeModel()
+    truth, model = scaled(speed), StepTimeModel()
     teach(model, truth, 200)
     assert error(model, truth) < 0.10
     assert model.mean_absolute_error < 0.10

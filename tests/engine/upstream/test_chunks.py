@@ -14,6 +14,28 @@ from engine.upstream.dialects import LLAMA_CPP, SGLANG, VLLM, Dialect
 STREAM = b': comment\r\ndata: {"a": 1}\r\n\r\nevent: x\ndata:{"b": "\xc3\xa9"}\n\ndata: [DONE]\n\ndata: {"c": 3}\n\n'
 
 
+LOGPROBS = {"tokens": ["token_id:5"], "token_logprobs": [-1.0], "top_logprobs": [{"token_id:6": -3, "token_id:5": -1}]}
+# A usual event of each dialect.
+CHUNKS: dict[str, dict[str, Any]] = {
+    "vllm": {
+        "choices": [{"text": "a", "token_ids": [5], "logprobs": LOGPROBS, "finish_reason": "stop"}],
+        "error": None,
+    },
+    "sglang": {
+        "output_ids": [5],
+        "meta_info": {"completion_tokens": 1, "cached_tokens": 2, "finish_reason": {"type": "stop"}},
+    },
+    "llama.cpp": {
+        "content": "a",
+        "tokens": [5],
+        "stop": True,
+        "stop_type": "limit",
+        "completion_probabilities": [{"id": 5, "logprob": -1.0, "top_logprobs": [{"id": 6, "logprob": -2.0}]}],
+    },
+}
+EACH = pytest.mark.parametrize("dialect", [VLLM, SGLANG, LLAMA_CPP], ids=lambda d: d.name)
+
+
 def read(dialect: Dialect, *events: Any) -> list[Piece]:
     reader = reader_of(dialect)
     return [reader.read(json.dumps(event).encode()) for event in events]
@@ -27,20 +49,8 @@ def test_events_are_whole_however_the_bytes_are_cut(cuts: list[int]) -> None:
 
 
 def test_openai_events() -> None:
-    logprobs = {
-        "tokens": ["token_id:5"],
-        "token_logprobs": [-1.0],
-        "top_logprobs": [{"token_id:6": -3, "token_id:5": -1}],
-    }
-    first, last, usage = read(
-        VLLM,
-        {"choices": [{"text": "a", "token_ids": [5], "logprobs": logprobs, "finish_reason": None}]},
-        {"choices": [{"text": "b", "token_ids": [6], "finish_reason": "stop"}]},
-        {"choices": [], "usage": {}},
-    )
-    assert (first.token_ids, first.text, first.finish_reason) == ([5], "a", None)
-    assert first.logprobs == [TokenLogprobs(5, -1.0, ((5, -1.0), (6, -3.0)))]
-    assert (last.token_ids, last.finish_reason) == ([6], FinishReason.STOP)
+    piece, usage = read(VLLM, CHUNKS["vllm"], {"choices": [], "usage": {}})
+    assert piece == Piece([5], "a", FinishReason.STOP, [TokenLogprobs(5, -1.0, ((5, -1.0), (6, -3.0)))])
     assert usage == Piece()
 
 
@@ -61,21 +71,26 @@ def test_sglang_events_hold_all_tokens_or_only_the_new_ones() -> None:
 
 
 def test_llama_cpp_events() -> None:
-    probs = [{"id": 5, "token": "a", "logprob": -1.0, "top_logprobs": [{"id": 6, "logprob": -2.0}]}]
-    first, last = read(
-        LLAMA_CPP,
-        {"content": "a", "tokens": [5], "stop": False, "completion_probabilities": probs},
-        {"content": "", "tokens": [], "stop": True, "stop_type": "limit"},
-    )
-    assert (first.token_ids, first.logprobs) == ([5], [TokenLogprobs(5, -1.0, ((6, -2.0),))])
-    assert last.finish_reason is FinishReason.LENGTH
+    first, last = read(LLAMA_CPP, {**CHUNKS["llama.cpp"], "stop": False}, {"stop": True, "stop_type": "limit"})
+    assert first == Piece([5], "a", logprobs=[TokenLogprobs(5, -1.0, ((6, -2.0),))])
+    assert last == Piece(finish_reason=FinishReason.LENGTH)
 
 
-@pytest.mark.parametrize("dialect", [VLLM, SGLANG, LLAMA_CPP], ids=lambda d: d.name)
-@pytest.mark.parametrize("data", [b'{"error": {"message": "out of memory"}}', b'{"cho', b"[]"])
-def test_errors_and_garbage_are_a_lost_stream(dialect: Dialect, data: bytes) -> None:
+@EACH
+@pytest.mark.parametrize(
+    "data",
+    [
+        '{"error": {"message": "out of memory"}}',
+        '{"cho',
+        "[]",
+        '{"error": ' + 100_000 * "[",
+        '{"content": "\\ud800", "choices": [{"text": "\\ud800"}], "output_ids": "\\ud800"}',
+        '{"tokens": [1e400], "choices": [{"token_ids": [1e400]}], "output_ids": [1e400]}',
+    ],
+)
+def test_errors_and_garbage_are_a_lost_stream(dialect: Dialect, data: str) -> None:
     with pytest.raises(UpstreamLost):
-        reader_of(dialect).read(data)
+        reader_of(dialect).read(data.encode())
 
 
 JSON = st.recursive(
@@ -96,27 +111,7 @@ def near(usual: Any) -> st.SearchStrategy[Any]:
     return st.one_of(same, same, same, JSON)
 
 
-LOGPROBS = {"tokens": ["token_id:5"], "token_logprobs": [-1.0], "top_logprobs": [{"token_id:6": -3, "token_id:5": -1}]}
-CHUNKS: dict[str, dict[str, Any]] = {
-    "vllm": {
-        "choices": [{"text": "a", "token_ids": [5], "logprobs": LOGPROBS, "finish_reason": "stop"}],
-        "error": None,
-    },
-    "sglang": {
-        "output_ids": [5],
-        "meta_info": {"completion_tokens": 1, "cached_tokens": 2, "finish_reason": {"type": "stop"}},
-    },
-    "llama.cpp": {
-        "content": "a",
-        "tokens": [5],
-        "stop": True,
-        "stop_type": "limit",
-        "completion_probabilities": [{"id": 5, "logprob": -1.0, "top_logprobs": [{"id": 6, "logprob": -2.0}]}],
-    },
-}
-
-
-@pytest.mark.parametrize("dialect", [VLLM, SGLANG, LLAMA_CPP], ids=lambda d: d.name)
+@EACH
 @given(data=st.data())
 @settings(max_examples=2 * settings().max_examples)
 def test_a_chunk_of_any_form_is_read_or_lost(dialect: Dialect, data: st.DataObject) -> None:
@@ -133,20 +128,6 @@ def test_a_chunk_of_any_form_is_read_or_lost(dialect: Dialect, data: st.DataObje
 
 def encoded(value: Any) -> bytes:
     return json.dumps(value).encode()
-
-
-@pytest.mark.parametrize("dialect", [VLLM, SGLANG, LLAMA_CPP], ids=lambda d: d.name)
-@pytest.mark.parametrize(
-    "chunk",
-    [
-        '{"error": ' + 100_000 * "[",
-        '{"content": "\\ud800", "choices": [{"text": "\\ud800"}], "output_ids": "\\ud800"}',
-        '{"tokens": [1e400], "choices": [{"token_ids": [1e400]}], "output_ids": [1e400]}',
-    ],
-)
-def test_what_breaks_parsers_is_a_lost_stream(dialect: Dialect, chunk: str) -> None:
-    with pytest.raises(UpstreamLost):
-        reader_of(dialect).read(chunk.encode())
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from engine.streaming import (
 )
 from engine.upstream.client import HttpUpstream
 from engine.upstream.connect import UpstreamConfig, connect
-from engine.upstream.dialects import PLAIN, SGLANG, VLLM
+from engine.upstream.dialects import SGLANG, VLLM
 from engine.upstream.http import Address, HttpSender
 from engine.upstream.status import ModelCard, load_of
 from tests.engine.upstream.scripted import (
@@ -60,21 +60,17 @@ async def collect(upstream: HttpUpstream, sent: StreamRequest, into: list[Sequen
 
 
 async def test_a_stream_brings_all_tokens_and_ends_with_a_reason() -> None:
+    traceparent = f"00-{'a' * 32}-{'b' * 16}-01"
     async with scripted_server() as server:
         outputs: list[SequenceOutput] = []
-        assert await collect(client_of(server), request(), outputs) == tokens_after(PROMPT, 6)
+        traced = replace(request(), traceparent=traceparent)
+        assert await collect(client_of(server), traced, outputs) == tokens_after(PROMPT, 6)
+        await collect(client_of(server), request())
+    assert [headers.get("traceparent") for headers in server.request_headers] == [traceparent, None]
     assert [o.finish_reason for o in outputs] == [None] * 5 + [FinishReason.LENGTH]
     assert outputs[-1].num_computed_tokens == len(PROMPT) + 6 - 1
     body = server.bodies[0]
     assert (body["prompt"], body["max_tokens"], body["priority"], body["cache_salt"]) == ([5, 6, 7], 6, -100, "salt")
-
-
-async def test_a_trace_goes_on_at_the_server() -> None:
-    traceparent = f"00-{'a' * 32}-{'b' * 16}-01"
-    async with scripted_server() as server:
-        await collect(client_of(server), replace(request(), traceparent=traceparent))
-        await collect(client_of(server), request())
-    assert [headers.get("traceparent") for headers in server.request_headers] == [traceparent, None]
 
 
 async def test_a_continued_stream_goes_on_where_the_first_one_ended() -> None:
@@ -201,18 +197,18 @@ async def test_ids_outside_the_vocabulary_are_a_lost_stream(offset: int) -> None
 
 
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "-3", "1e300", "1e400", "x", "", '{a="b} 3', "é"])
-async def test_no_value_of_a_metric_fails(value: str) -> None:
-    """What is no number of requests is as good as unknown."""
+def test_a_metric_that_is_no_number_of_requests_is_unknown(value: str) -> None:
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-    async with scripted_server(metrics="".join(f"{name} {value}\n" for name in names)) as server:
-        assert await client_of(server).load() == UpstreamLoad(None, None, None)
+    assert VLLM.metrics is not None
+    assert load_of(VLLM.metrics, "".join(f"{name} {value}\n" for name in names)) == UpstreamLoad(None, None, None)
 
 
 @given(
     st.lists(st.sampled_from(["vllm:num_requests_running", "{", "}", '"', "=", " ", "\n", "NaN", "7", "#"]) | st.text())
 )
 def test_metrics_of_any_form_can_be_read(parts: list[str]) -> None:
-    load = load_of(VLLM.metrics, "".join(parts)) if VLLM.metrics is not None else UpstreamLoad()
+    assert VLLM.metrics is not None
+    load = load_of(VLLM.metrics, "".join(parts))
     assert load.num_running is None or load.num_running >= 0
 
 
@@ -222,20 +218,11 @@ async def test_tokens_without_the_log_probabilities_that_were_asked_for_are_a_lo
             await collect(client_of(server), request(logprobs=2))
 
 
-def test_what_is_the_same_when_it_begins_again() -> None:
+async def test_what_can_be_continued_and_what_is_the_same_when_it_begins_again() -> None:
     sampled, greedy = SamplingParams(8), SamplingParams(8, temperature=0.0)
-    assert client_of(ScriptedServer()).can_repeat(sampled)
-    sglang = HttpUpstream(ScriptedServer().sender, SGLANG, CARD, INFO)
-    assert sglang.can_repeat(greedy) and not sglang.can_repeat(sampled)
-
-
-async def test_texts_are_not_the_same_ids_when_they_begin_again() -> None:
+    vllm, sglang = (HttpUpstream(ScriptedServer().sender, dialect, CARD, INFO) for dialect in (VLLM, SGLANG))
     async with scripted_server(returns_ids=False) as server:
         plain = await connect(UpstreamConfig(server.url, str(demo_model_path())))
-    assert not plain.can_repeat(SamplingParams(8, temperature=0.0))
-
-
-def test_a_server_of_texts_cannot_continue() -> None:
-    assert client_of(ScriptedServer()).can_continue(SamplingParams(8), False)
-    with pytest.raises(AssertionError):
-        HttpUpstream(ScriptedServer().sender, PLAIN, CARD, INFO)
+    assert [upstream.can_repeat(sampled) for upstream in (vllm, sglang, plain)] == [True, False, False]
+    assert [upstream.can_repeat(greedy) for upstream in (vllm, sglang, plain)] == [True, True, False]
+    assert [upstream.can_continue(sampled, False) for upstream in (vllm, sglang, plain)] == [True, True, False]

@@ -43,19 +43,11 @@ def test_tokens_are_those_of_generate(name: str, make_engine: MakeEngine, model_
     # After the prefill and steps of 11, 10 and 9 rows: 8, 7 … 1.
     assert {size: graph.num_replays for size, graph in graphs.items()} == {8: 4, 4: 2, 2: 1, 1: 1}
     assert engine.num_used_blocks == 0
-
-
-def test_a_prompt_computed_token_by_token_samples_its_last_row_only(
-    make_engine: MakeEngine, model_directory: ModelDirectory
-) -> None:
-    """Graphs compute the logits of all rows, even if only some or none are wanted."""
-    engine, _, graphs = with_graphs(make_engine("llama", optimize=False), SIZES)
-    prompts = make_prompts(random.Random(3), 3)
-    driven = drive(engine, [make_new(k, p) for k, p in prompts.items()], chunk=lambda s: 1)
-    assert {k: tuple(d.output) for k, d in driven.items()} == {
-        k: generate(model_directory("llama")[1], p, 8) for k, p in prompts.items()
+    few = [make_new(f"{k} again", prompts[k], max_tokens=lengths[k]) for k in ("s0", "s1", "s2")]
+    driven = drive(engine, few, chunk=lambda s: 1)  # graphs compute all rows, of which some or none are wanted
+    assert {k: tuple(driven[f"{k} again"].output) for k in ("s0", "s1", "s2")} == {
+        k: expected[k] for k in ("s0", "s1", "s2")
     }
-    assert graphs[4].num_replays > 0
 
 
 def test_padding_rows_write_to_the_scratch_block_only(make_engine: MakeEngine) -> None:
@@ -118,21 +110,17 @@ def test_capturing_ends_at_its_time_and_memory_limits(make_engine: MakeEngine) -
     assert graphs.captured_sizes == [4, 8]
 
 
-def test_a_graph_with_wrong_logits_is_not_used(make_engine: MakeEngine) -> None:
-    class Forgetful(RerunGraph):
-        def replay(self) -> None:
-            pass
-
-    graphs = make_graphs(make_engine)
-    with pytest.raises(CaptureFailure, match="8 rows"):
-        graphs.capture(Forgetful, lambda: True, limit_s=60.0)
-    assert graphs.captured_sizes == []
+class Forgetful(RerunGraph):
+    def replay(self) -> None:
+        pass
 
 
-def test_a_model_without_finite_logits_is_not_captured(make_engine: MakeEngine) -> None:
+@pytest.mark.parametrize(("factor", "graph"), [(1.0, Forgetful), (torch.nan, RerunGraph)])
+def test_wrong_and_broken_logits_are_not_captured(
+    make_engine: MakeEngine, factor: float, graph: type[RerunGraph]
+) -> None:
     runner = make_engine("llama", optimize=False)._runner
-    broken = DecodeGraphs(
-        lambda step, rows: runner.compute(step, rows) * torch.nan, runner._cache, SIZES, 8, plain_ring()
-    )
-    with pytest.raises(CaptureFailure):
-        broken.capture(RerunGraph, lambda: True, limit_s=60.0)
+    graphs = DecodeGraphs(lambda step, rows: runner.compute(step, rows) * factor, runner._cache, SIZES, 8, plain_ring())
+    with pytest.raises(CaptureFailure, match="8 rows"):
+        graphs.capture(graph, lambda: True, limit_s=60.0)
+    assert graphs.captured_sizes == []
