@@ -131,19 +131,6 @@ async def test_a_cancelled_collect_of_a_running_step_loses_nothing() -> None:
         assert (await engine.collect()).step_id == 5
 
 
-async def test_the_engine_goes_on_after_a_plan_error() -> None:
-    def refuse(plan: StepPlan) -> None:
-        if plan.step_id == 1:
-            raise PlanError("no such sequence")
-
-    async with running(FakeStepper(refuse)) as engine:
-        engine.submit(StepPlan(1))
-        with pytest.raises(PlanError, match="no such sequence"):
-            await engine.collect()
-        engine.submit(StepPlan(2))
-        assert (await engine.collect()).step_id == 2
-
-
 class NotAnException(BaseException):
     pass
 

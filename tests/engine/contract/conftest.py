@@ -15,7 +15,7 @@ import pytest
 from engine.config import EngineStartError
 from engine.interface import NewSequence
 from tests.engine.contract.checked_engine import CheckedEngine
-from tests.engine.contract.engines import ENGINES, write_model
+from tests.engine.contract.engines import ENGINES, MADE_UP, write_model
 from tests.engine.drive import make_new
 
 MakeNew = Callable[..., NewSequence]
@@ -67,9 +67,9 @@ def engine(request: pytest.FixtureRequest, built: Callable[[str], CheckedEngine]
     yield from _lent(built(request.param))
 
 
-@pytest.fixture(params=[pytest.param(name, marks=marks) for name, (_, marks) in ENGINES.items() if name != "modeled"])
+@pytest.fixture(params=[pytest.param(name, marks=marks) for name, (_, marks) in ENGINES.items() if name not in MADE_UP])
 def computing_engine(request: pytest.FixtureRequest, built: Callable[[str], CheckedEngine]) -> Iterator[CheckedEngine]:
-    """An engine that computes a model; the modeled engine makes its tokens up."""
+    """An engine that computes a model."""
     yield from _lent(built(request.param))
 
 

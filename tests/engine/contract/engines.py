@@ -19,7 +19,11 @@ from engine.config import EngineConfig
 from engine.factory import build_engine
 from engine.interface import Engine, EngineInfo
 from engine.modeled.engine import ModeledEngine
+from engine.thread import EngineThread
+from engine.vllm.constraints import Constraints
+from engine.vllm.stepper import VllmStepper
 from tests.engine.models import save_model, tiny
+from tests.engine.vllm.scripted import ScriptedExecutor
 
 # Number of vLLM's processes, 1 or 2. The tests of vLLM run only where this variable is set.
 VLLM_PROCESSES = os.environ.get("TIDEGATE_TEST_VLLM", "")
@@ -71,8 +75,8 @@ def _forbid_poison(model: Any) -> None:
     model.lm_head.weight[POISON, 0] = -1000.0
 
 
-def build_modeled(directory: Path) -> Engine:
-    info = EngineInfo(
+def make_info(directory: Path, **more: Any) -> EngineInfo:
+    return EngineInfo(
         str(directory),
         max_model_len=CONTEXT_BLOCKS * 4,
         vocab_size=VOCAB_SIZE,
@@ -80,9 +84,12 @@ def build_modeled(directory: Path) -> Engine:
         num_blocks=NUM_BLOCKS,
         max_step_tokens=STEP_BLOCKS * 4,
         eos_token_ids=(END, OTHER_END),
-        preemption_modes=("pause", "swap", "recompute"),
-        num_swap_blocks=NUM_BLOCKS,
+        **more,
     )
+
+
+def build_modeled(directory: Path) -> Engine:
+    info = make_info(directory, preemption_modes=("pause", "swap", "recompute"), num_swap_blocks=NUM_BLOCKS)
     return ModeledEngine(info, lambda seconds: asyncio.sleep(0), prefix_cache=True)
 
 
@@ -104,6 +111,12 @@ def build_native(directory: Path) -> Engine:
     )
 
 
+def build_scripted(directory: Path) -> Engine:
+    """Build the engine over vLLM's executor with an executor of the tests: only what computes is missing."""
+    info = make_info(directory, steps_ahead=1)
+    return EngineThread(lambda: VllmStepper(info, ScriptedExecutor(), Constraints(info), prefix_cache=True))
+
+
 def build_vllm(directory: Path) -> Engine:
     block_size = 32  # the smallest of vLLM's kernels for CPUs
     sizes = f"--block-size {block_size} --num-gpu-blocks-override {NUM_BLOCKS + 1}"  # vLLM's first block is not used
@@ -120,8 +133,10 @@ def build_vllm(directory: Path) -> Engine:
 
 
 # By name: the function that builds the engine, and the marks of its tests.
+MADE_UP = ("modeled", "scripted")  # engines that make their tokens up; the others compute a model
 ENGINES: dict[str, tuple[Callable[[Path], Engine], tuple[pytest.MarkDecorator, ...]]] = {
     "modeled": (build_modeled, ()),
+    "scripted": (build_scripted, ()),
     "native": (build_native, ()),
     "vllm": (build_vllm, (NEEDS_VLLM,)),
 }

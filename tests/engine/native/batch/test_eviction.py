@@ -15,11 +15,11 @@ from engine.interface import (
     Run,
     StepEviction,
     StepPlan,
-    StepResult,
 )
 from engine.native.execution.torch_engine import TorchEngine
 from engine.native.sampling.pipeline import SamplingPipeline
 from tests.engine.conftest import MakeEngine
+from tests.engine.contract.reported import Reported
 from tests.engine.drive import Driven, drive, make_new, random_chunks
 from tests.engine.evictor import Choose, Evictor, at, at_random, never
 from tests.engine.models import CONFIGS, POISON, family, save_model
@@ -75,16 +75,10 @@ def drive_plainly(engine: Any, news: list[NewSequence], after: Any) -> dict[str,
 
 def report_of(engine: TorchEngine, news: list[NewSequence], run: Any) -> dict[str, Any]:
     """Return each sequence's tokens, finish reason, and the tokens whose log probabilities were reported."""
-    scored: dict[str, list[int]] = {new.seq_id: [] for new in news}
-    logged: dict[str, list[int]] = {new.seq_id: [] for new in news}
-
-    def record(result: StepResult) -> None:
-        for output in result.outputs:
-            scored[output.seq_id] += [entry.token_id for entry in output.prompt_logprobs]
-            logged[output.seq_id] += [entry.token_id for entry in output.logprobs]
-
-    driven = run(engine, news, record)
-    return {k: (d.output, d.finish_reason, scored[k], logged[k]) for k, d in driven.items()}
+    reported = Reported()
+    driven = run(engine, news, reported)
+    scores = {k: [[entry.token_id for entry in of[k]] for of in (reported.prompt, reported.output)] for k in driven}
+    return {k: (d.output, d.finish_reason, scores[k]) for k, d in driven.items()}
 
 
 # -- one step ----------------------------------------------------------------------------------------------------------
