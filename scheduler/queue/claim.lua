@@ -1,12 +1,33 @@
 -- Lease to a worker the requests of each tier that have the earliest deadlines.
--- ARGV: worker id, now_ms, lease_ms, then tier and limit (>= 1) of each tier.
+-- ARGV: worker id, name of this claim, now_ms, lease_ms, then tier and limit (>= 1) of each tier.
 -- Returns {id, payload, fence, attempt, stored output, received, input} of each claimed request, in the order of the
 -- tiers. `received` is the number of tokens that its gateway has received: 0 at the first claim, '?' if nobody has told it
 -- since the last claim. Only tasks have an input (scheduler/tasks).
-local worker, now_ms, lease_ms = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+-- A worker that has lost the reply sends the same claim again, and gets what it still holds of the same requests.
+local worker, name, now_ms, lease_ms = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+
+local function reply(leases)
+  local claimed = {}
+  for _, lease in ipairs(leases) do
+    local id, fence, received = unpack(lease)
+    if holds(id, fence) then
+      local fields = redis.call('HMGET', REQUEST .. id, 'payload', 'attempt', 'input')
+      claimed[#claimed + 1] = { id, fields[1], tonumber(fence), tonumber(fields[2]), take_output(id), received, fields[3] }
+    end
+  end
+  return claimed
+end
+
+local last = redis.call('GET', CLAIM .. worker)
+if last then
+  last = cjson.decode(last)
+  if last.name == name then
+    return reply(last.leases)
+  end
+end
 
 local ids = {}
-for i = 4, #ARGV, 2 do
+for i = 5, #ARGV, 2 do
   local popped = redis.call('ZPOPMIN', QUEUE .. ARGV[i], ARGV[i + 1])
   local left_prompt, left_output, left_bytes = 0, 0, 0
   for j = 1, #popped, 2 do
@@ -26,13 +47,14 @@ end
 
 local first = take_numbers(#ids, now_ms)
 local expires_ms = string.format('%.0f', now_ms + lease_ms)
-local claimed = {}
+local leases = {}
 for n, id in ipairs(ids) do
-  local key, fence = REQUEST .. id, first + n - 1
+  local key, fence = REQUEST .. id, string.format('%.0f', first + n - 1)
+  local received = redis.call('HGET', key, 'received') or '0'
+  redis.call('HSET', key, 'fence', fence, 'worker', worker, 'received', '?')
+  redis.call('HINCRBY', key, 'attempt', 1)
   redis.call('ZADD', LEASES, expires_ms, id)
-  local fields = redis.call('HMGET', key, 'payload', 'received', 'input')
-  redis.call('HSET', key, 'fence', string.format('%.0f', fence), 'worker', worker, 'received', '?')
-  local attempt = redis.call('HINCRBY', key, 'attempt', 1)
-  claimed[n] = { id, fields[1], fence, attempt, take_output(id), fields[2] or '0', fields[3] }
+  leases[n] = { id, fence, received }
 end
-return claimed
+redis.call('SET', CLAIM .. worker, cjson.encode({ name = name, leases = leases }), 'PX', CLAIM_TTL_MS)
+return reply(leases)

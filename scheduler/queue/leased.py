@@ -8,14 +8,16 @@ leases of other workers as expired; whoever requeues them must look whether they
 import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
+from secrets import token_hex
 
 from redis.asyncio import Redis
 
 from scheduler.clock import Clock
-from scheduler.queue.scripts import Scripts
+from scheduler.queue.scripts import ClaimedRow, Scripts
 from scheduler.queue.wakeups import Wakeups
 from scheduler.request import Lease
 from scheduler.store import connection, keys
+from scheduler.store.errors import STORE_AWAY
 
 
 class LeasedQueue:
@@ -28,7 +30,18 @@ class LeasedQueue:
         self._scripts = Scripts(client, namespace)
         self._channel = keys.key_in(namespace, keys.WAKE)
         self._wakeups = Wakeups(clock)
+        self._lost_claim = ""  # name of a claim that got no reply
         self._listener: asyncio.Task[None] | None = None
+
+    async def _claim(self, limits: Mapping[str, int], lease_s: float) -> list[ClaimedRow]:
+        """Claim up to `limits` of each tier or lane. If the last claim got no reply, return its requests."""
+        name, self._lost_claim = self._lost_claim or token_hex(8), ""
+        try:
+            now_ms = self._clock.wall_ms()
+            return await self._scripts.claim(self._worker_id, name, now_ms, int(lease_s * 1000), limits)
+        except STORE_AWAY:
+            self._lost_claim = name
+            raise
 
     async def renew(self, leases: Sequence[Lease], lease_s: float) -> list[bool]:
         expires_ms = self._clock.wall_ms() + int(lease_s * 1000)

@@ -45,7 +45,7 @@ class RedisQueue(LeasedQueue):
     """The queue in Redis. Implements `scheduler.queue.base.Queue`. Claims of this handle are leased to `worker_id`.
 
     If the reply to a command is lost, the command is sent again after the reconnect. A repeated `put` changes nothing.
-    The requests of a lost `claim` return when their leases expire. A repeated `ack` reports False.
+    A repeated `claim` returns the same requests. A repeated `ack` reports False.
     """
 
     def __init__(self, client: Redis, clock: Clock, worker_id: str = "") -> None:
@@ -78,9 +78,7 @@ class RedisQueue(LeasedQueue):
         wanted = {tier: limit for tier, limit in limits.items() if limit > 0}
         if not wanted:
             return []
-        now_ms = self._clock.wall_ms()
-        rows = await self._scripts.claim(self._worker_id, now_ms, int(lease_s * 1000), wanted)
-        return [await self._claimed(row) for row in rows]
+        return [await self._claimed(row) for row in await self._claim(wanted, lease_s)]
 
     async def _claimed(self, row: ClaimedRow) -> Claimed:
         request_id, payload, fence, attempt, output, received, _ = row

@@ -18,7 +18,7 @@ from scheduler.store.scripts import growing_numbers, load_script
 
 def queue_prelude(namespace: str = keys.NAMESPACE) -> str:
     """Return the Lua lines that name the keys of the queue in `namespace`, lifetimes, and `take_numbers`."""
-    lifetimes = {"OUTPUT_TTL_MS": keys.OUTPUT_TTL_S, "PART_TTL_MS": keys.PART_TTL_S}
+    lifetimes = {"OUTPUT_TTL_MS": keys.OUTPUT_TTL_S, "PART_TTL_MS": keys.PART_TTL_S, "CLAIM_TTL_MS": keys.CLAIM_TTL_S}
     names = [f"local {name} = '{key}'\n" for name, key in _keys(namespace).items()]
     names += [f"local {name} = {1000 * seconds:.0f}\n" for name, seconds in lifetimes.items()]
     return "".join(names) + growing_numbers(namespace)
@@ -27,6 +27,7 @@ def queue_prelude(namespace: str = keys.NAMESPACE) -> str:
 def _keys(namespace: str) -> dict[str, str]:
     names = {"QUEUE": keys.QUEUE_PREFIX, "WAITING": keys.WAITING_PREFIX, "REQUEST": keys.REQUEST_PREFIX}
     names |= {"OUTPUT": keys.OUTPUT_PREFIX, "ALONE": keys.ALONE_PREFIX, "LEASES": keys.LEASES, "WAKE": keys.WAKE}
+    names["CLAIM"] = keys.CLAIM_PREFIX
     return {name: keys.key_in(namespace, key) for name, key in names.items()}
 
 
@@ -81,9 +82,12 @@ class Scripts:
                 return TooFarBehind(tier, Backlog(*counts))
         return None
 
-    async def claim(self, worker_id: str, now_ms: int, lease_ms: int, limits: Mapping[str, int]) -> list[ClaimedRow]:
+    async def claim(
+        self, worker_id: str, name: str, now_ms: int, lease_ms: int, limits: Mapping[str, int]
+    ) -> list[ClaimedRow]:
+        """`name` is that of this claim alone: a claim that is sent again returns the same requests."""
         wanted = [part for tier_and_limit in limits.items() for part in tier_and_limit]
-        claimed: list[ClaimedRow] = await self._claim(args=[worker_id, now_ms, lease_ms, *wanted])
+        claimed: list[ClaimedRow] = await self._claim(args=[worker_id, name, now_ms, lease_ms, *wanted])
         return claimed
 
     async def ack(self, leases: Sequence[Lease]) -> list[bool]:

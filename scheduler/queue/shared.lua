@@ -1,5 +1,6 @@
 -- Functions for every script of this folder. This file is put in front of each script, after the key names of keys.py
--- (QUEUE, WAITING, REQUEST, OUTPUT, ALONE, LEASES, WAKE), two lifetimes and `take_numbers`. Scripts move requests atomically and make no decisions.
+-- (QUEUE, WAITING, REQUEST, OUTPUT, ALONE, CLAIM, LEASES, WAKE), lifetimes and `take_numbers`. Scripts move requests
+-- atomically and make no decisions.
 --
 -- Redis does not undo writes when a script fails half-way. Scripts therefore check before they write, and skip a
 -- request whose hash is missing (because an eviction policy or a person has removed it).

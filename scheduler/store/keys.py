@@ -43,6 +43,11 @@ PART_TTL_S = 1800.0
 ALONE_PREFIX = "tidegate:alone:"
 ALONE_TTL_S = 3600.0
 
+# One string per worker: the name of its last claim with a result, and the claimed requests (JSON). A claim whose reply
+# was lost is sent again within this time.
+CLAIM_PREFIX = "tidegate:claim:"
+CLAIM_TTL_S = 10.0
+
 # Sorted set of all leased requests. The score is the expiry of the lease in ms; the member is the request id.
 LEASES = "tidegate:leases"
 

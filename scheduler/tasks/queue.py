@@ -146,9 +146,8 @@ class TaskQueue(LeasedQueue):
         wanted = {lane: limit for lane, limit in limits.items() if limit > 0}
         if not wanted:
             return []
-        found = await self._scripts.claim(self._worker_id, self._clock.wall_ms(), int(lease_s * 1000), wanted)
         claimed = []
-        for task_id, payload, fence, attempt, _, _, input in found:
+        for task_id, payload, fence, attempt, _, _, input in await self._claim(wanted, lease_s):
             try:
                 claimed.append(ClaimedTask(self._task(payload or b"", input), fence, attempt))
             except UNREADABLE as error:

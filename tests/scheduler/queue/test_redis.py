@@ -1,14 +1,18 @@
 """The queue in Redis: its keys, scripts and connections."""
 
 from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import ConnectionError
 
 from scheduler.queue.base import Backlog, TooFarBehind
 from scheduler.queue.redis import RedisQueue
-from scheduler.store import keys
+from scheduler.store import connection, keys
 from tests.scheduler.queue.harness import START_MS, ManualClock, ids, lease_of, make_request, may_wait
+from tests.scheduler.stalling_proxy import StallingProxy
 from tests.waiting import until
 
 
@@ -35,7 +39,7 @@ async def test_a_request_is_stored_under_the_documented_keys(queue: RedisQueue, 
     assert record[b"fence"] == str(claimed.fence).encode()
     assert record[b"attempt"] == b"1"
     assert await queue.ack([lease_of(claimed)]) == [True]
-    assert set(await redis_client.keys("*")) == {keys.SEQUENCE.encode(), keys.EPOCH.encode()}
+    assert set(await redis_client.keys("*")) - {b"tidegate:claim:w1"} == {keys.SEQUENCE.encode(), keys.EPOCH.encode()}
 
 
 async def test_no_key_is_left_however_a_request_ends(queue: RedisQueue, clock: ManualClock) -> None:
@@ -166,3 +170,43 @@ async def test_a_request_that_cannot_be_read_is_claimed_with_its_reason_and_cost
     assert a.unreadable and not any(c.unreadable for c in others)
     assert (a.request.tier, a.request.reply_to, a.request.deadline_ms) == ("realtime", "gateway-1", START_MS + 1000)
     assert await queue.ack([lease_of(c) for c in claimed]) == [True] * 3
+
+
+async def test_a_claim_whose_reply_was_lost_gets_the_same_requests_at_once(
+    valkey_url: str, redis_client: Redis, clock: ManualClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "REPLY_TIMEOUT_S", 0.1)
+    async with StallingProxy(valkey_url, tmp_path / "s").serving() as proxy:
+        client = connection.connect(proxy.url)
+        queue = RedisQueue(client, clock, worker_id="w1")
+        await queue.put([make_request(name) for name in "abcd"])
+        [first] = await queue.claim({"realtime": 1}, 5)
+        await redis_client.hset(keys.REQUEST_PREFIX + "b", "received", 7)
+        proxy.lose_replies()
+        claimed = await queue.claim({"realtime": 2}, 5)
+        assert ids(claimed) == ["b", "c"] and {c.attempt for c in claimed} == {1}
+        assert [c.num_received for c in claimed] == [7, 0]
+        [last] = await queue.claim({"realtime": 2}, 5)
+        assert await queue.ack([lease_of(c) for c in (first, *claimed, last)]) == [True] * 4
+        await queue.close()
+        await client.aclose()
+
+
+async def test_a_claim_that_failed_is_sent_again_by_the_next_one(
+    queue: RedisQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await queue.put([make_request(name) for name in "abc"])
+    send = queue._scripts.claim
+
+    async def lose_reply(*args: Any) -> Any:
+        await send(*args)
+        raise ConnectionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(queue._scripts, "claim", lose_reply)
+        with pytest.raises(ConnectionError):
+            await queue.claim({"realtime": 2}, 5)
+    await queue.cancel(["a"])
+    assert ids(await queue.claim({"realtime": 2}, 5)) == ["b"], "what it still holds of the lost claim"
+    assert ids(await queue.claim({"realtime": 2}, 5)) == ["c"]
+    await queue.cancel(["b", "c"])

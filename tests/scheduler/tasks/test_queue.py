@@ -74,7 +74,10 @@ async def test_a_task_goes_from_queued_over_running_to_done(
     assert await found(queue, task) == StoredTask(head, TaskState.DONE, 1, clock.wall_ms(), b"[2]")
     assert 0 < await redis_client.pttl(keys.ENDED_TASK_PREFIX + task.id) <= 5000
     left = {key.decode() for key in await redis_client.keys("*")}
-    assert left == {keys.ENDED_TASK_PREFIX + task.id, "tidegate:tasks:sequence", "tidegate:tasks:epoch"}
+    assert left == {
+        keys.ENDED_TASK_PREFIX + task.id,
+        *(f"tidegate:tasks:{k}" for k in ("sequence", "epoch", "claim:w1")),
+    }
 
 
 async def test_a_full_queue_takes_none_of_a_list(queue: TaskQueue) -> None:
