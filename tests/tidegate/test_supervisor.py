@@ -3,9 +3,8 @@
 import asyncio
 import os
 import signal
-import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -76,6 +75,14 @@ async def test_parts_start_store_first_and_stop_gateway_first(journal: Journal) 
     assert stops[0] == "stop gateway"
     assert sorted(stops[1:3]) == ["stop worker-0", "stop worker-1"]
     assert stops[3] == "stop store"
+
+
+async def test_every_part_has_its_own_session(journal: Journal) -> None:
+    """Ctrl-C reaches every process of the terminal's foreground group, which must not contain the parts."""
+    names = ("worker-0", "worker-1")
+    async with running(Supervisor([journal.part(name) for name in names])):
+        await until(lambda: all(journal.pids(name) for name in names))
+        assert len({os.getsid(0), *(os.getsid(journal.pids(name)[0]) for name in names)}) == 3
 
 
 async def test_nothing_starts_before_the_store_is_ready(journal: Journal) -> None:
@@ -298,71 +305,6 @@ def test_a_process_without_a_supervisor_reports_nothing(monkeypatch: pytest.Monk
     for address in ("", "/nowhere/notify", "@nobody"):
         monkeypatch.setenv(notify.VARIABLE, address)
         notify._send(notify.READY)
-
-
-# -- the supervisor in its own process: signals, sessions, and its death --------------------------------------------
-
-SUPERVISOR = """
-import asyncio, pathlib, sys
-from tests.tidegate.journal import Journal
-from tidegate.supervision.keeper import Stage
-from tidegate.supervision.supervisor import Supervisor
-
-journal = Journal(pathlib.Path(sys.argv[1]))
-parts = [journal.part("worker", Stage.WORKER, sys.argv[2]), journal.part("gateway", Stage.GATEWAY)]
-sys.exit(asyncio.run(Supervisor(parts, drain_s=600).run()))
-"""
-
-Spawn = Callable[[str], "subprocess.Popen[bytes]"]
-
-
-@pytest.fixture
-def spawn(journal: Journal) -> Iterator[Spawn]:
-    spawned: list[subprocess.Popen[bytes]] = []
-
-    def spawn(behaviour: str) -> "subprocess.Popen[bytes]":
-        process = subprocess.Popen(
-            [sys.executable, "-c", SUPERVISOR, str(journal.path), behaviour], stdout=subprocess.DEVNULL
-        )
-        spawned.append(process)
-        return process
-
-    yield spawn
-    for process in spawned:
-        process.kill()
-        process.wait()
-
-
-async def both_up(journal: Journal) -> None:
-    await until(lambda: bool(journal.pids("worker") and journal.pids("gateway")))
-
-
-async def test_a_signal_drains_and_exits_0(journal: Journal, spawn: Spawn) -> None:
-    process = spawn("serve")
-    await both_up(journal)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 0
-    assert journal.events()[2:] == ["stop gateway", "stop worker"]
-
-
-@pytest.mark.full
-async def test_every_part_has_its_own_session(journal: Journal, spawn: Spawn) -> None:
-    """Ctrl-C reaches every process of the terminal's foreground group, which must not contain the parts."""
-    process = spawn("serve")
-    await both_up(journal)
-    sessions = {os.getsid(journal.pids(name)[0]) for name in ("worker", "gateway")}
-    assert len(sessions) == 2
-    assert os.getsid(process.pid) not in sessions
-
-
-@pytest.mark.full
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG is Linux's")
-async def test_parts_die_with_a_killed_supervisor(journal: Journal, spawn: Spawn) -> None:
-    process = spawn("ignore SIGTERM")
-    await both_up(journal)
-    process.kill()
-    process.wait(60)
-    await until(lambda: gone(journal.pids("worker")[0]) and gone(journal.pids("gateway")[0]))
 
 
 # -- reloading -----------------------------------------------------------------------------------------------------
