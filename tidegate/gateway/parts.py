@@ -58,6 +58,7 @@ from scheduler.registry.redis import RedisWorkerRegistry
 from scheduler.reload.coordinator import TierChanges
 from scheduler.reload.follower import TierFollower
 from scheduler.reload.store import TierStore
+from scheduler.store.durability import wait_for_replicas
 from scheduler.tasks.queue import TaskQueue
 from tidegate.settings.gateway import GatewaySettings
 from tidegate.supervision.process import CannotStart
@@ -110,6 +111,7 @@ def build_gateway(
 ) -> Gateway:
     """Return a gateway with everything that it uses. `part` is the name of this process in the store."""
     store_bytes = settings.store_mb * 2**20  # its shares are in the setting's description
+    wait_for_replicas(redis, settings.store_replicas)
     client = SchedulerClient(
         queue=outside.queue,
         events=outside.events,

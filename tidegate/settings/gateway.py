@@ -81,6 +81,12 @@ class GatewaySettings(CommonSettings):
         description="where files, inputs and results of batches lie, for all gateways: s3://bucket/prefix, gs://…, or "
         "another URL of fsspec; file:///mnt/shared: a shared file system; unset: --data-dir",
     )
+    store_replicas: int = Field(
+        default=0,
+        ge=0,
+        description="replicas of the store that must have a batch, file or background response before it is "
+        "acknowledged; then no failover to one of them loses it",
+    )
     disk_reserve_mb: int = Field(
         default=512,
         ge=0,
@@ -148,6 +154,13 @@ class GatewaySettings(CommonSettings):
         if path is not None and path.name.startswith("sk-") and not path.exists():
             raise ValueError("this is the name of a file; a key itself is set as TIDEGATE_API_KEY")
         return path
+
+    @field_validator("store_replicas")
+    @classmethod
+    def _has_replicas(cls, value: int, info: ValidationInfo) -> int:
+        if value and info.data.get("redis_url") is None:
+            raise ValueError("the embedded store has no replicas; use a store of yours with --redis-url")
+        return value
 
     @field_validator("ssl_keyfile")
     @classmethod

@@ -19,6 +19,7 @@ from gateway import store_keys as keys
 from gateway.dialects.responses.items import Item, response_of_item
 from gateway.files.pagination import text
 from scheduler.clock import Clock
+from scheduler.store.durability import durable
 from scheduler.store.scripts import load_script
 
 NO_ROOM = -1  # an answer of the script `save`
@@ -78,7 +79,11 @@ class ResponseStore:
     async def create(
         self, response: dict[str, Any], items: Sequence[Item], owner: str | None, lease_ms: int = 0
     ) -> None:
-        """Store a new response with its input `items`. Raises `NoRoom`."""
+        """Store a new response with its input `items`. Raises `NoRoom`.
+
+        One with a lease is acknowledged before it has ended: then it is at the store's replicas, or `NotDurable` is
+        raised.
+        """
         fields = {
             "owner": owner or "",
             "previous": response["previous_response_id"] or "",
@@ -86,6 +91,8 @@ class ResponseStore:
             "lease_ms": lease_ms,
         }
         await self._write(response, "new", owner, fields)
+        if lease_ms:
+            await durable(self._redis, keys.RESPONSE + response["id"], on_disk=False)
 
     async def update(self, response: dict[str, Any]) -> bool:
         """Replace a response that is queued or in progress. Return False if it is neither: it has ended, or is gone."""

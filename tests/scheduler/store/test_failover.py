@@ -12,9 +12,9 @@ from redis import Redis as SyncRedis
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as StoreUnreachable
 
-from scheduler.store import connection
+from scheduler.store import connection, durability
 from scheduler.store.durability import durable
-from scheduler.store.errors import CAUSES, STORE_AWAY, StoreRefused
+from scheduler.store.errors import CAUSES, STORE_AWAY, NotDurable, StoreRefused
 from tests.scheduler.store.nodes import SERVICE, Pair, sentinel
 from tests.waiting import until
 
@@ -125,6 +125,43 @@ async def test_a_write_whose_reply_was_lost_is_not_called_refused(pair: Pair, im
         await writing
     assert not isinstance(lost.value, StoreRefused)
     stopped.send(signal.SIGCONT)
+
+
+async def test_writes_are_durable_once_enough_replicas_have_them(
+    pair: Pair, client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durability, "REPLICAS_S", 0.1)
+    durability.wait_for_replicas(client, 1)
+    for on_disk in (True, False):
+        await client.set("key", "value")
+        assert await durable(client, "key", on_disk=on_disk) is True
+        assert pair.replica.ask("GET", "key") == b"value"
+        pair.replica.send(signal.SIGSTOP)
+        await client.set("other", "value")
+        with pytest.raises(NotDurable, match=durability.TOO_FEW_REPLICAS):
+            await durable(client, "other", on_disk=on_disk)
+        pair.replica.send(signal.SIGCONT)
+        await until(lambda: is_durable(client, on_disk))  # noqa: B023
+    durability.wait_for_replicas(client, 2)
+    with pytest.raises(NotDurable, match=durability.TOO_FEW_REPLICAS):
+        await durable(client)
+
+
+async def is_durable(client: Redis, on_disk: bool) -> bool:
+    with contextlib.suppress(NotDurable):
+        return await durable(client, on_disk=on_disk)
+    return False
+
+
+async def test_a_write_that_a_failover_has_lost_is_not_durable(pair: Pair, client: Redis) -> None:
+    await pair.replica.has_all_of(pair.primary)
+    pair.part()
+    await client.set("lost", "value")
+    await pair.demote()
+    await pair.replica.has_all_of(pair.primary)
+    durability.wait_for_replicas(client, 1)
+    with pytest.raises(NotDurable, match=durability.LOST):
+        await durable(client, "lost")
 
 
 @pytest.fixture
