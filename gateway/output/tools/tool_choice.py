@@ -44,39 +44,30 @@ def offered_tools(request: ChatCompletionRequest) -> OfferedTools:
     """Return the tools of `request`. Raises `ApiError` 400 if its choice of tools makes no sense."""
     if request.functions and request.tools:
         raise invalid_value("functions", "Invalid value for 'functions': it cannot be used with 'tools'.")
+    tools, legacy = request.tools or [], bool(request.functions)
     if request.functions:
-        return _offered_functions(request)
-    tools, choice = request.tools or [], request.tool_choice
-    _check_names([tool.function.name for tool in tools], "tools")
-    if not tools:
-        if choice not in (None, "none", "auto"):
-            raise invalid_value("tool_choice", "'tool_choice' is only allowed when 'tools' are specified.")
+        tools = [Tool(type="function", function=function) for function in request.functions]
+    param, asked = ("functions", request.function_call) if legacy else ("tools", request.tool_choice)
+    _check_names([tool.function.name for tool in tools], param)
+    if not tools and asked not in (None, "none", "auto"):
+        raise invalid_value("tool_choice", "'tool_choice' is only allowed when 'tools' are specified.")
+    if not tools or asked == "none":
         return NO_TOOLS
-    if choice == "none":
-        return NO_TOOLS
-    parallel = request.parallel_tool_calls is not False
-    if isinstance(choice, NamedTool):
-        named = _select(tools, [choice.function.name], "tool_choice.function.name")
-        return OfferedTools(_schemas(tools, named, "tools"), _shown(tools), True, False, finish="stop")
-    if isinstance(choice, AllowedToolsChoice):
-        allowed = choice.allowed_tools
-        names = [tool.function.name for tool in allowed.tools]
-        chosen = _select(tools, names, "tool_choice.allowed_tools.tools")
-        forced = allowed.mode == "required"
-        return OfferedTools(_schemas(tools, chosen, "tools"), _shown(chosen), forced, parallel)
-    return OfferedTools(_schemas(tools, tools, "tools"), _shown(tools), choice == "required", parallel)
-
-
-def _offered_functions(request: ChatCompletionRequest) -> OfferedTools:
-    functions, choice = request.functions or [], request.function_call
-    _check_names([function.name for function in functions], "functions")
-    if choice == "none":
-        return NO_TOOLS
-    tools = [Tool(type="function", function=function) for function in functions]
-    if isinstance(choice, FunctionName):
-        named = _select(tools, [choice.name], "function_call.name")
-        return OfferedTools(_schemas(tools, named, "functions"), _shown(tools), True, False, True, "stop")
-    return OfferedTools(_schemas(tools, tools, "functions"), _shown(tools), False, False, True, "function_call")
+    chosen, shown, forced = tools, tools, asked == "required"
+    parallel = request.parallel_tool_calls is not False and not legacy
+    finish: Finish = "function_call" if legacy else "tool_calls"
+    if isinstance(asked, AllowedToolsChoice):
+        names = [tool.function.name for tool in asked.allowed_tools.tools]
+        chosen = shown = _select(tools, names, "tool_choice.allowed_tools.tools")
+        forced = asked.allowed_tools.mode == "required"
+    elif isinstance(asked, NamedTool):
+        chosen = _select(tools, [asked.function.name], "tool_choice.function.name")
+    elif isinstance(asked, FunctionName):
+        chosen = _select(tools, [asked.name], "function_call.name")
+    if isinstance(asked, NamedTool | FunctionName):
+        forced, parallel, finish = True, False, "stop"
+    schemas = tuple(_schema(tool, f"{param}[{i}]", param) for i, tool in enumerate(tools) if tool in chosen)
+    return OfferedTools(schemas, tuple(tool.for_template() for tool in shown), forced, parallel, legacy, finish)
 
 
 def _select(tools: Sequence[Tool], names: Sequence[str], param: str) -> list[Tool]:
@@ -91,15 +82,7 @@ def _check_names(names: Sequence[str], param: str) -> None:
         raise invalid_value(param, f"Invalid value for '{param}': each must have a name of its own.")
 
 
-def _schemas(tools: Sequence[Tool], chosen: Sequence[Tool], param: str) -> tuple[ToolSchema, ...]:
-    return tuple(_schema(tool, f"{param}[{i}]", param) for i, tool in enumerate(tools) if tool in chosen)
-
-
 def _schema(tool: Tool, path: str, param: str) -> ToolSchema:
     function = tool.function
     path = f"{path}.function.parameters" if param == "tools" else f"{path}.parameters"
     return ToolSchema(function.name, function.parameters or NO_ARGUMENTS, bool(function.strict), path)
-
-
-def _shown(tools: Sequence[Tool]) -> tuple[dict[str, Any], ...]:
-    return tuple(tool.for_template() for tool in tools)
