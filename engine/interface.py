@@ -19,11 +19,10 @@ This module imports nothing from the project. It knows sequences, tokens and ste
 or HTTP.
 """
 
-import json
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -83,22 +82,6 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_logprobs: int | None = None  # as `logprobs`, but for the tokens of the prompt
     grammar: str | None = None  # serialised llguidance grammar; only tokens that the grammar allows are generated
     adapter: str | None = None  # name of the LoRA adapter that computes the tokens; None: the model alone
-
-
-def json_schema_of(grammar: str) -> dict[str, Any] | None:
-    """Return the JSON schema that a serialised grammar consists of; None if it is another kind of grammar."""
-    grammars = json.loads(grammar)["grammars"]
-    schema: dict[str, Any] | None = grammars[0].get("json_schema") if len(grammars) == 1 else None
-    return schema
-
-
-def options_of(sampling: SamplingParams) -> frozenset[str]:
-    """Return the names of the parameters that are not at their defaults; `json_schema` for a grammar that is one."""
-    optional = (f for f in msgspec.structs.fields(sampling) if not f.required)
-    names = {f.name for f in optional if getattr(sampling, f.name) != f.default}
-    if sampling.grammar is not None and json_schema_of(sampling.grammar) is not None:
-        names = (names - {"grammar"}) | {"json_schema"}
-    return frozenset(names)
 
 
 # First words of a `GrammarError` or a `SequenceFailure` for which the request's grammar is to blame.
@@ -202,10 +185,7 @@ class SequenceOutput:
 
 @dataclass(frozen=True, slots=True)
 class SequenceFailure:
-    """The failure of one sequence, for example because of NaN logits.
-
-    The engine has freed this sequence and continues with the other sequences.
-    """
+    """The failure of one sequence, such as NaN logits. The engine has freed it and continues with the others."""
 
     seq_id: str
     reason: str
@@ -258,10 +238,7 @@ class EngineInfo:
 
 
 class PlanError(Exception):
-    """The error of a plan that breaks the rules.
-
-    For example, the plan names an unknown sequence, runs a paused sequence, or needs more blocks than are free.
-    """
+    """The error of a plan that breaks the rules, such as one that needs more blocks than are free."""
 
 
 class GrammarError(Exception):
@@ -269,36 +246,27 @@ class GrammarError(Exception):
 
 
 class EngineDead(Exception):
-    """The error of an engine that cannot continue.
-
-    For example, the device is lost or the engine's thread has ended. The process must then end with a non-zero exit
-    status.
-    """
+    """The error of an engine that cannot continue. The process must then end with a non-zero exit status."""
 
 
 class Engine(Protocol):
     """An engine: it executes plans one at a time, in the order of submission.
 
-    Without async scheduling, at most one step is in flight. With async scheduling, up to `info.steps_ahead` more steps
-    may be in flight; the plans of these steps have `ahead` set. The host then plans step N+1 while the device computes
-    step N.
+    With async scheduling, the host plans step N+1 while the device computes step N: up to `info.steps_ahead` more steps
+    than one may be in flight, and their plans have `ahead` set.
     """
 
     @property
     def info(self) -> EngineInfo: ...
 
     async def compile_grammar(self, grammar: str) -> object:
-        """Compile a grammar beside the steps, and return it for `NewSequence.compiled_grammar`.
-
-        Raises `GrammarError` if the grammar does not compile.
-        """
+        """Compile a grammar beside the steps, for `NewSequence.compiled_grammar`. Raises `GrammarError`."""
         ...
 
     def submit(self, plan: StepPlan) -> None:
         """Submit a plan and return at once.
 
-        Raises `EngineDead` if the engine has stopped, and `RuntimeError` or `PlanError` if too many steps are in
-        flight.
+        Raises `EngineDead` if the engine has stopped, `RuntimeError` or `PlanError` if too many steps are in flight.
         """
         ...
 

@@ -5,9 +5,12 @@ decided is when a request is sent, when its stream is hung up, and when it is co
 that it has. Knows sequences and tokens; does not know HTTP, tiers or time.
 """
 
+import json
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+import msgspec
 
 from engine.interface import EngineInfo, SamplingParams, SequenceOutput
 
@@ -75,7 +78,7 @@ class Upstream(Protocol):
 
     @property
     def unsupported(self) -> frozenset[str]:
-        """The fields of `SamplingParams` that the server cannot honour."""
+        """The options that the server cannot honour, as `options_of` names them."""
         ...
 
     def can_continue(self, sampling: SamplingParams, is_seeded: bool) -> bool:
@@ -100,3 +103,19 @@ class Upstream(Protocol):
     async def try_out(self) -> bool:
         """Generate two tokens, and return whether token ids came. Raises `UpstreamError`."""
         ...
+
+
+def json_schema_of(grammar: str) -> dict[str, Any] | None:
+    """Return the JSON schema that a serialised grammar consists of; None if it is another kind of grammar."""
+    grammars = json.loads(grammar)["grammars"]
+    schema: dict[str, Any] | None = grammars[0].get("json_schema") if len(grammars) == 1 else None
+    return schema
+
+
+def options_of(sampling: SamplingParams) -> frozenset[str]:
+    """Return the names of the parameters that are not at their defaults; `json_schema` for a grammar that is one."""
+    optional = (f for f in msgspec.structs.fields(sampling) if not f.required)
+    names = {f.name for f in optional if getattr(sampling, f.name) != f.default}
+    if sampling.grammar is not None and json_schema_of(sampling.grammar) is not None:
+        names = (names - {"grammar"}) | {"json_schema"}
+    return frozenset(names)

@@ -26,7 +26,7 @@ INITS = [path for path in MODULES if path.name == "__init__.py"]
 MAY_IMPORT = {
     "engine": {"engine"},
     "scheduler": {"scheduler", "engine.interface", "engine.step_time", "engine.streaming", "engine.static.interface"},
-    "gateway": {"gateway", "scheduler", "engine.interface"},
+    "gateway": {"gateway", "scheduler", "engine.interface", "engine.streaming"},
     "loadtest": {"loadtest", "scheduler", "engine", "gateway"},
     "bench": {"bench", "loadtest", "scheduler", "engine", "gateway", "tidegate"},
     "demo_model": {"demo_model"},

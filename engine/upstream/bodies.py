@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from engine.interface import SamplingParams, json_schema_of
-from engine.streaming import StreamRequest, UpstreamRefused
+from engine.interface import SamplingParams
+from engine.streaming import StreamRequest, UpstreamRefused, json_schema_of
 from engine.upstream.dialects import Dialect
 
 _DEFAULTS = {f.name: f.default for f in msgspec.structs.fields(SamplingParams)}

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from engine.interface import SamplingParams, options_of
+from engine.interface import SamplingParams
+from engine.streaming import options_of
 from gateway.protocol.bodies.schemas import MAX_PROMPT_IDS, AnyRequest
 from gateway.protocol.errors import invalid_value
 from gateway.requests.tokens.model_files import SamplingDefaults

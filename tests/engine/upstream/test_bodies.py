@@ -4,8 +4,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.interface import SamplingParams, options_of
-from engine.streaming import StreamRequest, UpstreamRefused
+from engine.interface import SamplingParams
+from engine.streaming import StreamRequest, UpstreamRefused, options_of
 from engine.upstream.bodies import body_of, can_continue
 from engine.upstream.dialects import DIALECTS, LLAMA_CPP, PLAIN, SGLANG, VLLM, Dialect, recognise
 
