@@ -85,7 +85,7 @@ async def _reach(redis_url: str) -> None:
 
 async def _supervise(parts: list[Part], settings: ServeSettings, on_ready: Callable[[], None] | None) -> int:
     async with connection.connect(str(settings.redis_url)) as client:
-        parts, ready = [*parts, _worker(settings, client), _gateway(settings, client)], asyncio.Event()
+        parts, ready = [*parts, *served_parts(settings, client)], asyncio.Event()
         announcing = asyncio.create_task(_announce(ready, settings, client))
         try:
             return await Supervisor(parts, drain_s=settings.drain_s, on_ready=on_ready or ready.set).run()
@@ -93,42 +93,29 @@ async def _supervise(parts: list[Part], settings: ServeSettings, on_ready: Calla
             announcing.cancel()
 
 
-def _worker(settings: ServeSettings, client: Redis) -> Part:
-    argv, worker_id = _command("worker", settings, WorkerSettings), str(settings.worker_id)
-    forget = partial(_forget_worker, client, worker_id)
-    return Part("worker", Stage.WORKER, argv, settings.secret_env, before_start=forget)
+def served_parts(settings: ServeSettings, client: Redis) -> list[Part]:
+    """Return the worker and the gateway."""
+    worker = _part("worker", Stage.WORKER, settings, WorkerSettings, client)
+    return [worker, _part("gateway", Stage.GATEWAY, settings, GatewaySettings, client)]
 
 
-def _gateway(settings: ServeSettings, client: Redis) -> Part:
-    argv = _command("gateway", settings, GatewaySettings)
-    forget = partial(_forget_follower, client, gateway_name(settings.port))
-    return Part("gateway", Stage.GATEWAY, argv, settings.secret_env, before_start=forget)
+def _part(name: str, stage: Stage, settings: ServeSettings, kind: type[CommonSettings], client: Redis) -> Part:
+    argv = (sys.executable, "-m", "tidegate", name, *settings.flags(kind))
+    return Part(name, stage, argv, settings.secret_env, before_start=partial(_forget, client, name, settings))
 
 
-async def _forget_worker(client: Redis, worker_id: str) -> None:
-    """Remove a killed worker's announcement and report from the store.
+async def _forget(client: Redis, name: str, settings: ServeSettings) -> None:
+    """Remove what a killed part has left in the store: a worker's announcement, and any part's report on tiers.
 
-    Otherwise, gateways would take the announcement for that of the new worker for some seconds.
+    Otherwise, others would take them for those of the part that starts now, for some seconds. If the store is
+    unreachable, they expire by themselves.
     """
-    with contextlib.suppress(RedisError, OSError):
-        async with asyncio.timeout(FORGET_TIMEOUT_S):
-            await RedisWorkerRegistry(client).withdraw(worker_id)
-    await _forget_follower(client, worker_name(worker_id))
-
-
-async def _forget_follower(client: Redis, part: str) -> None:
-    """Remove a killed part's report from the store.
-
-    Otherwise, processes that start now would take it for the report of a live part that has tiers in force. If the
-    store is unreachable, the report expires by itself.
-    """
+    worker_id = str(settings.worker_id)
     with contextlib.suppress(RedisError, OSError):  # TimeoutError is an OSError
         async with asyncio.timeout(FORGET_TIMEOUT_S):
-            await TierStore(client).leave(part)
-
-
-def _command(name: str, settings: ServeSettings, kind: type[CommonSettings]) -> tuple[str, ...]:
-    return (sys.executable, "-m", "tidegate", name, *settings.flags(kind))
+            if name == "worker":
+                await RedisWorkerRegistry(client).withdraw(worker_id)
+            await TierStore(client).leave(worker_name(worker_id) if name == "worker" else gateway_name(settings.port))
 
 
 def start_text(settings: ServeSettings, tiers: TierSet, devices: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from scheduler.registry.worker_status import WorkerStatus
 from scheduler.reload.store import Follower, TierStore
 from scheduler.store import connection
 from tests.system.server import free_port
-from tidegate.serve import _gateway, _worker, run_serve, start_text, with_address
+from tidegate.serve import run_serve, served_parts, start_text, with_address
 from tidegate.settings.commands import ServeSettings
 from tidegate.supervision.process import gateway_name, worker_name
 
@@ -50,7 +50,7 @@ async def test_what_a_killed_worker_has_announced_is_withdrawn_before_its_succes
     registry = RedisWorkerRegistry(redis_client)
     for worker_id in ("mine", "other"):
         await registry.announce(status(worker_id), "")
-    part = _worker(with_address(ServeSettings(port=0, worker_id="mine")), redis_client)
+    part, _ = served_parts(with_address(ServeSettings(port=0, worker_id="mine")), redis_client)
     assert part.before_start is not None
     await part.before_start()
     assert [w.worker_id for w in await registry.workers()] == ["other"]
@@ -61,7 +61,7 @@ async def test_a_killed_part_does_not_count_as_a_follower_of_the_tiers(redis_cli
     settings = with_address(ServeSettings(port=0, worker_id="mine"))
     for name in (worker_name("mine"), gateway_name(settings.port), worker_name("other")):
         await tiers.report(Follower(name))
-    for part in (_worker(settings, redis_client), _gateway(settings, redis_client)):
+    for part in served_parts(settings, redis_client):
         assert part.before_start is not None
         await part.before_start()
     assert [f.part for f in await tiers.followers()] == ["worker other"]
