@@ -5,7 +5,6 @@ import contextlib
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -16,7 +15,7 @@ from engine.factory import build_engine
 from engine.interface import Engine, EngineDead, PlanError
 from engine.upstream.connect import UpstreamConfig
 from engine.upstream.connect import connect as connect_upstream
-from scheduler.clock import Clock, SystemClock
+from scheduler.clock import Clock
 from scheduler.config import TierSet
 from scheduler.control.controller import SLAController
 from scheduler.drivers.steps.core import StepCore
@@ -30,19 +29,15 @@ from scheduler.holdings.holdings import Holdings
 from scheduler.queue.redis import RedisQueue
 from scheduler.registry.redis import RedisWorkerRegistry
 from scheduler.worker.driver import Driver
-from scheduler.worker.heartbeat import ReadGpus, WorkerIdentity
+from scheduler.worker.heartbeat import ReadGpus
 from scheduler.worker.loop import WorkerLoop, build_loop
 from scheduler.worker.metrics import SchedulerMetrics
-from scheduler.worker.request_intake import RequestTracer
 from tidegate.logs import is_for_people
 from tidegate.settings.worker import WorkerSettings
 from tidegate.supervision.process import SWITCH_INTERVAL_S, signals_call
 from tidegate.worker.gpu import gpu_reader
-from tidegate.worker.process import LoopRunner, run_process, serve_loops
+from tidegate.worker.process import WorkerProcess, run_process, serve_loops
 from tidegate.worker.start_progress import StartProgress
-
-if TYPE_CHECKING:
-    from tidegate.tracing.exporter import Tracing
 
 log = structlog.get_logger()
 
@@ -51,17 +46,16 @@ def run_worker(settings: WorkerSettings) -> int:
     """Run the worker until SIGTERM or SIGINT. Return the exit code."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
-    def serve(tiers: TierSet, identity: WorkerIdentity, tracing: "Tracing | None") -> None:
-        tracer = tracing.requests_of(identity.worker_id) if tracing is not None else None
+    def serve(process: WorkerProcess) -> None:
         if settings.engine == "openai":
-            asyncio.run(_serve_upstream(settings, tiers, identity, tracer))
+            asyncio.run(_serve_upstream(process))
             return
         on_terminal = sys.stderr.isatty() and is_for_people(settings.log_format)
         with (
-            StartProgress(identity.worker_id, str(settings.redis_url), on_terminal) as progress,
+            StartProgress(process.identity.worker_id, str(settings.redis_url), on_terminal) as progress,
             contextlib.closing(build_engine(engine_config(settings), progress)) as engine,
         ):
-            asyncio.run(_serve(settings, tiers, engine, identity, tracer, progress))
+            asyncio.run(_serve(process, engine, progress))
 
     return run_process(settings, serve)
 
@@ -100,26 +94,18 @@ def upstream_config(settings: WorkerSettings) -> UpstreamConfig:
     )
 
 
-async def _serve(
-    settings: WorkerSettings,
-    tiers: TierSet,
-    engine: Engine,
-    identity: WorkerIdentity,
-    tracer: RequestTracer | None,
-    progress: StartProgress,
-) -> None:
-    clock = SystemClock()
-    controller = SLAController(tiers, engine.info.step_eviction, engine.info.num_layers)
-    core = StepCore(tiers, engine.info, controller, worker_id=identity.worker_id)
-    runner = LoopRunner(settings.drain_s)
+async def _serve(process: WorkerProcess, engine: Engine, progress: StartProgress) -> None:
+    settings, clock, runner = process.settings, process.clock, process.runner
+    controller = SLAController(process.tiers, engine.info.step_eviction, engine.info.num_layers)
+    core = StepCore(process.tiers, engine.info, controller, worker_id=process.identity.worker_id)
     with signals_call(runner.end), open_step_log(settings.step_log, engine.info) as step_log:
         with progress.phase("measuring steps"):
             await teach(engine, core, clock)
         await asyncio.to_thread(progress.close)
         read_gpus = gpu_reader(engine.info.device, _gpu_index(settings))
         log.info("the worker serves", step_cost=str(core.status(clock.now()).step_cost))
-        driver, is_stuck = partial(StepDriver, core, engine, step_log), lambda: runner.is_stuck
-        await _serve_requests(settings, tiers, core.held, driver, runner, is_stuck, identity, tracer, read_gpus)
+        driver = partial(StepDriver, core, engine, step_log)
+        await _serve_requests(process, core.held, driver, lambda: runner.is_stuck, read_gpus)
 
 
 def _gpu_index(settings: WorkerSettings) -> int | None:
@@ -127,45 +113,40 @@ def _gpu_index(settings: WorkerSettings) -> int | None:
     return int(settings.device.partition(":")[2] or 0) if settings.engine == "native" else None
 
 
-async def _serve_upstream(
-    settings: WorkerSettings, tiers: TierSet, identity: WorkerIdentity, tracer: RequestTracer | None
-) -> None:
+async def _serve_upstream(process: WorkerProcess) -> None:
     """Serve with the tokens of another server. While it is away, the worker lives and waits for it."""
+    settings = process.settings
     upstream = await connect_upstream(upstream_config(settings))
     core = StreamCore(
-        tiers,
+        process.tiers,
         upstream,
-        SLAController(tiers),
+        SLAController(process.tiers),
         max_in_flight=settings.upstream_max_in_flight,
         stall_s=settings.upstream_stall_s,
-        worker_id=identity.worker_id,
+        worker_id=process.identity.worker_id,
     )
-    runner = LoopRunner(settings.drain_s)
-    with signals_call(runner.end):
-        driver = partial(StreamDriver, core, upstream)
-        await _serve_requests(settings, tiers, core.held, driver, runner, lambda: False, identity, tracer)
+    with signals_call(process.runner.end):
+        await _serve_requests(process, core.held, partial(StreamDriver, core, upstream), lambda: False)
 
 
 async def _serve_requests(
-    settings: WorkerSettings,
-    tiers: TierSet,
+    process: WorkerProcess,
     held: Holdings,
     make_driver: Callable[[], Driver],
-    runner: LoopRunner,
     is_stuck: Callable[[], bool],
-    identity: WorkerIdentity,
-    tracer: RequestTracer | None,
     read_gpus: ReadGpus | None = None,
 ) -> None:
     """Serve with a new driver in each loop. `is_stuck` says whether the supervisor should replace this process."""
-    clock, metrics = SystemClock(), SchedulerMetrics(CollectorRegistry(), tiers)
+    clock, identity, tracing = process.clock, process.identity, process.tracing
+    metrics = SchedulerMetrics(CollectorRegistry(), process.tiers)
+    tracer = tracing.requests_of(identity.worker_id) if tracing is not None else None
 
     def build(redis: Redis) -> WorkerLoop:
         queue = RedisQueue(redis, clock, identity.worker_id)
         events, registry = RedisEventChannel(redis), RedisWorkerRegistry(redis)
         return build_loop(make_driver(), queue, events, registry, metrics, clock, identity, read_gpus, tracer)
 
-    await serve_loops(settings, tiers, WorkerTiers(held, metrics), build, runner, is_stuck, clock, identity)
+    await serve_loops(process, WorkerTiers(held, metrics), build, is_stuck)
 
 
 class WorkerTiers:

@@ -10,6 +10,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -52,16 +53,29 @@ log = structlog.get_logger()
 GIVE_UP_S = 60.0  # s; the worker ends after an outage of the store of this length
 
 
-def run_process(settings: WorkerSettings, serve: "Callable[[TierSet, WorkerIdentity, Tracing | None], None]") -> int:
+@dataclass(frozen=True, slots=True)
+class WorkerProcess:
+    """What every worker has before it serves. `runner` handles its stop signals."""
+
+    settings: WorkerSettings
+    tiers: TierSet
+    identity: WorkerIdentity
+    clock: Clock
+    runner: "LoopRunner"
+    tracing: "Tracing | None"
+
+
+def run_process(settings: WorkerSettings, serve: Callable[[WorkerProcess], None]) -> int:
     """Call `serve`, which returns after SIGTERM or SIGINT. Return the exit code."""
     disable_created_metrics()  # type: ignore[no-untyped-call]  # else every counter has a second series
     ignore_hangup()
     try:
         tiers = load_tiers(settings.tiers_path)
         worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
-        identity = WorkerIdentity(worker_id, settings.model_names, SystemClock().wall_ms())
+        clock, runner = SystemClock(), LoopRunner(settings.drain_s)
+        identity = WorkerIdentity(worker_id, settings.model_names, clock.wall_ms())
         with traced("worker", worker_id, settings.otel) as tracing:
-            serve(tiers, identity, tracing)
+            serve(WorkerProcess(settings, tiers, identity, clock, runner, tracing))
         return 0
     except (EngineStartError, TierConfigError, StepLogError, TracingError) as error:
         log.error("the worker cannot start", reason=str(error))
@@ -79,23 +93,17 @@ def run_process(settings: WorkerSettings, serve: "Callable[[TierSet, WorkerIdent
 
 
 async def serve_loops(
-    settings: WorkerSettings,
-    tiers: TierSet,
-    consumer: TierConsumer,
-    build: Callable[[Redis], WorkerLoop],
-    runner: "LoopRunner",
-    is_stuck: Callable[[], bool],
-    clock: Clock,
-    identity: WorkerIdentity,
+    process: WorkerProcess, consumer: TierConsumer, build: Callable[[Redis], WorkerLoop], is_stuck: Callable[[], bool]
 ) -> None:
     """Follow changes of the tiers, and run the loops that `build` makes until a signal ends the worker.
 
     `is_stuck` says whether the supervisor should replace this process.
     """
     freeze_heap()
+    settings, clock, runner = process.settings, process.clock, process.runner
     async with connection.connect(str(settings.redis_url)) as redis:
-        tier_store, name = TierStore(redis), worker_name(identity.worker_id)
-        follower = TierFollower(tier_store, consumer, name, tiers, settings.tiers_path, clock)
+        tier_store, name = TierStore(redis), worker_name(process.identity.worker_id)
+        follower = TierFollower(tier_store, consumer, name, process.tiers, settings.tiers_path, clock)
         changes = TierChanges(tier_store, follower, RedisQueue(redis, clock).depths, settings.tiers_path, clock)
         background = Background()
         with hangup_calls(lambda: background.start(changes.reload_on_signal()), runner.end):
