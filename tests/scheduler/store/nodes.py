@@ -3,13 +3,14 @@
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from redis import Redis
 from redis.backoff import ConstantBackoff, NoBackoff
+from redis.exceptions import ConnectionError
 from redis.retry import Retry
 
 from tests.system.server import free_port
@@ -126,9 +127,35 @@ def server_pair(folder: Path) -> Iterator[Pair]:
         yield Pair(first, second, folder / "store.sock")
 
 
-@contextmanager
-def sentinel(folder: Path, pair: Pair) -> Iterator[Redis]:
-    """Yield a client of a Sentinel that knows the pair. `pair.primary` must run; its replica may be found later."""
+class Sentinel:
+    """A real Sentinel that watches a pair."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self._client = Redis(port=port, retry=Retry(NoBackoff(), 0))
+
+    @property
+    def url(self) -> str:
+        """The URL of its store. Nobody listens at the first of the two Sentinels that it names."""
+        return f"redis+sentinel://127.0.0.1:1,127.0.0.1:{self.port}/{SERVICE}"
+
+    @property
+    def port_of_primary(self) -> int:
+        return int(self._client.execute_command("SENTINEL GET-MASTER-ADDR-BY-NAME", SERVICE)[1])
+
+    def knows_replica(self) -> bool:
+        with suppress(ConnectionError):  # it is still starting
+            replicas = self._client.execute_command("SENTINEL REPLICAS", SERVICE)
+            return any("disconnected" not in str(replica) for replica in replicas)
+        return False
+
+    def fail_over(self) -> None:
+        self._client.execute_command("SENTINEL FAILOVER", SERVICE)
+
+
+@asynccontextmanager
+async def running_sentinel(folder: Path, pair: Pair) -> AsyncIterator[Sentinel]:
+    """Run a Sentinel that knows both of the pair."""
     port, conf = free_port(), folder / "sentinel.conf"
     conf.write_text(
         SENTINEL_CONF.format(port=port, folder=folder, service=SERVICE, primary=pair.primary.port), encoding="utf-8"
@@ -136,9 +163,10 @@ def sentinel(folder: Path, pair: Pair) -> Iterator[Redis]:
     process = subprocess.Popen(
         [find_binary(), str(conf), "--sentinel"], stdout=subprocess.DEVNULL, preexec_fn=dies_with_parent()
     )
+    sentinel = Sentinel(port)
     try:
-        with Redis(port=port, retry=Retry(NoBackoff(), 0)) as client:
-            yield client
+        await until(sentinel.knows_replica)
+        yield sentinel
     finally:
         process.kill()
         process.wait(60)

@@ -7,15 +7,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from redis import ConnectionError as NotThere
-from redis import Redis as SyncRedis
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as StoreUnreachable
 
 from scheduler.store import connection, durability
 from scheduler.store.durability import durable
 from scheduler.store.errors import CAUSES, STORE_AWAY, NotDurable, StoreRefused
-from tests.scheduler.store.nodes import SERVICE, Pair, sentinel
+from tests.scheduler.store.nodes import Pair, Sentinel, running_sentinel
 from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(60)
@@ -165,39 +163,20 @@ async def test_a_write_that_a_failover_has_lost_is_not_durable(pair: Pair, clien
 
 
 @pytest.fixture
-async def watcher(pair: Pair, tmp_path: Path) -> AsyncIterator[SyncRedis]:
-    """A client of a Sentinel that watches the pair and knows its replica."""
-    with sentinel(tmp_path, pair) as watcher:
-        await until(lambda: num_replicas(watcher) == 1)
-        yield watcher
-
-
-def num_replicas(watcher: SyncRedis) -> int:
-    with contextlib.suppress(NotThere):  # it is still starting
-        replicas = watcher.execute_command("SENTINEL REPLICAS", SERVICE)
-        return sum("disconnected" not in str(replica) for replica in replicas)
-    return 0
-
-
-def port_of_primary(watcher: SyncRedis) -> int:
-    return int(watcher.execute_command("SENTINEL GET-MASTER-ADDR-BY-NAME", SERVICE)[1])
-
-
-def url_of(watcher: SyncRedis) -> str:
-    port = watcher.connection_pool.connection_kwargs["port"]
-    return f"redis+sentinel://127.0.0.1:1,127.0.0.1:{port}/{SERVICE}"
+async def sentinel(pair: Pair, tmp_path: Path) -> AsyncIterator[Sentinel]:
+    async with running_sentinel(tmp_path, pair) as sentinel:
+        yield sentinel
 
 
 async def test_a_client_asks_the_sentinels_for_the_primary_and_follows_a_planned_failover(
-    pair: Pair, watcher: SyncRedis
+    pair: Pair, sentinel: Sentinel
 ) -> None:
-    """Nobody listens at the first of the two Sentinels."""
-    client = connection.connect(url_of(watcher))
+    client = connection.connect(sentinel.url)
     reader = connection.blocking(client, 1.0)
     await client.set("key", "before")
     assert await reader.get("key") == b"before"
-    watcher.execute_command("SENTINEL FAILOVER", SERVICE)
-    await until(lambda: port_of_primary(watcher) == pair.replica.port)
+    sentinel.fail_over()
+    await until(lambda: sentinel.port_of_primary == pair.replica.port)
 
     async def is_written_to_the_new_one() -> bool:
         await client.set("key", "after")
@@ -213,10 +192,10 @@ async def test_a_client_asks_the_sentinels_for_the_primary_and_follows_a_planned
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_client_writes_again_after_the_death_of_the_primary(
-    pair: Pair, watcher: SyncRedis, number: int
+    pair: Pair, sentinel: Sentinel, number: int
 ) -> None:
     """A primary that is stopped keeps its connections open, and answers nothing."""
-    client = connection.connect(url_of(watcher))
+    client = connection.connect(sentinel.url)
     await asyncio.gather(*(client.set("key", "before") for _ in range(8)))
     pair.primary.send(number)
     writing = asyncio.create_task(write_until_it_works(client))
