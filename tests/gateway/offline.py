@@ -3,9 +3,8 @@
 import asyncio
 import contextlib
 import json
-import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
@@ -21,6 +20,7 @@ from gateway.jobs.uploads.service import UploadService
 from gateway.jobs.webhooks.service import WebhookService
 from gateway.requests.prepare.placement import Placement
 from gateway.requests.tokens.tokenizer import Tokenizer
+from scheduler.clock import SystemClock
 from scheduler.config import load_tiers
 from scheduler.registry.worker_status import WorkerStatus
 from scheduler.request import JobDeadline
@@ -34,20 +34,13 @@ TERMINAL = ("failed", "completed", "expired", "cancelled")
 TIERS = load_tiers(Path(__file__).parents[2] / "tiers.yaml")
 
 
-class ShiftedClock:
+class ShiftedClock(SystemClock):
     """The system's clock, with a wall clock that a test can move forward."""
 
-    def __init__(self) -> None:
-        self.shift_s = 0
-
-    def now(self) -> float:
-        return time.monotonic()
+    shift_s = 0
 
     def wall_ms(self) -> int:
-        return time.time_ns() // 1_000_000 + self.shift_s * 1000
-
-    async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
+        return super().wall_ms() + self.shift_s * 1000
 
 
 class ScriptedCompletions:
@@ -141,13 +134,26 @@ class OfflineGateway(Stand):
             input_file_id=file_id, endpoint="/v1/chat/completions", completion_window=window, **more
         )
 
-    async def ended(self, batch_id: str, timeout_s: float = 20.0) -> ApiBatch:
+    async def ended(self, batch_id: str, timeout_s: float = 30.0) -> ApiBatch:
         """Wait until the batch is over and cleared up, and return it."""
-        async with asyncio.timeout(timeout_s):
-            while (batch := await self.client.batches.retrieve(batch_id)).status not in TERMINAL:
-                await asyncio.sleep(0.005)
+        batch = await self._when(batch_id, lambda batch: batch.status in TERMINAL, timeout_s)
         directory = self.files.data_dir / "batches" / batch_id
         await until(lambda: not directory.exists())
+        return batch
+
+    async def answered(self, batch_id: str, lines: int) -> ApiBatch:
+        """Wait until `lines` lines count as completed or failed, and return the batch."""
+
+        def are_answered(batch: ApiBatch) -> bool:
+            counts = batch.request_counts
+            return counts is not None and counts.completed + counts.failed >= lines
+
+        return await self._when(batch_id, are_answered)
+
+    async def _when(self, batch_id: str, holds: Callable[[ApiBatch], bool], timeout_s: float = 30.0) -> ApiBatch:
+        async with asyncio.timeout(timeout_s):
+            while not holds(batch := await self.client.batches.retrieve(batch_id)):
+                await asyncio.sleep(0.005)
         return batch
 
     async def read(self, file_id: str | None) -> list[dict[str, Any]]:
@@ -156,17 +162,6 @@ class OfflineGateway(Stand):
             return []
         content = await self.client.files.content(file_id)
         return [json.loads(line) for line in content.text.splitlines()]
-
-    async def answered(self, batch_id: str, lines: int) -> ApiBatch:
-        """Wait until `lines` lines count as completed or failed, and return the batch."""
-        async with asyncio.timeout(30):
-            while True:
-                batch = await self.client.batches.retrieve(batch_id)
-                counts = batch.request_counts
-                assert counts is not None
-                if counts.completed + counts.failed >= lines:
-                    return batch
-                await asyncio.sleep(0.005)
 
 
 def line(custom_id: str, /, **changes: Any) -> dict[str, Any]:
