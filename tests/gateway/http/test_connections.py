@@ -209,17 +209,6 @@ async def test_the_rest_of_a_refused_body_must_come_soon() -> None:
         assert await client.ask(HEALTH) == 200  # the connection can be used again
 
 
-async def test_idle_connections_make_room_after_half_open_ones() -> None:
-    limits = replace(LIMITS, max_connections=10, max_per_address=10)
-    async with serving_stand(limits=limits) as stand, connected(stand) as idle:
-        assert await idle.ask(HEALTH) == 200
-        async with many(stand, 30, HALF_OPEN):
-            assert await idle.ask(HEALTH) == 200
-        async with connected(stand) as slow:
-            await slow.send(post(b"{", length=100))
-            await until(lambda: closed(stand, "replaced") > 0)
-
-
 async def test_busy_connections_are_kept_and_new_ones_refused() -> None:
     limits = replace(LIMITS, max_connections=3, max_per_address=3)
     async with serving_stand(limits=limits) as stand:

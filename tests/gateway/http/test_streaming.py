@@ -155,14 +155,6 @@ async def test_a_requeue_in_a_stop_string_loses_neither_its_tail_nor_usage(stop:
     assert len(requeued) >= 3 and all(answer == undisturbed for answer in requeued)
 
 
-async def test_tokens_that_arrive_during_a_write_become_one_chunk() -> None:
-    async with running_stand("abcdefgh") as stand:
-        body = {**CHAT, "service_tier": "flex"}
-        stand.worker.script = lambda r: [TokenEvent(r.id, EventKind.FINISHED, 0, token_ids("abc"), FinishReason.STOP)]
-        chunks = chunks_of(await frames_of(stand, "/v1/chat/completions", body))
-    assert [c["choices"][0]["delta"].get("content") for c in chunks] == ["", "abc", None]
-
-
 async def test_pings_keep_a_silent_stream_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.requests.generate.service.PING_S", 0.001)
     async with running_stand() as stand:
@@ -198,14 +190,6 @@ async def test_a_client_that_hangs_up_is_cancelled_at_once(path: str, stream: bo
         await until(lambda: stand.waiting == 0)
         labels = {"route": path, "method": "POST", "status": "499"}
         await until(lambda: stand.metric("tidegate_http_requests_total", **labels) == 1)
-
-
-async def test_a_failure_before_the_first_token_is_an_http_error() -> None:
-    async with running_stand(lambda r: [TokenEvent(r.id, EventKind.FAILED, error="secret")]) as stand:
-        response = await stand.post("/v1/chat/completions", CHAT)
-    assert response.status_code == 500
-    assert response.json()["error"]["type"] == "server_error"
-    assert "secret" not in response.text
 
 
 async def test_a_failure_in_the_stream_is_a_frame() -> None:

@@ -17,7 +17,6 @@ from gateway.http.server.connections import ConnectionLimits
 from gateway.http.server.tls import Certificate, CertificateError
 from tests.gateway.stand import Stand, serving_stand
 from tests.gateway.tiny_model import MODEL
-from tests.waiting import until
 
 LIMITS = ConnectionLimits(receive_timeout_s=60)
 AUTHORITY = trustme.CA()
@@ -105,13 +104,6 @@ async def test_handshakes_count_as_connections_and_give_their_place_to_new_ones(
             assert all([await is_closed(connection) for connection in sockets[:32]])
             assert closed(stand, "replaced") >= 32
             assert (await stand.http.get("/health")).status_code == 200
-
-
-async def test_the_limit_per_address_holds_during_handshakes(certificate: Certificate) -> None:
-    limits = replace(LIMITS, max_per_address=4)
-    async with serving_stand(certificate=certificate, limits=limits, with_worker=False) as stand:
-        with half_open(stand, 12):
-            await until(lambda: closed(stand, "replaced") >= 8)
 
 
 async def test_a_renewed_certificate_is_used_after_a_reload(tmp_path: Path) -> None:

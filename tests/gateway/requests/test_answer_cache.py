@@ -197,17 +197,6 @@ def test_every_field_of_a_scheduler_request_is_in_the_key_or_known_to_be_neutral
         assert cache._hash(request, ()) != cache._hash(structs.replace(request, sampling=sampling), ()), name
 
 
-async def test_two_keys_never_share_an_answer(redis_client: Redis) -> None:
-    from tests.gateway.requests.test_cache_salt import KEYS
-
-    async with running_stand(keyring=KEYS, redis=redis_client) as stand:
-        results = [
-            result_of(await ask(stand, CHAT, CACHE | {"authorization": f"Bearer sk-{name}"}))
-            for name in ("alice", "bob", "alice", "bob")
-        ]
-    assert results == ["miss", "miss", "hit", "hit"]
-
-
 async def test_a_hit_costs_no_engine_time_and_has_its_own_id(stand: Stand) -> None:
     first, second = [await ask(stand, CHAT) for _ in range(2)]
     assert len(stand.worker.served) == 1

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 from gateway.requests.answers.receipt import receipt_object
-from gateway.requests.prepare.placement import Placement
 from scheduler.request import Receipt, Request, TokenEvent
 from tests.gateway.scripted_worker import answer_with
 from tests.gateway.stand import Stand, running_stand
@@ -84,16 +83,6 @@ async def test_responses_have_receipts_too(stream: bool) -> None:
     events = [json.loads(frame.partition("data: ")[2]) for frame in answer.text.strip().split("\n\n")]
     assert [event["type"] for event in events if '"tidegate"' in json.dumps(event)] == ["response.completed"]
     assert events[-1]["response"]["tidegate"]["worker"] == "w1"
-
-
-async def test_lines_of_a_batch_have_receipts_if_the_batch_wants_them() -> None:
-    async with running_stand(answer_with_receipts) as stand:
-        placement = Placement(stand.gateway.tiers["bulk"], "flex", "req_1")
-        complete = stand.gateway.completions.complete
-        _, plain = await complete("/v1/chat/completions", CHAT, placement)
-        wanted = replace(placement, request_id="req_2", receipt_for="flex")
-        _, answer = await complete("/v1/chat/completions", CHAT, wanted)
-    assert "tidegate" not in plain and answer["tidegate"]["worker"] == "w1"
 
 
 def test_the_times_at_the_top_are_those_of_the_slowest_sequence() -> None:

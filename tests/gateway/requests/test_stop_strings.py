@@ -39,11 +39,3 @@ def test_nothing_is_held_back_that_cannot_become_a_stop(stops: list[str], text: 
     held = matcher.flush()
     assert matcher.matched or out + held == text
     assert not held or any(stop.startswith(held) and stop != held for stop in stops)
-
-
-def test_no_text_follows_a_match() -> None:
-    matcher = StopMatcher(["\n\n"])
-    assert matcher.feed("a\n") == "a"
-    assert matcher.feed("\nb") == ""
-    assert matcher.matched
-    assert matcher.feed("more") == matcher.flush() == ""
