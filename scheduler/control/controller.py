@@ -54,10 +54,11 @@ class SLAController:
         """`num_layers` is the number of layers after which sequences may be evicted from a running step."""
         self._engine_eviction = engine_eviction
         self._num_layers = num_layers
-        self._set_tiers(tiers)
-        self._knobs = {t.name: TierKnobs(t, tiers.controller.dry_run) for t in self._tiers}
-        self._stats = {t.name: TierStats(t) for t in self._tiers}
-        self._min_shares = MinShares(self._tiers)
+        self._tiers: Sequence[Tier] = ()
+        self._knobs: dict[str, TierKnobs] = {}
+        self._stats: dict[str, TierStats] = {}
+        self._min_shares = MinShares(())
+        self.reconfigure(tiers)
         self._reserve = KVReserve()
         self._overhead_s = Ewma(OVERHEAD_WEIGHT)
         self._step_errors = SlidingWindow()  # measured ÷ predicted times of the newest steps
@@ -66,16 +67,12 @@ class SLAController:
         self._cost = StepCost()
         self._decisions: deque[tuple[float, Decision]] = deque(maxlen=NUM_DECISIONS)
 
-    def _set_tiers(self, tiers: TierSet) -> None:
-        self._tiers = tiers.by_priority
-        self._switches = tiers.controller
-        self._interactive = [t for t in self._tiers if t.is_interactive]
-
     def reconfigure(self, tiers: TierSet) -> None:
         """Use new bounds, SLOs, pins and switches. Learned values are kept if they still apply."""
         knobs, stats, min_shares = self._knobs, self._stats, self._min_shares
         slos = {tier.name: tier.slo for tier in self._tiers}
-        self._set_tiers(tiers)
+        self._tiers, self._switches = tiers.by_priority, tiers.controller
+        self._interactive = [t for t in self._tiers if t.is_interactive]
         self._knobs = {t.name: TierKnobs(t, tiers.controller.dry_run) for t in self._tiers}
         self._stats = {t.name: stats.get(t.name) or TierStats(t) for t in self._tiers}
         self._min_shares = MinShares(self._tiers)
