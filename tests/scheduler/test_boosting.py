@@ -13,16 +13,6 @@ from tests.scheduler.world import World, played_by, run_world
 TIERS = make_tiers(batch={"urgent_ms": 10_000, "aging_ms": 60_000})
 
 
-def test_a_request_is_urgent_inside_its_horizon_and_more_so_the_nearer_the_deadline() -> None:
-    states = [
-        make_decode(f"in {left_ms}", "batch", tiers=TIERS, max_tokens=2, deadline_ms=EPOCH_MS + left_ms)
-        for left_ms in (60_000, 9_000, 3_000)
-    ]
-    found = urgencies(TIERS["batch"], states, FAST, 0.0)
-    assert list(found) == ["in 9000", "in 3000"]
-    assert 0 < found["in 9000"] < found["in 3000"] <= 1
-
-
 def test_a_part_of_a_job_is_urgent_by_its_deadline_and_its_own_horizon() -> None:
     """The deadline already leaves time for the work, so that a large `max_tokens` does not make it urgent."""
     states = [

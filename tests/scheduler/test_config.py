@@ -49,15 +49,11 @@ def tier(**changes: Any) -> dict[str, Any]:
     [
         (tier(batch_size={"min": 1, "start": "many", "max": 9}), "tiers.t.batch_size.start: "),
         (tier(batch_size={"min": 5, "start": 1, "max": 9}), "tiers.t.batch_size: must satisfy min <= start <= max"),
-        (tier(batch_size={"min": 0, "start": 1, "max": 9}), "tiers.t.batch_size.min: "),
-        (tier(batch_size={"min": 1, "start": 1}), "tiers.t.batch_size.max: Field required"),
         (tier(max_wait_ms={"min": -1, "start": 0, "max": 9}), "tiers.t.max_wait_ms.min: "),
         (tier(slo={"ttft_p99": 3}), "tiers.t.slo.ttft_p99: Extra inputs are not permitted"),
-        (tier(slo={"ttft_p99_ms": 0}), "tiers.t.slo.ttft_p99_ms: "),
         (tier(floor=0.5), "tiers.t.floor: "),
         (tier(slo={"tpot_ms": 50}), "tiers.t.slo: tpot_ms counts from ttft_p99_ms, which is missing"),
         (tier(slo={"itl_p99_ms": 50}, floor=0.1), "tiers.t: floor is for tiers without a latency SLO"),
-        (tier(slo={"itl_p99_ms": 50}, aging_ms=9), "tiers.t: aging_ms is for tiers without a latency SLO"),
         (tier(slo={"itl_p99_ms": 50}, urgent_ms=9), "tiers.t: urgent_ms is for tiers without a latency SLO"),
         (tier(admission={"reopen_at": 0.5}), "tiers.t: admission.reopen_at is for tiers with a latency SLO"),
         (tier(admission={"patience_ms": 9}), "tiers.t: admission.patience_ms is for tiers with a latency SLO"),
@@ -67,18 +63,12 @@ def tier(**changes: Any) -> dict[str, Any]:
             "tiers.t: admission.predict refuses by slo.ttft_p99_ms, which is missing",
         ),
         (tier(prioritiy=1), "tiers.t.prioritiy: Extra inputs are not permitted"),
-        (tier(answers_as="bulk"), "tiers.t.answers_as: "),
         ({**tier(), "default_tier": "x"}, "default_tier: there is no tier 'x'"),
         ({**tier(), "batch_tier": "x"}, "batch_tier: there is no tier 'x'"),
         ({**tier(), "extra": 1}, "extra: Extra inputs are not permitted"),
-        ({**tier(), "tiers": {}}, "tiers: "),
-        ({**tier(), "tiers": {"t": {}}}, "tiers.t.priority: Field required"),
-        ({**tier(), "tiers": {"t": None}}, "tiers.t: "),
         ({**tier(), "tiers": [1]}, "tiers: "),
         ({**tier(), "tiers": {"t": {"priority": 1}, "Big Tier": {"priority": 2}}}, "tiers.Big Tier: "),
-        ({"tiers": {"t": {"priority": 1}}}, "default_tier: Field required"),
         ([], "expected a mapping"),
-        (None, "expected a mapping"),
     ],
 )
 def test_an_error_names_source_and_key(data: object, message: str) -> None:
@@ -87,12 +77,6 @@ def test_an_error_names_source_and_key(data: object, message: str) -> None:
     text = str(caught.value)
     assert text.startswith("mine.yaml: ")
     assert message in text
-
-
-def test_every_wrong_key_is_named_at_once() -> None:
-    with pytest.raises(TierConfigError) as caught:
-        parse_tiers(tier(floor=2, queue_limit=0))
-    assert "tiers.t.floor" in str(caught.value) and "tiers.t.queue_limit" in str(caught.value)
 
 
 def test_a_service_tier_has_one_owner() -> None:
@@ -150,9 +134,9 @@ def test_a_document_reads_back_as_the_same_tiers(defaults: bool) -> None:
 
 
 def test_an_error_holds_the_first_wrong_key() -> None:
-    with pytest.raises(TierConfigError) as refusal:
+    with pytest.raises(TierConfigError, match=r"tiers\.t\.floor") as refusal:
         parse_tiers(tier(floor=2, priority="high"))
-    assert refusal.value.key == "tiers.t.priority"
+    assert refusal.value.key == "tiers.t.priority", "though every wrong key is named"
     with pytest.raises(TierConfigError) as refusal:
         parse_tiers({**tier(), "batch_tier": "none"})
     assert refusal.value.key == "batch_tier"

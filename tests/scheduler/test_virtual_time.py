@@ -30,15 +30,6 @@ def test_sleepers_wake_in_time_order_and_ties_in_the_order_of_going_to_sleep() -
     assert run_virtual(main()) == ["a@1", "b@1", "d@1.5", "c@2"]
 
 
-def test_work_takes_no_time() -> None:
-    async def main() -> float:
-        for _ in range(100):
-            await asyncio.sleep(0)
-        return VirtualClock().now()
-
-    assert run_virtual(main()) == 0.0
-
-
 def test_timeouts_are_virtual_too() -> None:
     async def main() -> float:
         with pytest.raises(TimeoutError):
@@ -54,13 +45,4 @@ def test_waiting_for_what_cannot_happen_raises_and_does_not_hang() -> None:
         await asyncio.Event().wait()
 
     with pytest.raises(VirtualDeadlock):
-        run_virtual(main())
-
-
-def test_errors_reach_the_caller() -> None:
-    async def main() -> None:
-        await VirtualClock().sleep(1)
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
         run_virtual(main())

@@ -340,13 +340,6 @@ async def test_leaving_the_block_cancels_what_is_unfinished(stage: Stage) -> Non
 
 
 @played_by(play)
-async def test_closing_cancels_open_requests(stage: Stage) -> None:
-    await stage.submit(make_request("a"), make_request("b"))
-    await stage.client.close()
-    assert await stage.depth() == 0
-
-
-@played_by(play)
 async def test_a_submit_cancelled_during_the_put_leaves_nothing_in_the_queue(stage: Stage) -> None:
     put = stage.queue.put
 
@@ -447,28 +440,6 @@ async def test_trap_4_a_burst_over_two_gateways_is_admitted_only_within_the_slo(
         await client.close()
 
 
-@pytest.mark.trap(4)
-@played_by(play)
-async def test_trap_4_a_burst_that_was_claimed_at_once_still_counts(stage: Stage) -> None:
-    """The queue is empty again, and the next heartbeat comes a second later."""
-    client = await predicting_client(stage, "gateway-1")
-    for i in range(20):
-        await client.submit([make_request(f"r{i}", prompt=100)])
-        await stage.queue.for_worker("w").claim({"realtime": 99}, 10.0)
-    assert client.num_open == 5
-    await client.close()
-
-
-@pytest.mark.trap(7)
-@played_by(play)
-async def test_trap_7_a_flood_of_bulk_stops_no_chat(stage: Stage) -> None:
-    client = await predicting_client(stage, "gateway-1")
-    flood = [make_request(f"b{n}", "bulk", prompt=500, deadline_ms=2**50) for n in range(500)]
-    assert await num_admitted(client.submit(flood)) == 1
-    assert await num_admitted(client.submit([make_request("chat", prompt=100)])) == 1
-    await client.close()
-
-
 @played_by(play)
 async def test_clients_that_are_refused_together_are_told_different_times(stage: Stage) -> None:
     await stage.submit(*(make_request(f"r{i}") for i in range(4)))
@@ -476,23 +447,6 @@ async def test_clients_that_are_refused_together_are_told_different_times(stage:
     stage.share = 0.5
     later = await refused(stage)
     assert (first.retry_after_s, later.retry_after_s) == (30, 45)
-
-
-@pytest.mark.parametrize(("per_s", "retry_s"), [(0.0, 30.0), (0.5, 2.0), (1000.0, 1.0), (0.001, 60.0)])
-@played_by(play)
-async def test_retry_after_comes_from_the_drain_rate(stage: Stage, per_s: float, retry_s: float) -> None:
-    await stage.announce(realtime=TierStatus(finished_per_s=per_s))
-    await stage.clock.sleep(REFRESH_S * 1.5)
-    await stage.submit(*(make_request(f"r{i}") for i in range(4)))
-    assert (await refused(stage)).retry_after_s == retry_s
-
-
-@played_by(play, worker=False)
-async def test_without_any_engine_requests_are_refused(stage: Stage) -> None:
-    assert (await refused(stage)).reason is RejectReason.NO_ENGINE
-    await stage.announce()
-    await stage.clock.sleep(REFRESH_S * 1.5)
-    await stage.submit(make_request("r"))
 
 
 @played_by(play, worker=False)
@@ -586,17 +540,6 @@ async def test_a_request_whose_tier_was_just_removed_is_rejected(stage: Stage) -
     late = make_request("r", tier="gold")
     stage.client.reconfigure(make_tiers())
     assert (await refused(stage, late)).reason is RejectReason.TIER_GONE
-    assert stage.client.num_open == 0
-
-
-@played_by(play)
-async def test_a_put_that_breaks_leaves_nothing_behind(stage: Stage) -> None:
-    async def breaks(*_: object, **__: object) -> None:
-        raise ConnectionError
-
-    stage.queue.put = breaks  # type: ignore[method-assign]
-    with pytest.raises(ConnectionError):
-        await stage.client.submit([make_request("r")])
     assert stage.client.num_open == 0
 
 

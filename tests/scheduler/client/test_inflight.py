@@ -19,18 +19,6 @@ def last(request_id: str, kind: EventKind = EventKind.FINISHED, index: int = 0, 
     return TokenEvent(request_id, kind, index, (5,) * count, FinishReason.STOP)
 
 
-def test_a_request_waits_until_its_first_event_and_is_open_until_its_last() -> None:
-    in_flight = InFlight()
-    in_flight.add([make_request("a", prompt=30), make_request("b", "bulk", prompt=50)])
-    assert (in_flight.num_open("realtime"), in_flight.unanswered_tokens(["realtime"])) == (1, 30)
-    assert in_flight.unanswered_tokens(TIERS) == 80
-    in_flight.on_event(token("a"))
-    assert (in_flight.num_open("realtime"), in_flight.unanswered_tokens(TIERS)) == (1, 50)
-    in_flight.on_event(last("a", index=1))
-    in_flight.remove("b")
-    assert [in_flight.num_open(t) for t in TIERS] == [0, 0] and in_flight.unanswered_tokens(TIERS) == 0
-
-
 def test_a_request_delivered_at_its_end_does_not_count_as_unanswered() -> None:
     in_flight = InFlight()
     in_flight.add([make_request("a", prompt=30, delivery=Delivery.AT_END)])

@@ -1,9 +1,9 @@
-"""A knob stays inside its bounds, does not move where it is pinned, and only reports its moves in a dry run."""
+"""A knob stays inside its bounds, and does not move where it is pinned."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.config import Bounds, CountBounds
+from scheduler.config import CountBounds
 from scheduler.control.knobs import Knob
 
 BOUNDS = CountBounds(min=2, start=8, max=64)
@@ -24,10 +24,3 @@ def test_a_pinned_knob_has_its_value_even_beyond_the_bounds() -> None:
     knob = Knob("bulk", "batch_size", BOUNDS, pinned=1, dry_run=False)
     assert knob.move(32, "signal", "reason") is None
     assert knob.value == 1
-
-
-def test_a_dry_run_remembers_what_it_would_have_chosen() -> None:
-    knob = Knob("bulk", "max_wait_ms", Bounds(min=0, start=5, max=50), pinned=None, dry_run=True)
-    first, second = knob.move(10.5, "signal", "reason"), knob.move(20.5, "signal", "reason")
-    assert first is not None and second is not None and not first.acted
-    assert (second.old, second.new, knob.value, knob.chosen) == (10.5, 20.5, 5, 20.5)

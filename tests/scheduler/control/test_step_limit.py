@@ -53,16 +53,18 @@ def test_guaranteed_work_has_time_for_a_step_even_if_noise_hides_its_fixed_cost(
 
 
 @pytest.mark.trap(11)
-@pytest.mark.parametrize("status", [Status.WAITING, Status.RUNNING])
-def test_bulk_pauses_while_a_first_token_is_awaited_above(status: Status) -> None:
-    of = budgets_of(SLAController(make_tiers()), [make_state("rt", status=status)])
-    assert {name: b.decodes_only for name, b in of.items()} == {"realtime": False, "bulk": True, "batch": True}
-
-
-def test_bulk_runs_beside_interactive_decodes_and_alone() -> None:
-    controller = SLAController(make_tiers())
-    for states in ([make_decode("rt", "realtime")], []):
-        assert not any(b.decodes_only for b in budgets_of(controller, states).values())
+@pytest.mark.parametrize(
+    ("states", "pauses"),
+    [
+        ([make_state("rt")], True),
+        ([make_state("rt", status=Status.RUNNING)], True),
+        ([make_decode("rt", "realtime")], False),
+        ([], False),
+    ],
+)
+def test_bulk_pauses_while_a_first_token_is_awaited_above(states: list[RequestState], pauses: bool) -> None:
+    of = budgets_of(SLAController(make_tiers()), states)
+    assert {name: b.decodes_only for name, b in of.items()} == {"realtime": False, "bulk": pauses, "batch": pauses}
 
 
 def test_beside_decodes_the_step_ends_before_the_earliest_next_token_is_due() -> None:

@@ -4,6 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.interface import StepPlan
 from engine.step_time.cost import StepCost
@@ -11,7 +13,7 @@ from scheduler.clock import NEVER_S
 from scheduler.config import TierSet
 from scheduler.control.budget import Budgets, TierBudget
 from scheduler.control.step_limit import StepLimit
-from scheduler.planning.batch import MIN_CHUNK, form_batch
+from scheduler.planning.batch import MIN_CHUNK, form_batch, largest_chunk
 from scheduler.planning.prompt_prefixes import PromptPrefixes
 from scheduler.request_state import RequestState, Status
 from tests.scheduler.builders import (
@@ -26,6 +28,7 @@ from tests.scheduler.builders import (
 )
 
 COST = StepCost(step_s=0.01, prefill_token_s=0.001, attend_s=0.0, context_token_s=0.0, decode_s=0.001)
+ATTENDING = StepCost(step_s=0.01, prefill_token_s=0.001, attend_s=1e-6, context_token_s=1e-6, decode_s=0.002)
 
 
 def budget(
@@ -106,14 +109,20 @@ def test_bulk_decodes_fill_the_step_only_as_far_as_its_time_goes() -> None:
     assert not plan.preempt, "a sequence that sits a step out keeps its KV"
 
 
-def test_a_bulk_prefill_alone_is_cut_to_the_time_an_arrival_may_find_the_engine_busy() -> None:
-    plan = form([make_state("b", "bulk", prompt=500)], bulk=budget(limit_s=0.05))
-    assert ran(plan) == {"b": 40}
+def test_a_bulk_chunk_is_cut_to_the_time_that_is_left() -> None:
+    prefill = make_state("b", "bulk", prompt=500)
+    assert ran(form([prefill], bulk=budget(limit_s=0.05))) == {"b": 40}
+    assert ran(form([make_decode("rt", "realtime"), prefill], bulk=budget(limit_s=0.05))) == {"rt": 1, "b": 39}
 
 
-def test_a_bulk_chunk_is_cut_to_the_time_that_the_tiers_above_leave() -> None:
-    states = [make_decode("rt", "realtime"), make_state("b", "bulk", prompt=500)]
-    assert ran(form(states, bulk=budget(limit_s=0.05))) == {"rt": 1, "b": 39}
+@given(st.integers(0, 4000), st.integers(0, 4000), st.floats(-1.0, 8.0))
+def test_a_chunk_is_as_large_as_fits(wanted: int, context: int, left_s: float) -> None:
+    chunk = largest_chunk(wanted, context, left_s, ATTENDING)
+    assert 0 <= chunk <= wanted
+    assert chunk == 0 or ATTENDING.run(chunk, context) <= left_s or ATTENDING.prefill(chunk, context) <= left_s
+    assert chunk == 0 or chunk == wanted or chunk >= MIN_CHUNK
+    if chunk < wanted:
+        assert ATTENDING.prefill(max(MIN_CHUNK, chunk + 1), context) > left_s
 
 
 def test_chunks_too_small_to_be_worth_it_do_not_run_beside_other_work() -> None:
@@ -166,13 +175,6 @@ def test_prompts_that_can_be_in_time_go_before_a_huge_one_that_cannot() -> None:
 # -- pausing -------------------------------------------------------------------------------------------------------
 
 PAUSED = budget(decodes_only=True)
-
-
-def test_paused_bulk_resumes_and_the_sequence_that_sat_out_longest_goes_first() -> None:
-    states = [make_decode(f"b{i}", status=Status.PAUSED, last_step=9 - i) for i in range(3)]
-    plan = form(states)
-    assert plan.resume == ("b2", "b1", "b0")
-    assert list(ran(plan)) == ["b2", "b1", "b0"]
 
 
 def test_decodes_beside_a_first_token_make_no_interactive_token_late() -> None:

@@ -20,11 +20,6 @@ def test_light_traffic_starts_at_once_and_a_flood_waits() -> None:
     assert is_worth_it(arrival_gap_s=0.01, fixed_s=0.1)
 
 
-@given(positive, positive)
-def test_denser_traffic_is_worth_waiting_for_wherever_lighter_traffic_is(arrival_gap_s: float, fixed_s: float) -> None:
-    assert is_worth_it(arrival_gap_s / 2, fixed_s) or not is_worth_it(arrival_gap_s, fixed_s)
-
-
 @given(positive, positive, st.floats(0, 50), st.floats(50, 500))
 def test_the_longest_wait_is_inside_its_bounds_and_leaves_time_for_the_slo(
     ttft_ms: float, step_s: float, min_ms: float, max_ms: float

@@ -1,10 +1,12 @@
 """Which blocks a plan may use, which stay reserved, and which sequences are preempted for them."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.interface import PreemptionMode
 from engine.step_time.cost import StepCost
-from scheduler.planning.kv_budget import BlockBudget
+from scheduler.planning.kv_budget import BlockBudget, cheapest_mode, victims
 from scheduler.request_state import RequestState, Status
 from tests.scheduler.builders import MAX_PREEMPTIONS, make_decode, make_state, make_view
 
@@ -83,3 +85,88 @@ def test_each_block_of_host_memory_is_used_once_and_copies_take_time() -> None:
     budget = Budget(free_blocks=5, swap_block_s=0.001)
     assert budget.allocate(back, 1) == {}
     assert budget.budget.swap_s == pytest.approx(0.004)
+
+
+# -- swap or recompute -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("swap_block_s", "free_swap_blocks", "shared", "mode"),
+    [
+        (0.0079, 100, 0, SWAP),  # 20 copies of 7.9 ms take less than 0.16 s
+        (0.0081, 100, 0, RECOMPUTE),
+        (0.0, 10, 0, SWAP),
+        (0.0, 9, 0, RECOMPUTE),  # host memory must have room
+        (0.0, 0, 0, RECOMPUTE),
+        (0.0026, 100, 8, SWAP),  # with two unshared blocks, 12 copies compete with 32 tokens
+        (0.0027, 100, 8, RECOMPUTE),
+    ],
+)
+def test_the_cheaper_mode_is_chosen(
+    swap_block_s: float, free_swap_blocks: int, shared: int, mode: PreemptionMode
+) -> None:
+    """The victim holds 10 blocks of 16 tokens."""
+    victim = make_decode("b", prompt=160, shared=shared)
+    assert cheapest_mode(victim, 16, COST, swap_block_s, free_swap_blocks) is mode
+
+
+# -- who is preempted for whom -----------------------------------------------------------------------------------------
+
+TIERS = ("realtime", "bulk", "batch")
+
+
+def ids(states: list[RequestState]) -> list[str]:
+    return [s.id for s in states]
+
+
+@pytest.mark.trap(5)
+def test_victims_are_of_the_lowest_tier_first_then_the_newest() -> None:
+    """Trap 5."""
+    resident = [
+        make_decode("bulk old", "bulk", claimed_s=1),
+        make_decode("batch old", "batch", claimed_s=2),
+        make_decode("bulk new", "bulk", claimed_s=3),
+        make_decode("batch new", "batch", claimed_s=4),
+    ]
+    order = ["batch new", "batch old", "bulk new", "bulk old"]
+    assert ids(victims(make_state("rt"), resident)) == order
+
+
+@pytest.mark.trap(5)
+@pytest.mark.trap(1)
+def test_a_newcomer_preempts_only_strictly_lower_tiers() -> None:
+    """Trap 1."""
+    resident = [make_decode("same", "bulk"), make_decode("above", "realtime"), make_decode("below", "batch")]
+    assert ids(victims(make_state("new", "bulk"), resident)) == ["below"]
+
+
+@pytest.mark.trap(3)
+def test_a_sequence_is_preempted_a_bounded_number_of_times() -> None:
+    """Trap 3: neither newcomers nor growing sequences preempt it once more."""
+    exhausted = make_decode("exhausted", preempted=MAX_PREEMPTIONS)
+    assert victims(make_state("rt"), [exhausted]) == []
+    assert victims(make_decode("rt", "realtime"), [exhausted]) == []
+
+
+def test_growth_preempts_newer_equals_and_lower_tiers() -> None:
+    needy = make_decode("needy", deadline_ms=5)
+    resident = [
+        make_decode("older", deadline_ms=4),
+        make_decode("newer", deadline_ms=6),
+        make_decode("below", "batch", deadline_ms=1),
+        make_decode("above", "realtime", deadline_ms=9),
+    ]
+    assert ids(victims(needy, resident)) == ["below", "newer"]
+
+
+SEQUENCES = st.builds(
+    lambda i, tier, deadline: make_decode(f"s{i}", tier, deadline_ms=deadline),
+    st.integers(0, 10**6),
+    st.sampled_from(TIERS),
+    st.integers(1, 5),
+)
+
+
+@given(SEQUENCES, SEQUENCES)
+def test_no_two_sequences_may_preempt_each_other(one: RequestState, other: RequestState) -> None:
+    assert not (victims(one, [other]) and victims(other, [one]))

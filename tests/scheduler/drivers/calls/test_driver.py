@@ -158,17 +158,6 @@ async def test_a_cancelled_task_keeps_no_result(stand: Stand) -> None:
     assert states == [TaskState.CANCELLED, TaskState.DONE]
 
 
-async def test_a_hanging_function_ends_the_worker(stand: Stand) -> None:
-    def hang(items: Sequence[bytes]) -> list[ItemResult]:
-        raise EndpointHangs("no return")
-
-    stand.endpoint.script = hang
-    _, running = stand.start()
-    await stand.put(numbers(1))
-    with pytest.raises(EndpointHangs):
-        await asyncio.wait_for(running, 30)
-
-
 async def test_tasks_that_have_waited_too_long_are_not_called(stand: Stand) -> None:
     late = await stand.put(numbers(BATCH), age_ms=60_000, timeout_ms=30_000)
     fresh = await stand.put(numbers(3), age_ms=60_000, timeout_ms=90_000)

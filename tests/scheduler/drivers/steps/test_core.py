@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import msgspec
 import pytest
 
 from engine.interface import SequenceFailure, StepResult, TokenLogprobs
@@ -104,28 +103,6 @@ def test_a_victim_stays_held_and_loses_its_kv_a_bounded_number_of_times() -> Non
     assert stepped.core.held.counts["finished"] == 7
 
 
-def test_after_its_last_preemption_a_sequence_returns_only_with_room_for_its_longest_end() -> None:
-    stepped = small()
-    stepped.accept(make_request("exhausted", "bulk", prompt=60, max_tokens=120))  # 4 blocks, and 12 at its end
-    stepped.step()
-    stepped.accept(make_request("rt", prompt=90, max_tokens=60))
-    stepped.step()
-    exhausted, rt = stepped.core.life("exhausted"), stepped.core.life("rt")
-    exhausted.num_preemptions = MAX_PREEMPTIONS - 1
-    stepped.accept(make_request("big", prompt=100, max_tokens=5))
-    assert preempted(stepped.step()) == {"exhausted": "recompute"}
-    while "rt" in stepped.core.held.table.states:
-        assert exhausted.status is Status.PREEMPTED, "6 to 10 blocks are free, since `big` has ended"
-        stepped.step()
-    stepped.step()
-    assert (rt.status, exhausted.status) == (Status.FINISHED, Status.RUNNING)
-    stepped.accept(make_request("next", prompt=100, max_tokens=5))
-    assert "next" not in ran(stepped.step()), "blocks that the other sequence may still need stay reserved"
-    stepped.run()
-    assert exhausted.num_preemptions == MAX_PREEMPTIONS
-    assert stepped.core.held.counts["finished"] == 4
-
-
 # -- swap --------------------------------------------------------------------------------------------------------------
 
 
@@ -158,17 +135,6 @@ def test_a_victim_is_swapped_where_that_is_cheaper_and_resumes_where_it_was() ->
     assert stepped.engine.num_used_swap_blocks == 0
     stepped.run()
     assert stepped.tokens("b") == expected_tokens(bulk)
-
-
-def test_a_sequence_cancelled_while_swapped_is_freed_from_host_memory() -> None:
-    stepped = swapping()
-    stepped.accept(make_request("b", "bulk", prompt=100, max_tokens=60))
-    stepped.step()
-    stepped.accept(make_request("rt", prompt=180, max_tokens=50))
-    stepped.step()
-    stepped.core.held.cancel(["b"])
-    assert stepped.step().abort == ("b",)
-    assert stepped.engine.num_used_swap_blocks == 0
 
 
 def test_steps_that_copy_blocks_do_not_train_the_step_time_model() -> None:
@@ -219,19 +185,6 @@ def sharing() -> SteppedCore:
         stepped.step()
     stepped.accept(make_request("b1", "bulk", prompt=130, max_tokens=14))
     return stepped
-
-
-@pytest.mark.parametrize(("prompt", "victims"), [(128, ""), (144, "b1"), (160, "b1 b0"), (161, "")])
-def test_shared_blocks_of_victims_do_not_count_as_free(prompt: int, victims: str) -> None:
-    """Without both sequences 18 blocks would be free, but only 10 of them for certain."""
-    stepped = sharing()
-    stepped.step()
-    assert [stepped.core.life(b).own_blocks(16) for b in ("b0", "b1")] == [1, 1]
-    stepped.accept(make_request("rt", prompt=prompt, max_tokens=2, cache_salt="x"))
-    assert [seq_id for seq_id, mode in preempted(stepped.step()).items() if mode == "recompute"] == victims.split()
-    assert all(stepped.core.life(b).num_shared_blocks in (0, 8) for b in ("b0", "b1"))
-    stepped.run()
-    assert stepped.core.held.counts["finished"] == 3
 
 
 def test_shared_blocks_of_cancelled_sequences_do_not_count_as_free() -> None:
@@ -342,6 +295,7 @@ def test_a_held_request_that_is_claimed_again_goes_on_from_what_its_gateway_has_
         ({"prompt": [1000]}, "The prompt has token ids outside the vocabulary of 1000."),
         ({"prompt": [-1]}, "The prompt has token ids outside the vocabulary of 1000."),
         ({"max_tokens": 0}, "There is nothing to generate: max_tokens is below 1."),
+        ({"adapter": "mine"}, "The worker's engine has no adapter 'mine'."),
     ],
 )
 def test_a_request_that_can_never_run_fails_with_the_reason_and_others_run(bad: dict[str, object], reason: str) -> None:
@@ -354,45 +308,7 @@ def test_a_request_that_can_never_run_fails_with_the_reason_and_others_run(bad: 
     assert stepped.core.held.counts == {"accepted": 2, "failed": 1, "finished": 1}
 
 
-def test_a_request_for_an_adapter_that_the_engine_does_not_have_fails() -> None:
-    stepped = small()
-    request = make_request("bad")
-    sampling = msgspec.structs.replace(request.sampling, adapter="mine")
-    stepped.accept(msgspec.structs.replace(request, sampling=sampling))
-    assert [(e.kind, e.error) for e in stepped.events] == [
-        (EventKind.FAILED, "The worker's engine has no adapter 'mine'.")
-    ]
-
-
-def test_a_request_whose_attempts_all_end_its_worker_is_given_up() -> None:
-    core = make_core(make_tiers(realtime={"retry": {"max_attempts": 2}}))
-    request = make_request("poison")
-    core.held.accept([Claimed(request, fence=1, attempt=2)], 0.0, EPOCH_MS)
-    assert "poison" in core.held.table.states
-    core.held.release_all()
-    core.held.accept([Claimed(request, fence=2, attempt=3)], 0.0, EPOCH_MS)
-    assert "poison" not in core.held.table.states
-    report = core.held.refuse(0.0)
-    [event] = report.events["gateway"]
-    assert (event.kind, event.request_id) == (EventKind.FAILED, "poison")
-    assert "given up" in event.error
-    assert report.leases == [Lease("poison", 2)], "acknowledged: it is not requeued"
-
-
 # -- reports -----------------------------------------------------------------------------------------------------------
-
-
-def test_each_step_reports_its_tokens_with_their_index() -> None:
-    stepped = SteppedCore()
-    request = make_request("r", max_tokens=3)
-    stepped.accept(request)
-    stepped.run()
-    assert [(e.kind, e.index, len(e.token_ids)) for e in stepped.events] == [
-        (EventKind.TOKENS, 0, 1),
-        (EventKind.TOKENS, 1, 1),
-        (EventKind.FINISHED, 2, 1),
-    ]
-    assert stepped.tokens("r") == expected_tokens(request)
 
 
 def test_delivery_at_the_end_comes_in_parts_if_it_has_many_log_probabilities() -> None:

@@ -23,13 +23,6 @@ def names(kind: str, count: int) -> list[str]:
     return [f"{kind}{i:02}" for i in range(count)]
 
 
-def test_after_a_first_death_all_run_together() -> None:
-    stepped = rig()
-    accept(stepped, dict.fromkeys(names("a", 30), 2))
-    assert len(ran(stepped.step())) == 30
-    assert not stepped.core.isolation.has_suspects
-
-
 def test_in_the_last_attempt_but_one_a_cohort_runs_beside_others_until_it_is_proven() -> None:
     stepped = rig()
     accept(stepped, {**dict.fromkeys(names("suspect", 20), 3), **dict.fromkeys(names("fresh", 5), 1)})

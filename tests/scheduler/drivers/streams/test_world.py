@@ -96,13 +96,6 @@ async def bulk(world: World, streams: int, seconds: float) -> list[Answer]:
     return [answer for answers in await asyncio.gather(*loops) for answer in answers]
 
 
-def test_answers_are_whole_and_right() -> None:
-    async def story(world: World) -> list[Answer]:
-        return await asyncio.gather(*(world.ask(f"r{i}", max_tokens=5 + i) for i in range(20)))
-
-    assert all(is_right(answer) for answer in play(story))
-
-
 def test_chat_beside_bulk_is_nearly_as_fast_as_alone() -> None:
     async def alone(world: World) -> tuple[list[Answer], list[Answer]]:
         return await chats(world, 40), []
