@@ -79,28 +79,25 @@ def test_a_first_token_that_would_be_late_is_refused() -> None:
     assert "0.75 s" in rejected.message
 
 
-def test_a_closed_tier_opens_again_at_a_part_of_its_slo() -> None:
-    """The SLO is 0.5 s, and the tier opens again at 0.4 s."""
-    admission, request = make_admission(tiers()), make_request("a", prompt=0)
-    assert attempt(admission, request, ahead=Backlog(1, 450)) is None
-    assert attempt(admission, request, ahead=Backlog(1, 510)) is not None
-    assert admission.is_closed("realtime")
-    assert attempt(admission, request, ahead=Backlog(1, 450)) is not None
-    assert attempt(admission, request, ahead=Backlog(1, 390)) is None
-    assert not admission.is_closed("realtime")
-    assert attempt(admission, request, ahead=Backlog(1, 450)) is None
+@pytest.mark.parametrize(
+    ("keys", "limit_s", "rule"),
+    [({"predict": True}, 0.5, "the SLO is 0.5 s"), ({}, 10.0, "the patience is 10 s")],
+)
+def test_a_tier_closes_at_its_limit_and_opens_again_at_a_part_of_it(
+    keys: dict[str, bool], limit_s: float, rule: str
+) -> None:
+    admission, request = make_admission(make_tiers(realtime={"admission": keys})), make_request("a", prompt=0)
 
+    def refused(share: float) -> Rejected | None:
+        return attempt(admission, request, ahead=Backlog(1, int(1000 * share * limit_s)))
 
-def test_a_patient_tier_refuses_where_the_wait_exceeds_its_patience() -> None:
-    """The SLO is 0.5 s, the patience 10 s; the tier opens again at 8 s."""
-    admission, request = make_admission(make_tiers(realtime={"admission": {}})), make_request("a", prompt=0)
-    assert attempt(admission, request, ahead=Backlog(1, 9_900)) is None
-    rejected = attempt(admission, request, ahead=Backlog(1, 14_000))
-    assert rejected is not None and rejected.reason is RejectReason.OVERLOADED
-    assert "about 14 s, and the patience is 10 s" in rejected.message
-    assert rejected.retry_after_s == pytest.approx(6, abs=0.1), "until the tier opens again"
-    assert attempt(admission, request, ahead=Backlog(1, 9_000)) is not None
-    assert attempt(admission, request, ahead=Backlog(1, 7_900)) is None
+    assert refused(0.98) is None
+    rejected = refused(1.4)
+    assert rejected is not None and rejected.reason is RejectReason.OVERLOADED and rule in rejected.message
+    assert rejected.retry_after_s == pytest.approx(max(1.0, 0.6 * limit_s), abs=0.1), "until the tier opens again"
+    assert admission.is_closed("realtime") and refused(0.9) is not None
+    assert refused(0.78) is None and not admission.is_closed("realtime")
+    assert refused(0.9) is None
 
 
 def test_a_herd_comes_back_at_the_rate_at_which_requests_end() -> None:

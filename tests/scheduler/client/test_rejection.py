@@ -24,50 +24,48 @@ TIER, BULK = TIERS["realtime"], TIERS["bulk"]
 FULL = QueueFull("realtime", 1000, 1000)
 
 
-def test_a_full_queue_names_the_tier_and_its_limit() -> None:
-    rejected = rejection.queue_full(TIER, FULL, [])
-    assert rejected.reason is RejectReason.QUEUE_FULL
-    assert rejected.message == "The realtime tier's queue is full (1000 waiting, 1000 at most)."
-    assert rejected.advice == "Try again in 30 s."
+LARGE = QueueFull("realtime", depth=20, limit=2**30, num_bytes=1000 * 2**20)
+ALL_WORKERS = [worker("a", 4), worker("b", 6), worker("c", 99, "bulk")]
 
 
-def test_a_queue_of_large_requests_names_their_bytes() -> None:
-    full = QueueFull("realtime", depth=20, limit=2**30, num_bytes=1000 * 2**20)
-    rejected = rejection.queue_full(TIER, full, [worker("a", 0.1)])
-    assert rejected.message == "The realtime tier's queue is full (1000 MB waiting, 1024 MB at most, in 20 requests)."
-    assert rejected.retry_after_s == 10
-
-
-def test_the_wait_is_the_time_that_makes_a_little_room_at_the_rate_of_all_workers() -> None:
-    assert (
-        rejection.queue_full(TIER, FULL, [worker("a", 4), worker("b", 6), worker("c", 99, "bulk")]).retry_after_s == 5
-    )
-
-
-@pytest.mark.parametrize("per_s", [0.0, 1e-9, 1.0, 1e9])
-def test_the_wait_stays_where_clients_still_retry(per_s: float) -> None:
-    assert MIN_RETRY_S <= rejection.queue_full(TIER, FULL, [worker("a", per_s)]).retry_after_s <= MAX_RETRY_S
-
-
-def test_an_overloaded_tier_says_what_was_predicted_and_when_to_try_again() -> None:
-    rejected = rejection.overloaded(TIER, 4.4)
-    assert rejected.message == (
-        "The realtime tier is overloaded: a first token would take about 4.4 s, and the SLO is 0.5 s."
-    )
-    assert rejected.advice == "Try again in 4 s."
-    assert (rejected.reason, rejected.retry_after_s) == (RejectReason.OVERLOADED, pytest.approx(4.0))
-
-
-def test_a_closed_tier_says_when_it_opens_again() -> None:
-    assert "0.45 s, and the tier opens again at 0.4 s." in rejection.overloaded(TIER, 0.45).message
-
-
-def test_too_late_says_how_much_is_left() -> None:
-    rejected = rejection.too_late(BULK, predicted_s=90, left_s=30, own_s=5)
-    assert rejected.message == (
-        "The bulk tier cannot finish this by its deadline: it would take about 90 s, and 30 s are left."
-    )
-    assert (rejected.reason, rejected.retry_after_s, rejected.is_final) == (RejectReason.DEADLINE, 60, False)
+@pytest.mark.parametrize(
+    ("rejected", "reason", "message", "retry_s"),
+    [
+        (
+            rejection.queue_full(TIER, FULL, []),
+            RejectReason.QUEUE_FULL,
+            "The realtime tier's queue is full (1000 waiting, 1000 at most).",
+            30,
+        ),
+        (
+            rejection.queue_full(TIER, LARGE, [worker("a", 0.1)]),
+            RejectReason.QUEUE_FULL,
+            "The realtime tier's queue is full (1000 MB waiting, 1024 MB at most, in 20 requests).",
+            10,
+        ),
+        (rejection.queue_full(TIER, FULL, ALL_WORKERS), RejectReason.QUEUE_FULL, "", 5),
+        (
+            rejection.overloaded(TIER, 4.4),
+            RejectReason.OVERLOADED,
+            "The realtime tier is overloaded: a first token would take about 4.4 s, and the SLO is 0.5 s.",
+            4,
+        ),
+        (rejection.overloaded(TIER, 0.45), RejectReason.OVERLOADED, "0.45 s, and the tier opens again at 0.4 s.", 1),
+        (
+            rejection.too_late(BULK, predicted_s=90, left_s=30, own_s=5),
+            RejectReason.DEADLINE,
+            "The bulk tier cannot finish this by its deadline: it would take about 90 s, and 30 s are left.",
+            60,
+        ),
+        (rejection.no_engine(), RejectReason.NO_ENGINE, "", 5),
+        (rejection.draining(), RejectReason.DRAINING, "", 5),
+    ],
+)
+def test_a_rejection_says_why_and_when_to_try_again(
+    rejected: rejection.Rejected, reason: RejectReason, message: str, retry_s: float
+) -> None:
+    assert rejected.reason is reason and rejected.message.endswith(message) and not rejected.is_final
+    assert rejected.retry_after_s == pytest.approx(retry_s) and rejected.advice == f"Try again in {retry_s} s."
 
 
 def test_a_request_that_is_too_long_by_itself_is_refused_for_good() -> None:
@@ -76,9 +74,9 @@ def test_a_request_that_is_too_long_by_itself_is_refused_for_good() -> None:
     assert rejected.advice == ""
 
 
-def test_no_engine_and_draining() -> None:
-    assert rejection.no_engine().reason is RejectReason.NO_ENGINE
-    assert rejection.draining().reason is RejectReason.DRAINING
+@pytest.mark.parametrize("per_s", [0.0, 1e-9, 1.0, 1e9])
+def test_the_wait_stays_where_clients_still_retry(per_s: float) -> None:
+    assert MIN_RETRY_S <= rejection.queue_full(TIER, FULL, [worker("a", per_s)]).retry_after_s <= MAX_RETRY_S
 
 
 @pytest.mark.parametrize(

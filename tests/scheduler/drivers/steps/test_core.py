@@ -311,25 +311,6 @@ def test_a_request_that_can_never_run_fails_with_the_reason_and_others_run(bad: 
 # -- reports -----------------------------------------------------------------------------------------------------------
 
 
-def test_delivery_at_the_end_comes_in_parts_if_it_has_many_log_probabilities() -> None:
-    stepped = SteppedCore()
-    num_top = MAX_UNSENT_LOGPROBS // 2  # so that two tokens are a part
-    stepped.accept(make_request("r", "bulk", max_tokens=5, delivery=Delivery.AT_END, logprobs=num_top))
-    events: list[TokenEvent] = []
-    while not events or not events[-1].is_last:
-        stepped.submit()
-        result = run_now(stepped.engine.collect())
-        [output] = result.outputs
-        found = tuple(TokenLogprobs(token_id, -1.0) for token_id in output.token_ids)
-        report = stepped.core.apply(replace(result, outputs=(replace(output, logprobs=found),)), stepped.now)
-        events += [event for of in report.events.values() for event in of]
-    assert [(e.kind, e.index, len(e.token_ids), len(e.logprobs)) for e in events] == [
-        (EventKind.TOKENS, 0, 2, 2),
-        (EventKind.TOKENS, 2, 2, 2),
-        (EventKind.FINISHED, 4, 1, 1),
-    ]
-
-
 def test_latencies_count_from_the_arrival_at_the_gateway() -> None:
     stepped = SteppedCore()
     stepped.now = 10.0
@@ -407,27 +388,41 @@ def test_release_gives_back_requests_that_were_refused_but_not_reported() -> Non
 # -- log probabilities -------------------------------------------------------------------------------------------------
 
 
+def scored(*token_ids: int) -> tuple[TokenLogprobs, ...]:
+    return tuple(TokenLogprobs(token_id, -float(token_id)) for token_id in token_ids)
+
+
+def step_scored(stepped: SteppedCore, after_s: float = 0.0, prompt: tuple[int, ...] = ()) -> list[TokenEvent]:
+    """Step a single sequence whose engine also gives log probabilities; return the events."""
+    stepped.submit()
+    result = run_now(stepped.engine.collect())
+    stepped.now += after_s
+    (output,) = result.outputs
+    output = replace(output, logprobs=scored(*output.token_ids), prompt_logprobs=scored(*prompt))
+    report = stepped.core.apply(replace(result, outputs=(output,)), stepped.now)
+    return [event for events in report.events.values() for event in events]
+
+
+def test_delivery_at_the_end_comes_in_parts_if_it_has_many_log_probabilities() -> None:
+    stepped = SteppedCore()
+    num_top = MAX_UNSENT_LOGPROBS // 2  # so that two tokens are a part
+    stepped.accept(make_request("r", "bulk", max_tokens=5, delivery=Delivery.AT_END, logprobs=num_top))
+    events = [event for _ in range(5) for event in step_scored(stepped)]
+    assert [(e.kind, e.index, len(e.token_ids), len(e.logprobs)) for e in events] == [
+        (EventKind.TOKENS, 0, 2, 2),
+        (EventKind.TOKENS, 2, 2, 2),
+        (EventKind.FINISHED, 4, 1, 1),
+    ]
+
+
 def test_log_probabilities_go_out_once_and_with_their_tokens() -> None:
     """Those of the prompt wait for the first token; a bulk stream's wait with its tokens for the next report."""
     stepped = SteppedCore()
     stepped.accept(make_request("b", "bulk", prompt=4, max_tokens=9))
-
-    def step(after_s: float = 0.0, prompt: tuple[int, ...] = ()) -> list[TokenEvent]:
-        stepped.submit()
-        result = run_now(stepped.engine.collect())
-        stepped.now += after_s
-        (output,) = result.outputs
-        output = replace(output, logprobs=scored(*output.token_ids), prompt_logprobs=scored(*prompt))
-        report = stepped.core.apply(replace(result, outputs=(output,)), stepped.now)
-        return [event for events in report.events.values() for event in events]
-
-    def scored(*token_ids: int) -> tuple[TokenLogprobs, ...]:
-        return tuple(TokenLogprobs(token_id, -float(token_id)) for token_id in token_ids)
-
-    (first,) = step(prompt=(1, 2, 3))
+    (first,) = step_scored(stepped, prompt=(1, 2, 3))
     assert first.logprobs == scored(*first.token_ids)
     assert first.prompt_logprobs == scored(1, 2, 3)
-    assert step() == []
-    (later,) = step(after_s=1.0)
+    assert step_scored(stepped) == []
+    (later,) = step_scored(stepped, after_s=1.0)
     assert (later.index, len(later.token_ids), later.prompt_logprobs) == (1, 2, ())
     assert later.logprobs == scored(*later.token_ids)
