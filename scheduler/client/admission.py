@@ -99,10 +99,6 @@ class Admission:
         self._in_flight.remove(request_id)
         self._correction.forget(request_id)
 
-    def ids(self, tiers: Iterable[str]) -> list[str]:
-        """Return the ids of this gateway's open requests of `tiers`."""
-        return self._in_flight.ids(tiers)
-
     def on_event(self, event: TokenEvent, now: float) -> None:
         """Process an event of one of this gateway's requests."""
         self._in_flight.on_event(event)

@@ -91,11 +91,6 @@ class InFlight:
     def num_open(self, tier: str) -> int:
         return self._num_open[tier]
 
-    def ids(self, tiers: Iterable[str]) -> list[str]:
-        """Return the ids of the open requests of `tiers`. This method scans all requests in flight."""
-        wanted = set(tiers)
-        return [request.id for request in self._requests.values() if request.tier in wanted]
-
     def unanswered_tokens(self, tiers: Iterable[str]) -> int:
         """Return the prompt tokens of all requests in `tiers` without a first token.
 

@@ -43,7 +43,7 @@ class OpenRequests:
 
     def of_tiers(self, tiers: Sequence[str]) -> list[str]:
         """Return the ids of the requests of these tiers that the queue has."""
-        return [i for i in self._admission.ids(tiers) if i in self._streams and i not in self._being_put]
+        return [i for i, stream in self._streams.items() if stream.tier in tiers and i not in self._being_put]
 
     def deliver(self, events: Iterable[TokenEvent], now: float) -> None:
         for event in events:

@@ -49,6 +49,7 @@ class TokenStream:
     """
 
     def __init__(self, cancel: Cancel, requests: Sequence[Request], held: HeldLogprobs | None = None) -> None:
+        self.tier = requests[0].tier
         self._cancel = cancel
         self._held = held or HeldLogprobs()
         self._num_logprobs = 0  # of this stream in `held`

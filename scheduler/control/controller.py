@@ -19,7 +19,7 @@ from engine.step_time.ewma import Ewma
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier, TierSet
 from scheduler.control.budget import Budgets, TierBudget
-from scheduler.control.explanation import TierOutputs, explain_tier, tier_outputs
+from scheduler.control.explanation import TierOutputs, explain_tier
 from scheduler.control.feedback import InteractiveLoad, Load, move_bulk, move_interactive
 from scheduler.control.knobs import Decision, TierKnobs
 from scheduler.control.kv_reserve import KVReserve
@@ -245,7 +245,17 @@ class SLAController:
 
     def outputs(self, now: float) -> dict[str, TierOutputs]:
         return {
-            name: tier_outputs(knobs, self._stats[name], self._margin, name in self._overloaded, now)
+            name: TierOutputs(
+                batch_size=int(knobs.batch_size.value),
+                max_wait_s=knobs.max_wait_ms.value / 1000,
+                margin=self._margin,
+                ttft_p99_s=self._stats[name].p99_s("ttft", now),
+                itl_p99_s=self._stats[name].p99_s("itl", now),
+                attainment=self._stats[name].attainment(now),
+                batch_tokens=int(knobs.batch_tokens.value),
+                arrivals_per_s=self._stats[name].rate_per_s,
+                is_overloaded=name in self._overloaded,
+            )
             for name, knobs in self._knobs.items()
         }
 

@@ -27,20 +27,6 @@ class TierOutputs:
     is_overloaded: bool = False  # first tokens would come much too late, so that the tier is served in order
 
 
-def tier_outputs(knobs: TierKnobs, stats: TierStats, margin: float, is_overloaded: bool, now: float) -> TierOutputs:
-    return TierOutputs(
-        batch_size=int(knobs.batch_size.value),
-        max_wait_s=knobs.max_wait_ms.value / 1000,
-        margin=margin,
-        ttft_p99_s=stats.p99_s("ttft", now),
-        itl_p99_s=stats.p99_s("itl", now),
-        attainment=stats.attainment(now),
-        batch_tokens=int(knobs.batch_tokens.value),
-        arrivals_per_s=stats.rate_per_s,
-        is_overloaded=is_overloaded,
-    )
-
-
 def explain_tier(
     tier: str, knobs: TierKnobs, stats: TierStats, min_shares: MinShares, now: float
 ) -> dict[str, dict[str, Any]]:
