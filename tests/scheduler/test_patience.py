@@ -105,7 +105,9 @@ def ratios(load: Load, cost: StepCost, tiers: TierSet) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("load", "cost"), [(streams(64), CPU), (burst(200), GPU)], ids=["64 streams, cpu", "200 at once, gpu"]
+    ("load", "cost"),
+    [(streams(64), CPU), pytest.param(burst(200), GPU, marks=pytest.mark.full)],
+    ids=["64 streams, cpu", "200 at once, gpu"],
 )
 def test_a_benchmark_of_a_fresh_server_sees_no_error(load: Load, cost: StepCost) -> None:
     ratios(load, cost, SHIPPED)

@@ -18,21 +18,10 @@ def lanes_of(attempt: int, failure: CallFailed, may_isolate: bool) -> list[str]:
     return [o.lane for o in of_failure([claimed(attempt)], failure, may_isolate) if isinstance(o, RetriedTask)]
 
 
-def test_a_result_ends_its_task() -> None:
-    task = claimed(1)
-    assert of_results([task], [ItemResult(b"2")]) == [EndedTask(task, task.task, b"2")]
-
-
 def test_an_item_that_failed_alone_is_tried_again_at_its_old_place() -> None:
     (outcome,) = of_results([claimed(2)], [ItemResult(error="too long")])
     assert isinstance(outcome, RetriedTask) and outcome.lane == "realtime" and outcome.counts
     assert outcome.task.failures == ("failure 0", "too long")
-
-
-def test_the_third_failure_makes_a_dead_letter_with_its_reason() -> None:
-    (outcome,) = of_results([claimed(3)], [ItemResult(error="too long")])
-    assert isinstance(outcome, EndedTask) and outcome.result is None
-    assert (outcome.error, len(outcome.task.failures)) == ("too long", 3)
 
 
 def test_a_call_that_failed_as_a_whole_isolates_its_items() -> None:

@@ -56,10 +56,6 @@ def test_work_for_a_min_share_is_not_evicted() -> None:
     assert not begin(*BULK, protected=("bulk",)).evictees(NEWCOMER, StepEviction.ROWS, 0.001)
 
 
-def test_no_sequence_is_evicted_where_that_does_not_pay() -> None:
-    assert not begin(*BULK).evictees(NEWCOMER, StepEviction.ROWS, 0.029)
-
-
 def test_the_fixed_cost_is_charged_to_interactive_tiers() -> None:
     used_s = begin(RT, *BULK).end(result()).used_s
     scale = 0.03 / (0.01 + 5 * 0.005)
