@@ -4,6 +4,7 @@
 the SLA controller in `apply` and `review`. Knows tiers and tokens; does not know queues, the engine, clocks or metrics.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from scheduler.drivers.steps.engine_state import EngineState
 from scheduler.drivers.steps.isolation import Isolation
 from scheduler.drivers.steps.planner import Planner
 from scheduler.drivers.steps.running_step import RunningStep
+from scheduler.holdings.claims import claim_limits
 from scheduler.holdings.holdings import Holdings
 from scheduler.holdings.report import Report
 from scheduler.holdings.status import CoreStatus
@@ -75,14 +77,15 @@ class StepCore:
         )
 
     def explain(self, now: float) -> dict[str, Any]:
-        """Return the controller's state and its newest decisions with their reasons, as plain data."""
         return self.controller.explain(now)
 
     # -- requests ----------------------------------------------------------------------------------------------
 
     def claim_limits(self, now: float) -> dict[str, int]:
-        """Return how many more requests of each tier to claim from the queue. The highest tier comes first."""
-        return self.planner.claim_limits(now)
+        ending = self.running.ending(self._states, self._engine.max_model_len)
+        held_back = Counter(state.tier.name for state in self.isolation.held_back().values())
+        budgets, max_tokens = self.planner.budgets(now), self._engine.max_step_tokens
+        return claim_limits(self.held.tiers, self.held.table, budgets, max_tokens, ending, held_back)
 
     def _begin(self, state: RequestState) -> None:
         state.bulk_seen_s = self.running.bulk_total_s

@@ -20,7 +20,6 @@ from scheduler.control.controller import SLAController
 from scheduler.drivers.steps.engine_state import EngineState
 from scheduler.drivers.steps.isolation import Isolation
 from scheduler.drivers.steps.running_step import RunningStep
-from scheduler.holdings.claims import claim_limits
 from scheduler.holdings.holdings import Holdings
 from scheduler.holdings.request_table import RequestTable
 from scheduler.planning.batch import form_batch
@@ -58,17 +57,9 @@ class Planner:
         self.preemptions: Counter[tuple[str, str]] = Counter()  # number of preemptions, by (tier, mode)
         self.recomputed_tokens: Counter[str] = Counter()  # number of tokens whose KV was lost, by tier
 
-    def claim_limits(self, now: float) -> dict[str, int]:
-        """Return how many more requests of each tier to claim from the queue. The highest tier comes first."""
-        ending = self._running.ending(self._table.states, self._engine.max_model_len)
-        held_back = Counter(state.tier.name for state in self._isolation.held_back().values())
-        return claim_limits(
-            self._held.tiers, self._table, self._budgets(now), self._engine.max_step_tokens, ending, held_back
-        )
-
     def plan(self, now: float) -> StepPlan:
         """Return the plan of the next step. The plan is empty if no sequence can run now."""
-        budgets = self._budgets(now)
+        budgets = self.budgets(now)
         plan = self._form(budgets, now)
         plan = replace(plan, abort=self._engine_state.pop_aborts())
         self.idle_until_s = idle_until_s(self._held.tiers, self._table, budgets, now) if plan.is_empty else NEVER_S
@@ -149,7 +140,7 @@ class Planner:
         has_slot = self._table.num_resident(state.tier.name) < slots
         return has_slot and has_blocks(state, self._engine_state.view(), below)
 
-    def _budgets(self, now: float) -> Budgets:
+    def budgets(self, now: float) -> Budgets:
         return self._controller.budgets(list(self._table.interactive()), self._cost(), now)
 
     def _cost(self) -> StepCost:
