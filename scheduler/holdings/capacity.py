@@ -112,8 +112,7 @@ class CapacityEstimator:
             name, output = tier.name, status.outputs[tier.name]
             share_left = max(1 - backlog.used_share, tier.min_share, MIN_SHARE_LEFT)
             self._add_to(backlog, states[name], tier, cost, output.margin)
-            capacity = self._capacity(tier, output.batch_size, states[name], cost, backlog, share_left)
-            capacity = self._with_whole_engine(capacity, tier, cost, status.decode_cost or cost, status.safety)
+            capacity = self._capacity(tier, output.batch_size, states[name], status, backlog, share_left)
             capacities[name] = capacity if status.knows_step_times else replace(capacity, prefill_tokens_per_s=0.0)
         return capacities
 
@@ -149,11 +148,12 @@ class CapacityEstimator:
         tier: Tier,
         slots: int,
         states: Sequence[RequestState],
-        cost: StepCost,
+        status: CoreStatus,
         backlog: _Backlog,
         share_left: float,
     ) -> TierCapacity:
-        history = self._history[tier.name]
+        history, cost = self._history[tier.name], status.step_cost
+        decode_cost = status.decode_cost or cost  # bulk decodes mostly in steps without prefills
         prompt_s, output_s = _prompt_token_s(history, cost), _output_token_s(history, cost, slots)
         in_full_steps_s = prompt_s + cost.step_s / self._max_step_tokens
         prefill_per_s = (
@@ -169,22 +169,11 @@ class CapacityEstimator:
             drain_per_s=_per_s(share_left, _request_s(history, states, prompt_s, output_s)),
             prefill_tokens_per_s=prefill_per_s,
             output_tokens_per_s=_per_s(share_left, output_s),
+            # The rates of a tier that has the whole engine, at mean costs.
+            whole_prefill_tokens_per_s=status.safety * _per_s(1.0, in_full_steps_s),
+            whole_output_tokens_per_s=status.safety
+            * _per_s(1.0, _output_token_s(history, decode_cost, tier.batch_size.max)),
             num_ended=history.num_ended,
-        )
-
-    def _with_whole_engine(
-        self, capacity: TierCapacity, tier: Tier, cost: StepCost, decode_cost: StepCost, safety: float
-    ) -> TierCapacity:
-        """Return `capacity` with the rates of a tier that has the whole engine, at mean costs.
-
-        Bulk decodes mostly in steps without prefills, where `decode_cost` holds.
-        """
-        history = self._history[tier.name]
-        in_full_steps_s = _prompt_token_s(history, cost) + cost.step_s / self._max_step_tokens
-        return replace(
-            capacity,
-            whole_prefill_tokens_per_s=safety * _per_s(1.0, in_full_steps_s),
-            whole_output_tokens_per_s=safety * _per_s(1.0, _output_token_s(history, decode_cost, tier.batch_size.max)),
         )
 
     def _prefill_beside_decodes_per_s(self, backlog: _Backlog, cost: StepCost, prompt_token_s: float) -> float:

@@ -105,16 +105,6 @@ async def test_a_change_returns_after_all_parts_have_made_it(start: Start) -> No
     assert {part.generation for part in parts} == {outcome.in_force.generation}
 
 
-async def test_tiers_in_force_already_change_nothing(start: Start) -> None:
-    first, second = await start("a"), await start("b")
-    generation = first.generation
-    outcome = await second.changes.reload()
-    assert isinstance(outcome, Applied)
-    assert not outcome.changed
-    assert (first.generation, second.generation) == (generation, generation)
-    assert first.consumer.times == second.consumer.times == 0
-
-
 async def test_two_changes_at_once_are_made_one_after_the_other(start: Start, path: Path) -> None:
     first, second = await start("a"), await start("b")
     write(path, document(chat=5, bulk=6))
