@@ -132,8 +132,11 @@ class MemoryQueue:
         return self._give_back_dead([r for r in self._leased() if leases.get(r.request.id) == r.expires_ms])
 
     async def requeue_worker(self, worker_id: str) -> list[str]:
-        moved = self._give_back_dead([r for r in self._leased() if r.worker_id == worker_id])
-        self._shared.alone.pop(worker_id, None)
+        held = [r for r in self._leased() if f"{r.worker_id}#".startswith(f"{worker_id}#")]
+        holders = {worker_id, *(r.worker_id for r in held)}
+        moved = self._give_back_dead(held)
+        for holder in holders:
+            self._shared.alone.pop(holder, None)
         return moved
 
     async def cancel(self, request_ids: Sequence[str]) -> list[bool]:

@@ -1,10 +1,15 @@
--- Move the requests that one worker holds back to their tiers. ARGV: worker id. Returns their ids, sorted by expiry.
-local ids = {}
+-- Move the requests that one worker holds back to their tiers. Returns their ids, sorted by expiry.
+-- ARGV: the holder of the leases, or the worker id of all its incarnations (`<worker id>#<incarnation>`).
+local ids, holders = {}, {}
 for _, id in ipairs(redis.call('ZRANGE', LEASES, 0, -1)) do
-  if redis.call('HGET', REQUEST .. id, 'worker') == ARGV[1] then
-    ids[#ids + 1] = id
+  local holder = redis.call('HGET', REQUEST .. id, 'worker')
+  if holder and (holder == ARGV[1] or string.sub(holder, 1, #ARGV[1] + 1) == ARGV[1] .. '#') then
+    ids[#ids + 1], holders[holder] = id, true
   end
 end
 local moved = give_back_all(ids)
 redis.call('DEL', ALONE .. ARGV[1])
+for holder in pairs(holders) do
+  redis.call('DEL', ALONE .. holder)
+end
 return moved

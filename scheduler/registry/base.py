@@ -18,8 +18,8 @@ class WorkerRegistry(Protocol):
         """
         ...
 
-    async def announce(self, status: WorkerStatus, metrics_text: str, sla_json: str = "{}") -> None:
-        """Announce that this worker is alive.
+    async def announce(self, status: WorkerStatus, metrics_text: str, sla_json: str = "{}") -> str:
+        """Announce that this worker is alive. Return the incarnation that did so before under its id; empty: none.
 
         `metrics_text` is Prometheus text. `sla_json` is the state of the worker's SLA controller.
         """

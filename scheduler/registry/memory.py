@@ -28,9 +28,11 @@ class MemoryWorkerRegistry:
     def num_unreadable(self) -> int:
         return 0
 
-    async def announce(self, status: WorkerStatus, metrics_text: str, sla_json: str = "{}") -> None:
+    async def announce(self, status: WorkerStatus, metrics_text: str, sla_json: str = "{}") -> str:
+        before = self._alive().get(status.worker_id)
         expires_s = self._clock.now() + self._ttl_s
         self._announced[status.worker_id] = _Announcement(status, metrics_text, sla_json, expires_s)
+        return "" if before is None else before.status.incarnation
 
     async def withdraw(self, worker_id: str) -> None:
         self._announced.pop(worker_id, None)

@@ -30,14 +30,17 @@ class RedisWorkerRegistry:
     def num_unreadable(self) -> int:
         return len(self._unreadable)
 
-    async def announce(self, status: WorkerStatus, metrics_text: str, sla_json: str = "{}") -> None:
+    async def announce(self, status: WorkerStatus, metrics_text: str, sla_json: str = "{}") -> str:
         key = keys.worker(status.worker_id)
         pipeline = self._client.pipeline(transaction=True)
         encoded = self._encoder.encode(status)
+        pipeline.hget(key, "incarnation")
         pipeline.hset(key, mapping={"status": encoded, "metrics": metrics_text, "sla": sla_json})
+        pipeline.hset(key, "incarnation", status.incarnation)
         pipeline.pexpire(key, self._ttl_ms)
         pipeline.sadd(keys.WORKERS, status.worker_id)
-        await pipeline.execute()
+        before, *_ = await pipeline.execute()
+        return "" if before is None else before.decode()
 
     async def withdraw(self, worker_id: str) -> None:
         pipeline = self._client.pipeline(transaction=True)

@@ -79,3 +79,4 @@ class WorkerStatus:
     # each of LEFT_STRETCHES_S, smallest first. Empty: not known yet.
     left_shares: tuple[float, ...] = ()
     batch_items: int = 0  # items per call of a worker with a static endpoint; 0: a worker with an engine
+    incarnation: str = ""  # of its process; a later one with the same id has a greater text

@@ -109,7 +109,7 @@ EVENTS_MAXLEN = 100_000
 # Set of announced worker ids. A reader removes the ids whose hash has expired.
 WORKERS = "tidegate:workers"
 
-# One hash per live worker: status (msgpack `WorkerStatus`), metrics (Prometheus text), sla (JSON).
+# One hash per live worker: status (msgpack `WorkerStatus`), metrics (Prometheus text), sla (JSON), incarnation.
 WORKER_PREFIX = "tidegate:worker:"
 
 # Seconds. A worker announces itself about every second; after several missed announcements in a row it counts as dead.

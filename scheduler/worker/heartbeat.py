@@ -18,6 +18,7 @@ from scheduler.holdings.capacity import CapacityEstimator, SpareShare
 from scheduler.holdings.report import Ended
 from scheduler.holdings.status import CoreStatus
 from scheduler.registry.base import WorkerRegistry
+from scheduler.registry.heartbeat_monitor import CHECK_S, WORKER_SILENT_S, HeartbeatMonitor
 from scheduler.registry.worker_status import GpuStatus, TierCapacity, TierStatus, WorkerStatus
 from scheduler.worker.core import WorkerCore
 
@@ -28,9 +29,26 @@ RATE_WEIGHT = 0.2  # weight of the newest interval in the average rate of what e
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
+    """`worker_id` is the same after a restart. `incarnation` is that of one process: a later one has a greater text."""
+
     worker_id: str
     model_names: tuple[str, ...]
     started_ms: int
+    incarnation: str = ""
+
+    @property
+    def holder(self) -> str:
+        """The name under which this process holds leases: no two processes have the same, also with one id."""
+        return f"{self.worker_id}#{self.incarnation}" if self.incarnation else self.worker_id
+
+
+class DuplicateWorker(Exception):
+    """Another live process has the same worker id, and was there before."""
+
+    def __init__(self, worker_id: str) -> None:
+        super().__init__(
+            f"another worker with the id {worker_id!r} is at work on this store; give each its own with --worker-id"
+        )
 
 
 class SelfReport(Protocol):
@@ -42,7 +60,10 @@ class SelfReport(Protocol):
 
 
 class Heartbeat:
-    """Announces one worker to the registry. `metrics_text` returns its metrics in Prometheus' format."""
+    """Announces one worker to the registry, and notices other processes with its id.
+
+    `metrics_text` returns its metrics in Prometheus' format.
+    """
 
     def __init__(
         self,
@@ -50,25 +71,47 @@ class Heartbeat:
         report: SelfReport,
         metrics_text: Callable[[], str],
         clock: Clock,
-        worker_id: str,
+        identity: WorkerIdentity,
     ) -> None:
         self._registry = registry
         self._report = report
         self._metrics_text = metrics_text
         self._clock = clock
-        self._worker_id = worker_id
+        self._identity = identity
         self._last_s: float | None = None
 
+    async def await_namesake(self) -> None:
+        """Wait until no other process announces itself with this id: the one before it may have ended just now.
+
+        Raises `DuplicateWorker` if such a process is alive.
+        """
+        monitor, first_ms = HeartbeatMonitor(WORKER_SILENT_S), None
+        while (at_ms := await self._namesake_at_ms()) is not None and not monitor.observe({"": at_ms}):
+            first_ms = at_ms if first_ms is None else first_ms
+            if at_ms != first_ms:
+                raise DuplicateWorker(self._identity.worker_id)
+            await self._clock.sleep(CHECK_S)
+
+    async def _namesake_at_ms(self) -> int | None:
+        """Return the time of the newest heartbeat of another process with this id."""
+        for status in await self._registry.workers():
+            if status.worker_id == self._identity.worker_id and status.incarnation != self._identity.incarnation:
+                return status.at_ms
+        return None
+
     async def beat(self) -> None:
+        """Announce the worker. Raises `DuplicateWorker` if an older process with its id has done so meanwhile."""
         now, wall_ms = self._clock.now(), self._clock.wall_ms()
         interval_s = max(now - self._last_s, 1e-3) if self._last_s is not None else 1.0
-        self._last_s = now
+        is_first, self._last_s = self._last_s is None, now
         status, sla_json = self._report.read(now, wall_ms, interval_s)
-        await self._registry.announce(status, self._metrics_text(), sla_json)
+        before = await self._registry.announce(status, self._metrics_text(), sla_json)
+        if not is_first and before and before < self._identity.incarnation:
+            raise DuplicateWorker(self._identity.worker_id)
 
     async def withdraw(self) -> None:
         """Remove the worker from the registry."""
-        await self._registry.withdraw(self._worker_id)
+        await self._registry.withdraw(self._identity.worker_id)
 
 
 class EndedRates:
@@ -149,6 +192,7 @@ class RequestReport:
     def _status(self, tiers: dict[str, TierStatus], wall_ms: int, kv_usage: float, busy: float) -> WorkerStatus:
         return WorkerStatus(
             worker_id=self._identity.worker_id,
+            incarnation=self._identity.incarnation,
             model_names=self._identity.model_names,
             max_model_len=self._engine.max_model_len,
             vocab_size=self._engine.vocab_size,

@@ -12,6 +12,7 @@ from scheduler.clock import Clock
 from scheduler.queue.base import LeaseStore
 from scheduler.request import Lease
 from scheduler.store.outage import StoreOutage
+from scheduler.worker.heartbeat import WorkerIdentity
 
 LEASE_S = 10.0
 RENEW_S = 3.0  # seconds between two renewals; two renewals may fail before a lease ends
@@ -48,13 +49,13 @@ class UnrenewedLeases:
 
 class LeaseKeeper:
     def __init__(
-        self, holder: LeaseHolder, queue: LeaseStore, outage: StoreOutage, clock: Clock, worker_id: str
+        self, holder: LeaseHolder, queue: LeaseStore, outage: StoreOutage, clock: Clock, identity: WorkerIdentity
     ) -> None:
         self._holder = holder
         self._queue = queue
         self._outage = outage
         self._clock = clock
-        self._worker_id = worker_id
+        self._identity = identity
         self._unrenewed = UnrenewedLeases()
 
     async def run(self) -> None:
@@ -71,14 +72,18 @@ class LeaseKeeper:
             else:
                 self._unrenewed = UnrenewedLeases()
 
-    async def give_back(self, leases: Iterable[Lease] = ()) -> None:
-        """Put everything that is leased to this worker back into the queue, at its old place.
+    async def begin_anew(self, leases: Iterable[Lease]) -> None:
+        """Put `leases`, and what dead processes with this worker's id have left, back into the queue.
 
-        That is what belongs to `leases`, what the worker still holds, and what an interrupted claim or a dead process
-        with the same worker id has taken.
+        To be called when no other process with this id is alive.
         """
         await self._queue.release([*leases, *self._holder.release_all()])
-        await self._queue.requeue_worker(self._worker_id)
+        await self._queue.requeue_worker(self._identity.worker_id)
+
+    async def give_back(self) -> None:
+        """Put everything that is leased to this process back into the queue, also of an interrupted claim."""
+        await self._queue.release(self._holder.release_all())
+        await self._queue.requeue_worker(self._identity.holder)
 
     async def _requeue_ended(self) -> None:
         ended = self._unrenewed.observe(await self._queue.expired_leases(LEASE_S))

@@ -17,7 +17,7 @@ from scheduler.store.outage import StoreOutage
 from scheduler.worker.checkpoints import Checkpointer
 from scheduler.worker.claimer import Claimer
 from scheduler.worker.driver import Driver, RequestWorker
-from scheduler.worker.heartbeat import Heartbeat, ReadGpus, RequestReport, WorkerIdentity
+from scheduler.worker.heartbeat import DuplicateWorker, Heartbeat, ReadGpus, RequestReport, WorkerIdentity
 from scheduler.worker.leases import LeaseKeeper
 from scheduler.worker.maintenance import ControllerReview, Maintenance
 from scheduler.worker.metrics import SchedulerMetrics
@@ -88,10 +88,10 @@ def build_loop(
     worker = RequestWorker(
         driver, held, queue, intake, claimer, publisher, checkpointer, metrics, report, outage, clock, tracer
     )
-    heartbeat = Heartbeat(registry, report, metrics.text, clock, worker_id)
+    heartbeat = Heartbeat(registry, report, metrics.text, clock, identity)
     review = ControllerReview(core, queue, metrics, intake, clock)
     maintenance = Maintenance(heartbeat, outage, clock, lambda: driver.is_stuck, review.run)
-    leases = LeaseKeeper(intake, queue, outage, clock, worker_id)
+    leases = LeaseKeeper(intake, queue, outage, clock, identity)
     return WorkerLoop(worker, queue, leases, peers, maintenance, heartbeat)
 
 
@@ -123,13 +123,17 @@ class WorkerLoop:
         Any error ends all tasks and is raised. A new loop may then continue with the same engine and core.
         """
         try:
-            await self._leases.give_back(await self._work.begin())
+            await self._heartbeat.await_namesake()
+            await self._leases.begin_anew(await self._work.begin())
             await self._heartbeat.beat()
             self.is_announced = True
             await self._run_tasks()
             await self._work.end()
             await self._leases.give_back()
             await self._heartbeat.withdraw()
+        except DuplicateWorker:
+            await self._leases.give_back()
+            raise
         finally:
             await self._queue.close()
 

@@ -88,11 +88,11 @@ class World:
         self.client = SchedulerClient(self.queue, self.events, self.registry, tiers, self.clock, "gateway")
         self.answers: dict[str, Answer] = {}
 
-    def add_worker(self, driver: Driver, engine: Any, worker_id: str, **more: Any) -> Worker:
+    def add_worker(self, driver: Driver, engine: Any, worker_id: str, incarnation: str = "", **more: Any) -> Worker:
         """Begin a worker. `more`: further arguments of `build_loop`."""
         prometheus = CollectorRegistry()
-        queue, metrics = self.queue.for_worker(worker_id), UnreadMetrics(prometheus, self.tiers)
-        identity = WorkerIdentity(worker_id, ("model",), self.clock.wall_ms())
+        identity = WorkerIdentity(worker_id, ("model",), self.clock.wall_ms(), incarnation)
+        queue, metrics = self.queue.for_worker(identity.holder), UnreadMetrics(prometheus, self.tiers)
         loop = build_loop(driver, queue, self.events, self.registry, metrics, self.clock, identity, **more)
         return Worker(driver.core, engine, queue, metrics, prometheus, loop, asyncio.create_task(loop.run()))
 

@@ -25,7 +25,7 @@ from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.memory import MemoryWorkerRegistry
 from scheduler.request import Request
 from scheduler.virtual_time import VirtualClock
-from scheduler.worker.heartbeat import WorkerIdentity
+from scheduler.worker.heartbeat import DuplicateWorker, WorkerIdentity
 from scheduler.worker.leases import LEASE_S
 from scheduler.worker.loop import WorkerLoop, build_loop
 from scheduler.worker.metrics import SchedulerMetrics
@@ -36,7 +36,7 @@ from tidegate.supervision.keeper import EX_CONFIG
 from tidegate.supervision.process import LONGEST_PAUSE_S, SETTLED_S
 from tidegate.worker import engine_worker as worker
 from tidegate.worker.engine_worker import run_worker
-from tidegate.worker.process import GIVE_UP_S, LoopRunner, keep_serving, run_process
+from tidegate.worker.process import GIVE_UP_S, LoopRunner, WorkerProcess, keep_serving, run_process
 
 DRAIN_S = 5.0
 
@@ -284,6 +284,15 @@ def test_an_engine_that_breaks_in_its_first_steps_cannot_start(
     said = capfd.readouterr()
     assert f"the engine's first steps failed: {error}" in said.out + said.err
     assert "Traceback" not in said.out + said.err
+
+
+def test_a_worker_whose_id_is_taken_cannot_start(settings: WorkerSettings, capfd: pytest.CaptureFixture[str]) -> None:
+    def serve(process: WorkerProcess) -> None:
+        raise DuplicateWorker(process.identity.worker_id)
+
+    assert run_process(settings.model_copy(update={"worker_id": "w"}), serve) == EX_CONFIG
+    said = capfd.readouterr()
+    assert "another worker with the id 'w' is at work on this store" in said.out + said.err
 
 
 def test_an_interrupt_while_the_model_loads_is_an_ordinary_end(

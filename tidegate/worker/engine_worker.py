@@ -142,7 +142,7 @@ async def _serve_requests(
     tracer = tracing.requests_of(identity.worker_id) if tracing is not None else None
 
     def build(redis: Redis) -> WorkerLoop:
-        queue = RedisQueue(redis, clock, identity.worker_id)
+        queue = RedisQueue(redis, clock, identity.holder)
         events, registry = RedisEventChannel(redis), RedisWorkerRegistry(redis)
         return build_loop(make_driver(), queue, events, registry, metrics, clock, identity, read_gpus, tracer)
 

@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -29,7 +30,7 @@ from scheduler.reload.follower import TierConsumer, TierFollower
 from scheduler.reload.store import TierStore
 from scheduler.store import connection
 from scheduler.store.errors import StoreRefused
-from scheduler.worker.heartbeat import WorkerIdentity
+from scheduler.worker.heartbeat import DuplicateWorker, WorkerIdentity
 from scheduler.worker.loop import WorkerLoop
 from tidegate.settings.worker import WorkerSettings
 from tidegate.supervision.keeper import EX_CONFIG
@@ -73,11 +74,12 @@ def run_process(settings: WorkerSettings, serve: Callable[[WorkerProcess], None]
         tiers = load_tiers(settings.tiers_path)
         worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
         clock, runner = SystemClock(), LoopRunner(settings.drain_s)
-        identity = WorkerIdentity(worker_id, settings.model_names, clock.wall_ms())
+        started_ms = clock.wall_ms()
+        identity = WorkerIdentity(worker_id, settings.model_names, started_ms, f"{started_ms}-{token_hex(4)}")
         with traced("worker", worker_id, settings.otel) as tracing:
             serve(WorkerProcess(settings, tiers, identity, clock, runner, tracing))
         return 0
-    except (EngineStartError, TierConfigError, StepLogError, TracingError) as error:
+    except (EngineStartError, TierConfigError, StepLogError, TracingError, DuplicateWorker) as error:
         log.error("the worker cannot start", reason=str(error))
         return EX_CONFIG
     except KeyboardInterrupt:

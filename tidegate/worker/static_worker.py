@@ -37,7 +37,7 @@ async def _serve(process: WorkerProcess) -> None:
     metrics = TaskMetrics(CollectorRegistry(), process.tiers)
 
     def build(redis: Redis) -> WorkerLoop:
-        queue, registry = TaskQueue(redis, clock, identity.worker_id), RedisWorkerRegistry(redis)
+        queue, registry = TaskQueue(redis, clock, identity.holder), RedisWorkerRegistry(redis)
         return build_call_loop(endpoint, policy, queue, registry, metrics, clock, identity, tracer)
 
     with signals_call(process.runner.end):

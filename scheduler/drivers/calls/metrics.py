@@ -115,6 +115,7 @@ class TaskReport:
         rates = self._rates.update((), interval_s)
         status = WorkerStatus(
             worker_id=self._identity.worker_id,
+            incarnation=self._identity.incarnation,
             model_names=(),
             max_model_len=0,
             vocab_size=0,

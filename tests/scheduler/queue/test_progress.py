@@ -29,6 +29,20 @@ def attempts(claimed: list[Claimed]) -> dict[str, int]:
     return {c.request.id: c.attempt for c in claimed}
 
 
+async def test_a_worker_id_stands_for_all_its_incarnations_and_one_of_them_only_for_itself(handles: Handles) -> None:
+    await handles().put([make_request(name) for name in "abc"])
+    [a] = await claim(handles("w#1"), 1)
+    [b] = await claim(handles("w#2"), 1)
+    [c] = await claim(handles("w2"), 1)
+    await handles("w#1").note_step({}, lease_of(a))
+    assert await handles().requeue_worker("w#2") == ["b"]
+    assert await handles().renew([lease_of(x) for x in (a, b, c)], LEASE_S) == [True, False, True]
+    await claim(handles("w#2"), 1)
+    assert sorted(await handles().requeue_worker("w")) == ["a", "b"]
+    assert await handles().renew([lease_of(c)], LEASE_S) == [True]
+    assert attempts(await claim(handles("w#3"))) == {"a": 2, "b": 3}
+
+
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 

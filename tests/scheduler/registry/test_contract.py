@@ -1,6 +1,7 @@
 """The contract of worker registries: one suite, run in memory and on a real server."""
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 import structlog
@@ -53,6 +54,14 @@ async def test_the_state_of_the_controllers_is_kept_too(registry: WorkerRegistry
     assert await registry.sla() == {"w1": '{"tiers": {"ünï": 1}}', "w2": "{}"}
     await registry.withdraw("w1")
     assert await registry.sla() == {"w2": "{}"}
+
+
+async def test_an_announcement_says_which_process_announced_before_under_the_same_id(registry: WorkerRegistry) -> None:
+    first, second = replace(status("w1"), incarnation="1-a"), replace(status("w1"), incarnation="2-b")
+    assert await registry.announce(first, "") == ""
+    assert await registry.announce(second, "") == "1-a"
+    assert await registry.announce(second, "") == "2-b"
+    assert await registry.workers() == [second]
 
 
 async def test_a_worker_that_withdraws_is_gone_at_once(registry: WorkerRegistry) -> None:

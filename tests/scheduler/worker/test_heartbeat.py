@@ -3,8 +3,17 @@
 import asyncio
 import json
 
-from tests.scheduler.builders import make_tiers
-from tests.scheduler.world import World, played_by, run_world
+import pytest
+
+from engine.modeled.engine import ModeledEngine
+from scheduler.drivers.steps.driver import StepDriver
+from scheduler.registry.heartbeat_monitor import CHECK_S, WORKER_SILENT_S
+from scheduler.registry.memory import MemoryWorkerRegistry
+from scheduler.registry.worker_status import WorkerStatus
+from scheduler.worker.heartbeat import DuplicateWorker, Heartbeat, WorkerIdentity
+from tests.scheduler.builders import FAST, expected_tokens, make_core, make_info, make_tiers
+from tests.scheduler.queue.harness import ManualClock
+from tests.scheduler.world import Answer, Worker, World, played_by, run_world
 
 STATES = {"waiting", "running", "paused", "swapped"}
 BEGINS_TO_GROW = ("bulk", "batch_size", 2, 4, "queue")
@@ -26,3 +35,70 @@ async def test_a_worker_says_what_its_controller_does_and_as_of_when(world: Worl
     assert (first["tier"], first["knob"], first["old"], first["new"], first["signal"]) == BEGINS_TO_GROW
     assert 0 < first["ago_s"] < 2.0
     await asyncio.gather(*bulk)
+
+
+def namesake(world: World, incarnation: str) -> Worker:
+    """Begin another process with the id of the world's own worker."""
+    engine = ModeledEngine(make_info(), world.clock.sleep, FAST)
+    return world.add_worker(StepDriver(make_core(), engine), engine, "worker", incarnation)
+
+
+async def busy_worker(world: World, incarnation: str) -> "asyncio.Task[Answer]":
+    """Replace the world's own worker by one with an incarnation, which holds a chat."""
+    world.loop.drain()
+    await world.running
+    engine = ModeledEngine(make_info(), world.clock.sleep, FAST)
+    world.begin_worker(StepDriver(make_core(), engine), engine, incarnation=incarnation)
+    await world.settle()
+    chat = asyncio.create_task(world.ask("chat", max_tokens=400))
+    await world.clock.sleep(0.5)
+    assert len(world.core.held) == 1
+    return chat
+
+
+@played_by(run_world)
+async def test_a_newcomer_with_the_id_of_a_live_worker_ends_and_takes_none_of_its_leases(world: World) -> None:
+    chat = await busy_worker(world, "1-a")
+    newcomer = namesake(world, "2-b")
+    with pytest.raises(DuplicateWorker, match=r"the id 'worker' is at work on this store; give each its own"):
+        await newcomer.running
+    assert len(world.core.held) == 1 and not len(newcomer.core.held)
+    answer = await chat
+    assert answer.token_ids == expected_tokens(answer.request)
+    assert [w.incarnation for w in await world.registry.workers()] == ["1-a"]
+
+
+class Said:
+    """What a worker says of itself, without a worker. Implements `SelfReport`."""
+
+    def __init__(self, identity: WorkerIdentity) -> None:
+        self._identity = identity
+
+    def read(self, now: float, wall_ms: int, interval_s: float) -> tuple[WorkerStatus, str]:
+        return WorkerStatus(self._identity.worker_id, (), 1, 1, 0, incarnation=self._identity.incarnation), "{}"
+
+
+async def test_of_two_that_have_announced_themselves_at_once_the_later_one_ends() -> None:
+    clock = ManualClock()
+    registry = MemoryWorkerRegistry(clock)
+    identities = [WorkerIdentity("worker", (), 0, incarnation) for incarnation in ("1-a", "2-b")]
+    older, later = (Heartbeat(registry, Said(identity), str, clock, identity) for identity in identities)
+    await older.beat()
+    await later.beat()  # the older one may have ended just now
+    await older.beat()
+    with pytest.raises(DuplicateWorker):
+        await later.beat()
+
+
+@played_by(run_world)
+async def test_a_successor_waits_until_its_predecessor_is_silent_and_takes_its_work_over(world: World) -> None:
+    chat = await busy_worker(world, "1-a")
+    await world.kill_worker()
+    engine = ModeledEngine(make_info(), world.clock.sleep, FAST)
+    world.begin_worker(StepDriver(make_core(), engine), engine, incarnation="2-b")
+    killed_s = world.clock.now()
+    while not len(world.core.held):
+        await world.clock.sleep(0.1)
+    assert world.clock.now() - killed_s <= WORKER_SILENT_S + 2 * CHECK_S
+    answer = await chat
+    assert answer.token_ids == expected_tokens(answer.request)
