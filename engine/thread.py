@@ -87,10 +87,7 @@ class EngineThread:
         self._thread = Thread(target=self._run, args=(make, made), name="engine", daemon=True)
         self._thread.start()
         self._stepper = made.result()
-
-    @property
-    def info(self) -> EngineInfo:
-        return self._stepper.info
+        self.info = self._stepper.info
 
     async def compile_grammar(self, grammar: str) -> object:
         """Compile a grammar on a thread of its own, while steps run. Raises `GrammarError` if it does not compile."""

@@ -93,7 +93,7 @@ class ModeledEngine:
         if drift is not None and timer is None:
             raise ValueError("a drift over time needs a timer")
         eviction = info.step_eviction if timer is not None else StepEviction.NOTHING
-        self._info = replace(info, step_eviction=eviction, caches_prefixes=prefix_cache)
+        self.info = replace(info, step_eviction=eviction, caches_prefixes=prefix_cache)
         self._sleep = sleep
         self._cost = cost or StepCost()
         self._decode_cost = decode_cost or self._cost
@@ -106,10 +106,6 @@ class ModeledEngine:
         self._table = SequenceTable(info, prefix_cache=prefix_cache)
         self._running: _Step | None = None
         self._evictees: set[str] = set()  # sequences to evict from the running step
-
-    @property
-    def info(self) -> EngineInfo:
-        return self._info
 
     @property
     def num_used_blocks(self) -> int:
@@ -155,11 +151,11 @@ class ModeledEngine:
         After the last boundary, the call has no effect.
         """
         step = self._running
-        if step is None or self._timer is None or self._info.step_eviction is StepEviction.NOTHING:
+        if step is None or self._timer is None or self.info.step_eviction is StepEviction.NOTHING:
             return
         self._evictees.update(seq_ids)
         remaining = [c for c in step.remaining if c.sequence.seq_id not in self._evictees]
-        if len(remaining) == len(step.remaining) or (remaining and self._info.step_eviction is StepEviction.STEPS):
+        if len(remaining) == len(step.remaining) or (remaining and self.info.step_eviction is StepEviction.STEPS):
             return
         elapsed_s = self._timer.now() - step.started_s
         progress = step.progress_at(elapsed_s)
@@ -168,13 +164,13 @@ class ModeledEngine:
             self._timer.move(step.started_s + step.duration_s)
 
     def close(self) -> None:
-        self._table = SequenceTable(self._info, prefix_cache=self._prefix_cache)
+        self._table = SequenceTable(self.info, prefix_cache=self._prefix_cache)
         self._running = None
 
     def _begin(self, plan: StepPlan) -> _Step:
         started_s = 0.0 if self._timer is None else self._timer.now()
         chunks = self._table.begin(plan)
-        copying_s = len(self._table.copies) * self._info.swap_block_s
+        copying_s = len(self._table.copies) * self.info.swap_block_s
         slowdown = max(0.1, self._random.gauss(1.0, self._noise)) if chunks else 1.0
         if self._drift is not None:
             slowdown *= self._drift(started_s)
@@ -222,7 +218,7 @@ class ModeledEngine:
             self._table.advance(chunk, None)
             return SequenceOutput(sequence.seq_id, end, num_cached_tokens=chunk.num_cached)
         seed = sequence.sampling.seed + self._salt
-        token = modeled_token(seed, end - sequence.num_prompt_tokens, self._info.vocab_size)
+        token = modeled_token(seed, end - sequence.num_prompt_tokens, self.info.vocab_size)
         reason = self._table.advance(chunk, token)
         return SequenceOutput(sequence.seq_id, end, (token,), reason, chunk.num_cached)
 

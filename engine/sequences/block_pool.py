@@ -22,8 +22,6 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        if num_blocks < 0:
-            raise ValueError(f"a pool cannot have {num_blocks} blocks")
         self.num_blocks = num_blocks
         self.cache = PrefixCache()
         self._free = list(range(num_blocks - 1, -1, -1))

@@ -101,10 +101,6 @@ class Sequence:
         self.token_ids.append(token_id)
         return self._finish_reason(len(self.token_ids) - 1)
 
-    def append_placeholder(self, placeholder: int) -> None:
-        """Append a placeholder for a token that only the device knows yet."""
-        self.token_ids.append(placeholder)
-
     def replace_placeholder(self, index: int, token_id: int) -> FinishReason | None:
         """Replace the placeholder at `index` by the real token.
 

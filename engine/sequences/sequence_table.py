@@ -71,9 +71,6 @@ class SequenceTable:
         self.copies = BlockCopies()  # of the newest step
         self._sequences: dict[str, Sequence] = {}
 
-    def __len__(self) -> int:
-        return len(self._sequences)
-
     def __getitem__(self, seq_id: str) -> Sequence:
         return self._sequences[seq_id]
 
@@ -138,7 +135,7 @@ class SequenceTable:
         """
         chunk.sequence.num_computed_tokens = chunk.end
         if placeholder is not None:
-            chunk.sequence.append_placeholder(placeholder)
+            chunk.sequence.token_ids.append(placeholder)
 
     def finalize(self, chunk: Chunk, token_id: int | None) -> FinishReason | None:
         """Do the second half of `advance`, after the device has computed the chunk and the sampled token is known.

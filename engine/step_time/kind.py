@@ -46,7 +46,7 @@ class StepKind:
         self._min_step_s = 0.0
         self._ratios: deque[float] = deque(maxlen=SAFETY_WINDOW)  # measured ÷ predicted
         self._num_tracked = 0
-        self._safety = 1.0
+        self.safety = 1.0  # the factor by which `cost` is above the mean
         self._log_ratio = Ewma(USUAL_WEIGHT)
 
     @property
@@ -55,18 +55,13 @@ class StepKind:
         return self._num_tracked >= KNOWN_STEPS
 
     @property
-    def safety(self) -> float:
-        """The factor by which `cost` is above the mean."""
-        return self._safety
-
-    @property
     def is_tracked(self) -> bool:
         return self._num_tracked > 0
 
     def cost(self, slowdown: float, min_step_s: float) -> StepCost:
         """Return the present coefficients, multiplied by the slowdown and by the safety factor."""
-        k = [value * scale * slowdown * self._safety for value, scale in zip(self._theta, _SCALE, strict=True)]
-        return StepCost(k[0], k[1], k[2], k[3], k[4], min_step_s * slowdown * self._safety)
+        k = [value * scale * slowdown * self.safety for value, scale in zip(self._theta, _SCALE, strict=True)]
+        return StepCost(k[0], k[1], k[2], k[3], k[4], min_step_s * slowdown * self.safety)
 
     def predict(self, x: Sequence[float]) -> float:
         """Return the expected seconds of a step with features `x`."""
@@ -90,7 +85,7 @@ class StepKind:
         self._num_tracked += 1
         if self._num_tracked % SAFETY_EVERY == 0:
             quantile = sorted(self._ratios)[int(SAFETY_QUANTILE * (len(self._ratios) - 1))]
-            self._safety = min(max(quantile, 1.0), MAX_SAFETY)
+            self.safety = min(max(quantile, 1.0), MAX_SAFETY)
 
     def usual_ratio(self, ratio: float) -> float:
         """Add a step's measured ÷ predicted, and return the usual one, which is no sign of another pace.

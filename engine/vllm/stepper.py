@@ -47,7 +47,7 @@ class VllmStepper:
     def __init__(
         self, info: EngineInfo, executor: BatchExecutor, constraints: Constraints, *, prefix_cache: bool
     ) -> None:
-        self._info = info
+        self.info = info
         self._executor = executor
         self._constraints = constraints
         self._table = SequenceTable(info, prefix_cache=prefix_cache)
@@ -55,19 +55,7 @@ class VllmStepper:
         self._started: deque[StartedStep] = deque()  # oldest first
         self._results: deque[StepResult] = deque()  # of finalized steps, oldest first
         self._finalized_s = 0.0
-        self._on_computed: Callable[[], None] = _do_nothing
-
-    @property
-    def info(self) -> EngineInfo:
-        return self._info
-
-    @property
-    def num_free_blocks(self) -> int:
-        return self._table.pool.num_free
-
-    @property
-    def num_used_blocks(self) -> int:
-        return self._table.pool.num_used
+        self._on_computed: Callable[[], None] = lambda: None
 
     def compile_grammar(self, grammar: str) -> CompiledGrammar:
         """Compile a grammar, on any thread. Raises `GrammarError` if it does not compile."""
@@ -204,15 +192,11 @@ class VllmStepper:
                 step_id=step.step_id,
                 outputs=tuple(outputs),
                 failures=tuple(failures),
-                free_blocks=self.num_free_blocks,
+                free_blocks=self._table.pool.num_free,
                 elapsed_s=busy_s,
                 shared_blocks=self._table.pool.take_changes(),
             )
         )
-
-
-def _do_nothing() -> None:
-    """Stand for the callback of `call_when_finished` where nobody waits for it."""
 
 
 def _pieces(chunks: Iterable[Chunk], size: int) -> Iterator[tuple[Chunk, ...]]:

@@ -132,7 +132,7 @@ class PagedAttention:
             raise RuntimeError("rows were evicted before a layer that cannot continue with fewer rows")
         layer_idx = int(module.layer_idx)  # type: ignore[arg-type]
         layer = self._cache.layers[layer_idx]
-        layer.write(key, value, self.step.slot_rows(layer.shape.num_kv_heads))
+        layer.write(key, value, self.step.slot_rows.of(layer.shape.num_kv_heads))
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         return self.attend(layer_idx, query[0], key[0], value[0], scaling, softcap, s_aux)[None]
 

@@ -21,7 +21,7 @@ def decode(layer: LayerCache, group: DecodeTensors, query: Tensor, scoring: Scor
     `query` is (heads, num_seqs, head_dim). The result is (num_seqs, heads, head_dim).
     """
     kv_heads, num_seqs = layer.shape.num_kv_heads, group.num_seqs
-    keys, values = layer.gather(group.block_rows(kv_heads), num_seqs)
+    keys, values = layer.gather(group.block_rows.of(kv_heads), num_seqs)
     grouped = _by_kv_head(query, kv_heads)  # (kv_heads, query heads per KV head, num_seqs, head_dim)
     num_rows, head_dim = grouped.shape[1], grouped.shape[3]
     packed = grouped.transpose(1, 2).reshape(kv_heads * num_seqs, num_rows, head_dim)
@@ -45,7 +45,7 @@ def prefill(
     if chunk.start == 0:  # the chunk's own keys and values are the whole context
         keys, values = key, value
     else:
-        keys, values = layer.gather(chunk.block_rows(kv_heads), 1)
+        keys, values = layer.gather(chunk.block_rows.of(kv_heads), 1)
         keys, values = keys[:, : chunk.end], values[:, : chunk.end]
     grouped = _by_kv_head(query, kv_heads)  # (kv_heads, query heads per KV head, tokens, head_dim)
     attend = _attend_by_sdpa if _is_plain(scoring) else _attend_by_products

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.native.batch.packing import Ints, PrefillChunk, StepBatch
-from engine.native.kv.cache import head_rows
+from engine.native.kv.cache import HeadRows
 
 Upload = Callable[[Seq[Ints]], Tensor]  # copies arrays to the device, end to end in one int64 tensor
 
@@ -30,15 +30,8 @@ class DecodeTensors:
         self.rows = slice(first_row, first_row + self.num_seqs)
         self.block_table = block_table
         self.context_lens = context_lens
-        self._num_blocks = num_blocks
-        self._block_rows: dict[int, Tensor] = {}
+        self.block_rows = HeadRows(block_table, num_blocks)
         self._biases: dict[tuple[int, int | None], Tensor] = {}
-
-    def block_rows(self, num_kv_heads: int) -> Tensor:
-        """Return the index with which `LayerCache.gather` reads the blocks of the group."""
-        if num_kv_heads not in self._block_rows:
-            self._block_rows[num_kv_heads] = head_rows(self.block_table, num_kv_heads, self._num_blocks)
-        return self._block_rows[num_kv_heads]
 
     def bias(self, num_kv_heads: int, window: int | None, padded_len: int, dtype: torch.dtype) -> Tensor:
         """Return the mask that is added to the scores: (kv_heads × num_seqs, 1, padded_len).
@@ -61,16 +54,9 @@ class PrefillTensors:
         self.rows = slice(chunk.first_row, chunk.first_row + chunk.num_rows)
         self.start = chunk.start
         self.end = chunk.end
-        self._block_table = block_table
-        self._num_blocks = num_blocks
-        self._block_rows: dict[int, Tensor] = {}
+        self.block_rows = HeadRows(block_table, num_blocks)
+        self._device = block_table.device
         self._biases: dict[int | None, Tensor] = {}
-
-    def block_rows(self, num_kv_heads: int) -> Tensor:
-        """Return the index with which `LayerCache.gather` reads the blocks of the sequence."""
-        if num_kv_heads not in self._block_rows:
-            self._block_rows[num_kv_heads] = head_rows(self._block_table, num_kv_heads, self._num_blocks)
-        return self._block_rows[num_kv_heads]
 
     def is_plain_causal(self, window: int | None) -> bool:
         """Return whether a square causal mask suffices.
@@ -85,7 +71,7 @@ class PrefillTensors:
         It is 0 for the tokens that a row may attend to, and -inf for all other tokens.
         """
         if window not in self._biases:
-            positions = torch.arange(self.end, device=self._block_table.device)
+            positions = torch.arange(self.end, device=self._device)
             own = positions[self.start :, None]
             self._biases[window] = _bias(_hidden(positions, own, window), dtype)
         return self._biases[window]
@@ -129,8 +115,7 @@ class StepTensors:
         self.decode_groups = decode_groups
         self.prefills = prefills
         self.origin: Tensor | None = None
-        self._num_slots = num_slots
-        self._slot_rows: dict[int, Tensor] = {}
+        self.slot_rows = HeadRows(slot_ids, num_slots)
 
     def own_rows(self, rows: Tensor) -> Tensor:
         """Return the lines of `rows` that belong to the remaining rows of the step.
@@ -138,12 +123,6 @@ class StepTensors:
         `rows` has one line for each row that the step had at the start of the pass.
         """
         return rows if self.origin is None else rows[self.origin]
-
-    def slot_rows(self, num_kv_heads: int) -> Tensor:
-        """Return the index with which `LayerCache.write` writes the slots of the new tokens."""
-        if num_kv_heads not in self._slot_rows:
-            self._slot_rows[num_kv_heads] = head_rows(self.slot_ids, num_kv_heads, self._num_slots)
-        return self._slot_rows[num_kv_heads]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from engine.native.model.fused_layer import bias_of
+from engine.native.model.fused_layer import concatenated
 
 # Largest number of outputs of one product. On the processors measured, wider products run at a third of the speed.
 _MAX_WIDTH = 8192
@@ -23,9 +23,7 @@ class PackedLinear(nn.Module):
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         super().__init__()
-        weight = torch.cat([layer.weight.detach() for layer in layers])
-        biases = [layer.bias for layer in layers]
-        bias = None if all(b is None for b in biases) else torch.cat([bias_of(layer) for layer in layers])
+        weight, bias = concatenated(layers)
         self.in_features = weight.shape[1]
         self.out_features = weight.shape[0]
         # This weight has only shape and dtype, which modeling code may read. A product with it fails at once.

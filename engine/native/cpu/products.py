@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from engine.native.model.fused_layer import bias_of
+from engine.native.model.fused_layer import concatenated
 
 PANEL = 16  # outputs of a panel; the same as kPanel in linear.h
 
@@ -31,14 +31,12 @@ class PackedWeight:
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         """Concatenate and pack the weights of `layers`. Raises `ValueError` if they do not fit panels."""
-        weight = torch.cat([layer.weight.detach() for layer in layers])
-        biases = [layer.bias for layer in layers]
+        weight, self._bias = concatenated(layers)
         self.out_features, self.in_features = weight.shape
         if self.out_features % PANEL or self.in_features % 2 or weight.dtype is not torch.bfloat16:
             raise ValueError(f"a {weight.dtype} weight of {tuple(weight.shape)} does not fit panels")
         panels = weight.view(self.out_features // PANEL, PANEL, self.in_features // 2, 2)
         self._panels = panels.transpose(1, 2).contiguous()
-        self._bias = None if all(b is None for b in biases) else torch.cat([bias_of(layer) for layer in layers])
         bias = None if self._bias is None else self._bias.data_ptr()
         self.arguments = LinearArguments(self._panels.data_ptr(), bias, self.out_features, self.in_features)
 

@@ -61,7 +61,7 @@ class TorchEngine:
         sampler: Sampler = sample,
         prefix_cache: bool = True,
     ) -> None:
-        self._info = info
+        self.info = info
         self._runner = runner
         self._swap = swap
         self._table = SequenceTable(info, prefix_cache=prefix_cache)
@@ -73,14 +73,6 @@ class TorchEngine:
         self.grammars = pipeline.grammars
         compute = StepComputation(info, runner, pipeline, self._eviction.evictees)
         self._compute_all = PiecewiseComputation(compute, runner.release_memory, info.block_size)
-
-    @property
-    def info(self) -> EngineInfo:
-        return self._info
-
-    @property
-    def num_free_blocks(self) -> int:
-        return self._table.pool.num_free
 
     @property
     def num_used_blocks(self) -> int:
@@ -160,9 +152,9 @@ class TorchEngine:
         Return False, with nothing changed, if the step needs the host or does not fit into memory.
         """
         sequences = [chunk.sequence for chunk in chunks if chunk.samples]
-        if not self._info.steps_ahead or not sequences or not all(_is_simple(chunk) for chunk in chunks):
+        if not self.info.steps_ahead or not sequences or not all(_is_simple(chunk) for chunk in chunks):
             return False
-        batch = pack_step(chunks, self._info.block_size)
+        batch = pack_step(chunks, self.info.block_size)
         previous = self._in_flight[-1].tokens.ids if self._in_flight else None
         try:
             logits = self._runner.run(batch, previous)
@@ -248,7 +240,7 @@ class TorchEngine:
                 step_id=step_id,
                 outputs=tuple(outputs),
                 failures=tuple(failures),
-                free_blocks=self.num_free_blocks,
+                free_blocks=self._table.pool.num_free,
                 elapsed_s=busy_s,
                 free_swap_blocks=self._table.swap_pool.num_free,
                 shared_blocks=self._table.pool.take_changes(),

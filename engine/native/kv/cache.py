@@ -48,7 +48,7 @@ class LayerCache:
     def write(self, key: Tensor, value: Tensor, index: Tensor) -> None:
         """Write `key` and `value`, (1, kv_heads, T, head_dim) each, to the slots of T tokens.
 
-        `index` is the result of `head_rows` for these slots.
+        `index` are the `HeadRows` of these slots.
         """
         rows = torch.cat((key, value)).view(-1, self.shape.head_dim)
         self.slots.index_copy_(0, index, rows)
@@ -56,7 +56,7 @@ class LayerCache:
     def gather(self, index: Tensor, num_seqs: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values of `num_seqs` sequences, (kv_heads × num_seqs, padded context, head_dim) each.
 
-        `index` is the result of `head_rows` for the block tables of the sequences.
+        `index` are the `HeadRows` of the block tables of the sequences.
         """
         gathered = self.blocks.index_select(0, index)
         keys_values = gathered.view(2, self.shape.num_kv_heads * num_seqs, -1, self.shape.head_dim)
@@ -110,13 +110,23 @@ class KVCache:
             pool.index_copy_(_BLOCK_DIM, blocks, content.movedim(0, _BLOCK_DIM))
 
 
-def head_rows(ids: Tensor, num_kv_heads: int, num_ids: int) -> Tensor:
-    """Return the rows of a `LayerCache` view that belong to the blocks or slots `ids`: (2 × kv_heads × len(ids),).
+class HeadRows:
+    """The rows of a `LayerCache` view that belong to the blocks or slots `ids`: rows of keys and values, of every head.
 
-    These are rows of keys and of values, for every head. `num_ids` is the number of all blocks or slots of the cache.
+    `num_ids` is the number of all blocks or slots of the cache. The rows are made once for each number of KV heads.
     """
-    heads = torch.arange(2 * num_kv_heads, device=ids.device)
-    return (heads[:, None] * num_ids + ids.reshape(1, -1)).view(-1)
+
+    def __init__(self, ids: Tensor, num_ids: int) -> None:
+        self._ids = ids
+        self._num_ids = num_ids
+        self._rows: dict[int, Tensor] = {}
+
+    def of(self, num_kv_heads: int) -> Tensor:
+        """Return the rows in a layer with so many KV heads: (2 × kv_heads × number of ids,)."""
+        if num_kv_heads not in self._rows:
+            heads = torch.arange(2 * num_kv_heads, device=self._ids.device)
+            self._rows[num_kv_heads] = (heads[:, None] * self._num_ids + self._ids.reshape(1, -1)).view(-1)
+        return self._rows[num_kv_heads]
 
 
 def _allocate(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

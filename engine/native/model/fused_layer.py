@@ -91,15 +91,18 @@ def norm_of(module: Any) -> Norm:
 
 def concatenate_linears(layers: Sequence[nn.Linear]) -> nn.Module:
     """Return one linear layer whose output is the concatenation of the outputs of `layers`."""
-    weight = torch.cat([layer.weight.detach() for layer in layers])
-    has_bias = any(layer.bias is not None for layer in layers)
-    joined = nn.Linear(weight.shape[1], weight.shape[0], bias=has_bias, device="meta")
+    weight, bias = concatenated(layers)
+    joined = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     joined.weight = nn.Parameter(weight, requires_grad=False)
-    if has_bias:
-        joined.bias = nn.Parameter(torch.cat([bias_of(layer) for layer in layers]), requires_grad=False)
+    if bias is not None:
+        joined.bias = nn.Parameter(bias, requires_grad=False)
     return joined
 
 
-def bias_of(layer: nn.Linear) -> Tensor:
-    """Return the bias (out,) of `layer`, or zeros if `layer` has no bias."""
-    return layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach()
+def concatenated(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Return the weights (out, in) and biases (out,) of `layers`, end to end; None if no layer has a bias."""
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    if all(layer.bias is None for layer in layers):
+        return weight, None
+    biases = [weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach() for layer in layers]
+    return weight, torch.cat(biases)

@@ -49,25 +49,10 @@ def _remaining_rows_agree(runner: ModelRunner, info: EngineInfo, chunks: list[Ch
     expected = expected.float().clone()
     first, second, last = (chunk.sequence.seq_id for chunk in chunks)
     early = [frozenset(), *[frozenset({first})] * runner.num_layers]
-    requests = _ScriptedRequests([*early[: runner.num_layers - 1], frozenset({first, second})])
-    running = RunningChunks(chunks, info.block_size, StepEviction.ROWS, requests.next)
+    requests = [*early[: runner.num_layers - 1], frozenset({first, second})]  # at each layer
+    running = RunningChunks(chunks, info.block_size, StepEviction.ROWS, lambda: requests.pop(0))
     found = runner.run(running.batch, running=running)
-    if found is None or requests.num_left or len(found) != 1:
+    if found is None or requests or len(found) != 1:
         return False
     wanted = expected[names.index(last)][None]
     return is_same_model(wanted, found.float(), runner.dtype)
-
-
-class _ScriptedRequests:
-    """A script of eviction requests: one set of sequence ids to evict for each layer, in order."""
-
-    def __init__(self, requests: list[frozenset[str]]) -> None:
-        self._requests = requests
-
-    @property
-    def num_left(self) -> int:
-        return len(self._requests)
-
-    def next(self) -> frozenset[str]:
-        """Return the ids of the sequences to evict at the next layer. Raises `IndexError` at the end of the script."""
-        return self._requests.pop(0)

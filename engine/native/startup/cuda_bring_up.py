@@ -14,7 +14,7 @@ from torch import nn
 
 from engine.interface import EngineInfo, blocks_for
 from engine.native.attention.kernels import AttentionKernels
-from engine.native.cuda.decode_graphs import CaptureFailure, DecodeGraphs, bucket_sizes
+from engine.native.cuda.decode_graphs import CaptureFailure, DecodeGraphs
 from engine.native.cuda.pinned_ring import PinnedRing
 from engine.native.device import free_bytes
 from engine.native.execution.model_runner import ModelRunner
@@ -98,11 +98,6 @@ def graph_bytes(sizes: Sequence[int], max_blocks: int, step_bytes: int) -> int:
     """
     lines = max(sizes) * (max_blocks + 8) * 8
     return lines + 2 * step_bytes + len(sizes) * _GRAPH_BYTES
-
-
-def graph_sizes(max_num_seqs: int, max_step_tokens: int) -> list[int]:
-    """Return the numbers of rows for which decode graphs are captured, ascending."""
-    return bucket_sizes(min(max_num_seqs, max_step_tokens))
 
 
 def capture_graphs(

@@ -24,6 +24,7 @@ from engine.native.attention.kernels import AttentionKernels
 from engine.native.cpu.build import load_library
 from engine.native.cpu.kernels import CpuKernels
 from engine.native.cpu.sampler import CpuSampler
+from engine.native.cuda.decode_graphs import bucket_sizes
 from engine.native.device import choose_device, choose_dtype
 from engine.native.execution.model_runner import ModelRunner
 from engine.native.execution.torch_engine import TorchEngine
@@ -37,7 +38,6 @@ from engine.native.startup.cpu_optimize import optimize_for_cpu
 from engine.native.startup.cuda_bring_up import (
     capture_graphs,
     graph_bytes,
-    graph_sizes,
     optimize_for_cuda,
     working_kernels,
 )
@@ -168,9 +168,8 @@ def _choose_kernels(config: EngineConfig, loaded: _Loaded, progress: Progress) -
     with progress.phase("trying the attention kernels"):
         attention = _attention_kernels(config, loaded, library)
     wants_graphs = config.cuda_graphs and loaded.device.type == "cuda" and attention is not None
-    return _Kernels(
-        library, attention, graph_sizes(config.max_num_seqs, config.max_step_tokens) if wants_graphs else []
-    )
+    largest = min(config.max_num_seqs, config.max_step_tokens)
+    return _Kernels(library, attention, bucket_sizes(largest) if wants_graphs else [])
 
 
 def _attention_kernels(config: EngineConfig, loaded: _Loaded, library: ctypes.CDLL | None) -> AttentionKernels | None:

@@ -44,12 +44,6 @@ def test_a_block_is_freed_once_and_by_its_holder_only() -> None:
     assert pool.num_free == 4
 
 
-def test_a_pool_may_have_no_blocks_but_not_fewer() -> None:
-    assert BlockPool(0).num_free == 0
-    with pytest.raises(ValueError, match="-1 blocks"):
-        BlockPool(-1)
-
-
 def cached_block(pool: BlockPool, holder: str, digest: bytes = b"d", retention: int = 0) -> int:
     (block,) = pool.allocate(1, holder)
     pool.cache.add(block, digest, retention)

@@ -44,7 +44,7 @@ def executor() -> ScriptedExecutor:
 def stepper(executor: ScriptedExecutor) -> Iterator[VllmStepper]:
     stepper = make_stepper(executor)
     yield stepper
-    assert stepper.num_free_blocks + stepper.num_used_blocks == INFO.num_blocks
+    assert stepper._table.pool.num_free + stepper._table.pool.num_used == INFO.num_blocks
 
 
 def make_stepper(executor: ScriptedExecutor) -> VllmStepper:
