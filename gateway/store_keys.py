@@ -31,6 +31,7 @@ UPLOAD_KEPT_S = DAY_S  # seconds after an upload's expiry, so that a repeated ca
 BATCHES = NAMESPACE + "batches"  # sorted set of ids by position; one for each owner
 BATCHES_POSITION = NAMESPACE + "batches:position"  # counter: the last position that was given to a batch
 BATCHES_UNFINISHED = NAMESPACE + "batches:unfinished"  # set of the ids that are not over, or not yet cleared up
+BATCHES_ENDED = NAMESPACE + "batches:ended"  # sorted set of the ids that are over and cleared up, by that time in s
 BATCHES_UNFINISHED_OF = NAMESPACE + "batches:unfinished_of"  # set of those, and of some that are over; for each owner
 BATCHES_BY_STATUS = NAMESPACE + "batches:by_status"  # hash: the number of batches by status
 LENGTHS_TTL_S = 90 * DAY_S

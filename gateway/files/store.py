@@ -83,10 +83,24 @@ class FileStore:
     """
 
     def __init__(
-        self, redis: Redis, data_dir: Path, clock: Clock, reserve_bytes: int = 0, storage: Storage | None = None
+        self,
+        redis: Redis,
+        data_dir: Path,
+        clock: Clock,
+        reserve_bytes: int = 0,
+        storage: Storage | None = None,
+        *,
+        batch_ttl_s: int | None = None,
+        ttl_s: int | None = None,
     ) -> None:
+        """Inputs of batches that set no expiry are kept for `batch_ttl_s` seconds, other files for `ttl_s`.
+
+        None: until they are deleted.
+        """
         self._redis = redis
         self._clock = clock
+        self._batch_ttl_s = batch_ttl_s
+        self._ttl_s = ttl_s
         self._register = load_script(redis, "gateway.files", "register")
         self._forget = load_script(redis, "gateway.files", "forget")
         self.storage = storage or LocalStorage(data_dir)
@@ -116,6 +130,8 @@ class FileStore:
         than `quota_bytes` (None: no limit), and `DiskFull`.
         """
         now = self._now_s()
+        if expires_after_s is None:
+            expires_after_s = self._batch_ttl_s if purpose == "batch" else self._ttl_s
         expires_at = None if expires_after_s is None else now + expires_after_s
         file_id = file_id or f"file-{secrets.token_hex(12)}"
         sha256 = await asyncio.to_thread(sha256_of, content)

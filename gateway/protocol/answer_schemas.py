@@ -200,6 +200,7 @@ ANSWERS: dict[tuple[str, str], Schema] = {
     ("get", "/v1/batches"): json_of("BatchList"),
     ("get", "/v1/batches/{batch_id}"): json_of("Batch"),
     ("post", "/v1/batches/{batch_id}/cancel"): json_of("Batch"),
+    ("delete", "/v1/batches/{batch_id}"): json_of("Deleted"),
     ("post", "/v1/tasks"): {"application/json": {"schema": {"oneOf": [reference("Task"), reference("TaskList")]}}},
     ("get", "/v1/tasks"): json_of("TaskList"),
     ("get", "/v1/tasks/{task_id}"): json_of("Task"),
@@ -222,7 +223,7 @@ FOLLOWERS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
         "input_file_id": ("create_batch",),
     },
     ("post", "/v1/uploads"): {"upload_id": ("add_upload_part", "complete_upload", "cancel_upload")},
-    ("post", "/v1/batches"): {"batch_id": ("retrieve_batch", "cancel_batch")},
+    ("post", "/v1/batches"): {"batch_id": ("retrieve_batch", "cancel_batch", "delete_batch")},
     ("post", "/v1/tasks"): {"task_id": ("retrieve_task", "cancel_task", "delete_task", "retry_task")},
     ("post", "/v1/responses"): {
         "response_id": ("retrieve_response", "cancel_response", "delete_response", "list_input_items"),

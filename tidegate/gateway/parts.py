@@ -144,7 +144,15 @@ def build_gateway(
         Metering(keyring, limits, usage, cache, metrics, store_bytes // 4),
         dead_letters,
     )
-    files = FileStore(redis, settings.data_dir, clock, settings.disk_reserve_mb * 2**20, outside.storage)
+    files = FileStore(
+        redis,
+        settings.data_dir,
+        clock,
+        settings.disk_reserve_mb * 2**20,
+        outside.storage,
+        batch_ttl_s=settings.batch_ttl_s,
+        ttl_s=settings.file_ttl_s,
+    )
     max_body_bytes = settings.max_body_mb * 2**20
     webhooks = make_webhooks(settings, redis, keyring, clock, metrics)
     responses = make_responses(settings, redis, completions, clock, webhooks)
@@ -167,6 +175,7 @@ def build_gateway(
         count_tokens=tokenizer.count,
         dead_letters=dead_letters,
         on_end=announce,
+        ttl_s=settings.batch_ttl_s,
         tracer=tracing.batches() if tracing is not None else None,
     )
     subject, tier_store = GatewayTiers(client, keyring, batches), TierStore(redis)

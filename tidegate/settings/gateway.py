@@ -97,6 +97,17 @@ class GatewaySettings(CommonSettings):
         ge=1,
         description="size of all files of an API key without a quota of its own, in MB; unset: no limit",
     )
+    batch_ttl_s: int = Field(
+        default=30 * 86_400,
+        ge=3600,
+        description="seconds for which inputs of batches that set no expiry, and records of ended batches, are kept",
+    )
+    file_ttl_s: int | None = Field(
+        default=None,
+        ge=3600,
+        description="seconds for which other files that set no expiry are kept, also results of batches; unset: until "
+        "they are deleted",
+    )
     batch_max_lines: int = Field(default=100_000, ge=1, le=1_000_000, description="most requests that a batch may have")
     batch_max_unfinished: int = Field(
         default=200, ge=1, description="most batches of an API key (without keys: of all) that are not over"

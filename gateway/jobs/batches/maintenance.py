@@ -20,7 +20,7 @@ from gateway.files.disk import is_disk_full
 from gateway.files.local_storage import PRIVATE_DIR
 from gateway.files.marker import ForeignStorage
 from gateway.files.storage import BATCHES, ContentLost
-from gateway.files.store import MAX_ORPHANS, ORPHAN_S, FileStore
+from gateway.files.store import MAX_ORPHANS, ORPHAN_S, SWEEP_GROUP, FileStore
 from gateway.jobs.batches.input.lines import work_folder
 from gateway.jobs.batches.lines.execution import stop
 from gateway.jobs.batches.model import BatchStatus
@@ -40,7 +40,7 @@ ADOPT_S = 1.0  # seconds between two searches for batches that no gateway runs
 BROKEN_S = 5.0  # seconds before a run that ended with an exception is started again
 SWEEPER_TICK_S = 1.0  # seconds between two checks whether a sweep or a count is due
 LATE_S = 30.0  # seconds between two counts of the batches that will be late
-SWEEP_S = 60.0  # seconds between two sweeps of expired files and lost batches
+SWEEP_S = 60.0  # seconds between two sweeps of expired files and records of batches
 ORPHAN_SWEEP_S = 86_400.0  # seconds between two sweeps of orphans; the first sweep is at the start
 
 MakeRun = Callable[[str], BatchRun]
@@ -57,8 +57,9 @@ class BatchMaintenance:
         clock: Clock,
         lock_ttl_s: float,
         count_late: Callable[[], Awaitable[object]],
+        ttl_s: int,
     ) -> None:
-        """`count_late` counts the batches that will be late, for the metrics."""
+        """`count_late` counts the batches that will be late, for the metrics. Records live `ttl_s` after the end."""
         self._store = store
         self._files = files
         self._make_run = make_run
@@ -67,6 +68,7 @@ class BatchMaintenance:
         self._directory = files.data_dir / BATCHES  # one subdirectory for each batch whose input is on this machine
         self._lock_ttl_s = lock_ttl_s
         self._count_late = count_late
+        self._ttl_s = ttl_s
         self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
         self._loops: list[asyncio.Task[None]] = []
         self._withdrawn: dict[str, str | None] = {}  # by id: the owners of batches that are to be removed
@@ -82,6 +84,7 @@ class BatchMaintenance:
         )
         sweeping = (
             _Duty(self._files.sweep, SWEEP_S),
+            _Duty(self.remove_ended, SWEEP_S),
             _Duty(self.sweep_orphans, ORPHAN_SWEEP_S),
             _Duty(self._warn_of_no_log, math.inf),
         )
@@ -202,8 +205,16 @@ class BatchMaintenance:
 
     async def _remove_withdrawn(self) -> None:
         for batch_id, owner in list(self._withdrawn.items()):
-            await self._store.withdraw(batch_id, owner)
+            await self._store.remove(batch_id, owner, if_over=False)
             self._withdrawn.pop(batch_id, None)
+
+    async def remove_ended(self) -> None:
+        """Remove the records of batches that ended long ago."""
+        before_s = self._clock.wall_ms() // 1000 - self._ttl_s
+        while batch_ids := await self._store.ended_before(before_s, SWEEP_GROUP):
+            owners = {batch.id: batch.owner for batch in await self._store.get_all(batch_ids)}
+            for batch_id in batch_ids:
+                await self._store.remove(batch_id, owners.get(batch_id), if_over=False)
 
     async def sweep_orphans(self) -> None:
         """Remove the leftovers of a crash from the storage, unless it may belong to another store.

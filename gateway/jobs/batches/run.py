@@ -204,7 +204,7 @@ class BatchRun:
         if (await self._store.statuses([self._id])).get(self._id) is not batch.status:
             return False
         await self._parts.on_end(batch)
-        if not await self._store.forget_work(self._id, self._token()):
+        if not await self._store.forget_work(self._id, self._token(), self._now_s()):
             return False
         await self._storage.remove_folder(work_folder(self._id))
         return True

@@ -97,10 +97,11 @@ class BatchService:
         dead_letters: DeadLetters,
         on_end: OnEnd,
         tracer: BatchTracer | None,
+        ttl_s: int,
     ) -> None:
         """`workers` returns the status of the workers that live, which says how fast batches are.
 
-        With a `tracer`, batches whose creation is traced have traces.
+        With a `tracer`, batches whose creation is traced have traces. Records live `ttl_s` seconds after the end.
         """
         self._store = BatchStore(redis)
         self._files = files
@@ -126,7 +127,8 @@ class BatchService:
         self._max_unfinished = max_unfinished
         self._max_body_bytes = max_body_bytes
         count_late = self.forecasts.count_late
-        self._maintenance = BatchMaintenance(self._store, files, self._make_run, clock, LOCK_TTL_S, count_late)
+        self._maintenance = BatchMaintenance(self._store, files, self._make_run, clock, LOCK_TTL_S, count_late, ttl_s)
+        self.remove_ended = self._maintenance.remove_ended
 
     async def start(self) -> None:
         await self._maintenance.start()
@@ -223,6 +225,15 @@ class BatchService:
                 raise NotDurable(LOST)
             return batch
         return batch if batch.status is BatchStatus.CANCELLED else NotCancellable(batch.status)
+
+    async def delete(self, batch_id: str, *, owner: str | None) -> bool | None:
+        """Delete the record of a batch that is over. Its files stay.
+
+        Return False if it is not over or not yet cleared up, and None if `owner` has no such batch.
+        """
+        if await self.retrieve(batch_id, owner=owner) is None:
+            return None
+        return await self._store.remove(batch_id, owner, if_over=True)
 
     async def counts_by_status(self) -> dict[str, int]:
         """Return the number of batches in each state, summed over all gateways."""

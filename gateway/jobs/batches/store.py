@@ -55,7 +55,7 @@ class BatchStore:
         self._create = load_script(redis, "gateway.jobs.batches", "create")
         self._move = load_script(redis, "gateway.jobs.batches", "move")
         self._record = load_script(redis, "gateway.jobs.batches", "record")
-        self._withdraw = load_script(redis, "gateway.jobs.batches", "withdraw")
+        self._remove = load_script(redis, "gateway.jobs.batches", "remove")
         self._forget_work = load_script(redis, "gateway.jobs.batches", "forget_work")
 
     async def create(self, batch: Batch, max_unfinished: int | None = None) -> bool:
@@ -77,11 +77,18 @@ class BatchStore:
         own = keys.index_of(keys.BATCHES_UNFINISHED_OF, owner)
         return len(await self._redis.sinter([own, keys.BATCHES_UNFINISHED]))
 
-    async def withdraw(self, batch_id: str, owner: str | None) -> None:
-        """Remove a batch that was not accepted after all."""
-        lists = [keys.index_of(keys.BATCHES, owner), keys.BATCHES_UNFINISHED, keys.BATCHES_BY_STATUS]
-        results = [keys.batch_done(batch_id), keys.batch_results(batch_id)]
-        await self._withdraw(keys=[keys.batch(batch_id), *lists, *results], args=[batch_id])
+    async def remove(self, batch_id: str, owner: str | None, *, if_over: bool) -> bool:
+        """Remove a batch. Return False if it is removed only `if_over`, and is not over, or not yet cleared up."""
+        index = keys.index_of(keys.BATCHES, owner)
+        names = [keys.batch(batch_id), index, keys.BATCHES_UNFINISHED, keys.BATCHES_BY_STATUS]
+        names += [keys.batch_done(batch_id), keys.batch_results(batch_id), keys.BATCHES_ENDED]
+        names.append(keys.tombstone(index, batch_id))
+        return int(await self._remove(keys=names, args=[batch_id, keys.TOMBSTONE_S, int(if_over)])) == 1
+
+    async def ended_before(self, time_s: int, limit: int) -> list[str]:
+        """Return up to `limit` ids of the batches that were over and cleared up before `time_s` (Unix seconds)."""
+        found = await self._redis.zrange(keys.BATCHES_ENDED, "-inf", f"({time_s}", byscore=True, offset=0, num=limit)
+        return [text(member) for member in found]
 
     async def get(self, batch_id: str) -> Batch | None:
         return (await self._load([batch_id]))[0]
@@ -136,16 +143,16 @@ class BatchStore:
         found = await self._redis.hgetall(keys.batch_results(batch_id))
         return {text(name): int(size) for name, size in found.items()}
 
-    async def forget_work(self, batch_id: str, token: str) -> bool:
+    async def forget_work(self, batch_id: str, token: str, now_s: int) -> bool:
         """Remove what is known of the results of a batch that is over and whose files are written.
 
         The batch then no longer counts as unfinished. Return False if the batch is not over: a store that has crashed
         may have lost its end. Raises `OwnershipLost` if `token` is not the token of the batch's owner.
         """
         names = [keys.batch_done(batch_id), keys.batch_results(batch_id), keys.BATCHES_UNFINISHED]
-        names += [keys.batch_owner(batch_id), keys.batch(batch_id)]
+        names += [keys.batch_owner(batch_id), keys.batch(batch_id), keys.BATCHES_ENDED]
         ends = ",".join(status.value for status in BatchStatus if status.is_terminal)
-        match int(await self._forget_work(keys=names, args=[token, batch_id, ends])):
+        match int(await self._forget_work(keys=names, args=[token, batch_id, ends, now_s])):
             case -1:
                 raise OwnershipLost(batch_id)
             case -2:

@@ -160,6 +160,18 @@ async def cancel_batch(request: Request, owner: Owner, batch_id: str) -> dict[st
     return await _described(batches, _existing(outcome, batch_id))
 
 
+@router.delete("/v1/batches/{batch_id}")
+async def delete_batch(request: Request, owner: Owner, batch_id: str) -> dict[str, Any]:
+    """Delete the record of a batch that is over. Its files stay."""
+    deleted = await gateway_of(request).batches.delete(batch_id, owner=owner)
+    if deleted is None:
+        raise _unknown(batch_id)
+    if not deleted:
+        message = "This batch is not over yet: cancel it (POST /v1/batches/{batch_id}/cancel), or wait for its end."
+        raise ApiError(409, message, headers={"x-should-retry": "false"})
+    return {"id": batch_id, "object": "batch", "deleted": True}
+
+
 async def _described(batches: BatchService, batch: Batch) -> dict[str, Any]:
     [extension] = await batches.forecasts.describe([batch])
     return batch.to_json() | {"tidegate": extension}
@@ -197,5 +209,9 @@ def _check_tier(request: Request, caller: ApiKey | None) -> None:
 
 def _existing(batch: Batch | None, batch_id: str) -> Batch:
     if batch is None:
-        raise ApiError(404, f"No batch found with id '{batch_id[:200]}'.", param="id")
+        raise _unknown(batch_id)
     return batch
+
+
+def _unknown(batch_id: str) -> ApiError:
+    return ApiError(404, f"No batch found with id '{batch_id[:200]}'.", param="id")

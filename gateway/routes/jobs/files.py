@@ -32,7 +32,6 @@ PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
 MAX_FILE_BYTES = 512 * 10**6  # as in OpenAI's API
 MAX_BATCH_BYTES = 200 * 10**6  # limit for a batch input, as in OpenAI's API
 MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 30 * 86_400  # limits of `expires_after` in seconds, as in OpenAI's API
-BATCH_EXPIRY_S = 30 * 86_400  # seconds until a batch input expires if the upload sets no expiry
 NO_RETRY = {"x-should-retry": "false"}
 # The form of an upload, for /openapi.json.
 UPLOAD: dict[str, Any] = {
@@ -191,7 +190,7 @@ async def _store(
     files: FileStore, upload: Upload, owner: str | None, quota_bytes: int | None, reserved: int, file_id: str
 ) -> StoredFile:
     purpose = _purpose(upload)
-    expires_after_s = _expiry_s(upload, purpose)
+    expires_after_s = _expiry_s(upload)
     if upload.content is None:
         raise _missing("file")
     check_suffix(purpose, upload.filename, "file")
@@ -224,11 +223,12 @@ def _purpose(upload: Upload) -> str:
     return purpose
 
 
-def _expiry_s(upload: Upload, purpose: str) -> int | None:
+def _expiry_s(upload: Upload) -> int | None:
+    """Return after how many seconds the file expires; None if the upload does not say it."""
     anchor = upload.fields.get("expires_after[anchor]")
     seconds = upload.fields.get("expires_after[seconds]")
     if anchor is None and seconds is None:
-        return BATCH_EXPIRY_S if purpose == "batch" else None
+        return None
     if anchor != "created_at":
         raise invalid_value("expires_after[anchor]", "Invalid value for 'expires_after[anchor]': must be created_at.")
     if seconds is None or not seconds.isascii() or not seconds.isdigit() or len(seconds) > 9:

@@ -32,7 +32,7 @@ from gateway.protocol.json_body import Body, parse, read_object
 from gateway.protocol.openapi import form_body, json_body
 from gateway.routes.dependencies import Caller
 from gateway.routes.jobs.batches import ExpiresAfter
-from gateway.routes.jobs.files import BATCH_EXPIRY_S, Owner, check_suffix, quota_bytes_of
+from gateway.routes.jobs.files import Owner, check_suffix, quota_bytes_of
 from gateway.routes.jobs.idempotency import once
 from gateway.state import gateway_of
 
@@ -55,8 +55,7 @@ class CreateUploadRequest(Body):
 
     @property
     def file_expires_after_s(self) -> int | None:
-        usual = BATCH_EXPIRY_S if self.purpose == "batch" else None
-        return usual if self.expires_after is None else self.expires_after.seconds
+        return None if self.expires_after is None else self.expires_after.seconds
 
 
 class CompleteUploadRequest(Body):

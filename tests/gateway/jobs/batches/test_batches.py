@@ -53,6 +53,43 @@ async def test_a_batch_runs_to_its_end(gateway: OfflineGateway) -> None:
     assert (file.purpose, file.filename) == ("batch_output", f"{batch.id}_output.jsonl")
 
 
+async def _is_cleared_up(redis: Redis) -> bool:
+    """Whether nothing is left to do for any batch."""
+    return await redis.scard("tidegate:batches:unfinished") == 0
+
+
+async def test_a_batch_that_is_over_can_be_deleted_and_its_files_stay(
+    gateway: OfflineGateway, redis_client: Redis
+) -> None:
+    gateway.completions.permits = asyncio.Semaphore(0)
+    running, first = await gateway.submit(lines(1)), await gateway.submit(lines(1))
+    refused = await gateway.http.delete(f"/v1/batches/{running.id}")
+    assert refused.status_code == 409 and "cancel" in refused.json()["error"]["message"]
+    gateway.completions.permits.release()
+    gateway.completions.permits.release()
+    over = await gateway.ended(first.id)
+    await gateway.ended(running.id)
+    await until(lambda: _is_cleared_up(redis_client))
+    deleted = await gateway.http.delete(f"/v1/batches/{first.id}")
+    assert deleted.json() == {"id": first.id, "object": "batch", "deleted": True}
+    for method in ("GET", "DELETE"):
+        assert (await gateway.http.request(method, f"/v1/batches/{first.id}")).status_code == 404
+    assert [batch.id async for batch in gateway.client.batches.list()] == [running.id]
+    assert [batch.id async for batch in gateway.client.batches.list(after=first.id)] == [running.id]
+    assert len(await gateway.read(over.output_file_id)) == 1
+
+
+async def test_records_of_ended_batches_and_their_inputs_expire(gateway: OfflineGateway, redis_client: Redis) -> None:
+    ended = await gateway.ended((await gateway.submit(lines(2))).id)
+    await until(lambda: _is_cleared_up(redis_client))
+    gateway.clock.shift_s = 31 * DAY_S
+    await gateway.batches.remove_ended()
+    assert [batch.id async for batch in gateway.client.batches.list()] == []
+    assert [file.id async for file in gateway.client.files.list()] == [ended.output_file_id]
+    assert not await redis_client.exists("tidegate:batches:ended", f"tidegate:batch:{ended.id}")
+    assert sum((await gateway.batches.counts_by_status()).values()) == 0
+
+
 async def test_a_refused_line_goes_to_the_error_file(gateway: OfflineGateway) -> None:
     gateway.completions.statuses["q1"] = [400]
     batch = await gateway.ended((await gateway.submit(lines(3))).id)

@@ -91,7 +91,7 @@ async def test_a_former_owner_changes_nothing(store: BatchStore, token: str, red
     with pytest.raises(OwnershipLost):
         await store.record("batch_1", "r1", 0, 10, [make_result(1)], token)
     with pytest.raises(OwnershipLost):
-        await store.forget_work("batch_1", token)
+        await store.forget_work("batch_1", token, 300)
     assert await store.move("batch_1", S.IN_PROGRESS, 101, token=token) is Moved.NOT_OWNER
     assert 1 not in await store.finished_lines("batch_1") and await store.results("batch_1") == {}
     assert await store.move("batch_1", S.IN_PROGRESS, 101, token=fresh, total=4) is Moved.MOVED
@@ -104,7 +104,7 @@ async def test_a_batch_that_is_withdrawn_while_another_gateway_runs_it_leaves_no
 ) -> None:
     """Gateways with one storage adopt a batch as soon as its record is there, before it is known to be durable."""
     await store.record("batch_1", "r1", 0, 10, [make_result(1)], token)
-    await store.withdraw("batch_1", make_batch().owner)
+    await store.remove("batch_1", make_batch().owner, if_over=False)
     for first, last in ((10, 20), (0, 10)):
         with pytest.raises(OwnershipLost):
             await store.record("batch_1", "r1", first, last, [make_result(2)], token)
@@ -115,7 +115,7 @@ async def test_a_batch_that_is_withdrawn_while_another_gateway_runs_it_leaves_no
 async def test_forgetting_leaves_only_the_record(store: BatchStore, token: str, redis_client: Redis) -> None:
     await store.record("batch_1", "r1", 0, 10, [make_result(1)], token)
     assert await store.move("batch_1", S.FAILED, 101) is Moved.MOVED
-    assert await store.forget_work("batch_1", token)
+    assert await store.forget_work("batch_1", token, 300)
     assert await store.unfinished() == []
     assert await redis_client.keys("tidegate:batches:*:batch_1") == [b"tidegate:batches:owner:batch_1"]
     assert await store.get("batch_1") is not None
@@ -123,9 +123,9 @@ async def test_forgetting_leaves_only_the_record(store: BatchStore, token: str, 
 
 async def test_a_batch_that_is_not_over_keeps_its_results(store: BatchStore, token: str) -> None:
     await store.record("batch_1", "r1", 0, 10, [make_result(1)], token)
-    assert not await store.forget_work("batch_1", token)
+    assert not await store.forget_work("batch_1", token, 300)
     assert await store.unfinished() == ["batch_1"] and 1 in await store.finished_lines("batch_1")
     assert await store.results("batch_1") == {"r1": 10}
     for target in (S.IN_PROGRESS, S.FINALIZING, S.COMPLETED):
         await store.move("batch_1", target, 101)
-    assert await store.forget_work("batch_1", token)
+    assert await store.forget_work("batch_1", token, 300)
