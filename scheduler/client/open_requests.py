@@ -48,7 +48,7 @@ class OpenRequests:
     def deliver(self, events: Iterable[TokenEvent], now: float) -> None:
         for event in events:
             stream = self._streams.get(event.request_id)
-            if stream is None or stream.is_outdated(event) or event.kind is EventKind.TAKEN_OVER:
+            if stream is None or stream.is_outdated(event) or _is_question(event, stream):
                 continue
             if event.is_last:
                 del self._streams[event.request_id]
@@ -56,20 +56,24 @@ class OpenRequests:
             stream.deliver(event)
 
     def received(self, events: Iterable[TokenEvent], now: float) -> tuple[list[Checkpoint], list[str]]:
-        """Return what was received of the requests of which `events` say that another worker has claimed them.
+        """Return what was received of requests that have to go on from there.
 
-        Also return the ids of those that have ended here. A request that only lacks its end gets it.
+        Another worker has claimed such a request, or tokens before those of an event were lost on the way: then the
+        rest of its lease is ignored. Also return the ids of requests that another worker has claimed although they have
+        ended here. A request that only lacks its end gets it.
         """
         received, ended = [], []
-        for event in (event for event in events if event.kind is EventKind.TAKEN_OVER):
+        for event in events:
             request_id, stream = event.request_id, self._streams.get(event.request_id)
-            if stream is not None and stream.has_all(request_id):
+            if event.kind is EventKind.TAKEN_OVER and stream is not None and stream.has_all(request_id):
                 self.deliver([TokenEvent(request_id, EventKind.FINISHED, finish_reason=FinishReason.LENGTH)], now)
                 stream = None
             if stream is None:
-                ended.append(request_id)
-            elif not stream.is_outdated(event):
+                ended += [request_id] if event.kind is EventKind.TAKEN_OVER else []
+            elif _is_question(event, stream) and not stream.is_outdated(event):
                 received.append(Checkpoint(Lease(request_id, event.fence), 0, stream.received(request_id)))
+                if event.kind is not EventKind.TAKEN_OVER:  # such a question may come again
+                    stream.ignore_lease_of(event)
         return received, ended
 
     def fail(self, request_ids: Iterable[str], message: str, now: float) -> None:
@@ -90,3 +94,8 @@ class OpenRequests:
         before = self._missing
         self._missing = {i for i, is_known in zip(checked, known, strict=True) if not is_known}
         return [i for i in checked if i in self._missing and i in before and i in self._streams]
+
+
+def _is_question(event: TokenEvent, stream: TokenStream) -> bool:
+    """Return whether `event` asks, in place of bringing tokens, what was received of its request."""
+    return event.kind is EventKind.TAKEN_OVER or stream.misses_tokens_before(event)

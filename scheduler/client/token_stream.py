@@ -122,6 +122,14 @@ class TokenStream:
         self._fences[event.request_id] = max(newest, event.fence)
         return 0 < event.fence < newest
 
+    def misses_tokens_before(self, event: TokenEvent) -> bool:
+        """Return whether tokens between the received ones and those of a worker's `event` were lost on the way."""
+        return event.fence > 0 and event.index > len(self._received[event.request_id])
+
+    def ignore_lease_of(self, event: TokenEvent) -> None:
+        """Regard all further events of the lease under which `event` was made as outdated."""
+        self._fences[event.request_id] = event.fence + 1
+
     def received(self, request_id: str) -> tuple[int, ...]:
         """Return all tokens of a request that have arrived."""
         return tuple(self._received[request_id])

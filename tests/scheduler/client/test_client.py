@@ -20,7 +20,7 @@ from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.heartbeat_monitor import CHECK_S
 from scheduler.registry.memory import MemoryWorkerRegistry
 from scheduler.registry.worker_status import TierCapacity, TierStatus, WorkerStatus
-from scheduler.request import ANSWER_TOO_LARGE, EventKind, Request, TokenEvent
+from scheduler.request import ANSWER_TOO_LARGE, EventKind, Lease, Request, TokenEvent
 from scheduler.virtual_time import VirtualClock
 from tests.scheduler.builders import make_request, make_tiers
 from tests.scheduler.world import played_by, run_bounded
@@ -235,6 +235,37 @@ async def test_events_of_a_lost_lease_change_nothing_once_another_worker_has_the
     await stage.tell(fenced(late, new.fence - 1), fenced(finished(2, 7), continued.fence))
     assert [t for event in await received(stream) for t in event.token_ids] == [5, 6, 7]
     assert worker.cancelled() == []
+
+
+@pytest.mark.parametrize("late", [tokens(3, 8), finished(3, 8)])
+@played_by(play)
+async def test_a_request_whose_tokens_were_lost_on_the_way_goes_on_from_those_that_came(
+    stage: Stage, late: TokenEvent
+) -> None:
+    """The store has lost a message, as in a failover, or because too many were waiting."""
+    stream = await stage.submit(make_request("r"))
+    worker = stage.queue.for_worker("w")
+    [old] = await worker.claim({"realtime": 1}, 10.0)
+    await stage.tell(fenced(tokens(0, 5), old.fence), fenced(tokens(1, 6), old.fence))
+    await stage.tell(fenced(late, old.fence), fenced(tokens(4, 9), old.fence))
+    await stage.clock.sleep(0.001)
+    [continued] = await worker.claim({"realtime": 1}, 10.0)
+    assert (continued.output_token_ids, continued.num_received, continued.attempt) == ((5, 6), 2, 1)
+    assert await worker.renew([Lease("r", old.fence)], 10.0) == [False]
+    await stage.tell(fenced(tokens(5, 1), old.fence), fenced(finished(2, 7), continued.fence))
+    assert [t for event in await received(stream) for t in event.token_ids] == [5, 6, 7]
+
+
+@played_by(play)
+async def test_a_request_whose_end_was_lost_on_the_way_fails_and_may_be_sent_again(stage: Stage) -> None:
+    stream = await stage.submit(make_request("r"))
+    worker = stage.queue.for_worker("w")
+    [claimed] = await worker.claim({"realtime": 1}, 10.0)
+    await worker.ack([Lease("r", claimed.fence)])
+    await stage.tell(fenced(tokens(0, 5), claimed.fence), fenced(finished(2, 8), claimed.fence))
+    events = await received(stream)
+    assert [e.kind for e in events] == [EventKind.TOKENS, EventKind.UNAVAILABLE]
+    assert "lost" in (events[-1].error or "")
 
 
 @played_by(play)
