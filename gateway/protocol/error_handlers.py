@@ -12,7 +12,7 @@ from gateway.files.disk import DiskFull
 from gateway.files.store import QuotaExceeded
 from gateway.protocol.bodies.validation import first_fault
 from gateway.protocol.errors import ApiError, disk_full, files_quota_exceeded, invalid_request, store_failed
-from gateway.protocol.unknown_paths import explain_path
+from gateway.protocol.unknown_paths import unknown_url
 from scheduler.store.errors import STORE_AWAY
 
 
@@ -35,29 +35,6 @@ def from_http_exception(request: Request, error: HTTPException, routes: Sequence
         return ApiError(405, message, code="method_not_supported", headers=headers)
     kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
     return ApiError(error.status_code, str(error.detail), kind, headers=error.headers)
-
-
-def unknown_url(where: str, path: str, routes: Sequence[BaseRoute]) -> ApiError:
-    """Return the error for a request of a path that is none of `routes`. `where` is the method and the path.
-
-    An endpoint of OpenAI that is not served gets 400: proxies take a 404 for a server that is broken or lacks the
-    model, and stop using it for all requests.
-    """
-    paths = {str(getattr(route, "path", "")) for route in routes}
-    served = sorted(path for path in paths if path.startswith("/v1/") and "{" not in path)
-
-    def is_served(candidate: str) -> bool:
-        scope = {"type": "http", "method": "GET", "path": candidate}
-        return any(route.matches(scope)[0] is not Match.NONE for route in routes)
-
-    found = explain_path(path, served, is_served)
-    if found.is_not_served:
-        message = f"{where} is not served here. This server generates text. It serves {', '.join(served)}."
-        return invalid_request(message, code="endpoint_not_served")
-    hint = f" Did you mean {found.meant}?" if found.meant else ""
-    if found.meant and path.count("/v1/") != found.meant.count("/v1/"):
-        hint += " The base URL of a client ends with /v1."
-    return ApiError(404, f"Unknown request URL: {where}.{hint}")
 
 
 def error_response(error: ApiError) -> JSONResponse:

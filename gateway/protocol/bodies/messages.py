@@ -70,6 +70,9 @@ Content = Annotated[
 ]
 
 
+_ROLES_THAT_NEED = {"content": ("system", "developer", "user", "tool"), "tool_call_id": ("tool",)}
+
+
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[Content, Field(validate_default=True)] = None
@@ -80,15 +83,12 @@ class Message(Body):
     reasoning_content: Text | None = None
     reasoning: Text | None = None  # another name of `reasoning_content`
 
-    @field_validator("content")
+    @field_validator(*_ROLES_THAT_NEED)
     @classmethod
-    def _require_content(cls, content: Content, info: ValidationInfo) -> Content:
-        return _required_in_roles(("system", "developer", "user", "tool"), content, info)
-
-    @field_validator("tool_call_id")
-    @classmethod
-    def _require_tool_call_id(cls, tool_call_id: str | None, info: ValidationInfo) -> str | None:
-        return _required_in_roles(("tool",), tool_call_id, info)
+    def _needed(cls, value: T, info: ValidationInfo) -> T:
+        if value is None and info.data.get("role") in _ROLES_THAT_NEED[info.field_name or ""]:
+            raise PydanticCustomError("missing", "needed in this role")
+        return value
 
     def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates expect it, with its content as one string.
@@ -122,12 +122,6 @@ def messages_for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
             form.setdefault("name", names[message.tool_call_id])
         rendered.append(form)
     return rendered
-
-
-def _required_in_roles(roles: tuple[str, ...], value: T, info: ValidationInfo) -> T:
-    if value is None and info.data.get("role") in roles:
-        raise PydanticCustomError("missing", "needed in this role")
-    return value
 
 
 def count_pieces(items: list[Any], names: Sequence[str] = ("content", "tool_calls")) -> int:

@@ -47,10 +47,6 @@ INLINE_CHOICES = 64  # each step of the work on so many takes less than 5 ms
 AnswerAs = Callable[[str, TokenReport | None], Answer]
 
 
-def draw_seed() -> int:
-    return secrets.randbits(63)
-
-
 @dataclass(frozen=True, slots=True)
 class Model:
     """The model whose requests are prepared.
@@ -193,7 +189,7 @@ class Preparation:
         }
         requests = []
         for i, prompt in enumerate(tokenised.prompts):
-            seed = draw_seed() if request.seed is None else request.seed
+            seed = secrets.randbits(63) if request.seed is None else request.seed
             for j in range(n):
                 index, options = i * n + j, (prompt.max_tokens, seed + j, tokenised.constraints, adapter)
                 sampling = sampling_params(request, self.model.defaults, *options)
