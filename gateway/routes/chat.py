@@ -5,6 +5,7 @@ the completion service; does not know the format of answers.
 """
 
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import structlog
 from fastapi import APIRouter, Request, Response
@@ -70,7 +71,12 @@ async def send_answer(request: Request, body: GenerationBody, generation: Delive
     except ClientDisconnected:
         hung_up()
         return Response(status_code=CLIENT_CLOSED)
-    return Response(encode_json(answer), headers=headers, media_type="application/json")
+    return json_response(answer, headers)
+
+
+def json_response(value: dict[str, Any], headers: dict[str, str] | None = None, status: int = 200) -> Response:
+    """Return a response with `value`, which may be large."""
+    return Response(encode_json(value), status, headers, "application/json")
 
 
 def headers_of(body: GenerationBody) -> dict[str, str] | None:

@@ -20,10 +20,9 @@ from gateway.jobs.responses.store import StoredResponse
 from gateway.protocol.errors import ApiError, invalid_request, invalid_value
 from gateway.protocol.json_body import hold_object
 from gateway.protocol.openapi import json_body
-from gateway.requests.answers.chunks import encode_json
 from gateway.requests.prepare.placement import Placement
 from gateway.requests.prepare.prepared import PreparedRequest
-from gateway.routes.chat import headers_of, send_answer, submit
+from gateway.routes.chat import headers_of, json_response, send_answer, submit
 from gateway.routes.dependencies import Caller
 from gateway.routes.jobs.files import Owner
 from gateway.routes.jobs.idempotency import idempotency_key, once
@@ -91,7 +90,7 @@ async def _create_in_background(
     except BaseException:
         await new.withdraw()
         raise
-    return _json(response, headers_of(body))
+    return json_response(response, headers_of(body))
 
 
 @router.post("/v1/responses/input_tokens", openapi_extra=json_body(ResponseRequest))
@@ -118,7 +117,7 @@ async def retrieve_response(
     if not stream:
         if starting_after is not None:
             raise invalid_value("starting_after", "The 'starting_after' parameter needs 'stream=true'.")
-        return _json(found.response)
+        return json_response(found.response)
     if not found.response["background"]:
         message = "Only responses that were created with 'background' can be streamed again."
         raise invalid_request(message, "stream", "unsupported_parameter")
@@ -141,7 +140,7 @@ async def cancel_response(request: Request, owner: Owner, response_id: str) -> R
     if not found.response["background"]:
         message = "Only responses that were created with 'background' can be cancelled."
         raise invalid_request(message, "response_id")
-    return _json(_existing(await service.cancel(found, owner), response_id).response)
+    return json_response(_existing(await service.cancel(found, owner), response_id).response)
 
 
 @router.get("/v1/responses/{response_id}/input_items")
@@ -163,7 +162,7 @@ async def list_input_items(
     data, left = items[begin : begin + limit], items[begin + limit :]
     first, last = (data[0]["id"], data[-1]["id"]) if data else ("", "")  # strings, as the openai client expects
     page = {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": bool(left)}
-    return _json(page)
+    return json_response(page)
 
 
 def _existing(found: StoredResponse | None, response_id: str) -> StoredResponse:
@@ -186,7 +185,3 @@ def _following(
         request.state.hung_up = True  # RequestContext in gateway/http/middleware.py reads this
 
     return EventStreamResponse(partial(service.follow, response_id, owner, after), hung_up, headers=headers)
-
-
-def _json(value: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
-    return Response(encode_json(value), headers=headers, media_type="application/json")

@@ -22,8 +22,8 @@ from gateway.protocol.bodies.schemas import (
 from gateway.protocol.errors import invalid_value, model_not_found
 from gateway.protocol.json_body import Body, hold_object, parse
 from gateway.protocol.openapi import json_body
-from gateway.requests.answers.chunks import encode_json
 from gateway.requests.prepare.prompts import ModelLimits, model_limits
+from gateway.routes.chat import json_response
 from gateway.routes.dependencies import Caller
 from gateway.state import Gateway, gateway_of
 
@@ -52,7 +52,7 @@ async def tokenize(request: Request, key: Caller) -> Response:
         tier = resolve_tier(None, key, gateway.tiers).tier
         ids = await gateway.completions.encode(body, tier, key.name if key else None)
     strings = await gateway.tokenizer.token_strings(ids) if with_strings else None
-    return _json(
+    return json_response(
         {"count": len(ids), "max_model_len": _limits(gateway).max_model_len, "tokens": ids, "token_strs": strings}
     )
 
@@ -63,7 +63,7 @@ async def detokenize(request: Request, key: Caller) -> Response:
     gateway = gateway_of(request)
     interpret = partial(_parse_detokenize, gateway.model_names, _limits(gateway).vocab_size)
     async with hold_object(request, interpret) as body:
-        return _json({"prompt": await gateway.tokenizer.decode(body.tokens)})
+        return json_response({"prompt": await gateway.tokenizer.decode(body.tokens)})
 
 
 def _parse_tokenize(model_names: tuple[str, ...], body: dict[str, Any]) -> tuple[AnyRequest, bool]:
@@ -92,7 +92,3 @@ def _check_model(model_names: tuple[str, ...], model: str | None) -> None:
 
 def _limits(gateway: Gateway) -> ModelLimits:
     return model_limits(gateway.client.live.engines, gateway.tokenizer)
-
-
-def _json(answer: dict[str, Any]) -> Response:
-    return Response(encode_json(answer), media_type="application/json")

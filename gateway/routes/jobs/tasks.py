@@ -7,7 +7,6 @@ import hashlib
 from functools import partial
 from typing import Annotated, Any, Literal
 
-import msgspec
 from fastapi import APIRouter, Query, Request, Response
 
 from gateway.http.disconnect import CLIENT_CLOSED, ClientDisconnected, until_disconnect
@@ -18,6 +17,7 @@ from gateway.protocol import errors
 from gateway.protocol.errors import ApiError, invalid_request, invalid_value
 from gateway.protocol.json_body import parse, read_object
 from gateway.protocol.openapi import json_body
+from gateway.routes.chat import json_response
 from gateway.routes.dependencies import Caller
 from gateway.routes.jobs.files import Owner
 from gateway.routes.jobs.idempotency import idempotency_key, once
@@ -47,7 +47,7 @@ async def create_tasks(request: Request, key: Caller, owner: Owner) -> Response:
         if isinstance(created, TooManyBytes):
             raise errors.task_quota_exceeded(created.held, created.limit)
         is_list = body.inputs is not None
-        return _json(_list(created, has_more=False) if is_list else task_object(created[0]), status=202)
+        return json_response(_list(created, has_more=False) if is_list else task_object(created[0]), status=202)
 
     return await once(request, owner, digest.hexdigest(), create, status_code=202)
 
@@ -68,7 +68,7 @@ async def list_tasks(
         if len(wanted) > MAX_INPUTS:
             raise invalid_value("ids", f"Invalid value for 'ids': it must have at most {MAX_INPUTS} ids.")
         try:
-            return _json(_list(await service.get_all(wanted, owner), has_more=False))
+            return json_response(_list(await service.get_all(wanted, owner), has_more=False))
         except TooLargeAnswer:
             limit = MAX_RESULT_BYTES // 2**20
             raise invalid_value("ids", f"The results of these tasks are over {limit} MB. Send fewer 'ids'.") from None
@@ -77,7 +77,7 @@ async def list_tasks(
     found = await service.dead(owner, limit + 1, after)
     if found is None:
         raise invalid_value("after", "Invalid value for 'after': there is no such dead letter.")
-    return _json(_list(found[:limit], has_more=len(found) > limit))
+    return json_response(_list(found[:limit], has_more=len(found) > limit))
 
 
 @router.get("/v1/tasks/{task_id}")
@@ -85,14 +85,14 @@ async def retrieve_task(request: Request, owner: Owner, task_id: str, wait_s: Wa
     """Return a task. With `wait_s`, wait up to so many seconds for its end."""
     service = gateway_of(request).tasks
     if not wait_s:
-        return _json(task_object(_existing(await service.get(task_id, owner), task_id)))
+        return json_response(task_object(_existing(await service.get(task_id, owner), task_id)))
     try:
         async with until_disconnect(request.receive):
             found = await service.get(task_id, owner, wait_s)
     except ClientDisconnected:
         request.state.hung_up = True  # RequestContext in gateway/http/middleware.py reads this
         return Response(status_code=CLIENT_CLOSED)
-    return _json(task_object(_existing(found, task_id)))
+    return json_response(task_object(_existing(found, task_id)))
 
 
 @router.delete("/v1/tasks/{task_id}", name="delete_task")
@@ -101,7 +101,7 @@ async def cancel_task(request: Request, owner: Owner, task_id: str) -> Response:
     """Cancel a task that waits or runs. One that has ended stays as it is."""
     service = gateway_of(request).tasks
     found = _existing(await service.get(task_id, owner), task_id)
-    return _json(task_object(await service.cancel(found)))
+    return json_response(task_object(await service.cancel(found)))
 
 
 @router.post("/v1/tasks/{task_id}/retry", status_code=202)
@@ -116,7 +116,7 @@ async def retry_task(request: Request, key: Caller, owner: Owner, task_id: str) 
     if revived is None:
         message = f"Cannot retry a task with state '{found.state.value}': only dead letters can be retried."
         raise ApiError(409, message, headers={"x-should-retry": "false"})
-    return _json(task_object(revived), status=202)
+    return json_response(task_object(revived), status=202)
 
 
 def _refused(reason: Rejected) -> ApiError:
@@ -135,7 +135,3 @@ def _existing(found: StoredTask | None, task_id: str) -> StoredTask:
 
 def _list(found: list[StoredTask], has_more: bool) -> dict[str, Any]:
     return {"object": "list", "data": [task_object(stored) for stored in found], "has_more": has_more}
-
-
-def _json(value: dict[str, Any], status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
