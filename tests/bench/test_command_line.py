@@ -46,11 +46,6 @@ def test_a_missing_package_is_named_before_anything_runs(
     assert f"needs {packages}: " in line and "pip install 'tidegate[loadtest]'" in line
 
 
-def test_each_wrong_flag_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    said = refused(capsys, "isolation", "--seed", "-1", "--search-budget", "soon")
-    assert len(said) == 2 and any(line.startswith("bench: isolation --search-budget: ") for line in said)
-
-
 @pytest.mark.full
 def test_the_commands_load_no_optional_package() -> None:
     # redis-py imports OpenTelemetry's SDK if it is there, which imports psutil.

@@ -140,14 +140,6 @@ def test_no_python_for_newcomers_is_left_out(page: Path, count: int) -> None:
 
 
 @pytest.mark.full
-def test_two_servers_cannot_share_a_data_directory(server: Server) -> None:
-    with running(server.data_dir) as second:
-        assert second.process.wait(60) == 78
-        assert str(server.process.pid) in second.log.read_text()
-    server.wait_until_ready()
-
-
-@pytest.mark.full
 def test_a_gateway_with_files_of_its_own_is_refused(server: Server, tmp_path: Path) -> None:
     """Its sweep would take the other gateways' files for leftovers, and theirs its own."""
     ended = run_to_end("gateway", "--redis-url", server.socket_url, "--port", "0", "--data-dir", str(tmp_path))

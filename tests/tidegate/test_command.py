@@ -1,6 +1,5 @@
 """The command line: help texts, and messages for mistakes."""
 
-import socket
 from pathlib import Path
 
 import pytest
@@ -66,12 +65,3 @@ def test_a_missing_model_ends_the_command_with_one_sentence(tmp_path: Path) -> N
     assert ended.returncode == 78
     assert str(tmp_path / "nope") in ended.stderr
     assert "Traceback" not in ended.stderr
-
-
-@pytest.mark.full
-def test_a_port_in_use_is_named(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        ended = run_to_end("serve", "--port", port, "--data-dir", str(tmp_path / "data"))
-    assert ended.returncode == 78
-    assert f"cannot listen on 127.0.0.1:{port}" in ended.stderr

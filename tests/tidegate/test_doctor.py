@@ -47,9 +47,25 @@ def test_each_mistake_is_found_though_another_came_before(tmp_path: Path, capsys
     assert "cannot run with these settings" in said
 
 
-def test_an_open_server_is_warned_of_and_a_keyed_one_is_not(tmp_path: Path) -> None:
-    [finding] = found(settings(tmp_path, host="0.0.0.0"), "keys")  # noqa: S104
-    assert finding.level is Level.WARNING and "--api-keys" in finding.remedy
+@pytest.mark.parametrize(
+    ("subject", "changes", "level", "said"),
+    [
+        ("keys", {"host": "0.0.0.0"}, Level.WARNING, "--api-keys"),  # noqa: S104
+        ("data", {"disk_reserve_mb": 2**40}, Level.ERROR, "--disk-reserve-mb"),
+        ("upstream", {"engine": "openai", "upstream": "http://127.0.0.1:1"}, Level.ERROR, "http://127.0.0.1:1"),
+        ("store", {}, Level.ERROR, "is in use by process"),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_cause_or_a_way_out(
+    subject: str, changes: dict[str, Any], level: Level, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tidegate.doctor.server.UPSTREAM_LIMIT_S", 0.2)
+    with EmbeddedValkey(tmp_path / "data"):
+        [finding] = found(settings(tmp_path, **changes), subject)
+    assert finding.level is level and said in finding.text + finding.remedy
+
+
+def test_an_open_server_with_a_key_is_no_finding(tmp_path: Path) -> None:
     assert not found(settings(tmp_path, host="0.0.0.0", api_key="secret"), "keys")  # noqa: S104
 
 
@@ -66,27 +82,10 @@ def test_the_storage_of_files_is_written_and_read(tmp_path: Path, monkeypatch: p
     assert finding.level is Level.ERROR and "does not answer" in finding.text
 
 
-def test_a_data_directory_in_use_names_its_user(tmp_path: Path) -> None:
-    with EmbeddedValkey(tmp_path / "data"):
-        [finding] = found(settings(tmp_path), "store")
-    assert finding.level is Level.ERROR and "is in use by process" in finding.text
-
-
-def test_a_full_disk_is_an_error(tmp_path: Path) -> None:
-    [finding] = found(settings(tmp_path, disk_reserve_mb=2**40), "data")
-    assert finding.level is Level.ERROR and "--disk-reserve-mb" in finding.remedy
-
-
 def test_a_machine_without_a_compiler_is_told_to_install_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     kernels = next(f for f in found(settings(tmp_path, device="cpu"), "engine") if f.subject == "kernels")
     assert kernels.level is Level.WARNING and "C++ compiler" in kernels.remedy
-
-
-def test_an_upstream_that_is_away_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tidegate.doctor.server.UPSTREAM_LIMIT_S", 0.2)
-    [finding] = found(settings(tmp_path, engine="openai", upstream="http://127.0.0.1:1"), "upstream")
-    assert finding.level is Level.ERROR and "http://127.0.0.1:1" in finding.text
 
 
 def test_a_model_too_large_for_the_memory_is_an_error(tmp_path: Path) -> None:
