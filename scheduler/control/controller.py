@@ -166,10 +166,7 @@ class SLAController:
         `kind` is "ttft", "itl" (a gap between two tokens), or "service" (the time from the first step to the first
         token). `bulk_s` is the part of `seconds` that the engine spent on bulk.
         """
-        if kind == "service":
-            self._stats[tier].add_service(seconds)
-        else:
-            self._stats[tier].add_latency(kind, seconds, now, bulk_s)
+        self._stats[tier].add_latency(kind, seconds, now, bulk_s)
 
     def observe_arrivals(self, tier: str, count: int) -> None:
         self._stats[tier].arrivals.add(count)

@@ -38,7 +38,10 @@ class TierStats:
         self._bulk_misses = {kind: SlidingWindow() for kind in self.target_s}
 
     def add_latency(self, kind: str, seconds: float, now: float, bulk_s: float) -> None:
-        """Record a TTFT or an ITL. `bulk_s` is the part of `seconds` that the engine spent on bulk."""
+        """Record a TTFT, an ITL, or a "service". `bulk_s` is the part of `seconds` that the engine spent on bulk."""
+        if kind == "service":
+            self._add_service(seconds)
+            return
         target_s = self.target_s[kind]
         if target_s < NEVER_S:
             self._windows[kind].add(now, seconds > target_s, seconds)
@@ -47,7 +50,7 @@ class TierStats:
     def add_end(self, met_slo: bool, now: float) -> None:
         self._ended.add(now, not met_slo)
 
-    def add_service(self, seconds: float) -> None:
+    def _add_service(self, seconds: float) -> None:
         """Record the time from a request's first step to its first token."""
         self._num_services += 1
         if self._service is None:

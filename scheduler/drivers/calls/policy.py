@@ -107,7 +107,9 @@ class BatchPolicy:
         """Return the next call, or how long to wait for it. `waiting` has the lanes in which tasks wait."""
         main = {tier: waiting[tier.name] for tier in self._tiers if tier.name in waiting}
         isolated = next((lane for tier in self._tiers for lane in isolated_lanes(tier.name) if lane in waiting), None)
-        if isolated is not None and (not main or self._calls_since_isolated >= self._isolated_every - 1):
+        are_few = self._num_isolated <= FEW_ISOLATED_BATCHES * self.batch
+        every = ISOLATED_EVERY if are_few else MANY_ISOLATED_EVERY
+        if isolated is not None and (not main or self._calls_since_isolated >= every - 1):
             return CallPlan({isolated: group_size(isolated, self.batch)}, is_isolated=True)
         due_s = self._due_s(main)
         return CallPlan(self._limits({t: w.count for t, w in main.items()})) if now >= due_s else Wait(due_s)
@@ -136,11 +138,6 @@ class BatchPolicy:
         """Take note of whose turn a call was. Enough for one that found the endpoint busy: its time tells nothing."""
         self._calls_since_isolated = 0 if plan.is_isolated else self._calls_since_isolated + 1
 
-    @property
-    def _isolated_every(self) -> int:
-        are_few = self._num_isolated <= FEW_ISOLATED_BATCHES * self.batch
-        return ISOLATED_EVERY if are_few else MANY_ISOLATED_EVERY
-
     def _due_s(self, main: Mapping[Tier, LaneWait]) -> float:
         """Return when a batch of these tasks starts; the time before which it has started if it is full."""
         if sum(wait.count for wait in main.values()) >= self.batch:
@@ -163,16 +160,14 @@ class BatchPolicy:
         """Return the slots of each tier: first what min shares guarantee, the rest by priority."""
         limits, left = dict[str, int](), self.batch
         for tier, count in counts.items():  # after a very long call, the guarantees together exceed a batch
-            limits[tier.name] = min(count, self._min_share_slots(tier), left)
+            due_s = self._min_shares.due_s(tier.name)
+            limits[tier.name] = min(count, math.floor(due_s / self.call_s * self.batch) if self.call_s else 0, left)
             left -= limits[tier.name]
         for tier, count in counts.items():
             more = min(left, count - limits[tier.name])
             limits[tier.name] += more
             left -= more
         return limits
-
-    def _min_share_slots(self, tier: Tier) -> int:
-        return math.floor(self._min_shares.due_s(tier.name) / self.call_s * self.batch) if self.call_s else 0
 
 
 def without(waiting: Mapping[str, LaneWait], counts: Mapping[str, int]) -> dict[str, LaneWait]:

@@ -207,7 +207,7 @@ class StreamCore:
         report, state = Report(), self._table.states.get(output.seq_id)
         if state is None or state.id not in self._streams:  # cancelled, or hung up
             return report
-        self.server.note_progress(now)
+        self.server.progress_s = now
         num_computed, seen = self._streams.learn(state, output, now)
         if num_computed > len(output.token_ids):
             self._retries.busy.note_served(state, self._streams.begun_s(state.id))

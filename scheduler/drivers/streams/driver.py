@@ -152,7 +152,7 @@ class StreamDriver:
             if self.core.server.awaits_trial:
                 await self._try_out()
         except UpstreamBusy:  # this tells neither that the server is away nor that it serves us again
-            self.core.server.note_busy()
+            self.core.server.is_stream_lost = False
         except UpstreamError as error:
             self.core.note_unreachable(error, self._clock.now())
         else:

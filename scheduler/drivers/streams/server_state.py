@@ -13,8 +13,8 @@ class ServerState:
     def __init__(self) -> None:
         self._load = UpstreamLoad()
         self._down_since_s: float | None = None
-        self._progress_s = -NEVER_S  # time of the newest token of any stream
-        self._is_stream_lost = False  # whether a stream broke off since the last look
+        self.progress_s = -NEVER_S  # time of the newest token of any stream
+        self.is_stream_lost = False  # whether a stream broke off since the server last said anything
         self.reason = ""  # why the server is away, as a sentence
         self.awaits_trial = False  # whether the server turned us away, so that a trial must say when it serves us
 
@@ -25,7 +25,7 @@ class ServerState:
     @property
     def is_in_doubt(self) -> bool:
         """Whether the server may be away, or another one: a stream broke off, and nobody has asked since."""
-        return self._down_since_s is not None or self._is_stream_lost
+        return self._down_since_s is not None or self.is_stream_lost
 
     @property
     def kv_usage(self) -> float:
@@ -40,21 +40,9 @@ class ServerState:
         """Return whether the server has been away for so long that this worker must not look alive."""
         return self._down_since_s is not None and now - self._down_since_s >= DOWN_GRACE_S
 
-    def note_progress(self, now: float) -> None:
-        """Record that a stream brought something."""
-        self._progress_s = now
-
-    def note_lost(self) -> None:
-        """Record that a stream broke off."""
-        self._is_stream_lost = True
-
-    def note_busy(self) -> None:
-        """Record that the server has no time to say anything."""
-        self._is_stream_lost = False
-
     def note_load(self, load: UpstreamLoad | None) -> None:
         """Record that the server serves us, and what it says of its load."""
-        self._down_since_s, self._is_stream_lost, self.awaits_trial = None, False, False
+        self._down_since_s, self.is_stream_lost, self.awaits_trial = None, False, False
         if load is not None:
             self._load = load
 
@@ -63,7 +51,7 @@ class ServerState:
 
         Unless it `is_certain`, newer tokens count for more: a busy server may answer late.
         """
-        if is_certain or now - self._progress_s > DOWN_GRACE_S:
+        if is_certain or now - self.progress_s > DOWN_GRACE_S:
             self.awaits_trial = self.awaits_trial or isinstance(error, UpstreamUnusable)
             self.reason = str(error)
             if self._down_since_s is None:
