@@ -177,18 +177,13 @@ def test_cached_tokens_are_reported_and_count_as_no_work() -> None:
     assert [(lk.queried_tokens, lk.hit_tokens) for lk in lookups] == [(100, 0), (97, 96), (100, 96)]
 
 
-def sharing() -> SteppedCore:
-    """A stepped with 18 blocks, of which two bulk sequences hold 10: they share 8 and have one each."""
+def test_shared_blocks_of_cancelled_sequences_do_not_count_as_free() -> None:
+    """Two bulk sequences hold 10 of 18 blocks: they share 8, and have one each."""
     stepped = SteppedCore(make_core(info=make_info(num_blocks=18, max_model_len=288)), prefix_cache=True)
     stepped.accept(make_request("b0", "bulk", prompt=130, max_tokens=14))
     while stepped.core.life("b0").awaits_first_token:
         stepped.step()
     stepped.accept(make_request("b1", "bulk", prompt=130, max_tokens=14))
-    return stepped
-
-
-def test_shared_blocks_of_cancelled_sequences_do_not_count_as_free() -> None:
-    stepped = sharing()
     stepped.submit()
     stepped.core.held.cancel(["b0"])  # during the step in which the other one begins to share
     stepped.collect()
@@ -201,17 +196,6 @@ def test_shared_blocks_of_cancelled_sequences_do_not_count_as_free() -> None:
 
 
 # -- cancel ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_cancelled_sequence_is_aborted_by_the_next_plan() -> None:
-    stepped = SteppedCore()
-    stepped.accept(make_request("gone"), make_request("stays"))
-    stepped.step()
-    assert [state.id for state in stepped.core.held.cancel(["gone", "unknown"])] == ["gone"]
-    plan = stepped.step()
-    assert plan.abort == ("gone",)
-    assert ran(plan) == {"stays": 1}
-    assert stepped.engine.num_used_blocks == 3
 
 
 def test_a_sequence_that_ends_before_its_abort_is_not_aborted() -> None:
