@@ -126,13 +126,6 @@ async def test_what_does_not_belong_together_is_refused_and_nothing_is_removed(
     assert site.contents == contents
 
 
-async def test_two_gateways_with_directories_of_their_own_are_refused(site: Site, tmp_path: Path) -> None:
-    await site.files.tie.check()
-    site.open(LocalStorage(tmp_path / "other"))
-    with pytest.raises(ForeignStorage, match="in another storage"):
-        await site.files.tie.check()
-
-
 async def test_an_adopted_storage_keeps_what_the_store_does_not_know_for_a_week(site: Site) -> None:
     await site.files.tie.check()
     contents = await site.fill()

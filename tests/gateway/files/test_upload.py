@@ -67,12 +67,6 @@ async def test_wrong_fields(gateway: OfflineGateway, parts: list[Any], param: st
     assert left_over(gateway) == []
 
 
-async def test_fields_may_come_after_the_file(gateway: OfflineGateway) -> None:
-    body = form(FILE, PURPOSE, ANCHOR, ("expires_after[seconds]", None, b"3600"))
-    answer = await gateway.http.post("/v1/files", content=body, headers={"content-type": FORM})
-    assert answer.status_code == 200 and answer.json()["bytes"] == 2
-
-
 @pytest.mark.parametrize(
     ("content_type", "body"),
     [

@@ -19,7 +19,7 @@ def test_load_and_authenticate(tmp_path: Path) -> None:
     path.write_text(
         "keys:\n"
         "  - {name: one, key: sk-one, tiers: [bulk], default_tier: bulk}\n"
-        f"  - {{name: two, sha256: {digest}}}\n"
+        f"  - {{name: two, sha256: {digest}, batch_weight: 4, batch_concurrent_lines: 8, batch_enqueued_tokens: 20}}\n"
     )
     keyring = Keyring([entry.to_key() for entry in read_entries(path, make_tiers())])
     assert not keyring.is_open
@@ -27,6 +27,7 @@ def test_load_and_authenticate(tmp_path: Path) -> None:
     assert one is not None and two is not None
     assert (one.name, one.tiers, one.default_tier) == ("one", frozenset({"bulk"}), "bulk")
     assert (two.name, two.tiers, two.default_tier) == ("two", None, None)
+    assert (two.batch_weight, two.batch_concurrent_lines, two.batch_enqueued_tokens) == (4, 8, 20)
 
 
 def test_webhooks_are_read_and_a_rotation_keeps_them(tmp_path: Path) -> None:
@@ -57,6 +58,7 @@ def test_a_bad_secret_of_a_webhook_is_not_repeated(tmp_path: Path) -> None:
         ("keys: [{name: a, key: b, tiers: [gold]}]", "key 'a': there is no tier 'gold'"),
         ("keys: [{name: a, key: b, tiers: [bulk], default_tier: batch}]", "default_tier is not among its tiers"),
         ("keys: [{name: a, key: b, requests_per_minute: 0}]", "'keys[0].requests_per_minute'"),
+        ("keys: [{name: a, key: b, batch_weight: 0}]", "'keys[0].batch_weight'"),
         ("keys: [{name: a, key: b}, {name: a, key: c, admin: true}]", "key 'a': its entries differ"),
         ("keys: [{name: a, key: b}, {name: c, key: b}]", "two entries have the same secret"),
         ("keys: [", "not YAML"),
@@ -69,15 +71,3 @@ def test_a_bad_file_says_where(tmp_path: Path, text: str, message: str) -> None:
         read_entries(path, make_tiers())
     assert message in str(error.value)
     assert str(path) in str(error.value)
-
-
-def test_what_a_key_may_have_of_batches_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "keys.yaml"
-    path.write_text(
-        "keys: [{name: a, key: b, batch_weight: 4, batch_concurrent_lines: 8, batch_enqueued_tokens: 2000000}]"
-    )
-    [key] = [entry.to_key() for entry in read_entries(path)]
-    assert (key.batch_weight, key.batch_concurrent_lines, key.batch_enqueued_tokens) == (4, 8, 2_000_000)
-    path.write_text("keys: [{name: a, key: b, batch_weight: 0}]")
-    with pytest.raises(KeyringError, match="batch_weight"):
-        read_entries(path)

@@ -63,15 +63,6 @@ def path(tmp_path: Path) -> Path:
     return file
 
 
-async def test_a_changed_file_is_in_force_without_a_restart(path: Path) -> None:
-    source = source_of(path)
-    assert (accepts(source, "foo"), accepts(source, "bar")) == (True, False)
-    async with following(source):
-        replace_file(path, TWO)
-        await until(lambda: accepts(source, "bar"))
-    assert not accepts(source, "foo")
-
-
 @pytest.mark.parametrize("broken", ["keys: [", "keys: [{name: one}]", "keys: [{name: a, key: b, tiers: [gold]}]", None])
 async def test_a_broken_file_keeps_the_old_keys_and_says_so(path: Path, broken: str | None) -> None:
     source = source_of(path)
@@ -88,13 +79,6 @@ async def test_a_broken_file_keeps_the_old_keys_and_says_so(path: Path, broken: 
         "the API keys are refused; the old ones stay in force",
         "the API keys have changed",
     ]
-
-
-async def test_a_request_to_reload_does_not_wait_for_the_poll(path: Path) -> None:
-    source = source_of(path)
-    path.write_text(TWO)
-    await source.reload()
-    assert accepts(source, "bar")
 
 
 async def test_keys_of_the_environment_are_the_operators_and_stay(path: Path) -> None:

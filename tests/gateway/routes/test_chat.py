@@ -60,17 +60,6 @@ async def test_without_a_limit_the_output_may_fill_the_context() -> None:
     assert first.sampling.seed != second.sampling.seed
 
 
-async def test_n_choices_have_their_own_seeds_and_count_the_prompt_once() -> None:
-    async with running_stand() as stand:
-        answer = await stand.client.chat.completions.create(model=MODEL, messages=HI, n=3, seed=40)
-        served = stand.worker.served
-    assert [c.index for c in answer.choices] == [0, 1, 2]
-    assert sorted(r.sampling.seed for r in served) == [40, 41, 42]
-    assert answer.usage is not None
-    assert answer.usage.prompt_tokens == len(served[0].prompt_token_ids)
-    assert answer.usage.completion_tokens == 3 * len(token_ids("Hello there!"))
-
-
 async def test_a_stop_string_ends_the_answer_and_the_generation() -> None:
     async with running_stand("one two three four") as stand:
         answer = await stand.client.chat.completions.create(model=MODEL, messages=HI, stop=["three", "xx"])

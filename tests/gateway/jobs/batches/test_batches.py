@@ -90,17 +90,6 @@ async def test_records_of_ended_batches_and_their_inputs_expire(gateway: Offline
     assert sum((await gateway.batches.counts_by_status()).values()) == 0
 
 
-async def test_a_refused_line_goes_to_the_error_file(gateway: OfflineGateway) -> None:
-    gateway.completions.statuses["q1"] = [400]
-    batch = await gateway.ended((await gateway.submit(lines(3))).id)
-    assert batch.request_counts is not None and batch.status == "completed"
-    assert batch.request_counts.model_dump() == {"total": 3, "completed": 2, "failed": 1}
-    [error] = await gateway.read(batch.error_file_id)
-    assert (error["custom_id"], error["error"]) == ("q1", None)
-    assert error["response"]["status_code"] == 400 and error["response"]["body"]["error"]["message"] == "no"
-    assert [e["custom_id"] for e in await gateway.read(batch.output_file_id)] == ["q0", "q2"]
-
-
 async def test_cancel_keeps_what_is_finished(gateway: OfflineGateway) -> None:
     gateway.completions.permits = asyncio.Semaphore(3)
     created = await gateway.submit(lines(50))
@@ -148,17 +137,6 @@ async def test_the_window_passes(gateway: OfflineGateway) -> None:
         "code": "batch_expired",
         "message": "This request could not be executed before the completion window expired.",
     }
-
-
-async def test_the_input_may_be_deleted_while_it_runs(gateway: OfflineGateway) -> None:
-    permits = gateway.completions.permits = asyncio.Semaphore(0)
-    created = await gateway.submit(lines(5))
-    assert (await gateway.client.files.delete(created.input_file_id)).deleted
-    for _ in range(5):
-        permits.release()
-    batch = await gateway.ended(created.id)
-    assert batch.status == "completed"
-    assert len(await gateway.read(batch.output_file_id)) == 5
 
 
 async def test_lists_page_from_the_newest(gateway: OfflineGateway) -> None:

@@ -55,14 +55,6 @@ async def test_a_batch_beyond_the_limit_fails_as_openais_does(gateway: OfflineGa
     assert gateway.completions.calls == {words(6)["body"]["messages"][-1]["content"]: 1}
 
 
-async def test_keys_have_limits_of_their_own_or_none(gateway: OfflineGateway) -> None:
-    for name in ("small", "other"):
-        key = gateway.as_key(name)
-        assert await status_of(key, (await key.submit([words(LIMIT)])).id) == "in_progress"
-    free = gateway.as_key("free")
-    assert await status_of(free, (await free.submit([words(100)])).id) == "in_progress"
-
-
 @pytest.mark.parametrize("end", ["completed", "cancelled"])
 async def test_tokens_are_free_again_when_a_batch_is_over(gateway: OfflineGateway, end: str) -> None:
     small, permits = gateway.as_key("small"), gateway.completions.permits

@@ -48,21 +48,6 @@ def few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few_runs")
-async def test_batches_beyond_the_limit_wait_and_start_when_one_ends(redis_client: Redis, tmp_path: Path) -> None:
-    async with running_gateway(redis_client, tmp_path) as gateway:
-        permits = gateway.completions.permits = asyncio.Semaphore(0)
-        batches = [await gateway.submit([line(f"q{n}")]) for n in range(5)]
-        await until(lambda: gateway.completions.running == 2)
-        for num_waiting in (3, 2, 1, 0, 0):
-            await until(lambda: gateway.completions.running == min(2, 5 - gateway.completions.answered.total()))
-            found = [await gateway.client.batches.retrieve(batch.id) for batch in batches]
-            assert sum(batch.status == "validating" for batch in found) >= num_waiting
-            permits.release()
-        assert [(await gateway.ended(batch.id)).status for batch in batches] == ["completed"] * 5
-        assert gateway.completions.peak == 2 and set(gateway.completions.calls.values()) == {1}
-
-
-@pytest.mark.usefixtures("few_runs")
 async def test_a_promised_batch_takes_the_turn_of_best_effort(redis_client: Redis, tmp_path: Path) -> None:
     async with running_gateway(redis_client, tmp_path) as gateway:
         permits = gateway.completions.permits = asyncio.Semaphore(0)

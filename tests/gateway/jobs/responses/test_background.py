@@ -14,7 +14,6 @@ from redis.exceptions import TimeoutError as StoreSilent
 from gateway.jobs.responses import background
 from gateway.jobs.responses.event_log import follow
 from gateway.jobs.responses.store import ResponseStore
-from scheduler.request import EventKind, Request, TokenEvent
 from tests.gateway.offline import ShiftedClock
 from tests.gateway.scripted_worker import Scripting
 from tests.gateway.stand import Stand, running_stand
@@ -53,25 +52,6 @@ async def test_a_background_response_is_queued_then_completed(redis_client: Redi
     assert done.output_text == "Hello there!"
     assert done.usage is not None and done.usage.output_tokens > 0
     assert second.status == "completed"
-
-
-async def test_it_is_in_progress_after_its_first_token(redis_client: Redis) -> None:
-    def first_token_only(request: Request) -> list[TokenEvent]:
-        return [TokenEvent(request.id, EventKind.TOKENS, 0, (70,))]
-
-    async with storing(redis_client, first_token_only) as stand:
-        created = await stand.client.responses.create(model=MODEL, input="hi", background=True)
-
-        async def in_progress() -> bool:
-            return (await stand.client.responses.retrieve(created.id)).status == "in_progress"
-
-        await until(in_progress)
-        cancelled = await stand.client.responses.cancel(created.id)
-        again = await stand.client.responses.cancel(created.id)
-        await until(lambda: stand.waiting == 0)
-        await until(lambda: bool(stand.worker.cancelled))
-        found = await stand.client.responses.retrieve(created.id)
-    assert cancelled.status == again.status == found.status == "cancelled"
 
 
 async def test_only_background_responses_are_cancelled(redis_client: Redis) -> None:
@@ -145,14 +125,6 @@ async def test_the_stream_of_a_cancelled_response_ends(redis_client: Redis) -> N
         await stand.client.responses.cancel(created.response.id)  # type: ignore[union-attr]
         kinds = [event.type async for event in events]
     assert kinds == ["response.queued"]
-
-
-async def test_a_failed_generation_is_a_failed_response(redis_client: Redis) -> None:
-    async with storing(redis_client, lambda r: [TokenEvent(r.id, EventKind.FAILED, 0, error="boom")]) as stand:
-        created = await stand.client.responses.create(model=MODEL, input="hi", background=True)
-        found = await ended(stand, created.id)
-    assert found.status == "failed"
-    assert found.error is not None and found.error.code == "server_error"
 
 
 async def test_a_response_whose_gateway_died_has_failed(redis_client: Redis) -> None:

@@ -16,19 +16,6 @@ TOOLS: Any = [{"type": "function", "name": "add", "description": "Add.", "parame
 REQUIRED: Any = "required"
 
 
-async def test_a_call_is_an_item() -> None:
-    async with stand("One moment.\n" + CALL) as running:
-        response = await running.client.responses.create(model=MODEL, input="1 + 2?", tools=TOOLS)
-        prompt = text_of(running.worker.served[0].prompt_token_ids)
-    message, call = response.output
-    assert message.type == "message" and message.content[0].text == "One moment."
-    assert call.type == "function_call" and call.status == "completed"
-    assert (call.name, json.loads(call.arguments)) == ("add", {"a": 1, "b": 2})
-    assert call.call_id.startswith("call_") and (call.id or "").startswith("fc_")
-    assert response.tools[0].to_dict()["name"] == "add"
-    assert '{"name": "add", "description": "Add."' in prompt
-
-
 async def test_the_events_of_a_call() -> None:
     async with stand(CALL) as running:
         stream = await running.client.responses.create(

@@ -202,16 +202,6 @@ async def test_uploads_of_another_key_are_unknown(gateway: OfflineGateway) -> No
     assert (await gateway.client.uploads.complete(upload.id, part_ids=[part])).status == "completed"
 
 
-async def test_any_gateway_with_the_same_disk_takes_any_call(gateway: OfflineGateway, redis_client: Redis) -> None:
-    other = make_gateway(redis_client, gateway.files.data_dir, keys=keyring(one=None)).as_key("one")
-    upload = await begun(gateway, 4)
-    parts = [await add(gateway, upload, b"ab"), await add(other, upload, b"cd")]
-    done = await other.client.uploads.complete(upload.id, part_ids=parts)
-    assert done.file is not None
-    assert (await gateway.client.files.content(done.file.id)).content == b"abcd"
-    await other.http.aclose()
-
-
 async def test_a_gateway_with_another_disk_says_so(
     gateway: OfflineGateway, redis_client: Redis, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
