@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from redis.asyncio import ConnectionPool, Redis, UnixDomainSocketConnection
+from redis.asyncio import ConnectionPool, Redis
+from redis.asyncio.connection import AbstractConnection
 
 from gateway.jobs.batches.input.lines import input_name
 from gateway.jobs.batches.input.order import ENTRY, order_path
@@ -49,8 +50,8 @@ class Lifetime:
         self.messages -= 1
 
 
-class MortalConnection(UnixDomainSocketConnection):
-    """Sends nothing once the lifetime is over, as after a SIGKILL: no lock is released."""
+class Mortal(AbstractConnection):
+    """A connection that sends nothing once the lifetime is over, as after a SIGKILL: no lock is released."""
 
     def __init__(self, *, lifetime: Lifetime, **settings: Any) -> None:
         super().__init__(**settings)
@@ -62,8 +63,9 @@ class MortalConnection(UnixDomainSocketConnection):
 
 
 def mortal(client: Redis, lifetime: Lifetime) -> Redis:
-    kwargs = client.connection_pool.connection_kwargs | {"lifetime": lifetime}
-    return Redis.from_pool(ConnectionPool(connection_class=MortalConnection, **kwargs))
+    pool = client.connection_pool
+    mortal_class = type("MortalConnection", (Mortal, pool.connection_class), {})
+    return Redis.from_pool(ConnectionPool(mortal_class, **pool.connection_kwargs, lifetime=lifetime))
 
 
 async def plant(redis: Redis, data_dir: Path, count: int, *, batch_id: str = "batch_planted", age_s: int = 0) -> str:
