@@ -102,7 +102,10 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _running(gateway: Gateway) -> AsyncIterator[None]:
-    """Run what looks after keys, limits, usage, uploads, webhooks and responses every few seconds, within the block."""
+    """Run what looks after keys, limits, usage, uploads, webhooks and responses every few seconds, within the block.
+
+    A tiers file that is newer than the tiers in force is offered to all parts first.
+    """
     work = (
         gateway.key_source.follow(),
         gateway.limits.renew(),
@@ -110,6 +113,7 @@ async def _running(gateway: Gateway) -> AsyncIterator[None]:
         gateway.uploads.follow(),
         gateway.webhooks.follow(),
         gateway.responses.watch(),
+        gateway.tier_changes.offer_file(),
     )
     tasks = [asyncio.create_task(part) for part in work]
     try:

@@ -16,12 +16,13 @@ from redis.exceptions import RedisError
 
 from scheduler.clock import Clock
 from scheduler.config import TierConfigError, TierSet, load_tiers, parse_tiers
-from scheduler.reload.follower import InForce, TierFollower
+from scheduler.reload.follower import InForce, TierFollower, digest_of
 from scheduler.reload.store import Follower, TierDocument, TierStore
 
 log = structlog.get_logger()
 
 POLL_S = 0.01  # seconds between two reads of the store while other parts vote or apply
+OFFER_S, OFFERS = 10.0, 12  # seconds between two offers of a newer file, and their number: two minutes for a restart
 TIMEOUT_S = 5.0  # seconds for all parts to vote on a change, and the same time again for all parts to apply it
 
 
@@ -92,16 +93,28 @@ class TierChanges:
         except RedisError as error:
             log.error("the store does not answer; the old tiers stay in force", error=str(error))
 
+    async def offer_file(self) -> None:
+        """Put the tiers file in force, as `reload` does, if it is newer than the tiers in force.
+
+        A part calls this after its start. While something stands against the file, it is offered again.
+        """
+        for _ in range(OFFERS):
+            if self.follower.has_newer_file():
+                await self.reload_on_signal()
+            if not self.follower.has_newer_file():
+                return
+            await self._clock.sleep(OFFER_S)
+
     async def _reload(self) -> ChangeResult:
         tiers = await asyncio.to_thread(load_tiers, self._path)
-        return await self._change(tiers, str(self._path))
+        return await self._change(tiers, str(self._path), digest_of(tiers))
 
     async def _parse(self, content: object, source: str) -> ChangeResult:
-        return await self._change(parse_tiers(content, source), source)
+        return await self._change(parse_tiers(content, source), source, self.follower.in_force.file)
 
-    async def _change(self, tiers: TierSet, source: str) -> ChangeResult:
+    async def _change(self, tiers: TierSet, source: str, file: str) -> ChangeResult:
         until_s = self._clock.now() + TIMEOUT_S
-        document = await self._propose_alone(tiers, source, until_s)
+        document = await self._propose_alone(tiers, source, file, until_s)
         if not isinstance(document, TierDocument):
             return document
         before = self.follower.in_force
@@ -112,11 +125,13 @@ class TierChanges:
         # In this case, all parts go back to the old tiers.
         result = await self._applied(document.generation, self._clock.now() + TIMEOUT_S, changed=True)
         if isinstance(result, Applied) and (reason := await self._reason_to_keep(before.tiers, tiers)):
-            await self._change(before.tiers, before.source)
+            await self._change(before.tiers, before.source, before.file)
             return Refused(reason)
         return result
 
-    async def _propose_alone(self, tiers: TierSet, source: str, until_s: float) -> TierDocument | ChangeResult:
+    async def _propose_alone(
+        self, tiers: TierSet, source: str, file: str, until_s: float
+    ) -> TierDocument | ChangeResult:
         """Propose `tiers` as soon as no other change is in progress, and return the proposed document.
 
         Return an result instead if `tiers` are in force already, or if the other change is still in progress at
@@ -127,7 +142,7 @@ class TierChanges:
                 return await self._applied(generation, until_s, changed=False)
             if self._clock.now() >= until_s:
                 return Refused("Another change of the tiers is in progress.")
-            document = await self._propose(tiers, source)
+            document = await self._propose(tiers, source, file)
             if document is not None:
                 return document
             await self._clock.sleep(POLL_S)
@@ -157,9 +172,9 @@ class TierChanges:
         is_same = in_force is not None and in_force.content == tiers.document(defaults=False)
         return in_force.generation if in_force is not None and is_same else None
 
-    async def _propose(self, tiers: TierSet, source: str) -> TierDocument | None:
+    async def _propose(self, tiers: TierSet, source: str, file: str) -> TierDocument | None:
         try:
-            return await self._store.propose(tiers.document(defaults=False), source, self._clock.wall_ms())
+            return await self._store.propose(tiers.document(defaults=False), source, self._clock.wall_ms(), file)
         except OverflowError:
             raise TierConfigError(f"{source}: a number has more than 64 bits") from None
 

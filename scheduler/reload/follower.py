@@ -1,18 +1,20 @@
 """Makes one process use the tiers that the store has in force, and vote on proposed tiers.
 
 A part (a gateway or worker process) that starts while other parts run takes the tiers that are in force. The first part
-puts its own file in force. So a change made at run time lasts as long as any part runs. When all parts have ended, the
-next start uses the file again. Knows documents and votes; the `TierConsumer` uses the tiers, and `coordinator` makes
-changes.
+puts its own file in force. So a change made at run time lasts as long as any part runs, or until a part starts with a
+newer file, which `coordinator` then offers to all parts. When all parts have ended, the next start uses the file again.
+Knows documents and votes; the `TierConsumer` uses the tiers, and `coordinator` makes changes.
 """
 
 import asyncio
 import contextlib
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
+import msgspec
 import structlog
 from redis.exceptions import RedisError
 
@@ -47,6 +49,7 @@ class InForce:
     generation: int
     source: str
     set_ms: int
+    file: str  # digest of the tiers file that was put in force last
 
 
 class TierFollower:
@@ -63,12 +66,25 @@ class TierFollower:
         self._consumer = consumer
         self._clock = clock
         self.part = part
-        self.in_force = InForce(tiers, 0, str(path), clock.wall_ms())
+        self._path = path
+        self._own_file = digest_of(tiers)
+        self.in_force = InForce(tiers, 0, str(path), clock.wall_ms(), self._own_file)
         self._vote = (0, "")  # generation of the last proposal voted on, and the objection to it (empty: none)
         self._has_joined = False
         self._is_store_silent = False  # True: the store did not answer at the last read
         self._news = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+
+    def has_newer_file(self) -> bool:
+        """Return whether this part's file was changed after the tiers in force were set, and is not known already.
+
+        A restart with the file that was put in force last leaves a change over HTTP as it is.
+        """
+        if self._own_file in (self.in_force.file, digest_of(self.in_force.tiers)):
+            return False
+        with contextlib.suppress(OSError):
+            return 1000 * self._path.stat().st_mtime > self.in_force.set_ms
+        return False
 
     async def __aenter__(self) -> Self:
         """Start to follow the tiers in the store.
@@ -127,7 +143,8 @@ class TierFollower:
             if others and (await self._store.read()).in_force is not None:
                 return
             content = self.in_force.tiers.document(defaults=False)
-            document = await self._store.propose(content, self.in_force.source, self._clock.wall_ms())
+            now_ms = self._clock.wall_ms()
+            document = await self._store.propose(content, self.in_force.source, now_ms, self._own_file)
             if document is None:
                 await self._clock.sleep(POLL_S)
             elif any(f.part != self.part and f.generation for f in await self._store.followers()):
@@ -150,10 +167,15 @@ class TierFollower:
         if tiers != self.in_force.tiers:
             self._consumer.reconfigure(tiers)
             log.info("the tiers have changed", generation=document.generation, source=document.source)
-        self.in_force = InForce(tiers, document.generation, document.source, document.set_ms)
+        self.in_force = InForce(tiers, document.generation, document.source, document.set_ms, document.file)
 
     def _objection(self, document: TierDocument) -> str:
         try:
             return self._consumer.objection(parse_tiers(document.content, document.source))
         except TierConfigError as error:  # a part that runs another version of this program accepted it
             return str(error)
+
+
+def digest_of(tiers: TierSet) -> str:
+    """Return a digest that is the same for all files with the same content."""
+    return hashlib.sha256(msgspec.json.encode(tiers.document(defaults=False), order="sorted")).hexdigest()

@@ -20,13 +20,14 @@ class TierDocument:
     """A version of the tiers as stored.
 
     `content` is the input of `parse_tiers`. `source` describes its origin for people. `set_ms` is the time of the
-    proposal.
+    proposal. `file` is the digest of the tiers file that was put in force last: a change over HTTP keeps it.
     """
 
     generation: int
     content: dict[str, Any]
     source: str
     set_ms: int
+    file: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +61,10 @@ class TierStore:
         in_force, proposed = await pipeline.execute()
         return Reading(self._document(in_force), self._document(proposed))
 
-    async def propose(self, content: dict[str, Any], source: str, now_ms: int) -> TierDocument | None:
+    async def propose(self, content: dict[str, Any], source: str, now_ms: int, file: str = "") -> TierDocument | None:
         """Propose a document and return it; None while another document is being voted on."""
         generation = await self._client.hincrby(keys.TIERS, "generation", 1)
-        document = TierDocument(generation, content, source, now_ms)
+        document = TierDocument(generation, content, source, now_ms, file)
         data, ttl_ms = self._encoder.encode(document), int(keys.TIERS_PROPOSED_TTL_S * 1000)
         # If the reply to the first SET was lost, the repeated SET fails because of the first one. The value is then
         # this document.

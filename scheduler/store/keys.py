@@ -126,7 +126,7 @@ START_TTL_S = 15.0
 
 # A hash. `generation` is the last number given to a document. `in_force` is the document that all gateways and workers
 # follow (msgpack `TierDocument`). The hash outlives these processes; the first process of the next start replaces the
-# document with its own file.
+# document with its own file, and so does one with a newer file, if all agree.
 TIERS = "tidegate:tiers"
 
 # The proposed document, if there is one. Only one document can be proposed at a time, and it expires soon.

@@ -110,6 +110,7 @@ async def serve_loops(
         background = Background()
         with hangup_calls(lambda: background.start(changes.reload_on_signal()), runner.end):
             async with follower, background:
+                background.start(changes.offer_file())
                 background.start(report_life(lambda: runner.is_announced, is_stuck))
                 await keep_serving(lambda: build(redis), runner, clock)
     log.info("the worker has drained")

@@ -1,6 +1,8 @@
 """Changes of the tiers: on all processes of a store or on none."""
 
 import asyncio
+import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -34,8 +36,10 @@ class Recorder:
         self.tiers = tiers
         self.times = 0
         self.objects = ""
+        self.asked = 0
 
     def objection(self, tiers: TierSet) -> str:
+        self.asked += 1
         return self.objects
 
     def reconfigure(self, tiers: TierSet) -> None:
@@ -103,6 +107,53 @@ async def test_a_change_returns_after_all_parts_have_made_it(start: Start) -> No
     assert outcome.in_force.source == "test"
     assert [part.limits for part in parts] == [{"chat": 7, "bulk": 8, "extra": 9}] * 3
     assert {part.generation for part in parts} == {outcome.in_force.generation}
+
+
+def changed_s(path: Path, seconds: float) -> None:
+    """Let the file look as if it had been changed `seconds` from now."""
+    os.utime(path, (time.time() + seconds,) * 2)
+
+
+async def test_a_part_that_starts_with_a_newer_file_offers_it(start: Start, path: Path) -> None:
+    old = await start("gateway")
+    write(path, document(chat=5, bulk=6))
+    changed_s(path, 60)
+    restarted = await start("worker")
+    assert restarted.limits == old.limits == {"chat": 1, "bulk": 2}
+    await restarted.changes.offer_file()
+    assert restarted.limits == old.limits == {"chat": 5, "bulk": 6}
+    assert old.follower.in_force.source == str(path)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "limits"), [(-60, {"chat": 5, "bulk": 6}), (60, {"chat": 1, "bulk": 2})], ids=["older", "known"]
+)
+async def test_an_older_or_known_file_leaves_a_change_at_run_time_in_force(
+    start: Start, path: Path, seconds: float, limits: dict[str, int]
+) -> None:
+    first = await start("gateway")
+    await first.changes.change(document(chat=7, bulk=8), "POST")
+    write(path, document(**limits))
+    changed_s(path, seconds)
+    restarted = await start("worker")
+    await restarted.changes.offer_file()
+    assert restarted.limits == first.limits == {"chat": 7, "bulk": 8}
+
+
+async def test_a_newer_file_is_offered_again_until_nothing_needs_the_old_tiers(
+    start: Start, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "OFFER_S", 0.001)
+    old = await start("gateway")
+    write(path, document(chat=5, bulk=6))
+    changed_s(path, 60)
+    restarted = await start("worker")
+    old.consumer.objects = "not now"
+    offering = asyncio.create_task(restarted.changes.offer_file())
+    await until(lambda: old.consumer.asked >= 2)
+    old.consumer.objects = ""
+    await offering
+    assert restarted.limits == old.limits == {"chat": 5, "bulk": 6}
 
 
 async def test_two_changes_at_once_are_made_one_after_the_other(start: Start, path: Path) -> None:
