@@ -186,16 +186,12 @@ def item_status(finish_reason: str | None) -> ItemStatus:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    counts = usage.to_dict()
     return {
-        "input_tokens": counts["prompt_tokens"],
-        "input_tokens_details": {
-            "cached_tokens": counts["prompt_tokens_details"]["cached_tokens"],
-            "cache_write_tokens": 0,
-        },
-        "output_tokens": counts["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": counts["completion_tokens_details"]["reasoning_tokens"]},
-        "total_tokens": counts["total_tokens"],
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from gateway.output.piece import Piece, ReportedToken
 from gateway.output.plan import OutputPlan
 from gateway.protocol.bodies.schemas import AnyRequest, ChatCompletionRequest, CompletionRequest
-from gateway.requests.answers.choice import Choice, Decoder, TokenTracker
+from gateway.requests.answers.choice import Choice, TokenTracker
 from gateway.requests.tokens.stop_strings import StopMatcher
 from gateway.requests.tokens.tokenizer import Tokenizer
 
@@ -38,7 +38,7 @@ class AnswerOptions:
         """Return a new choice for a prompt. `prompt_text` is the prompt as the client sent it (None: as token ids)."""
         choice = Choice(
             index,
-            self._decoder(tokenizer, plan),
+            tokenizer.decoder(plan.shown, skip_special_tokens=self.skip_special_tokens) if self.decodes else None,
             StopMatcher(self.stops, self.shows_stop) if self.stops else None,
             plan.new_parser(),
             plan.calls_finish,
@@ -54,11 +54,6 @@ class AnswerOptions:
             num_before = len(choice.first.text) if choice.first is not None else 0
             choice.tracker = TokenTracker(num_before, self.reports_ids or not self.decodes)
         return choice
-
-    def _decoder(self, tokenizer: Tokenizer, plan: OutputPlan) -> Decoder:
-        if not self.decodes:
-            return NoText()
-        return tokenizer.decoder(plan.shown, skip_special_tokens=self.skip_special_tokens)
 
     def _hidden_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
         """Return the tokens that are not shown at the end. Special tokens that are skipped anyway need no listing."""
@@ -94,16 +89,6 @@ def answer_options(request: AnyRequest) -> AnswerOptions:
         echo=completion is not None and bool(completion.echo),
         only_prompt=completion is not None and completion.max_tokens == 0,
     )
-
-
-class NoText:
-    """A decoder for outputs that are reported as token ids only."""
-
-    def feed(self, token_ids: object) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""
 
 
 def _decoded_one_by_one(tokenizer: Tokenizer, token_ids: tuple[int, ...]) -> list[str]:

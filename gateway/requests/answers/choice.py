@@ -6,21 +6,13 @@ Knows token events, decoding, stop strings and parsers; does not know the answer
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from engine.interface import FinishReason, TokenLogprobs
 from gateway.output.parser import FormatParser
 from gateway.output.piece import Piece, ReportedToken
+from gateway.requests.tokens.decoder import IncrementalDecoder
 from gateway.requests.tokens.stop_strings import StopMatcher
 from scheduler.request import EventKind, TokenEvent
-
-
-class Decoder(Protocol):
-    """A decoder for one growing output. `IncrementalDecoder` (gateway/requests/tokens/tokenizer.py) is one."""
-
-    def feed(self, token_ids: Sequence[int]) -> str: ...
-
-    def flush(self) -> str: ...
 
 
 class TokenTracker:
@@ -62,7 +54,7 @@ class Choice:
     """
 
     index: int
-    decoder: Decoder
+    decoder: IncrementalDecoder | None  # None: the answer has no text
     stops: StopMatcher | None
     parser: FormatParser | None = None  # None: all of the output is text
     calls_finish: str = "tool_calls"  # the finish reason of an output with tool calls
@@ -129,7 +121,7 @@ class Choice:
     def _decode(self, event: TokenEvent) -> str:
         if self.stops is None and self.tracker is None and not self.stop_token_ids and not self.hidden_ids:
             self.num_tokens += len(event.token_ids)
-            return self.decoder.feed(event.token_ids)
+            return self._text_of(event.token_ids)
         text = ""
         for position in range(len(event.token_ids)):  # one at a time, so that tokens after a match are not counted
             if self.finish_reason is not None:
@@ -150,7 +142,10 @@ class Choice:
             self.stop_reason = token_id if token_id in self.stop_token_ids else None
             if token_id in self.hidden_ids:
                 return ""
-        return self._show(self.decoder.feed((token_id,)))
+        return self._show(self._text_of((token_id,)))
+
+    def _text_of(self, token_ids: Sequence[int]) -> str:
+        return "" if self.decoder is None else self.decoder.feed(token_ids)
 
     def _show(self, text: str) -> str:
         """Return the part of the newly decoded `text` that can be shown now, and the text held back before it."""
@@ -164,7 +159,7 @@ class Choice:
         return shown
 
     def _end(self, reason: FinishReason | None) -> str:
-        text = self._show(self.decoder.flush())
+        text = self._show("" if self.decoder is None else self.decoder.flush())
         if self.stops is not None and self.finish_reason is None:
             held = self.stops.flush()
             text += held
