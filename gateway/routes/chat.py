@@ -15,7 +15,7 @@ from gateway.http.sse import EventStreamResponse
 from gateway.identity import ApiKey
 from gateway.protocol.bodies.options import GenerationBody
 from gateway.protocol.bodies.schemas import ChatCompletionRequest, CompletionRequest
-from gateway.protocol.bodies.unknown_names import IGNORED_HEADER, header_value
+from gateway.protocol.bodies.unsupported import IGNORED_HEADER, header_value
 from gateway.protocol.json_body import hold_object
 from gateway.protocol.openapi import json_body
 from gateway.requests.answers.chunks import encode_json

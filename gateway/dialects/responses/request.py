@@ -13,7 +13,7 @@ from gateway.dialects.responses.items import InputItem
 from gateway.protocol.bodies.messages import MAX_PIECES, Text, count_pieces
 from gateway.protocol.bodies.options import GenerationBody, Whole
 from gateway.protocol.bodies.schemas import ChatCompletionRequest
-from gateway.protocol.bodies.unknown_names import unknown_names
+from gateway.protocol.bodies.unsupported import unknown_names
 from gateway.protocol.bodies.validation import choose, text_or_list
 from gateway.protocol.errors import invalid_request, invalid_value, unsupported_parameter
 from gateway.protocol.json_body import Body, parse

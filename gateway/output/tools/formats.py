@@ -3,7 +3,7 @@
 Knows markers and the text between them; does not know tokens, requests or answers. Each row follows the family's own
 chat template, and gives both directions: how calls are read, and how they are written (for grammars that force calls).
 
-To add a family, add a row to `CALL_FORMATS`, and one to the table of tests/gateway/output/test_formats.py.
+To add a family, add a row to `CALL_FORMATS`, and one to the table of tests/gateway/output/families.py.
 """
 
 import regex

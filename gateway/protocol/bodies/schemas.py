@@ -1,8 +1,8 @@
 """Schemas of the bodies of /v1/chat/completions and /v1/completions.
 
 Types are strict: a string is not accepted as a number, and a bool is not accepted as an integer. Unknown fields are
-ignored, because clients send many of them (gateway/protocol/bodies/unknown_names.py).
-gateway/protocol/bodies/unsupported.py refuses fields of OpenAI's API that this server does not implement.
+ignored, because clients send many of them. gateway/protocol/bodies/unsupported.py refuses those that are misspelt, and
+fields of OpenAI's API that this server does not implement.
 
 Every list and mapping has a maximum length, which is checked before its items. Validation of the items stops at the
 first error. Both rules save memory: an error takes 100 times the memory of the bytes that cause it, so a body of 16 MB
@@ -24,8 +24,7 @@ from gateway.protocol.bodies.tools import (
     Tool,
     ToolChoice,
 )
-from gateway.protocol.bodies.unknown_names import unknown_names
-from gateway.protocol.bodies.unsupported import refuse_misplaced, refuse_unsupported
+from gateway.protocol.bodies.unsupported import refuse_misplaced, refuse_unsupported, unknown_names
 from gateway.protocol.bodies.validation import choose
 from gateway.protocol.errors import invalid_value
 from gateway.protocol.json_body import Body, has_more_values, has_too_many_values, parse

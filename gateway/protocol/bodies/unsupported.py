@@ -1,14 +1,27 @@
-"""Refuse parameters of OpenAI's API and of vLLM's extensions that this server does not implement.
+"""Refuse parameters that this server does not implement, and names that are probably misspelt.
 
-Each of these parameters would change the answer. A request that sets one of them is refused with an error that names
-the parameter, unless the value asks for the default behaviour. Parameters that do not change the answers of this server
-(`store`, `user`) are not listed.
+A parameter of OpenAI's API or of vLLM's extensions that would change the answer is refused by name, unless its value
+asks for the default behaviour. Parameters that do not change the answers of this server (`store`, `user`) are not
+listed.
+
+A name near a known one is a mistake that would silently change the answer (`max_token`). Other unknown names are of
+other servers' extensions, which clients send to everybody; they have no effect, and the answer names them in the header
+`x-tidegate-ignored-parameters`.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection, Mapping
+from difflib import get_close_matches
 from typing import Any
 
-from gateway.protocol.errors import misplaced_parameter, unsupported_parameter
+from gateway.protocol.errors import ApiError, invalid_request, misplaced_parameter, unsupported_parameter
+
+IGNORED_HEADER = "x-tidegate-ignored-parameters"
+# Least similarity (difflib's ratio, 0 … 1) of a name to the known one that it is likely to mean, without underscores
+# and case. `max_new_tokens` is 0.86 like `max_tokens`; `top_a`, an option of other servers, is 0.75 like `top_p`.
+NEAR = 0.85
+MAX_NAMES = 32  # names compared and reported: a comparison with all known names takes 1 ms
+MAX_LENGTH = 64  # characters of a name that are compared and reported
 
 Harmless = Callable[[Any], bool]
 
@@ -78,3 +91,35 @@ def refuse_unsupported(body: dict[str, Any]) -> None:
         value = body.get(name)
         if value is not None and not harmless(value):
             raise unsupported_parameter(name)
+
+
+def unknown_names(body: Mapping[str, Any], known: Collection[str]) -> tuple[str, ...]:
+    """Return the names in `body` that are neither in `known` nor refused by name. At most `MAX_NAMES` are returned.
+
+    Raises `ApiError` 400 for a name near a known one.
+    """
+    names = [name[:MAX_LENGTH] for name in body if name not in known and name not in HARMLESS][:MAX_NAMES]
+    for name in names:
+        if (meant := _nearest(name, known)) is not None:
+            raise _misspelt(name, meant)
+    return tuple(names)
+
+
+def header_value(names: Collection[str]) -> str:
+    """Return `names` as the value of a header: printable ASCII, separated by commas."""
+    return ", ".join(re.sub(r"[^!-+\--~]", "?", name) for name in names)
+
+
+def _nearest(name: str, known: Collection[str]) -> str | None:
+    candidates = {_plain(candidate): candidate for candidate in (*HARMLESS, *known)}
+    found = get_close_matches(_plain(name), candidates, n=1, cutoff=NEAR)
+    return candidates[found[0]] if found else None
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").lower()
+
+
+def _misspelt(name: str, meant: str) -> ApiError:
+    message = f"Unknown parameter: '{name}'. Did you mean '{meant}'?"
+    return invalid_request(message, name, "unknown_parameter")

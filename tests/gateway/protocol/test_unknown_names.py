@@ -3,7 +3,7 @@
 import pytest
 
 from gateway.protocol.bodies.schemas import ChatCompletionRequest
-from gateway.protocol.bodies.unknown_names import unknown_names
+from gateway.protocol.bodies.unsupported import unknown_names
 from gateway.protocol.errors import ApiError
 
 CHAT = ChatCompletionRequest.model_fields
