@@ -17,20 +17,14 @@ from engine.factory import SPIN_COUNT
 from engine.interface import EngineDead, EngineInfo, PlanError, StepPlan, StepResult
 from engine.modeled.engine import ModeledEngine
 from engine.native.cpu.build import torch_openmp
-from scheduler.client.client import SchedulerClient
-from scheduler.client.token_stream import TokenStream
 from scheduler.drivers.steps.driver import StepDriver
-from scheduler.events.memory import MemoryEventChannel
 from scheduler.queue.memory import MemoryQueue
-from scheduler.registry.memory import MemoryWorkerRegistry
-from scheduler.request import Request
-from scheduler.virtual_time import VirtualClock
 from scheduler.worker.heartbeat import DuplicateWorker, WorkerIdentity
 from scheduler.worker.leases import LEASE_S
 from scheduler.worker.loop import WorkerLoop, build_loop
 from scheduler.worker.metrics import SchedulerMetrics
-from tests.scheduler.builders import FAST, expected_tokens, make_core, make_info, make_request, make_tiers
-from tests.scheduler.world import run_bounded
+from tests.scheduler.builders import FAST, expected_tokens, make_core, make_info, make_tiers
+from tests.scheduler.world import World, run_bounded
 from tidegate.settings.worker import WorkerSettings
 from tidegate.supervision.keeper import EX_CONFIG
 from tidegate.supervision.process import LONGEST_PAUSE_S, SETTLED_S
@@ -79,46 +73,27 @@ class Unreliable:
         return guarded
 
 
-class Rig:
+class Rig(World):
     """A worker kept serving, and a client, in virtual time."""
 
     def __init__(self) -> None:
-        self.clock = VirtualClock()
-        tiers, info = make_tiers(), make_info()
-        self.core = make_core(tiers, info)
+        super().__init__(make_tiers())
+        info = make_info()
+        self.core = make_core(self.tiers, info)
         self.engine = UnhurriedEngine(info, self.clock.sleep, FAST, noise=0.0)
-        self.queue = MemoryQueue(self.clock)
         self.store = Unreliable(self.queue.for_worker("w"))
-        self.events, self.registry = MemoryEventChannel(), MemoryWorkerRegistry(self.clock)
-        self.metrics = SchedulerMetrics(CollectorRegistry(), tiers)
-        self.client = SchedulerClient(self.queue, self.events, self.registry, tiers, self.clock, "gateway")
+        self.metrics = SchedulerMetrics(CollectorRegistry(), self.tiers)
         self.runner = LoopRunner(DRAIN_S)
         self.loops = 0
 
     def build(self) -> WorkerLoop:
         self.loops += 1
-        identity = WorkerIdentity("w", ("model",), self.clock.wall_ms())
-        return build_loop(
-            StepDriver(self.core, self.engine),
-            self.store,  # a queue, by __getattr__
-            self.events,
-            self.registry,
-            self.metrics,
-            self.clock,
-            identity,
-        )
+        driver, identity = StepDriver(self.core, self.engine), WorkerIdentity("w", ("model",), self.clock.wall_ms())
+        # The store is a queue, by __getattr__.
+        return build_loop(driver, self.store, self.events, self.registry, self.metrics, self.clock, identity)
 
     async def serve(self) -> None:
         await keep_serving(self.build, self.runner, self.clock)
-
-    async def submit(self, request: Request) -> TokenStream:
-        outcome = await self.client.submit([request])
-        assert isinstance(outcome, TokenStream)
-        return outcome
-
-    async def answer(self, request: Request) -> list[int]:
-        async with await self.submit(request) as events:
-            return [token_id async for event in events for token_id in event.token_ids]
 
 
 def play(story: Callable[[Rig, "asyncio.Task[None]"], Awaitable[None]]) -> None:
@@ -143,15 +118,15 @@ def play(story: Callable[[Rig, "asyncio.Task[None]"], Awaitable[None]]) -> None:
 @pytest.mark.parametrize("away_s", [1.0, LEASE_S + 5.0])
 def test_the_engine_outlives_an_outage_of_the_store_and_every_answer_is_complete(away_s: float) -> None:
     async def story(rig: Rig, serving: "asyncio.Task[None]") -> None:
-        requests = [make_request(f"r{i}", "bulk", max_tokens=200, arrival_ms=rig.clock.wall_ms()) for i in range(6)]
-        answers = [asyncio.create_task(rig.answer(r)) for r in requests]
+        requests = [rig.request(f"r{i}", "bulk", max_tokens=200) for i in range(6)]
+        answers = [asyncio.create_task(rig.receive(r)) for r in requests]
         await rig.clock.sleep(0.505)  # in the middle of a step
         assert rig.core.is_busy
         rig.store.is_away = True
         await rig.clock.sleep(away_s)
         assert not serving.done()
         rig.store.is_away = False
-        assert await asyncio.gather(*answers) == [expected_tokens(r) for r in requests]
+        assert [a.token_ids for a in await asyncio.gather(*answers)] == [expected_tokens(r) for r in requests]
         assert rig.loops > 1
         rig.runner.end()
         await serving
@@ -193,7 +168,7 @@ def test_an_error_that_is_not_the_stores_is_raised_at_once() -> None:
             raise EngineDead("device lost")
 
         rig.engine.submit = broken  # type: ignore[method-assign]
-        await rig.submit(make_request("r"))
+        await rig.submit(rig.request("r"))
         with pytest.raises(EngineDead):
             await serving
         assert rig.loops == 1
@@ -217,7 +192,7 @@ def test_a_signal_during_an_outage_ends_the_worker_at_once() -> None:
 
 def test_a_signal_drains_and_a_second_one_stops() -> None:
     async def story(rig: Rig, serving: "asyncio.Task[None]") -> None:
-        generation = await rig.submit(make_request("r", "bulk", max_tokens=400, arrival_ms=rig.clock.wall_ms()))
+        generation = await rig.submit(rig.request("r", "bulk", max_tokens=400))
         await rig.clock.sleep(0.2)
         rig.runner.end()
         await rig.clock.sleep(0.2)
@@ -234,9 +209,8 @@ def test_a_signal_drains_and_a_second_one_stops() -> None:
 
 def test_requests_that_outlive_the_drain_go_back_to_the_queue() -> None:
     async def story(rig: Rig, serving: "asyncio.Task[None]") -> None:
-        requests = [make_request(f"r{i}", "bulk", max_tokens=470, arrival_ms=rig.clock.wall_ms()) for i in range(10)]
-        for request in requests:
-            await rig.submit(request)
+        for i in range(10):
+            await rig.submit(rig.request(f"r{i}", "bulk", max_tokens=470))
         await rig.clock.sleep(0.1)
         rig.runner.end()
         async with asyncio.timeout(DRAIN_S + 0.5):
