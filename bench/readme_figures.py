@@ -14,13 +14,21 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, Field
 
-from bench.isolation.arms import FIRST_COME, OURS, OURS_ALONE, PEER, PREMIUM_SERVICE_TIERS, STRICT, has_slo
+from bench.isolation.arms import (
+    FIRST_COME,
+    OURS,
+    OURS_ALONE,
+    PEER,
+    PREMIUM_SERVICE_TIERS,
+    STRICT,
+    has_slo,
+    read_shipped_tiers,
+)
 from bench.simulator_accuracy import Compared, compare_arm, read_result
 from loadtest.reporting.formats import ABSENT, number, percent
 from loadtest.reporting.record import Provenance, Record, Section, Table
 from loadtest.reporting.writers import publish
 from loadtest.running import print_progress
-from loadtest.shipped_tiers import read_shipped_tiers
 from loadtest.simulation.cost_card import load_cost_card
 
 Json = dict[str, Any]

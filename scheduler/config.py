@@ -238,6 +238,16 @@ class TierSet(_Strict):
         return document
 
 
+def shipped_tiers_path() -> Path:
+    """Return the path of the shipped tiers.yaml.
+
+    In an installed wheel, the file is in the folder of `tidegate`. In a source tree, it is in the top folder.
+    """
+    top = Path(__file__).resolve().parents[1]
+    installed = top / "tidegate" / "tiers.yaml"
+    return installed if installed.exists() else top / "tiers.yaml"
+
+
 def load_tiers(path: Path) -> TierSet:
     """Read and validate a tiers file.
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from gateway.keys.edit import add_key, revoke_key
 from gateway.keys.file import KeyEntry, KeyringError, read_entries
-from scheduler.config import TierConfigError, load_tiers
-from tidegate.settings.base import shipped_tiers
+from scheduler.config import TierConfigError, load_tiers, shipped_tiers_path
 
 FILE_VARIABLE = "TIDEGATE_API_KEYS"
 TIERS_VARIABLE = "TIDEGATE_TIERS"
@@ -64,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument(
         "--tiers-file",
         type=Path,
-        default=Path(tiers) if tiers else shipped_tiers(),
+        default=Path(tiers) if tiers else shipped_tiers_path(),
         help=f"where the tiers are defined; default: {TIERS_VARIABLE}, or the shipped file",
     )
     actions.add_parser("list", parents=[common], help="show names, ids and options").set_defaults(run=_list)

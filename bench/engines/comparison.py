@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from bench.engines.ratios import common_prefix
 from bench.engines.systems.client import SystemClient, SystemUnavailable
 from bench.engines.work import QUICK_SHAPES, SHAPES, STEP_TOKENS, Job, WorkKind, WorkShape, make_job, make_step_jobs
 
@@ -192,3 +191,8 @@ class _Run:
                 mine, theirs = answers[one][i], answers[other][i]
                 self._noted.same_tokens[one, other] += common_prefix(mine, theirs)
                 self._noted.compared_tokens[one, other] += len(mine)
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the number of tokens before the first difference of two answers."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from loadtest.traffic.scenario import Targets
+from scheduler.config import shipped_tiers_path
 
 Document = dict[str, Any]  # the content of a tiers file
 
@@ -88,6 +89,11 @@ def read_arm_file(name: str) -> Document:
     """Return the tiers document in `bench/isolation/arms/<name>.yaml`."""
     text = (files("bench") / "isolation" / "arms" / f"{name}.yaml").read_text(encoding="utf-8")
     document: Document = yaml.safe_load(text)
+    return document
+
+
+def read_shipped_tiers() -> Document:
+    document: Document = yaml.safe_load(shipped_tiers_path().read_text(encoding="utf-8"))
     return document
 
 

@@ -12,7 +12,7 @@ import yaml
 from pydantic import AliasChoices, Field
 
 from bench.isolation.admin import Systems, tiers_in_force, tiers_restored
-from bench.isolation.arms import OWN_ARMS, Document, slowdown_of
+from bench.isolation.arms import OWN_ARMS, Document, read_shipped_tiers, slowdown_of
 from bench.isolation.experiments import EXPERIMENTS, ExperimentName
 from bench.isolation.results.record import Drawings, isolation_record
 from bench.isolation.results.result import Result
@@ -24,7 +24,6 @@ from loadtest.model_shapes import ShapeError
 from loadtest.reporting.record import Provenance
 from loadtest.reporting.writers import publish, write_page
 from loadtest.running import PLOTS, ends_on_sigterm, print_progress, require, run_to_end
-from loadtest.shipped_tiers import read_shipped_tiers
 from loadtest.traffic.scenario import Scenario, Targets, load_scenario
 from loadtest.traffic.scenario_arrivals import ClosedLoop
 from scheduler.config import TierConfigError, load_tiers

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 
-from loadtest.shipped_tiers import shipped_tiers_path
 from loadtest.simulation.cost_card import CostCard
 from loadtest.simulation.deployment import Setting
 from loadtest.simulation.observation import Observation
@@ -18,7 +17,7 @@ from loadtest.simulation.run import DRAIN_S, simulate
 from loadtest.simulation.summary import Summary, summarize
 from loadtest.simulation.traffic import TraceRow, Traffic, read_trace, scenario_traffic, trace_traffic
 from loadtest.traffic.scenario import load_scenario
-from scheduler.config import TierSet, load_tiers
+from scheduler.config import TierSet, load_tiers, shipped_tiers_path
 
 SHIPPED = ""  # this name means the shipped tiers.yaml
 NEIGHBOUR_S = 20.0  # seconds for which a busy neighbour stays

@@ -18,6 +18,7 @@ from pydantic_settings import (
 )
 
 from demo_model.location import demo_model_path
+from scheduler.config import shipped_tiers_path
 
 CONFIG_VARIABLE = "TIDEGATE_CONFIG"
 STORE_VARIABLE = "TIDEGATE_REDIS_URL"
@@ -35,16 +36,6 @@ def split_list(value: Any) -> list[str] | None:
     """Return the items of a setting that is a list or a text with commas; None if there are none."""
     parts = [value] if isinstance(value, str) else value or []
     return [item.strip() for part in parts for item in str(part).split(",") if item.strip()] or None
-
-
-def shipped_tiers() -> Path:
-    """Return the path of the default tiers.yaml.
-
-    In an installed wheel, the file is in the folder of this package. In a source tree, it is in the top folder.
-    """
-    package = Path(__file__).resolve().parents[1]
-    installed = package / "tiers.yaml"
-    return installed if installed.exists() else package.parent / "tiers.yaml"
 
 
 class CommonSettings(BaseSettings):
@@ -133,7 +124,7 @@ class CommonSettings(BaseSettings):
 
     @property
     def tiers_path(self) -> Path:
-        return self.tiers or shipped_tiers()
+        return self.tiers or shipped_tiers_path()
 
     @classmethod
     def settings_customise_sources(

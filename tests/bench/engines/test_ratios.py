@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from bench.engines.ratios import geometric_mean
+from bench.engines.comparison_report import geometric_mean
 
 
 def test_a_single_round_has_a_value_and_no_interval() -> None:

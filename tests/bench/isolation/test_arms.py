@@ -17,9 +17,9 @@ from bench.isolation.arms import (
     TITLES,
     ArmBuilder,
     read_arm_file,
+    read_shipped_tiers,
 )
 from bench.isolation.slos import premium_ttft_ms, slos_by_class, targets_of
-from loadtest.shipped_tiers import read_shipped_tiers
 from loadtest.traffic.scenario import Targets, load_scenario
 from scheduler.config import TierSet, parse_tiers
 

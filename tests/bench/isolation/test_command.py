@@ -15,9 +15,8 @@ from bench.isolation.servers import context_of, vllm_command, with_tokenizer, wr
 from loadtest.client.http import TargetError
 from loadtest.model_shapes import write_shape
 from loadtest.serving import serving, tidegate_command
-from loadtest.shipped_tiers import shipped_tiers_path
 from loadtest.traffic.scenario import ScenarioError
-from scheduler.config import parse_tiers
+from scheduler.config import parse_tiers, shipped_tiers_path
 from tests.bench.isolation.builders import SCENARIO
 from tests.loadtest.fake_server import Body, FakeServer
 

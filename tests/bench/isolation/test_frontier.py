@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.isolation.arms import BULK_SHIPPED, UNLIMITED, ArmBuilder
+from bench.isolation.arms import BULK_SHIPPED, UNLIMITED, ArmBuilder, read_shipped_tiers
 from bench.isolation.goals import harvest_at
-from loadtest.shipped_tiers import read_shipped_tiers
 from loadtest.traffic.scenario import Targets
 from scheduler.config import parse_tiers
 from tests.bench.isolation.builders import SCENARIO

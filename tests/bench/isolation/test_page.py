@@ -4,7 +4,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from bench.isolation.arms import BULK_ALONE, FIRST_COME, OURS, OURS_ALONE, ArmBuilder
+from bench.isolation.arms import BULK_ALONE, FIRST_COME, OURS, OURS_ALONE, ArmBuilder, read_shipped_tiers
 from bench.isolation.controls import Evidence
 from bench.isolation.experiments import EXPERIMENTS, ExperimentName
 from bench.isolation.goals import judge
@@ -17,7 +17,6 @@ from bench.isolation.tuning import Goodput, Probe
 from loadtest.client.runner import Timing
 from loadtest.reporting.record import Card, Drawing, Fold, Provenance, Record, Row, Section, Table
 from loadtest.reporting.writers import render_page, render_text
-from loadtest.shipped_tiers import read_shipped_tiers
 from loadtest.traffic.scenario import Targets
 from tests.bench.isolation.builders import DURATION_S, SCENARIO, answered, make_part
 

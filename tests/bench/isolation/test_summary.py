@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.isolation.arms import BULK_ALONE, FIRST_COME, OURS, OURS_ALONE, STRICT, Arm, ArmBuilder
+from bench.isolation.arms import BULK_ALONE, FIRST_COME, OURS, OURS_ALONE, STRICT, Arm, ArmBuilder, read_shipped_tiers
 from bench.isolation.controls import Evidence, controls_of
 from bench.isolation.experiments import EXPERIMENTS, ExperimentName
 from bench.isolation.goals import Goal, judge
@@ -10,7 +10,6 @@ from bench.isolation.results.result import requests_of
 from bench.isolation.rounds import Part, Rounds
 from bench.isolation.summary import ArmSummary, summarize_arms
 from loadtest.estimates import Estimate
-from loadtest.shipped_tiers import read_shipped_tiers
 from loadtest.traffic.scenario import Targets
 from tests.bench.isolation.builders import SCENARIO, answered, make_part
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler.config import load_tiers
+from scheduler.config import load_tiers, shipped_tiers_path
 from scheduler.drivers.calls.policy import (
     ISOLATED_EVERY,
     MANY_ISOLATED_EVERY,
@@ -16,9 +16,8 @@ from scheduler.drivers.calls.policy import (
 )
 from tests.scheduler.builders import make_tiers
 from tests.scheduler.drivers.calls.simulation import poisson, simulate
-from tidegate.settings.base import shipped_tiers
 
-TIERS = load_tiers(shipped_tiers())
+TIERS = load_tiers(shipped_tiers_path())
 BATCH = 64
 CALL_S = 0.2
 CAPACITY_PER_S = BATCH / CALL_S
