@@ -10,7 +10,6 @@ from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 
 from gateway.protocol.errors import model_not_found
-from gateway.requests.prepare.prompts import model_limits
 from gateway.routes.dependencies import Caller
 from gateway.state import Gateway, gateway_of
 
@@ -38,7 +37,7 @@ async def retrieve_model(request: Request, model: str, key: Caller) -> dict[str,
 def _model(gateway: Gateway, name: str) -> dict[str, Any]:
     """Return the object of one name. `root` is the main name of the model, for which the other names are aliases."""
     tokenizer = gateway.tokenizer
-    context = model_limits(gateway.client.live.engines, tokenizer).max_model_len
+    context = gateway.completions.limits().max_model_len
     return {
         "id": name,
         "object": "model",

@@ -22,10 +22,9 @@ from gateway.protocol.bodies.schemas import (
 from gateway.protocol.errors import invalid_value, model_not_found
 from gateway.protocol.json_body import Body, hold_object, parse
 from gateway.protocol.openapi import json_body
-from gateway.requests.prepare.prompts import ModelLimits, model_limits
 from gateway.routes.chat import json_response
 from gateway.routes.dependencies import Caller
-from gateway.state import Gateway, gateway_of
+from gateway.state import gateway_of
 
 router = APIRouter(tags=["models"])
 
@@ -52,16 +51,15 @@ async def tokenize(request: Request, key: Caller) -> Response:
         tier = resolve_tier(None, key, gateway.tiers).tier
         ids = await gateway.completions.encode(body, tier, key.name if key else None)
     strings = await gateway.tokenizer.token_strings(ids) if with_strings else None
-    return json_response(
-        {"count": len(ids), "max_model_len": _limits(gateway).max_model_len, "tokens": ids, "token_strs": strings}
-    )
+    context = gateway.completions.limits().max_model_len
+    return json_response({"count": len(ids), "max_model_len": context, "tokens": ids, "token_strs": strings})
 
 
 @router.post("/detokenize", openapi_extra=json_body(DetokenizeRequest))
 async def detokenize(request: Request, key: Caller) -> Response:
     """Return the text of `tokens`, with special tokens."""
     gateway = gateway_of(request)
-    interpret = partial(_parse_detokenize, gateway.model_names, _limits(gateway).vocab_size)
+    interpret = partial(_parse_detokenize, gateway.model_names, gateway.completions.limits().vocab_size)
     async with hold_object(request, interpret) as body:
         return json_response({"prompt": await gateway.tokenizer.decode(body.tokens)})
 
@@ -88,7 +86,3 @@ def _parse_detokenize(model_names: tuple[str, ...], vocab_size: int, body: dict[
 def _check_model(model_names: tuple[str, ...], model: str | None) -> None:
     if model is not None and model not in model_names:
         raise model_not_found(model)
-
-
-def _limits(gateway: Gateway) -> ModelLimits:
-    return model_limits(gateway.client.live.engines, gateway.tokenizer)

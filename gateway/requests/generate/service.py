@@ -85,6 +85,7 @@ class CompletionService:
         self._dead_letters = dead_letters
         self._preparation = Preparation(model, client, clock, self._lock)
         self.prepare, self.encode = self._preparation.prepare, self._preparation.encode
+        self.limits = self._preparation.limits
         new = partial(NewCompletion, self._preparation)
         self.endpoints = {
             "/v1/chat/completions": Endpoint(partial(parse_generation, ChatCompletionRequest), new, ONLINE),

@@ -102,7 +102,7 @@ class Preparation:
         """Return the tokens of the one prompt of `request`. Raises `ApiError` 400 if there is none."""
         run = self._threads.of(tier, owner)
         output = await self._plan_output(request, run)
-        [ids] = await encode(request, self.model.tokenizer, self._limits(), output.template_values, run)
+        [ids] = await encode(request, self.model.tokenizer, self.limits(), output.template_values, run)
         return ids
 
     async def let_others_run(self, num_choices: int, owner: str | None) -> None:
@@ -111,14 +111,14 @@ class Preparation:
             await asyncio.sleep(0)
             await self._lock.acquire(owner or "")
 
-    def _limits(self) -> ModelLimits:
+    def limits(self) -> ModelLimits:
         return model_limits(self._client.live.engines, self.model.tokenizer)
 
     def _check(self, request: AnyRequest, tier: Tier) -> None:
         if request.model not in self.model.names:
             raise model_not_found(request.model)
         _check_choices(request, tier)
-        check_token_ids(request, self._limits().vocab_size)
+        check_token_ids(request, self.limits().vocab_size)
 
     async def _plan_output(self, request: AnyRequest, run: RunInThread) -> OutputPlan:
         """Return how the output is constrained and parsed. Raises `ApiError` 400 if it cannot be."""
@@ -130,7 +130,7 @@ class Preparation:
         return await run(plan, is_long=False) if has_grammar(request) else plan()
 
     async def _tokenise(self, request: AnyRequest, output: OutputPlan, run: RunInThread) -> _Tokenised:
-        tokenizer, limits = self.model.tokenizer, self._limits()
+        tokenizer, limits = self.model.tokenizer, self.limits()
         constraints = await constraints_of(request, output.grammar, tokenizer, run)
         encoded = await encode(request, tokenizer, limits, output.template_values, run)
         return _Tokenised(fitting(request, encoded, limits), constraints)
