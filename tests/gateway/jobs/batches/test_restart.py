@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import secrets
 import tempfile
 import time
 from pathlib import Path
@@ -14,6 +15,9 @@ from hypothesis import strategies as st
 from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.connection import AbstractConnection
 
+from gateway.files.local_storage import LocalStorage
+from gateway.files.object_storage import ObjectStorage
+from gateway.files.storage import Storage
 from gateway.jobs.batches.input.lines import input_name
 from gateway.jobs.batches.input.order import ENTRY, order_path
 from gateway.jobs.batches.model import Batch, BatchStatus
@@ -109,14 +113,27 @@ async def assert_every_line_once(gateway: OfflineGateway, batch_id: str, count: 
     assert sorted(files) == [f"{batch_id}_error.jsonl", f"{batch_id}_output.jsonl"]
 
 
-@pytest.mark.parametrize("order_size", [None, 0, 100, 10 * ENTRY.size])
+def storage_of(shared: str, directory: Path, name: str) -> Storage:
+    """Return the storage of the gateway `name`: all share a directory, or a storage elsewhere and no disk."""
+    if not shared:
+        return LocalStorage(directory)
+    storage = ObjectStorage(f"memory://{shared}", directory / name)
+    storage.collect_s = 0.02
+    return storage
+
+
+@pytest.mark.parametrize(
+    ("is_shared", "order_size"), [(False, None), (False, 0), (False, 100), (False, 10 * ENTRY.size), (True, None)]
+)
 async def test_a_closed_gateway_releases_its_batches(
-    redis_client: Redis, tmp_path: Path, order_size: int | None
+    redis_client: Redis, tmp_path: Path, is_shared: bool, order_size: int | None
 ) -> None:
     """The next one runs what is left, and writes the order of the lines again if it was cut off."""
-    first = ScriptedCompletions()
-    first.permits = asyncio.Semaphore(4)
-    async with running_gateway(redis_client, tmp_path, completions=first) as gateway:
+    shared = secrets.token_hex(4) if is_shared else ""
+    first, second = ScriptedCompletions(), ScriptedCompletions()
+    first.permits, second.statuses["q19"] = asyncio.Semaphore(4), [400]
+    storage = storage_of(shared, tmp_path, "one")
+    async with running_gateway(redis_client, storage.directory, completions=first, storage=storage) as gateway:
         created = await gateway.submit(lines(20))
         await gateway.answered(created.id, 4)
         await until(lambda: first.running == 16)
@@ -124,11 +141,11 @@ async def test_a_closed_gateway_releases_its_batches(
     assert first.running == 0
     if order_size is not None:
         os.truncate(order, order_size)
-    second = ScriptedCompletions()
-    second.statuses["q19"] = [400]
-    async with running_gateway(redis_client, tmp_path, completions=second) as gateway:
+    storage = storage_of(shared, tmp_path, "two")
+    async with running_gateway(redis_client, storage.directory, completions=second, storage=storage) as gateway:
         await assert_every_line_once(gateway, created.id, 20)
-    assert not first.answered.keys() & second.answered.keys(), "finished lines are not run again"
+        assert await storage.entries("batches") == [] and len(await storage.entries("files")) == 3
+    assert not first.answered.keys() & second.answered.keys(), "recorded lines are not run again"
 
 
 async def live(redis: Redis, directory: Path, messages: int, batch_id: str, **options: Any) -> None:
@@ -144,23 +161,6 @@ async def live(redis: Redis, directory: Path, messages: int, batch_id: str, **op
         lifetime.messages = 0
     with contextlib.suppress(Crashed):
         await client.aclose()
-
-
-@settings(max_examples=settings().max_examples // 5)
-@given(lives=st.lists(st.integers(0, 45), min_size=1, max_size=3))
-async def test_a_gateway_may_die_at_any_message_to_the_store(redis_client: Redis, lives: list[int]) -> None:
-    """Each gateway dies at a drawn message to the store; the last one lives on."""
-    await redis_client.flushdb()
-    with tempfile.TemporaryDirectory() as directory:
-        batch_id = await plant(redis_client, Path(directory), 12)
-        for messages in lives:
-            await live(redis_client, Path(directory), messages, batch_id)
-            await let_locks_lapse(redis_client)
-        completions = _refusing_one()
-        async with running_gateway(redis_client, Path(directory), completions=completions) as gateway:
-            await assert_every_line_once(gateway, batch_id, 12)
-        for kind in ("results", "done"):
-            assert await redis_client.keys(f"tidegate:batches:{kind}:*") == []
 
 
 def _refusing_one() -> ScriptedCompletions:
@@ -253,6 +253,33 @@ async def test_the_gateway_with_the_input_gets_time_to_come_back(redis_client: R
     async with running_gateway(redis_client, tmp_path / "away", clock=clock) as gateway:
         batch = await gateway.ended(batch_id)
         assert batch.status == "expired" and len(await gateway.read(batch.error_file_id)) == 3
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["directory", "elsewhere"])
+@settings(max_examples=settings().max_examples // 10)
+@given(lives=st.lists(st.integers(0, 45), min_size=1, max_size=3))
+async def test_a_gateway_may_die_at_any_message_to_the_store(
+    redis_client: Redis, is_shared: bool, lives: list[int]
+) -> None:
+    """Each gateway dies at a drawn message, and takes along what it has on its disk; the last one lives on."""
+    await redis_client.flushdb()
+    shared = secrets.token_hex(4) if is_shared else ""
+    with tempfile.TemporaryDirectory() as folder:
+        idle = ScriptedCompletions()
+        idle.permits = asyncio.Semaphore(0)
+        storage = storage_of(shared, Path(folder), "creator")
+        async with running_gateway(redis_client, storage.directory, completions=idle, storage=storage) as gateway:
+            batch_id = (await gateway.submit(lines(12))).id
+            await until(lambda: idle.running > 0)
+        for number, messages in enumerate(lives):
+            storage = storage_of(shared, Path(folder), str(number))
+            await live(redis_client, storage.directory, messages, batch_id, storage=storage)
+            await let_locks_lapse(redis_client)
+        storage, completions = storage_of(shared, Path(folder), "last"), _refusing_one()
+        async with running_gateway(redis_client, storage.directory, completions=completions, storage=storage) as last:
+            await assert_every_line_once(last, batch_id, 12)
+        for kind in ("results", "done"):
+            assert await redis_client.keys(f"tidegate:batches:{kind}:*") == []
 
 
 async def _is_over(redis: Redis) -> bool:

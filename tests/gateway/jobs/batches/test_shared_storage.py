@@ -2,7 +2,6 @@
 
 import asyncio
 import secrets
-import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -10,64 +9,15 @@ import fsspec
 import httpx
 import openai
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from redis.asyncio import Redis
 
 from gateway.files.object_storage import ObjectStorage
 from tests.gateway.files.s3 import BUCKET, Address, Way, s3_options, s3_server
-from tests.gateway.jobs.batches.test_restart import assert_every_line_once, let_locks_lapse, live
-from tests.gateway.offline import OfflineGateway, ScriptedCompletions, jsonl, lines, running_gateway
+from tests.gateway.jobs.batches.test_restart import assert_every_line_once
+from tests.gateway.offline import OfflineGateway, jsonl, lines, running_gateway
 from tests.waiting import until
 
 COLLECT_S = 0.02
-
-
-def memory_storage(name: str, directory: Path) -> ObjectStorage:
-    storage = ObjectStorage(f"memory://{name}", directory)
-    storage.collect_s = COLLECT_S
-    return storage
-
-
-async def test_any_gateway_goes_on_with_a_batch(redis_client: Redis, tmp_path: Path) -> None:
-    first, name = ScriptedCompletions(), secrets.token_hex(4)
-    first.permits = asyncio.Semaphore(4)
-    storage = memory_storage(name, tmp_path / "one")
-    async with running_gateway(redis_client, tmp_path / "one", completions=first, storage=storage) as gateway:
-        created = await gateway.submit(lines(20))
-        await gateway.answered(created.id, 4)
-    second = ScriptedCompletions()
-    second.statuses["q19"] = [400]
-    storage = memory_storage(name, tmp_path / "two")
-    async with running_gateway(redis_client, tmp_path / "two", completions=second, storage=storage) as gateway:
-        await assert_every_line_once(gateway, created.id, 20)
-        assert await storage.entries("batches") == []
-        assert len(await storage.entries("files")) == 3
-    assert not first.answered.keys() & second.answered.keys(), "recorded lines are not run again"
-
-
-@settings(max_examples=settings().max_examples // 10)
-@given(lives=st.lists(st.integers(0, 45), min_size=1, max_size=3))
-async def test_gateways_may_die_at_any_message_to_the_store(redis_client: Redis, lives: list[int]) -> None:
-    """Each has a disk of its own, dies at a drawn message, and takes what it has on its disk along."""
-    await redis_client.flushdb()
-    name = secrets.token_hex(4)
-    with tempfile.TemporaryDirectory() as folder:
-        idle = ScriptedCompletions()
-        idle.permits = asyncio.Semaphore(0)
-        storage = memory_storage(name, Path(folder, "creator"))
-        async with running_gateway(redis_client, storage.directory, completions=idle, storage=storage) as gateway:
-            batch_id = (await gateway.submit(lines(12))).id
-            await until(lambda: idle.running > 0)
-        for number, messages in enumerate(lives):
-            storage = memory_storage(name, Path(folder, str(number)))
-            await live(redis_client, storage.directory, messages, batch_id, storage=storage)
-            await let_locks_lapse(redis_client)
-        completions = ScriptedCompletions()
-        completions.statuses["q3"] = [400]
-        storage = memory_storage(name, Path(folder, "last"))
-        async with running_gateway(redis_client, storage.directory, completions=completions, storage=storage) as last:
-            await assert_every_line_once(last, batch_id, 12)
 
 
 @pytest.fixture(scope="module")
