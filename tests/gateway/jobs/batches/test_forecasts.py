@@ -75,13 +75,6 @@ async def test_a_window_that_is_too_short_is_refused_with_the_earliest(gateway: 
     assert (await gateway.create(file_id, "104m")).status == "validating"
 
 
-async def test_where_no_window_is_long_enough_none_is_named(gateway: OfflineGateway) -> None:
-    size = {"model": MODEL, "lines": 10**6, "prompt_bytes": 0, "min_output": 10**9, "max_output": 10**9, "unlimited": 0}
-    asked = {"endpoint": "/v1/chat/completions", "completion_window": "30d", **size}
-    answer = (await gateway.http.post("/v1/batches/estimate", json=asked)).json()
-    assert (answer["feasible"], answer["earliest_window"]) == (False, None)
-
-
 async def test_promises_to_others_count(gateway: OfflineGateway) -> None:
     gateway.completions.permits = asyncio.Semaphore(0)
     file_id = await gateway.upload(jsonl(long_lines(500)))
@@ -136,6 +129,9 @@ async def test_an_estimate_says_what_a_batch_would_take(gateway: OfflineGateway)
     answer = (await gateway.http.post("/v1/batches/estimate", json=asked)).json()
     assert (answer["object"], answer["feasible"], answer["earliest_window"]) == ("batch.estimate", False, "103m")
     assert answer["becomes_urgent"] is True and answer["interactive"][0]["max_slowdown"] == 1.25
+    endless = asked | {"completion_window": "30d", "min_output": 10**9, "max_output": 10**9}
+    answer = (await gateway.http.post("/v1/batches/estimate", json=endless)).json()
+    assert (answer["feasible"], answer["earliest_window"]) == (False, None), "no window is long enough"
     bad = await gateway.http.post("/v1/batches/estimate", json={**asked, "lines": 0})
     assert bad.status_code == 400 and bad.json()["error"]["param"] == "lines"
 

@@ -16,7 +16,7 @@ from gateway.jobs.responses.store import ResponseStore
 from gateway.jobs.webhooks import service
 from gateway.store_keys import RESPONSES_UNTOLD
 from scheduler.request import EventKind, Request, TokenEvent
-from tests.gateway.jobs.webhooks.receiver import Receiver, receiving
+from tests.gateway.jobs.webhooks.receiver import Receiver
 from tests.gateway.offline import ShiftedClock
 from tests.gateway.scripted_worker import token_by_token
 from tests.gateway.stand import Stand, running_stand
@@ -31,12 +31,6 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "POLL_S", 0.01)
     monkeypatch.setattr(response_ends, "SWEEP_S", 0.01)
     monkeypatch.setattr(background, "RENEW_S", 0.01)
-
-
-@pytest.fixture
-async def receiver() -> AsyncIterator[Receiver]:
-    async with receiving() as receiver:
-        yield receiver
 
 
 def answer(request: Request) -> list[TokenEvent]:
@@ -71,17 +65,17 @@ def told(receiver: Receiver) -> list[tuple[str, str]]:
     return sorted((event.type, event.data.id) for event in events)  # type: ignore[union-attr]
 
 
+async def _nothing_is_left(redis: Redis) -> bool:
+    return not await redis.exists(RESPONSES_UNTOLD)
+
+
 async def test_the_official_client_takes_the_event_of_each_end(redis_client: Redis, receiver: Receiver) -> None:
     async with telling(redis_client) as stand:
         names = {text: await create(stand, text, receiver) for text in ("hi", "fail", "cut", "wait")}
         await stand.client.responses.cancel(names["wait"])
         await stand.client.responses.cancel(names["wait"])
         await until(lambda: len(receiver.got) == 4)
-
-        async def nothing_is_left() -> bool:
-            return not await redis_client.exists(RESPONSES_UNTOLD)
-
-        await until(nothing_is_left)
+        await until(lambda: _nothing_is_left(redis_client))
     assert told(receiver) == [
         ("response.cancelled", names["wait"]),
         ("response.completed", names["hi"]),
@@ -98,11 +92,7 @@ async def test_only_ends_of_background_responses_with_a_url_are_told(redis_clien
         await stand.client.responses.delete(deleted)
         last = await create(stand, "hi", receiver)
         await until(lambda: bool(receiver.got))
-
-        async def nothing_is_left() -> bool:
-            return not await redis_client.exists(RESPONSES_UNTOLD)
-
-        await until(nothing_is_left)
+        await until(lambda: _nothing_is_left(redis_client))
     assert told(receiver) == [("response.completed", last)]
 
 

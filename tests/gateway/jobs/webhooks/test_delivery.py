@@ -34,12 +34,6 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "POLL_S", 0.01)
 
 
-@pytest.fixture
-async def receiver() -> AsyncIterator[Receiver]:
-    async with receiving() as receiver:
-        yield receiver
-
-
 @asynccontextmanager
 async def delivering(gateway: OfflineGateway) -> AsyncIterator[None]:
     task = asyncio.create_task(gateway.webhooks.follow())
