@@ -1,18 +1,34 @@
 """The pages for browsers: the console at /, and /docs. API clients get JSON from `GET /` as always.
 
-The scripts and styles of /docs come from this server: Swagger UI, as the package fastapi-offline ships it. The page
-runs under a content security policy that allows nothing of other servers.
+The console's page holds no data: it reads everything from the API, with the key that its user enters. The scripts and
+styles of /docs are Swagger UI's, as the package fastapi-offline ships it. Both pages run under content security
+policies that allow nothing of other servers.
 """
 
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.staticfiles import StaticFiles
 
-from gateway.console.page import PAGE, file_response, wants_page
+from gateway import console as console_package
 from gateway.routes import ops
+
+CONSOLE = StaticFiles(directory=Path(console_package.__path__[0]) / "static")
+# Scripts, styles and data come from this server only, none of them stands in the page, and no other page may frame it.
+CONSOLE_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
+)
+CONSOLE_HEADERS = {
+    "cache-control": "no-cache",  # a browser asks each time, so that after an upgrade it never mixes two versions
+    "content-security-policy": CONSOLE_POLICY,
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
 
 ASSETS = {
     "swagger-ui-bundle.js": "text/javascript",
@@ -51,8 +67,8 @@ docs = APIRouter(include_in_schema=False)
 @console.api_route("/", methods=["GET", "HEAD"])
 async def page(request: Request) -> Response:
     response: Response
-    if wants_page(request.headers.get("accept", "")):
-        response = await file_response(PAGE, request.scope)
+    if "text/html" in request.headers.get("accept", "").lower():  # a browser: API clients do not name it
+        response = await file(request, "index.html")
     else:
         summary: dict[str, Any] = await ops.root(request)
         response = JSONResponse(summary)
@@ -62,7 +78,10 @@ async def page(request: Request) -> Response:
 
 @console.api_route("/console/{name:path}", methods=["GET", "HEAD"])
 async def file(request: Request, name: str) -> Response:
-    return await file_response(name, request.scope)
+    """Return a file of the console, or 304 if the client has it."""
+    response = await CONSOLE.get_response(name, request.scope)
+    response.headers.update(CONSOLE_HEADERS)
+    return response
 
 
 @docs.get("/docs")

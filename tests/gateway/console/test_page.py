@@ -3,13 +3,13 @@
 import re
 from pathlib import Path
 
-from gateway.console import page
+from gateway import console
 from tests.gateway.stand import running_stand
 from tests.gateway.tiny_model import MODEL
 from tidegate.settings.gateway import GatewaySettings
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
-STATIC = Path(page.__file__).parent / "static"
+STATIC = Path(console.__path__[0]) / "static"
 FILES = sorted(str(path.relative_to(STATIC)) for path in STATIC.rglob("*") if path.is_file())
 
 
@@ -54,7 +54,7 @@ async def test_a_browser_asks_for_each_file_again_and_gets_304() -> None:
 
 async def test_no_other_file_is_served() -> None:
     async with running_stand(with_worker=False) as stand:
-        for path in ("/console/none.js", "/console/", "/console/..%2fpage.py", "/console/%2e%2e/page.py"):
+        for path in ("/console/none.js", "/console/", "/console/..%2f__init__.py", "/console/%2e%2e/__init__.py"):
             answer = await stand.http.get(path)
             assert answer.status_code == 404 and answer.json()["error"]["type"] == "invalid_request_error", path
 
