@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from time import perf_counter
+from typing import Protocol
 
-from engine.interface import NewSequence, Run, StepPlan, StepResult
+from engine.interface import EngineInfo, NewSequence, Run, SamplingParams, StepPlan, StepResult
 from engine.step_time.cost import StepWork
-from loadtest.calibration.stepper import Stepper, greedy
 from scheduler.drivers.steps.step_log import StepEntry
 
 KINDS = ("decode", "prefill", "mixed", "decode", "mixed")
@@ -26,6 +26,20 @@ LONGEST_STEP = 1 / 60  # share of the sweep's time; a step that takes longer mak
 REPEATED_DECODES = (1, 4, 16, 32, 64)
 REPEATED_CONTEXT = 64  # tokens of each prompt before the identical steps
 REPEATS = 15  # number of identical steps for each number of decodes
+
+
+class Stepper(Protocol):
+    """An engine whose `step` blocks until the step is done."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    def step(self, plan: StepPlan) -> StepResult: ...
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    """Return parameters for greedy sampling of exactly `max_tokens` tokens; an end-of-sequence token is ignored."""
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
 
 
 @dataclass(frozen=True, slots=True)

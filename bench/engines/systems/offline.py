@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.interface import NewSequence, Run, StepPlan, StepResult
-from loadtest.calibration.stepper import Stepper, greedy
+from loadtest.calibration.sweep import Stepper, greedy
 
 
 class GenerationFailed(Exception):

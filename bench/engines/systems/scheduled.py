@@ -14,7 +14,7 @@ from bench.engines.systems.direct import engine_config
 from bench.engines.systems.offline import GenerationFailed
 from bench.engines.systems.protocol import SystemSpec
 from engine.factory import build_engine
-from loadtest.calibration.stepper import greedy
+from loadtest.calibration.sweep import greedy
 from scheduler.clock import SystemClock
 from scheduler.config import TierSet, parse_tiers
 from scheduler.control.controller import SLAController
