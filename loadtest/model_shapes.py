@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from loadtest.child_environment import python_environment
+from loadtest.machine import python_environment
 
 # The reference shape: 30 layers, hidden size 576, 9 query heads and 3 KV heads of size 64, tied embeddings.
 _LLAMA_135M: Mapping[str, Any] = {

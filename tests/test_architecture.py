@@ -46,7 +46,7 @@ HOUSES = {
     " → request_state tasks → deadlines → client control → holdings → planning worker → drivers",
     "engine": "interface config progress → grammar step_time sequences streaming thread → sampling"
     " → modeled native static upstream vllm → factory",
-    "loadtest": "machine progress child_environment random_weights traffic → client model_shapes"
+    "loadtest": "machine progress random_weights traffic → client model_shapes"
     " → estimates running locustfile serving → reporting → checks commands simulation"
     " → calibration measure",
     "bench": "engines gpu_check simulator_accuracy chaos → isolation"

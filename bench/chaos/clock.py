@@ -7,7 +7,7 @@ libfaketime, where it is installed. Under libfaketime, `time.sleep` of Python fa
 from collections.abc import Mapping
 from pathlib import Path
 
-from loadtest.child_environment import python_path
+from loadtest.machine import python_path
 
 INJECTED = Path(__file__).parent / "injected"
 # Where Debian's package `libfaketime` and its likes put the library.

@@ -15,8 +15,8 @@ from typing import Self
 from bench.chaos.clock import Clocks
 from bench.chaos.disk import Disks
 from bench.chaos.link import Link
-from loadtest.child_environment import python_environment
 from loadtest.client.http import TargetError
+from loadtest.machine import python_environment
 from scheduler.store.connection import connect
 from tidegate.settings.base import STORE_VARIABLE
 from tidegate.supervision.keeper import Part, Stage

@@ -19,8 +19,8 @@ from bench.engines.systems.client import SystemClient
 from bench.engines.systems.process import SYSTEMS
 from bench.engines.systems.protocol import KV_ROUNDING, SystemSpec
 from bench.engines.work import WorkKind, longest_sequence
-from loadtest.child_environment import python_environment
 from loadtest.commands import ModelCommand
+from loadtest.machine import python_environment
 from loadtest.model_shapes import ShapeError, read_config
 from loadtest.running import one_sentence, print_progress
 

@@ -17,9 +17,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from bench.engines.systems.client import vllm_environment
-from loadtest.child_environment import ROOT
 from loadtest.client.http import TargetError
-from loadtest.machine import usable_cores
+from loadtest.machine import ROOT, usable_cores
 from loadtest.model_shapes import read_config, write_shape
 from loadtest.running import print_progress, running_server
 from loadtest.serving import Server, serving, tidegate_command, tidegate_environment

@@ -14,8 +14,7 @@ from typing import IO, Self
 
 from bench.engines.systems.protocol import Done, Failed, Message, Order, Ready, SystemSpec, decode, encode
 from bench.engines.work import Job
-from loadtest.child_environment import ROOT, python_environment, threads_environment
-from loadtest.machine import usable_cores
+from loadtest.machine import ROOT, python_environment, threads_environment, usable_cores
 
 LOAD_TIMEOUT_S = 600.0  # vLLM compiles for more than a minute the first time
 END_TIMEOUT_S = 20.0  # seconds that a process has to end after its last order; then it gets SIGKILL

@@ -11,7 +11,7 @@ from bench.engines.roofline import ModelShape, Peaks
 from bench.engines.systems.client import SystemClient, SystemUnavailable, environment_of, vllm_environment
 from bench.engines.systems.protocol import Done, Failed, Order, Ready, SystemSpec, decode, encode
 from bench.engines.work import STEP_TOKENS, Job, WorkKind
-from loadtest.child_environment import ROOT
+from loadtest.machine import ROOT
 from loadtest.reporting.writers import render_text
 
 SPEC = SystemSpec("model", "bfloat16", "cpu", 1, 128, 4, 512, 16)
