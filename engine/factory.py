@@ -44,7 +44,8 @@ def build_torch_engine(config: EngineConfig, progress: Progress = NO_PROGRESS) -
 
 def _load_builder() -> "Callable[[EngineConfig, Progress], TorchEngine]":
     """Return the function that builds the native engine. If torch was imported before, `SPIN_COUNT` has no effect."""
-    _limit_spinning()
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
     from engine.native.startup.engine_builder import build_native_engine  # imports torch
 
     return build_native_engine
@@ -59,8 +60,3 @@ def _load_vllm_builder() -> "Callable[[EngineConfig, Progress], Stepper]":
     from engine.vllm.build import build_vllm_stepper  # imports torch; vLLM is imported by the call
 
     return build_vllm_stepper
-
-
-def _limit_spinning() -> None:
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))

@@ -72,10 +72,14 @@ def _reason(name: Any) -> FinishReason | None:
 
 
 def _decode(decoder: Any, data: bytes) -> Any:
+    """Return an event. Raises `UpstreamLost` if it cannot be read, or if the server reports an error by it."""
     try:
-        return decoder.decode(data)
+        chunk = decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UpstreamLost(f"The server sent an event that cannot be read: {error}.") from error
+    if chunk.error is not None:
+        raise UpstreamLost(f"The server reported an error: {str(chunk.error)[:300]}.")
+    return chunk
 
 
 class _OpenAILogprobs(msgspec.Struct):
@@ -101,8 +105,6 @@ class _OpenAIReader:
 
     def read(self, data: bytes) -> Piece:
         chunk: _OpenAIChunk = _decode(self._decoder, data)
-        if chunk.error is not None:
-            raise UpstreamLost(f"The server reported an error: {str(chunk.error)[:300]}.")
         if not chunk.choices:
             return Piece()
         choice = chunk.choices[0]
@@ -152,8 +154,6 @@ class _SGLangReader:
 
     def read(self, data: bytes) -> Piece:
         chunk: _SGLangChunk = _decode(self._decoder, data)
-        if chunk.error is not None:
-            raise UpstreamLost(f"The server reported an error: {str(chunk.error)[:300]}.")
         ids, meta = chunk.output_ids, chunk.meta_info
         is_whole = len(ids) == meta.completion_tokens
         new = ids[self._num_read :] if is_whole else ids
@@ -188,8 +188,6 @@ class _LlamaReader:
 
     def read(self, data: bytes) -> Piece:
         chunk: _LlamaChunk = _decode(self._decoder, data)
-        if chunk.error is not None:
-            raise UpstreamLost(f"The server reported an error: {str(chunk.error)[:300]}.")
         if chunk.stop:  # the last event repeats the numbers, not the tokens
             return Piece(finish_reason=FinishReason.LENGTH if chunk.stop_type == "limit" else FinishReason.STOP)
         logprobs = [

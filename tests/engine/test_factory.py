@@ -138,11 +138,6 @@ def test_too_little_memory(tmp_path: Path) -> None:
     assert "not enough memory: the weights take" in refusal(make_config(write_config(tmp_path, huge)))
 
 
-def test_a_small_cache_shortens_the_default_context(tmp_path: Path) -> None:
-    engine = build_torch_engine(make_config(write_config(tmp_path, CONFIGS["llama"]()), kv_cache_bytes=8192))
-    assert engine.info.max_model_len == engine.info.num_blocks * 16 < 128
-
-
 def test_impossible_sizes(tmp_path: Path) -> None:
     model = write_config(tmp_path, CONFIGS["llama"]())
     assert "context 128 tokens" in refusal(make_config(model, max_model_len=129))

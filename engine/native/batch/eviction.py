@@ -5,10 +5,9 @@ layers, tensors, or why a sequence is evicted.
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 
 from engine.interface import StepEviction
-from engine.native.batch.packing import Ints, StepBatch, pack_step, rows_of
+from engine.native.batch.packing import Ints, pack_step, rows_of
 from engine.sequences.sequence_table import Chunk
 
 _NO_EVICTEES: frozenset[str] = frozenset()
@@ -51,14 +50,6 @@ class EvictionRequest:
         return requested[1]
 
 
-@dataclass(frozen=True, slots=True)
-class RemainingRows:
-    """The rows and the batch that remain after an eviction."""
-
-    rows: Ints  # for each row of `batch`: its row number before the eviction
-    batch: StepBatch
-
-
 class RunningChunks:
     """The chunks that one forward pass computes.
 
@@ -75,10 +66,11 @@ class RunningChunks:
         self._evictees = evictees
         self._handled = _NO_EVICTEES
 
-    def evict(self) -> RemainingRows | None:
-        """Evict the requested sequences and return what remains. Call this at each layer boundary.
+    def evict(self) -> Ints | None:
+        """Evict the requested sequences. Call this at each layer boundary.
 
-        Return None if the batch does not change. Raises `StepEvicted` if no sequence remains.
+        Return for each row of the new `batch` its row number before; None if the batch does not change. Raises
+        `StepEvicted` if no sequence remains.
         """
         evictees = self._evictees()
         if evictees is self._handled:
@@ -91,4 +83,4 @@ class RunningChunks:
             return None
         rows = rows_of(remaining, self.chunks)
         self.chunks, self.batch = remaining, pack_step(remaining, self._block_size)
-        return RemainingRows(rows, self.batch)
+        return rows

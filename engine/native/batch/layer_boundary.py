@@ -46,13 +46,13 @@ class LayerBoundary:
         remaining = self._running.evict()
         if remaining is None:
             return None
-        uploaded = self._upload(remaining.batch)
+        uploaded = self._upload(self._running.batch)
         if had_wanted:
             wanted = uploaded.logit_rows
             if not len(wanted):  # the model must compute the logits of some row; the caller ignores them
                 wanted = torch.zeros_like(self._logit_rows[:1])
             self._logit_rows.resize_(len(wanted)).copy_(wanted)
-        rows = torch.from_numpy(remaining.rows).to(step.slot_ids.device)
+        rows = torch.from_numpy(remaining).to(step.slot_ids.device)
         uploaded.step.origin = rows if step.origin is None else step.origin[rows]
         return uploaded.step, rows
 

@@ -30,7 +30,7 @@ _SIGNATURES = {
 
 
 class CpuKernels:
-    """The implementation of `AttentionKernels` and `LayerKernels` for a CPU and one dtype.
+    """The implementation of `AttentionKernels` and `LayerKernels`, which describe the calls, for a CPU and one dtype.
 
     Tensors must be contiguous, unless a method's docstring says otherwise.
     """
@@ -60,7 +60,6 @@ class CpuKernels:
         return shape.head_dim in _PREFILL_HEAD_DIMS and CpuKernels.can_attend(shape)
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """Return `x` (rows, n) with each row normalised by `norm`, (rows, n)."""
         out = torch.empty_like(x)
         rows, n = x.shape
         weight = norm.weight.data_ptr()
@@ -68,7 +67,6 @@ class CpuKernels:
         return out
 
     def add_rms_norm(self, residual: Tensor, x: Tensor, norm: Norm) -> Tensor:
-        """Add `x` (rows, n) to `residual` (rows, n) in place; return the normalised sum, (rows, n)."""
         out = torch.empty_like(x)
         rows, n = x.shape
         self._calls["add_rms_norm"](
@@ -84,7 +82,6 @@ class CpuKernels:
         return out
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """Return silu(gate) · up, (rows, n). Each row of `gate_up` (rows, 2n) holds gate, then up."""
         rows, width = gate_up.shape
         out = gate_up.new_empty(rows, width // 2)
         self._calls["silu_and_mul"](out.data_ptr(), gate_up.data_ptr(), rows, width // 2, _num_threads())
@@ -101,12 +98,7 @@ class CpuKernels:
         query_norm: Norm | None,
         key_norm: Norm | None,
     ) -> None:
-        """Normalise and rotate queries and keys in place, and copy keys and values to the KV cache.
-
-        `qkv` is (rows, query_width + 2 · kv_width). Keys and values of row r are copied to slot `slot_ids[r]` (int64)
-        of each KV head of `slots` (2 × kv_heads × slots, head_dim). `cosines` and `sines` are (rows, rotary_dim). Both
-        norms must have the same eps.
-        """
+        """Implements `LayerKernels.rotate_and_write`. Both norms must have the same eps."""
         if qkv.shape[1] != shape.query_width + 2 * shape.kv_width or slots.shape[1] != shape.head_dim:
             raise ValueError(f"rows of {qkv.shape[1]} and slots of {slots.shape[1]} numbers do not fit {shape}")
         self._calls["rotate_and_write"](
@@ -128,10 +120,7 @@ class CpuKernels:
         )
 
     def paged_decode(self, query: Tensor, num_kv_heads: int, paged: PagedRows, scoring: Scoring) -> Tensor:
-        """Return the attention of each row to its own context, (rows, heads, head_dim).
-
-        `query` is (heads, rows, head_dim); only its last dimension must be contiguous.
-        """
+        """Implements `AttentionKernels.paged_decode`. Only the last dimension of `query` must be contiguous."""
         heads, rows, head_dim = query.shape
         _check(query, num_kv_heads, paged.slots)
         sinks = None if scoring.sinks is None else scoring.sinks.float().contiguous()
@@ -160,11 +149,7 @@ class CpuKernels:
         return out
 
     def paged_prefill(self, query: Tensor, num_kv_heads: int, chunks: PagedChunks, scoring: Scoring) -> Tensor | None:
-        """Return the attention of each row to its sequence's tokens up to the row's own position.
-
-        `query` is (heads, rows, head_dim); only its last dimension must be contiguous. The result is (rows, heads,
-        head_dim), or None if the kernel is not compiled for the head size.
-        """
+        """Implements `AttentionKernels.paged_prefill`. Only the last dimension of `query` must be contiguous."""
         heads, rows, head_dim = query.shape
         if head_dim not in _PREFILL_HEAD_DIMS:
             return None

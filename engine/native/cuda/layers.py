@@ -14,18 +14,15 @@ _TILE = 1024  # numbers per program
 
 
 class TritonLayerKernels:
-    """The Triton implementation of `LayerKernels`, which describes the shapes. No call waits for the device."""
+    """The Triton implementation of `LayerKernels`, which describes the calls. No call waits for the device."""
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """Return `x` (rows, n) with each row normalised by `norm`, (rows, n)."""
         return _rms_norm(x, None, norm)
 
     def add_rms_norm(self, residual: Tensor, x: Tensor, norm: Norm) -> Tensor:
-        """Add `x` (rows, n) to `residual` (rows, n) in place; return the normalised sum, (rows, n)."""
         return _rms_norm(x, residual, norm)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """Return silu(gate) · up, (rows, n). Each row of `gate_up` (rows, 2n) holds gate, then up."""
         rows, width = gate_up.shape
         out = gate_up.new_empty(rows, width // 2)
         silu_and_mul_kernel[(rows, -(-(width // 2) // _TILE))](gate_up, out, N=width // 2, TILE=_TILE)
@@ -42,10 +39,6 @@ class TritonLayerKernels:
         query_norm: Norm | None,
         key_norm: Norm | None,
     ) -> None:
-        """Normalise and rotate queries and keys of `qkv` in place, and copy keys and values to the KV cache.
-
-        Shapes are those of `LayerKernels`.
-        """
         if qkv.shape[1] != shape.query_width + 2 * shape.kv_width or slots.shape[1] != shape.head_dim:
             raise ValueError(f"rows of {qkv.shape[1]} and slots of {slots.shape[1]} numbers do not fit {shape}")
         rotate_and_write_kernel[(len(qkv), shape.num_query_heads + shape.num_kv_heads)](

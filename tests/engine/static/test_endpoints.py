@@ -29,8 +29,13 @@ async def http_endpoint(answer: Answer) -> AsyncIterator[HttpEndpoint]:
     await endpoint.close()
 
 
-def function_endpoint(function: Callable[[list[Any]], Any], timeout_s: float = 30.0) -> FunctionEndpoint:
-    return FunctionEndpoint("python:test", function, BATCH, timeout_s)
+def function_endpoint(
+    function: Callable[[list[Any]], Any], timeout_s: float = 30.0, *, as_async: bool = False
+) -> FunctionEndpoint:
+    async def later(items: list[Any]) -> Any:
+        return function(items)
+
+    return FunctionEndpoint("python:test", later if as_async else function, BATCH, timeout_s)
 
 
 async def failure_of(endpoint: Endpoint) -> CallFailed:
@@ -194,14 +199,7 @@ class NamesItsThread(Exception):
 @pytest.mark.parametrize("is_async", [False, True])
 async def test_outputs_are_read_in_the_thread_of_the_function(is_async: bool) -> None:
     """Large ones take long, and the worker's event loop must send heartbeats meanwhile."""
-
-    def run(items: list[Any]) -> list[Any]:
-        return [NamesItsThread()] * BATCH
-
-    async def run_later(items: list[Any]) -> list[Any]:
-        return run(items)
-
-    endpoint = function_endpoint(run_later if is_async else run)
+    endpoint = function_endpoint(lambda items: [NamesItsThread()] * BATCH, as_async=is_async)
     assert await endpoint.call([b"1"]) == [ItemResult(error="NamesItsThread: endpoint")]
     await endpoint.close()
 
@@ -243,10 +241,7 @@ async def test_whatever_a_function_raises_fails_the_call_alone(error: type[BaseE
             raise error
         return items
 
-    async def run_later(items: list[Any]) -> list[Any]:
-        return run(items)
-
-    endpoint = function_endpoint(run_later if is_async else run)
+    endpoint = function_endpoint(run, as_async=is_async)
     assert "The function raised" in str(await failure_of(endpoint))
     fails = False
     assert await endpoint.call([b"1"]) == [ItemResult(b"1")]

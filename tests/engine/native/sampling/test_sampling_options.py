@@ -93,12 +93,6 @@ def test_a_json_schema_produces_valid_json(tokenizer: Tokenizer) -> None:
             jsonschema.validate(json.loads(answer(tokenizer, driven)), SCHEMA)
 
 
-def test_a_grammar_fails_where_the_model_has_no_tokenizer(make_engine: MakeEngine) -> None:
-    failed = drive(make_engine(), [make_new("a", [1, 2], grammar=regex("a")), make_new("b", [1, 2])])
-    assert "end-of-sequence" in str(failed["a"].failure)
-    assert failed["b"].failure is None
-
-
 def test_a_step_never_compiles_a_grammar(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the vocabulary is read before: reading it would hold up every stream."""
     engine = demo_engine()
