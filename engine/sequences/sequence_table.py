@@ -7,9 +7,20 @@ Only full blocks are shared, and a full block is never written again: tokens are
 begins after the full blocks that it finds in the cache. So copy-on-write is not needed.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from engine.interface import EngineInfo, FinishReason, PreemptionMode, Run, StepPlan, blocks_for
+from engine.interface import (
+    EngineInfo,
+    FinishReason,
+    PreemptionMode,
+    Run,
+    SequenceFailure,
+    SequenceOutput,
+    StepPlan,
+    TokenLogprobs,
+    blocks_for,
+)
 from engine.sequences.block_pool import BlockPool
 from engine.sequences.plan_validation import PREEMPTIONS, PlanCheck
 from engine.sequences.prefix_reuse import PrefixReuse
@@ -47,6 +58,47 @@ class Chunk:
         if sequence.sampling.prompt_logprobs is None:
             return _NONE_SCORED
         return range(max(self.start + 1, sequence.num_scored_tokens), min(self.end + 1, sequence.num_prompt_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of one chunk.
+
+    If `is_evicted` is true, the sequence stays as it was before the step, and no other field is set.
+    """
+
+    token_id: int | None = None  # the new token, if the chunk samples one
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one entry, for the new token, if requested
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # one for each prompt token that the chunk scores
+    failure: str | None = None  # the reason why the sequence cannot continue
+    is_evicted: bool = False  # whether the sequence was evicted from the running step
+
+    @property
+    def is_computed(self) -> bool:
+        return self.failure is None and not self.is_evicted
+
+    def then(self, later: "Outcome") -> "Outcome":
+        """Return the combined result of two pieces of one chunk.
+
+        `self` is the result of the first piece, which samples no token; `later` is the result of the second. If `later`
+        failed or was evicted, `later` is returned.
+        """
+        if not later.is_computed:
+            return later
+        return Outcome(later.token_id, later.logprobs, self.prompt_logprobs + later.prompt_logprobs)
+
+
+def output_of(chunk: Chunk, outcome: Outcome, reason: FinishReason | None) -> SequenceOutput:
+    """Return what the step's result says of a computed chunk, after which its sequence is finished for `reason`."""
+    return SequenceOutput(
+        seq_id=chunk.sequence.seq_id,
+        num_computed_tokens=chunk.end,
+        token_ids=() if outcome.token_id is None else (outcome.token_id,),
+        finish_reason=reason,
+        num_cached_tokens=chunk.num_cached,
+        logprobs=outcome.logprobs,
+        prompt_logprobs=outcome.prompt_logprobs,
+    )
 
 
 @dataclass(slots=True)
@@ -149,6 +201,28 @@ class SequenceTable:
         if reason is not None:
             self.free(sequence.seq_id)
         return reason
+
+    def finalize_all(
+        self, chunks: Iterable[Chunk], outcomes: Mapping[str, Outcome]
+    ) -> tuple[list[SequenceOutput], list[SequenceFailure]]:
+        """Finalize the chunks of a launched step, by their outcomes; free the sequences that failed.
+
+        A sequence that ended in the previous step has no output here. It was run once more, because this step was
+        launched before the end of the sequence was known.
+        """
+        outputs: list[SequenceOutput] = []
+        failures: list[SequenceFailure] = []
+        for chunk in chunks:
+            if not self.holds(chunk.sequence):
+                continue
+            seq_id = chunk.sequence.seq_id
+            outcome = outcomes[seq_id]
+            if outcome.failure is not None:
+                self.free_broken(seq_id)
+                failures.append(SequenceFailure(seq_id, outcome.failure))
+            else:
+                outputs.append(output_of(chunk, outcome, self.finalize(chunk, outcome.token_id)))
+        return outputs, failures
 
     def holds(self, sequence: Sequence) -> bool:
         """Return whether the table holds this sequence: it is not finished, aborted or failed."""

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.grammar import Bits
-from engine.interface import TokenLogprobs
-from engine.sequences.sequence_table import Chunk
+from engine.sequences.sequence_table import Chunk, Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +22,6 @@ class Batch:
     ended: frozenset[str]  # sequences that the executor may forget
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """What the pass gave for one chunk."""
-
-    token_id: int | None = None  # the sampled token; None if the chunk samples none
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the whole prompt, with its last chunk
-    is_broken: bool = False  # the logits have a NaN
-
-
 class ExecutorDied(Exception):
     """The error of an executor that computes nothing any more."""
 
@@ -42,8 +31,12 @@ class BatchExecutor(Protocol):
 
     max_num_seqs: int  # the most chunks of one batch
 
-    def start(self, batch: Batch) -> "Future[dict[str, Sampled]]":
-        """Start a batch and return at once. Its result is by sequence id; it has the error of an executor that died."""
+    def start(self, batch: Batch) -> "Future[dict[str, Outcome]]":
+        """Start a batch and return at once.
+
+        Its result is by sequence id; the log probabilities of a prompt come whole, with its last chunk. It has the
+        error of an executor that died.
+        """
         ...
 
     def check_alive(self) -> None:

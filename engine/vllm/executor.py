@@ -14,8 +14,8 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 
 from engine.config import EngineStartError
-from engine.sequences.sequence_table import Chunk
-from engine.vllm.batch import Batch, ExecutorDied, Sampled
+from engine.sequences.sequence_table import Chunk, Outcome
+from engine.vllm.batch import Batch, ExecutorDied
 from engine.vllm.messages import Messages, decode
 from engine.vllm.worker import COMPUTE_STEP, FREEZE_HEAP
 
@@ -52,7 +52,7 @@ class VllmExecutor:
         """The number of blocks without vLLM's null block."""
         return int(self._cache.num_blocks) - 1
 
-    def start(self, batch: Batch) -> "Future[dict[str, Sampled]]":
+    def start(self, batch: Batch) -> "Future[dict[str, Outcome]]":
         """Start a batch and return at once."""
         step, grammar = self._messages.encode(batch)
         if self._computes_here:
@@ -91,7 +91,7 @@ class VllmExecutor:
         return computing
 
 
-def _wait(computed: "Future[Any]", sampled: "Future[Any]", chunks: tuple[Chunk, ...]) -> dict[str, Sampled]:
+def _wait(computed: "Future[Any]", sampled: "Future[Any]", chunks: tuple[Chunk, ...]) -> dict[str, Outcome]:
     output = computed.result()
     sampled_output = sampled.result()
     return decode(sampled_output if output is None else output, chunks)

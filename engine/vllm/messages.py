@@ -16,9 +16,10 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from engine.grammar import Bits
 from engine.interface import TokenLogprobs
+from engine.sampling.sequence_state import BROKEN_LOGITS
 from engine.sequences.sequence import Sequence
-from engine.sequences.sequence_table import Chunk
-from engine.vllm.batch import Batch, Sampled
+from engine.sequences.sequence_table import Chunk, Outcome
+from engine.vllm.batch import Batch
 from engine.vllm.logits_processor import EXTRA_ARGS_KEY
 
 _IMPOSSIBLE = -9999.0  # OpenAI's value for a probability of 0: JSON has no infinity
@@ -105,12 +106,12 @@ class Messages:
         return GrammarOutput(list(batch.masks), masks)
 
 
-def decode(output: ModelRunnerOutput, chunks: Iterable[Chunk]) -> dict[str, Sampled]:
+def decode(output: ModelRunnerOutput, chunks: Iterable[Chunk]) -> dict[str, Outcome]:
     """Return what was sampled for each chunk, by sequence id. `samples` of the chunks is as it was before the step."""
     return {chunk.sequence.seq_id: _sampled(output, chunk) for chunk in chunks}
 
 
-def _sampled(output: ModelRunnerOutput, chunk: Chunk) -> Sampled:
+def _sampled(output: ModelRunnerOutput, chunk: Chunk) -> Outcome:
     seq_id, params = chunk.sequence.seq_id, chunk.sequence.sampling
     row = output.req_id_to_index[seq_id]
     token_ids = output.sampled_token_ids[row]
@@ -123,11 +124,11 @@ def _sampled(output: ModelRunnerOutput, chunk: Chunk) -> Sampled:
     num_top = params.prompt_logprobs or 0
     scored = () if prompt is None else zip(prompt.logprob_token_ids.numpy(), prompt.logprobs.numpy(), strict=True)
     own = islice(scored, chunk.sequence.num_prompt_tokens - 1)  # the rest is output that another engine has sampled
-    return Sampled(
+    return Outcome(
         token_id,
         logprobs,
         tuple(_token_logprobs(ids, values, num_top) for ids, values in own),
-        bool((output.num_nans_in_logits or {}).get(seq_id)),
+        BROKEN_LOGITS if (output.num_nans_in_logits or {}).get(seq_id) else None,
     )
 
 

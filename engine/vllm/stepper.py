@@ -14,9 +14,8 @@ from time import perf_counter
 
 from engine.grammar import CompiledGrammar
 from engine.interface import EngineInfo, PreemptionMode, SequenceFailure, SequenceOutput, StepPlan, StepResult
-from engine.sampling.sequence_state import BROKEN_LOGITS
-from engine.sequences.sequence_table import Chunk, SequenceTable
-from engine.vllm.batch import Batch, BatchExecutor, Sampled
+from engine.sequences.sequence_table import Chunk, Outcome, SequenceTable
+from engine.vllm.batch import Batch, BatchExecutor
 from engine.vllm.constraints import Constraints
 
 _PLACEHOLDER = -1  # stands in a sequence for a token that is not known yet
@@ -28,7 +27,7 @@ class StartedStep:
 
     step_id: int
     chunks: list[Chunk]
-    batches: "list[Future[dict[str, Sampled]]]"
+    batches: "list[Future[dict[str, Outcome]]]"
     failures: list[SequenceFailure]  # known before the step began
     started_s: float
 
@@ -121,7 +120,8 @@ class VllmStepper:
     def _start(self, step_id: int, chunks: list[Chunk], started_s: float) -> None:
         masks, failed = self._constraints.masks(chunks)
         for seq_id in failed:
-            self._end_broken(seq_id)
+            self._table.free_broken(seq_id)
+        self._changes.ended.update(failed)
         chunks = [chunk for chunk in chunks if chunk.sequence.seq_id not in failed]
         batches = []
         for piece in _pieces(chunks, self._executor.max_num_seqs):
@@ -142,46 +142,15 @@ class VllmStepper:
             self._finalize_oldest()
 
     def _finalize_oldest(self) -> None:
-        """Wait for the oldest step and record its tokens.
-
-        A sequence that ended in the previous step has no output here. It was run once more, because this step was
-        started before the end of the sequence was known.
-        """
+        """Wait for the oldest step and record its tokens."""
         step = self._started.popleft()
-        sampled: dict[str, Sampled] = {}
+        outcomes: dict[str, Outcome] = {}
         for batch in step.batches:
-            sampled |= batch.result()
-        outputs: list[SequenceOutput] = []
-        failures = list(step.failures)
-        for chunk in step.chunks:
-            seq_id = chunk.sequence.seq_id
-            if not self._table.holds(chunk.sequence):
-                continue
-            if sampled[seq_id].is_broken:
-                self._end_broken(seq_id)
-                failures.append(SequenceFailure(seq_id, BROKEN_LOGITS))
-            else:
-                outputs.append(self._record(chunk, sampled[seq_id]))
-        self._report(step, outputs, failures)
-
-    def _record(self, chunk: Chunk, sampled: Sampled) -> SequenceOutput:
-        seq_id = chunk.sequence.seq_id
-        reason = self._table.finalize(chunk, sampled.token_id)
-        if reason is not None:
-            self._changes.ended.add(seq_id)
-        return SequenceOutput(
-            seq_id=seq_id,
-            num_computed_tokens=chunk.end,
-            token_ids=() if sampled.token_id is None else (sampled.token_id,),
-            finish_reason=reason,
-            num_cached_tokens=chunk.num_cached,
-            logprobs=sampled.logprobs,
-            prompt_logprobs=sampled.prompt_logprobs,
-        )
-
-    def _end_broken(self, seq_id: str) -> None:
-        self._table.free_broken(seq_id)
-        self._changes.ended.add(seq_id)
+            outcomes |= batch.result()
+        outputs, failures = self._table.finalize_all(step.chunks, outcomes)
+        self._changes.ended.update(output.seq_id for output in outputs if output.finish_reason is not None)
+        self._changes.ended.update(failure.seq_id for failure in failures)
+        self._report(step, outputs, [*step.failures, *failures])
 
     def _report(self, step: StartedStep, outputs: list[SequenceOutput], failures: list[SequenceFailure]) -> None:
         now_s = perf_counter()

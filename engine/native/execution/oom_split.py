@@ -10,8 +10,7 @@ from dataclasses import replace
 import structlog
 import torch
 
-from engine.native.sampling.pipeline import Outcome
-from engine.sequences.sequence_table import Chunk
+from engine.sequences.sequence_table import Chunk, Outcome
 
 Outcomes = dict[str, Outcome]  # by sequence id
 

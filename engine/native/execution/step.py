@@ -15,8 +15,8 @@ from engine.native.batch.eviction import RunningChunks, StepEvicted
 from engine.native.execution.model_runner import ModelRunner
 from engine.native.execution.oom_split import Outcomes
 from engine.native.sampling.logprobs import token_logprobs
-from engine.native.sampling.pipeline import Outcome, SamplingPipeline
-from engine.sequences.sequence_table import Chunk
+from engine.native.sampling.pipeline import SamplingPipeline
+from engine.sequences.sequence_table import Chunk, Outcome
 
 
 class StepComputation:

@@ -16,7 +16,6 @@ import torch
 from engine.grammar import CompiledGrammar
 from engine.interface import (
     EngineInfo,
-    FinishReason,
     SequenceFailure,
     SequenceOutput,
     StepPlan,
@@ -29,10 +28,10 @@ from engine.native.execution.model_runner import ModelRunner
 from engine.native.execution.oom_split import PiecewiseComputation, is_out_of_memory
 from engine.native.execution.step import StepComputation
 from engine.native.kv.swap import SwapSpace
-from engine.native.sampling.pipeline import Outcome, SamplingPipeline
+from engine.native.sampling.pipeline import SamplingPipeline
 from engine.sampling.sampler import Sampler, SamplingRow, sample, sample_ids
 from engine.sampling.sequence_state import BROKEN_LOGITS
-from engine.sequences.sequence_table import Chunk, SequenceTable
+from engine.sequences.sequence_table import Chunk, Outcome, SequenceTable, output_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,26 +177,13 @@ class TorchEngine:
             self._finalize_oldest()
 
     def _finalize_oldest(self) -> None:
-        """Wait for the oldest step and record its tokens.
-
-        A sequence that ended in the previous step has no output here. It was run once more, because this step was
-        launched before the end of the sequence was known.
-        """
+        """Wait for the oldest step and record its tokens."""
         step = self._in_flight.popleft()
-        sampled = {c.sequence.seq_id: t for c, t in zip(step.sampled, step.tokens.wait(), strict=True)}
-        outputs: list[SequenceOutput] = []
-        failures: list[SequenceFailure] = []
-        for chunk in step.chunks:
-            seq_id = chunk.sequence.seq_id
-            if not self._table.holds(chunk.sequence):
-                continue
-            token_id = sampled.get(seq_id)
-            if seq_id in sampled and token_id is None:
-                self._table.free_broken(seq_id)
-                failures.append(SequenceFailure(seq_id, BROKEN_LOGITS))
-            else:
-                reason = self._table.finalize(chunk, token_id)
-                outputs.append(_output(chunk, Outcome(token_id), reason))
+        outcomes = {chunk.sequence.seq_id: Outcome() for chunk in step.chunks}
+        for chunk, token_id in zip(step.sampled, step.tokens.wait(), strict=True):
+            failure = BROKEN_LOGITS if token_id is None else None
+            outcomes[chunk.sequence.seq_id] = Outcome(token_id, failure=failure)
+        outputs, failures = self._table.finalize_all(step.chunks, outcomes)
         self._report(step.step_id, outputs, failures, step.started_s)
 
     # -- other steps: computed to their end at once ------------------------------------------------------------------
@@ -221,7 +207,7 @@ class TorchEngine:
                 outputs.append(SequenceOutput(seq_id, chunk.start, num_cached_tokens=chunk.num_cached))
                 evicted.append(seq_id)
             else:
-                outputs.append(_output(chunk, outcome, self._table.advance(chunk, outcome.token_id)))
+                outputs.append(output_of(chunk, outcome, self._table.advance(chunk, outcome.token_id)))
         self._report(plan.step_id, outputs, failures, started_s, tuple(evicted))
 
     def _report(
@@ -253,15 +239,3 @@ def _is_simple(chunk: Chunk) -> bool:
     """Return whether the chunk can be computed and its token sampled without the host."""
     sequence = chunk.sequence
     return not (chunk.scored or sequence.alters_logits or sequence.sampling.logprobs is not None)
-
-
-def _output(chunk: Chunk, outcome: Outcome, reason: FinishReason | None) -> SequenceOutput:
-    return SequenceOutput(
-        seq_id=chunk.sequence.seq_id,
-        num_computed_tokens=chunk.end,
-        token_ids=() if outcome.token_id is None else (outcome.token_id,),
-        finish_reason=reason,
-        num_cached_tokens=chunk.num_cached,
-        logprobs=outcome.logprobs,
-        prompt_logprobs=outcome.prompt_logprobs,
-    )

@@ -11,48 +11,20 @@ This is transformers' order. Rows with none of the options before the temperatur
 """
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.grammar import Bits, Grammars, Matcher, forbid_tokens
-from engine.interface import EngineInfo, GrammarError, SamplingParams, TokenLogprobs
+from engine.interface import EngineInfo, GrammarError, SamplingParams
 from engine.native.sampling.logprobs import token_logprobs
 from engine.sampling.penalties import Penalties, add_bias, apply_penalties, forbid
 from engine.sampling.sampler import Sampler, SamplingRow, sample
 from engine.sampling.sequence_state import BROKEN_LOGITS, NOTHING_LEFT, SequenceStates
 from engine.sequences.sequence import Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The result of one chunk.
-
-    If `is_evicted` is true, the sequence stays as it was before the step, and no other field is set.
-    """
-
-    token_id: int | None = None  # the new token, if the chunk samples one
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one entry, for the new token, if requested
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # one for each prompt token that the chunk scores
-    failure: str | None = None  # the reason why the sequence cannot continue
-    is_evicted: bool = False  # whether the sequence was evicted from the running step
-
-    @property
-    def is_computed(self) -> bool:
-        return self.failure is None and not self.is_evicted
-
-    def then(self, later: "Outcome") -> "Outcome":
-        """Return the combined result of two pieces of one chunk.
-
-        `self` is the result of the first piece, which samples no token; `later` is the result of the second. If `later`
-        failed or was evicted, `later` is returned.
-        """
-        if not later.is_computed:
-            return later
-        return Outcome(later.token_id, later.logprobs, self.prompt_logprobs + later.prompt_logprobs)
-
+from engine.sequences.sequence_table import Outcome
 
 _BROKEN = Outcome(failure=BROKEN_LOGITS)
 _NOTHING_LEFT = Outcome(failure=NOTHING_LEFT)

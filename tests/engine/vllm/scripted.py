@@ -7,22 +7,22 @@ import numpy as np
 
 from engine.grammar import Bits
 from engine.modeled.engine import modeled_token
-from engine.sequences.sequence_table import Chunk
-from engine.vllm.batch import Batch, Sampled
+from engine.sequences.sequence_table import Chunk, Outcome
+from engine.vllm.batch import Batch
 
 VOCAB_SIZE = 97  # of the tokens that `modeled` samples
 
-Sample = Callable[[Chunk, Bits | None], Sampled]
+Sample = Callable[[Chunk, Bits | None], Outcome]
 
 
-def modeled(chunk: Chunk, mask: Bits | None) -> Sampled:
+def modeled(chunk: Chunk, mask: Bits | None) -> Outcome:
     """Sample what the modeled engine would; under a mask, the first token that it allows."""
     if not chunk.samples:
-        return Sampled()
+        return Outcome()
     if mask is not None:
-        return Sampled(int(np.unpackbits(mask.view(np.uint8), bitorder="little").argmax()))
+        return Outcome(int(np.unpackbits(mask.view(np.uint8), bitorder="little").argmax()))
     sequence = chunk.sequence
-    return Sampled(modeled_token(sequence.sampling.seed, chunk.end - sequence.num_prompt_tokens, VOCAB_SIZE))
+    return Outcome(modeled_token(sequence.sampling.seed, chunk.end - sequence.num_prompt_tokens, VOCAB_SIZE))
 
 
 class ScriptedExecutor:
@@ -35,11 +35,11 @@ class ScriptedExecutor:
         self.death: Exception | None = None
         self.is_closed = False
         self._sample = sample
-        self._held: list[tuple[Future[dict[str, Sampled]], dict[str, Sampled]]] = []
+        self._held: list[tuple[Future[dict[str, Outcome]], dict[str, Outcome]]] = []
 
-    def start(self, batch: Batch) -> Future[dict[str, Sampled]]:
+    def start(self, batch: Batch) -> Future[dict[str, Outcome]]:
         self.batches.append(batch)
-        future: Future[dict[str, Sampled]] = Future()
+        future: Future[dict[str, Outcome]] = Future()
         self._held.append(
             (future, {c.sequence.seq_id: self._sample(c, batch.masks.get(c.sequence.seq_id)) for c in batch.chunks})
         )

@@ -10,9 +10,8 @@ from demo_model.location import demo_model_path
 from engine.grammar import Bits
 from engine.interface import EngineDead, EngineInfo, FinishReason, Preempt, PreemptionMode, Run, StepPlan
 from engine.sampling.sequence_state import BROKEN_LOGITS, NOTHING_LEFT
-from engine.sequences.sequence_table import Chunk
+from engine.sequences.sequence_table import Chunk, Outcome
 from engine.thread import EngineThread
-from engine.vllm.batch import Sampled
 from engine.vllm.constraints import Constraints
 from engine.vllm.stepper import VllmStepper
 from tests.engine.drive import compiled, drive, make_new
@@ -30,9 +29,9 @@ INFO = EngineInfo(
 )
 
 
-def count_up(chunk: Chunk, mask: Bits | None) -> Sampled:
+def count_up(chunk: Chunk, mask: Bits | None) -> Outcome:
     """Sample 100 + the number of the sequence's tokens, whatever the mask says."""
-    return Sampled(100 + chunk.end if chunk.samples else None)
+    return Outcome(100 + chunk.end if chunk.samples else None)
 
 
 @pytest.fixture
@@ -77,7 +76,8 @@ def test_a_step_of_more_sequences_than_the_executor_takes_is_several_batches() -
 
 
 def test_broken_logits_end_one_sequence() -> None:
-    executor = ScriptedExecutor(lambda c, _: Sampled(7, is_broken=c.sequence.seq_id == "bad" and c.samples))
+    broken = Outcome(7, failure=BROKEN_LOGITS)
+    executor = ScriptedExecutor(lambda c, _: broken if c.sequence.seq_id == "bad" and c.samples else Outcome(7))
     driven = drive(make_stepper(executor), [make_new("good", range(9)), make_new("bad", range(20, 29))])
     assert driven["bad"].failure == BROKEN_LOGITS
     assert driven["good"].output == [7] * 8
