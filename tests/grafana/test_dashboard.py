@@ -17,7 +17,8 @@ from tests.grafana.prometheus_server import Prometheus, running, wait_until
 
 DASHBOARD = load_dashboard()
 QUERIES = queries(DASHBOARD)
-NOT_SHOWN: set[str] = set()  # families that are exported, but on purpose on no panel
+# Families that are exported, but on purpose on no panel: this one is above 0 only while versions are mixed.
+NOT_SHOWN = {"tidegate_workers_unreadable"}
 VARIABLES = {"__rate_interval": "2s", "tier": "realtime", "worker": "|".join(WORKERS), "datasource": "prometheus"}
 
 
