@@ -43,38 +43,28 @@ def is_too_long(state: RequestState, cost: StepCost) -> bool:
     return ttft_ms is not None and 1000 * cost.prefill(len(state.request.prompt_token_ids), 0) > ttft_ms
 
 
-def is_late(state: RequestState, cost: StepCost, now: float) -> bool:
-    """Return whether the next token will miss its deadline, even if the rest of the prefill runs now."""
-    return now + prefill_s(state, cost) > deadline_s(state)
-
-
-def split_by_deadline(
-    states: Iterable[RequestState], cost: StepCost, now: float
+def split_prefills(
+    states: Iterable[RequestState], cost: StepCost, now: float, *, is_overload: bool
 ) -> tuple[list[RequestState], list[RequestState]]:
-    """Return the states that can still be in time, and the states that are late.
+    """Return the prefills that go first, and the others.
 
-    States in time are sorted by deadline plus remaining work, so that a short prompt does not wait for a long prompt
-    that is due at about the same time. Late states are sorted by deadline.
+    Those go first that can still be in time, if the rest of the prefill runs now. In an overload hardly any can, and
+    those go first whose prompts are short enough for the SLO. The first are sorted by deadline plus remaining work, so
+    that a short prompt does not wait for a long prompt that is due at about the same time. Late ones are sorted by
+    deadline.
     """
-    in_time: list[RequestState] = []
-    late: list[RequestState] = []
+
+    def due_s(state: RequestState) -> float:
+        return deadline_s(state) + prefill_s(state, cost)
+
+    first: list[RequestState] = []
+    last: list[RequestState] = []
     for state in states:
-        (late if is_late(state, cost, now) else in_time).append(state)
-    in_time.sort(key=lambda s: (deadline_s(s) + prefill_s(s, cost), s.edf_key))
-    late.sort(key=lambda s: s.edf_key)
-    return in_time, late
-
-
-def split_by_length(states: Iterable[RequestState], cost: StepCost) -> tuple[list[RequestState], list[RequestState]]:
-    """Return the states whose prompts are short enough for the SLO, and the others.
-
-    Both are sorted by deadline plus remaining work: of requests that came together, the shortest prompt goes first.
-    """
-    short: list[RequestState] = []
-    too_long: list[RequestState] = []
-    for state in sorted(states, key=lambda s: (deadline_s(s) + prefill_s(s, cost), s.edf_key)):
-        (too_long if is_too_long(state, cost) else short).append(state)
-    return short, too_long
+        is_last = is_too_long(state, cost) if is_overload else now + prefill_s(state, cost) > deadline_s(state)
+        (last if is_last else first).append(state)
+    first.sort(key=lambda s: (due_s(s), s.edf_key))
+    last.sort(key=lambda s: (due_s(s) if is_overload else 0.0, s.edf_key))
+    return first, last
 
 
 def work_s(prefill_tokens: int, output_tokens: int, cost: StepCost, context: int = 0) -> float:

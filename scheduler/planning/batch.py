@@ -20,7 +20,7 @@ from scheduler.clock import NEVER_S
 from scheduler.config import Tier
 from scheduler.control.budget import Budgets, TierBudget
 from scheduler.control.step_limit import first_limit_s
-from scheduler.deadlines import split_by_deadline, split_by_length
+from scheduler.deadlines import split_prefills
 from scheduler.holdings.request_table import RequestTable
 from scheduler.planning.batching_delay import is_waiting
 from scheduler.planning.kv_budget import BlockBudget, EngineView
@@ -161,10 +161,7 @@ class _Draft:
             self._fill(tier.name, pending, budget, limit_s, in_order=True)
             return
         pending = islice(pending, MAX_SORTED)
-        if budget.overloaded:
-            first, last = split_by_length(pending, self._cost)
-        else:
-            first, last = split_by_deadline(pending, self._cost, self._now)
+        first, last = split_prefills(pending, self._cost, self._now, is_overload=budget.overloaded)
         first_s = first_limit_s(limit_s, self.step_s()) if last else limit_s
         is_open = self._fill(tier.name, first, budget, first_s)
         self._fill(tier.name, last, budget, limit_s, is_open=is_open)
