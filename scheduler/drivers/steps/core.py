@@ -51,7 +51,6 @@ class StepCore:
             self.held, engine, controller, self.step_time, self._engine_state, self.running, self.isolation
         )
         self._awaiting_grammar: dict[str, RequestState] = {}
-        self.interactive_s = 0.0  # engine time since the start that interactive tiers take from urgent bulk
 
     # -- readings ----------------------------------------------------------------------------------------------
 
@@ -69,7 +68,7 @@ class StepCore:
             self.held.status(self.step_time, now),
             kv_usage=self.kv_usage,
             kv_reserve_blocks=self.controller.kv_reserve_blocks,
-            interactive_s=self.interactive_s,
+            interactive_s=self.running.interactive_s,
             preemptions=self.planner.preemptions,
             recomputed_tokens=self.planner.recomputed_tokens,
             num_step_evictions=self.running.num_evictions,
@@ -173,13 +172,11 @@ class StepCore:
 
     def _learn(self, result: StepResult, report: Report) -> None:
         self._engine_state.update(result)
-        usage = self.running.end(result)
-        if usage.work is not None:
-            report.work, report.predicted_s = usage.work, self.step_time.predict(usage.work)
-            self.step_time.observe(usage.work, result.elapsed_s)
-        report.sequences, report.used_s, report.planned_s = usage.sequences, usage.used_s, usage.planned_s
-        self.interactive_s += usage.interactive_s
-        self.held.add_used(usage.used_s)
+        self.running.end(result, report)
+        if report.work is not None:
+            report.predicted_s = self.step_time.predict(report.work)
+            self.step_time.observe(report.work, result.elapsed_s)
+        self.held.add_used(report.used_s)
 
     # -- twice a second ----------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ nothing to the engine. With async scheduling, a second step may wait in the engi
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from engine.interface import PreemptionMode, StepEviction, StepPlan, StepResult
 from engine.step_time.cost import StepCost, StepWork
@@ -15,19 +15,9 @@ from scheduler.clock import NEVER_S
 from scheduler.config import Tier
 from scheduler.control.budget import TokenBucket
 from scheduler.control.step_limit import MAX_WASTED_SHARE
+from scheduler.holdings.report import Report
 from scheduler.planning.step_eviction import BUCKET_S, StepTiming, weigh_eviction
 from scheduler.request_state import RequestState, Status
-
-
-@dataclass(frozen=True, slots=True)
-class StepUsage:
-    """The use of a finished step, by tier: the number of sequences in the step, and the engine time used."""
-
-    sequences: Mapping[str, int] = field(default_factory=dict)  # number of sequences planned to run, by tier
-    used_s: Mapping[str, float] = field(default_factory=dict)  # engine time by tier, without the work thrown away
-    planned_s: float = 0.0  # time for which the step was planned; 0 if sequences were evicted from it
-    interactive_s: float = 0.0  # engine time that interactive tiers would have taken from urgent bulk
-    work: StepWork | None = None  # None: the step's time does not depend on its work alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +108,7 @@ class RunningStep:
         self.wasted_s = 0.0  # seconds of bulk work thrown away in total
         self.num_evictions = 0  # number of steps from which sequences were evicted
         self.bulk_total_s = 0.0  # engine time that tiers without a latency SLO took, including work thrown away
+        self.interactive_s = 0.0  # engine time that interactive tiers would have taken from urgent bulk
         self._steps: dict[int, _TrackedStep] = {}  # by step id; the first entry is the running step
 
     @property
@@ -204,18 +195,18 @@ class RunningStep:
         step.is_eviction_requested, step.wasted_s = True, tradeoff.wasted_s
         return [evictable.seq_id for evictable in step.evictable]
 
-    def end(self, result: StepResult) -> StepUsage:
-        """Stop tracking a finished step, and return its use.
+    def end(self, result: StepResult, report: Report) -> None:
+        """Stop tracking a finished step, and add its work and its use to the report.
 
         A requested eviction that came too late threw no work away, so it takes nothing from the waste budget.
         """
         step = self._steps.pop(result.step_id, None)
         if step is None:
-            return StepUsage()
-        work = step.work(result)
+            return
+        report.sequences, report.work = step.sequences, step.work(result)
         if not step.timing.step_s:
-            return StepUsage(step.sequences, work=work)
-        used_s = step.used_s(result.elapsed_s, bool(result.evicted))
+            return
+        used_s = report.used_s = step.used_s(result.elapsed_s, bool(result.evicted))
         step.charge(used_s)
         if result.evicted:
             wasted_s = min(step.wasted_s, result.elapsed_s)
@@ -224,7 +215,6 @@ class RunningStep:
             self.num_evictions += 1
         else:
             self.waste_budget.refill(sum(used_s[tier] for tier in {e.tier for e in step.evictable}))
+            report.planned_s = step.timing.step_s
         self.bulk_total_s += result.elapsed_s - sum(used_s.get(tier, 0.0) for tier in step.interactive)
-        interactive_s = step.interactive_s(result.elapsed_s, bool(result.evicted))
-        planned_s = 0.0 if result.evicted else step.timing.step_s
-        return StepUsage(step.sequences, used_s, planned_s, interactive_s, work)
+        self.interactive_s += step.interactive_s(result.elapsed_s, bool(result.evicted))
