@@ -7,8 +7,6 @@ process. Handles made with `for_worker` share one queue, as several workers shar
 import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import msgspec
-
 from scheduler.clock import Clock
 from scheduler.queue.base import AheadLimit, Backlog, QueueFull, TooFarBehind
 from scheduler.queue.memory_state import Output, Record, Shared
@@ -49,7 +47,7 @@ class MemoryQueue:
                 fresh.setdefault(request.id, request)
         if not fresh:
             return None
-        refusal = self._refusal(tier, list(fresh.values()), limit, ahead, max_bytes)
+        refusal = shared.refusal(tier, list(fresh.values()), limit, ahead, max_bytes)
         if refusal is not None:
             return refusal
         first = self._take_numbers(len(fresh))
@@ -184,28 +182,6 @@ class MemoryQueue:
         if self._wakeups in self._shared.listeners:
             self._shared.listeners.remove(self._wakeups)
 
-    def _refusal(
-        self,
-        tier: str,
-        requests: Sequence[Request],
-        limit: int | None,
-        ahead: AheadLimit | None,
-        max_bytes: int | None,
-    ) -> QueueFull | TooFarBehind | None:
-        depth = self._shared.waiting[tier].backlog.requests
-        if limit is not None and depth + len(requests) > limit:
-            return QueueFull(tier, depth, limit)
-        if max_bytes is not None and depth > 0:
-            waiting = [r.request for r in self._shared.records.values() if r.fence is None and r.request.tier == tier]
-            num_bytes = _num_bytes(waiting)
-            if num_bytes + _num_bytes(requests) > max_bytes:
-                return QueueFull(tier, depth, max_bytes, num_bytes)
-        if ahead is not None:
-            before = self._ahead(tier, max(r.deadline_ms for r in requests), ahead.above)
-            if not ahead.admits(before):
-                return TooFarBehind(tier, before)
-        return None
-
     def _take_numbers(self, count: int) -> int:
         first = max(self._shared.sequence + 1, 1000 * self._clock.wall_ms())
         self._shared.sequence = first + count - 1
@@ -215,15 +191,6 @@ class MemoryQueue:
         request = record.request
         heapq.heappush(self._shared.heaps[request.tier], (request.deadline_ms, record.number, request.id))
         self._shared.waiting[request.tier].add(request)
-
-    def _ahead(self, tier: str, deadline_ms: int, above: Sequence[str]) -> Backlog:
-        own = self._shared.waiting[tier].until(deadline_ms)
-        others = [self._shared.waiting[name] for name in above]
-        return Backlog(
-            own.requests,
-            own.prompt_tokens + sum(w.prompt_tokens for w in others),
-            own.output_tokens + sum(w.output_tokens for w in others),
-        )
 
     def _pop(self, tier: str, limit: int) -> list[Record]:
         popped: list[Record] = []
@@ -309,7 +276,3 @@ class MemoryQueue:
     def _wake(self) -> None:
         for listener in self._shared.listeners:
             listener.wake()
-
-
-def _num_bytes(requests: Iterable[Request]) -> int:
-    return sum(len(msgspec.msgpack.encode(request)) for request in requests)

@@ -2,9 +2,12 @@
 
 from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from scheduler.queue.base import Backlog
+import msgspec
+
+from scheduler.queue.base import AheadLimit, Backlog, QueueFull, TooFarBehind
 from scheduler.queue.wakeups import Wakeups
 from scheduler.request import Request
 
@@ -79,3 +82,39 @@ class Shared:
     alone: dict[str, str] = field(default_factory=dict)  # the request that runs alone, by worker id
     sequence: int = 0
     listeners: list[Wakeups] = field(default_factory=list)
+
+    def refusal(
+        self,
+        tier: str,
+        requests: Sequence[Request],
+        limit: int | None,
+        ahead: AheadLimit | None,
+        max_bytes: int | None,
+    ) -> QueueFull | TooFarBehind | None:
+        """Return why the new `requests` of one tier may not be put, as `Queue.put` does; None if they may."""
+        depth = self.waiting[tier].backlog.requests
+        if limit is not None and depth + len(requests) > limit:
+            return QueueFull(tier, depth, limit)
+        if max_bytes is not None and depth > 0:
+            waiting = [r.request for r in self.records.values() if r.fence is None and r.request.tier == tier]
+            num_bytes = _num_bytes(waiting)
+            if num_bytes + _num_bytes(requests) > max_bytes:
+                return QueueFull(tier, depth, max_bytes, num_bytes)
+        if ahead is not None:
+            before = self._ahead(tier, max(r.deadline_ms for r in requests), ahead.above)
+            if not ahead.admits(before):
+                return TooFarBehind(tier, before)
+        return None
+
+    def _ahead(self, tier: str, deadline_ms: int, above: Sequence[str]) -> Backlog:
+        own = self.waiting[tier].until(deadline_ms)
+        others = [self.waiting[name] for name in above]
+        return Backlog(
+            own.requests,
+            own.prompt_tokens + sum(w.prompt_tokens for w in others),
+            own.output_tokens + sum(w.output_tokens for w in others),
+        )
+
+
+def _num_bytes(requests: Iterable[Request]) -> int:
+    return sum(len(msgspec.msgpack.encode(request)) for request in requests)
