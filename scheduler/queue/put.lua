@@ -32,7 +32,7 @@ local depth = redis.call('ZCARD', queue)
 if limit >= 0 and depth + #fresh > limit then
   return { 'full', depth }
 end
-local _, _, bytes = waiting(tier)
+local sum_prompt, sum_output, bytes = waiting(tier)
 if max_bytes >= 0 and depth > 0 and bytes + fresh_bytes > max_bytes then
   return { 'large', depth, bytes }
 end
@@ -43,7 +43,6 @@ end
 local ahead, prompt, output = 0, 0, 0
 if depth > 0 then
   ahead = redis.call('ZCOUNT', queue, '-inf', latest_ms)
-  local sum_prompt, sum_output = waiting(tier)
   prompt, output = math.floor(sum_prompt * ahead / depth), math.floor(sum_output * ahead / depth)
 end
 for i = 10, 9 + num_above do

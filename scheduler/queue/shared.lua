@@ -51,7 +51,9 @@ local function waiting(tier)
   if redis.call('EXISTS', QUEUE .. tier) == 0 then
     return 0, 0, 0
   end
-  count_waiting(tier, 0, 0, 0)
+  if redis.call('HEXISTS', WAITING .. tier, 'bytes') == 0 then
+    recount(tier)
+  end
   local sums = redis.call('HMGET', WAITING .. tier, 'prompt', 'output', 'bytes')
   return tonumber(sums[1]), tonumber(sums[2]), tonumber(sums[3])
 end
