@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as StoreUnreachable
@@ -18,7 +17,6 @@ from scheduler.request import Request, TokenEvent
 from tests.gateway.api_keys import as_, key
 from tests.gateway.protocol.test_errors import CHAT, TEXT, error_of
 from tests.gateway.stand import Bytes, Stand, make_tiers, running_stand
-from tests.gateway.tiny_model import MODEL
 from tests.scheduler.queue.harness import ManualClock
 from tests.waiting import until
 
@@ -70,17 +68,6 @@ async def test_what_is_left_is_said_and_too_much_is_a_429(redis_client: Redis, b
     assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
     assert (answers[2].headers["retry-after"], answers[2].headers["x-ratelimit-reset-requests"]) == ("30", "1m0s")
     assert refused == 1
-
-
-async def test_the_openai_client_sees_its_own_error(redis_client: Redis) -> None:
-    async with metered(redis_client) as stand:
-        client = stand.client.with_options(api_key="sk-short")
-        with pytest.raises(openai.RateLimitError) as refused:
-            await client.completions.create(model=MODEL, prompt="hi", max_tokens=100)
-        answer = await client.completions.with_raw_response.create(model=MODEL, prompt="hi", max_tokens=90)
-    assert (refused.value.type, refused.value.code) == ("tokens", "rate_limit_exceeded")
-    assert refused.value.response.headers["x-should-retry"] == "false"
-    assert left(answer.headers, "tokens") <= 10
 
 
 async def test_reserved_tokens_come_back_when_the_answer_ends(redis_client: Redis) -> None:

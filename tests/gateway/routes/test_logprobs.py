@@ -206,18 +206,6 @@ async def test_the_best_of_several_is_answered() -> None:
     assert [c["text"] for c in one["choices"]] == ["aaaa"]
 
 
-async def test_repeats_after_a_requeue_report_no_token_twice() -> None:
-    def script(request: Request) -> list[TokenEvent]:
-        whole = answer("abcdef")(request)
-        return [*whole[:3], *whole]
-
-    body = {"prompt": "xy", "logprobs": 0, "echo": True}
-    async with running_stand(script) as stand:
-        choices = [chunk["choices"][0] for chunk in await chunks_of(stand, "/v1/completions", body)]
-    tokens = [t for choice in choices for t in (choice["logprobs"] or {}).get("tokens", [])]
-    assert "".join(tokens) == "xyabcdef"
-
-
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [

@@ -1,7 +1,6 @@
 """The limit of a key's enqueued prompt tokens, on a real store: over all gateways, free when a batch is over."""
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -75,23 +74,6 @@ async def test_a_failed_batch_takes_no_tokens(gateway: OfflineGateway) -> None:
         assert (await small.ended((await small.submit([words(LIMIT + 1)])).id)).status == "failed"
         assert (await small.ended((await small.submit([words(LIMIT), b"{"])).id)).status == "failed"
     assert await status_of(small, (await small.submit([words(LIMIT)])).id) == "in_progress"
-
-
-async def test_the_limit_counts_over_all_gateways_and_outlives_them(redis_client: Redis, tmp_path: Path) -> None:
-    async with contextlib.AsyncExitStack() as stack:
-        directories = [tmp_path / name for name in "ab"]
-        for directory in directories:
-            directory.mkdir()
-        one, two = [
-            (await stack.enter_async_context(running_gateway(redis_client, directory, keys=KEYS))).as_key("small")
-            for directory in directories
-        ]
-        one.completions.permits = two.completions.permits = asyncio.Semaphore(0)
-        assert await status_of(one, (await one.submit([words(6)])).id) == "in_progress"
-        assert (await two.ended((await two.submit([words(6)])).id)).status == "failed"
-    async with running_gateway(redis_client, directories[1], keys=KEYS) as third:
-        key = third.as_key("small")
-        assert (await key.ended((await key.submit([words(6)])).id)).status == "failed", "the first one is unfinished"
 
 
 async def test_a_key_has_no_more_lines_in_flight_than_its_limit(redis_client: Redis, tmp_path: Path) -> None:
