@@ -54,7 +54,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     )
     app.state.gateway = gateway
     app.state.body_reader = BodyReader(MAX_BODIES * gateway.max_body_bytes)
-    app.state.description = ops.Shared(partial(asyncio.to_thread, described, app, gateway.model_names), gateway.clock)
+    app.state.description = ops.Shared(partial(asyncio.to_thread, described, app, gateway.model.names), gateway.clock)
     app.state.metrics_page = ops.Shared(partial(ops.exposition, gateway), gateway.clock, ops.METRICS_PERIOD_S)
     app.state.wrong_keys = WrongKeys()
     app.state.downloads = UnderWay(MAX_DOWNLOADS, MAX_DOWNLOADS_OF_KEY)

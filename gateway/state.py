@@ -22,7 +22,7 @@ from gateway.keys.limits import KeyLimits
 from gateway.keys.source import KeySource
 from gateway.keys.usage import UsageMeter
 from gateway.requests.generate.service import CompletionService
-from gateway.requests.tokens.tokenizer import Tokenizer
+from gateway.requests.prepare.preparation import Model
 from scheduler.client.client import SchedulerClient
 from scheduler.clock import Clock
 from scheduler.config import TierSet
@@ -37,11 +37,10 @@ TracingMiddleware = Callable[[ASGIApp], ASGIApp]
 class Gateway:
     """The parts of one gateway process, kept in `app.state.gateway`."""
 
-    model_names: tuple[str, ...]
+    model: Model
     created: int  # Unix seconds; /v1/models reports it
     client: SchedulerClient
     clock: Clock
-    tokenizer: Tokenizer
     keyring: Keyring
     completions: CompletionService
     metrics: GatewayMetrics

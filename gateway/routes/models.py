@@ -20,7 +20,7 @@ router = APIRouter(tags=["models"])
 @router.get("/v1/models")
 async def list_models(request: Request, key: Caller) -> dict[str, Any]:
     gateway = gateway_of(request)
-    return {"object": "list", "data": [_model(gateway, name) for name in gateway.model_names]}
+    return {"object": "list", "data": [_model(gateway, name) for name in gateway.model.names]}
 
 
 @router.head("/v1/models/{model:path}", include_in_schema=False)
@@ -29,21 +29,21 @@ async def retrieve_model(request: Request, model: str, key: Caller) -> dict[str,
     gateway = gateway_of(request)
     if not model:
         raise HTTPException(404)  # /v1/models/: its answer names /v1/models
-    if model not in gateway.model_names:
+    if model not in gateway.model.names:
         raise model_not_found(model)
     return _model(gateway, model)
 
 
 def _model(gateway: Gateway, name: str) -> dict[str, Any]:
     """Return the object of one name. `root` is the main name of the model, for which the other names are aliases."""
-    tokenizer = gateway.tokenizer
+    tokenizer = gateway.model.tokenizer
     context = gateway.completions.limits().max_model_len
     return {
         "id": name,
         "object": "model",
         "created": gateway.created,
         "owned_by": "tidegate",
-        "root": gateway.model_names[0],
+        "root": gateway.model.names[0],
         "parent": None,
         "max_model_len": context,
         "context_length": context,

@@ -41,7 +41,7 @@ router = APIRouter(tags=["operations"])
 @router.head("/", include_in_schema=False)
 @router.get("/")
 async def root(request: Request) -> dict[str, Any]:
-    names = list(gateway_of(request).model_names)
+    names = list(gateway_of(request).model.names)
     return {"name": "tidegate", "models": names, "api": "/v1", "docs": "/docs", "metrics": "/metrics"}
 
 
@@ -175,7 +175,7 @@ async def exposition(gateway: Gateway) -> bytes:
     else:
         metrics.show_store(client.refusal is None, queues.latency_s, queues.ages_s)
     # Parsing takes about 10 ms per worker, so it runs outside the event loop, which serves streams.
-    return await asyncio.to_thread(render, metrics.registry, snapshots, gateway.model_names[0])
+    return await asyncio.to_thread(render, metrics.registry, snapshots, gateway.model.names[0])
 
 
 def render(registry: CollectorRegistry, snapshots: Mapping[str, str], model: str = "") -> bytes:

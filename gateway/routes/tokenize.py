@@ -47,10 +47,10 @@ class DetokenizeRequest(Body):
 async def tokenize(request: Request, key: Caller) -> Response:
     """Return the token ids of `prompt`, or of the prompt that the chat template makes of `messages`."""
     gateway = gateway_of(request)
-    async with hold_object(request, partial(_parse_tokenize, gateway.model_names)) as (body, with_strings):
+    async with hold_object(request, partial(_parse_tokenize, gateway.model.names)) as (body, with_strings):
         tier = resolve_tier(None, key, gateway.tiers).tier
         ids = await gateway.completions.encode(body, tier, key.name if key else None)
-    strings = await gateway.tokenizer.token_strings(ids) if with_strings else None
+    strings = await gateway.model.tokenizer.token_strings(ids) if with_strings else None
     context = gateway.completions.limits().max_model_len
     return json_response({"count": len(ids), "max_model_len": context, "tokens": ids, "token_strs": strings})
 
@@ -59,9 +59,9 @@ async def tokenize(request: Request, key: Caller) -> Response:
 async def detokenize(request: Request, key: Caller) -> Response:
     """Return the text of `tokens`, with special tokens."""
     gateway = gateway_of(request)
-    interpret = partial(_parse_detokenize, gateway.model_names, gateway.completions.limits().vocab_size)
+    interpret = partial(_parse_detokenize, gateway.model.names, gateway.completions.limits().vocab_size)
     async with hold_object(request, interpret) as body:
-        return json_response({"prompt": await gateway.tokenizer.decode(body.tokens)})
+        return json_response({"prompt": await gateway.model.tokenizer.decode(body.tokens)})
 
 
 def _parse_tokenize(model_names: tuple[str, ...], body: dict[str, Any]) -> tuple[AnyRequest, bool]:

@@ -122,7 +122,7 @@ def build_gateway(
         draw=outside.draw,
         queue_bytes=store_bytes // 4,
     )
-    names, tokenizer = settings.model_names, outside.tokenizer
+    model = make_model(settings, outside)
     metrics = GatewayMetrics()
     key_source = KeySource(settings.api_keys, settings.operator_keys, lambda: client.tiers, clock)
     keyring = key_source.keyring
@@ -131,7 +131,7 @@ def build_gateway(
     cache = AnswerCache(
         redis,
         clock,
-        f"{names[0]} {outside.revision}",
+        f"{model.names[0]} {outside.revision}",
         max_ttl_s=settings.answer_cache_ttl_s,
         max_bytes=store_bytes // 64 if settings.answer_cache_ttl_s else 0,
     )
@@ -139,7 +139,7 @@ def build_gateway(
     completions = CompletionService(
         client,
         clock,
-        make_model(settings, outside),
+        model,
         metrics,
         Metering(keyring, limits, usage, cache, metrics, store_bytes // 4),
         dead_letters,
@@ -165,14 +165,14 @@ def build_gateway(
         files,
         outside.lines or completions,
         tiers,
-        names,
+        model.names,
         clock,
         max_lines=settings.batch_max_lines,
         max_unfinished=settings.batch_max_unfinished,
         max_body_bytes=max_body_bytes,
         workers=lambda: client.live.engines,
         keyring=keyring,
-        count_tokens=tokenizer.count,
+        count_tokens=model.tokenizer.count,
         dead_letters=dead_letters,
         on_end=announce,
         ttl_s=settings.batch_ttl_s,
@@ -181,11 +181,10 @@ def build_gateway(
     subject, tier_store = GatewayTiers(client, keyring, batches), TierStore(redis)
     follower = TierFollower(tier_store, subject, part, tiers, settings.tiers_path, clock)
     return Gateway(
-        model_names=names,
+        model=model,
         created=clock.wall_ms() // 1000,
         client=client,
         clock=clock,
-        tokenizer=tokenizer,
         keyring=keyring,
         completions=completions,
         metrics=metrics,
