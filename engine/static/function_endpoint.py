@@ -6,22 +6,17 @@ in an event loop and a thread of its own, which it may block; any other in a thr
 """
 
 import asyncio
-import importlib
 import inspect
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import msgspec
 
-from engine.config import EngineStartError
 from engine.static.interface import CallFailed, EndpointHangs, ItemResult, padded, without_padding
 
-PREFIX = "python:"
 MAX_REASON = 300  # characters of an exception's text that are kept
 CANCEL_S = 1.0  # time that an async function gets to end after its time is over; one that blocks never does
 
@@ -160,20 +155,3 @@ def _text(error: BaseException) -> str:
         return str(error).encode("utf-8", "backslashreplace").decode()
     except Exception:
         return "it cannot be told"
-
-
-def load_function(spec: str) -> Callable[[list[Any]], Any]:
-    """Return the function that `python:module.function` names. Modules of the working directory are found too."""
-    module_name, _, function_name = spec.removeprefix(PREFIX).rpartition(".")
-    if not module_name or not function_name:
-        raise EngineStartError(f"{spec!r} names no function: write python:module.function")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, SyntaxError, SystemExit) as error:
-        raise EngineStartError(f"the endpoint {spec} cannot be loaded: {error}") from error
-    if not callable(function):
-        raise EngineStartError(f"the endpoint {spec} is not a function")
-    return function  # type: ignore[no-any-return]
