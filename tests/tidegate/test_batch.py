@@ -328,6 +328,7 @@ async def test_a_plan_says_what_the_server_expects(
         running_gateway(redis_client, tmp_path / "data", workers=[WORKER]) as gateway,
         served(gateway) as url,
     ):
+        gateway.completions.permits = asyncio.Semaphore(0)  # the batch must not end before its status is read
         assert await CommandLine(gateway, f"{url}/v1")("plan", source, "--window", "1h") == 0
         printed = capsys.readouterr().out
         assert await CommandLine(gateway, f"{url}/v1")("submit", source, "--window", "1h") == 1
