@@ -12,6 +12,7 @@
 """
 
 import asyncio
+import builtins
 import contextlib
 import shlex
 import subprocess
@@ -23,14 +24,14 @@ from urllib.parse import urlsplit, urlunsplit
 
 from redis.asyncio.connection import SSLConnection, parse_url
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel
+from redis.asyncio.sentinel import MasterNotFoundError, Sentinel
 from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 from redis.exceptions import AuthenticationError, ConnectionError, TimeoutError
 
 CONNECT_TIMEOUT_S = 2.0
 SCHEMES = ("redis", "rediss", "redis+sentinel", "rediss+sentinel", "unix")
-SENTINEL_REPLY_S = 1.0  # a Sentinel that takes longer is passed over
+SENTINEL_S = 1.0  # a Sentinel that takes longer to connect and to answer is passed over
 SENTINEL_PORT = 26379
 LOOK_S = 1.0  # between two questions to the Sentinels, while commands are sent
 PASSWORD_COMMAND_S = 5.0
@@ -42,7 +43,7 @@ class Route:
 
     changes: int = 0  # how often it has turned out that connections lead to a wrong or dead node
     service: str = ""
-    sentinels: Sentinel | None = None
+    sentinels: list[Sentinel] = field(default_factory=list)  # one object each; the one that knew last comes first
     _primary: tuple[str, int] | None = None
     _look_due_s: float = 0.0
     _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -60,17 +61,33 @@ class Route:
 
         Raises `redis.sentinel.MasterNotFoundError`, a `ConnectionError`, if no Sentinel answers or knows it.
         """
-        if self.sentinels is None:
+        if not self.sentinels:
             return None
         async with self._asking:
-            try:
-                host, port = await self.sentinels.discover_master(self.service)
-            finally:
-                await self.sentinels.aclose()  # they open their connections again for the next question
-            if self._primary not in (None, (host, port)):
+            address = await self._ask()
+            if self._primary not in (None, address):
                 self.changes += 1
-            self._primary = host, port
-        return host, port
+            self._primary = address
+        return address
+
+    async def _ask(self) -> tuple[str, int]:
+        """Ask one Sentinel after the other.
+
+        The time limit is here, because redis-py's uses `asyncio.wait_for`: `scheduler.store.connection` says why not.
+        """
+        for sentinel in list(self.sentinels):
+            try:
+                async with asyncio.timeout(SENTINEL_S):
+                    host, port = await sentinel.discover_master(self.service)
+            except (ConnectionError, TimeoutError, builtins.TimeoutError):
+                continue
+            finally:
+                # It opens its connection again for the next question. A cancellation must not leave it open.
+                await asyncio.shield(sentinel.aclose())
+            self.sentinels.remove(sentinel)
+            self.sentinels.insert(0, sentinel)
+            return host, int(port)
+        raise MasterNotFoundError(f"No Sentinel knows the primary of {self.service!r}.")
 
 
 def parse(url: str) -> tuple[dict[str, Any], Route]:
@@ -98,8 +115,8 @@ def _parse_sentinels(url: str) -> tuple[dict[str, Any], Route]:
         options[name] = settings.pop(f"sentinel_{name}", None)
     addresses = [_host_and_port(host) for host in hosts.split(",")]
     options |= {"ssl": settings.get("connection_class") is SSLConnection, "protocol": 2}
-    options |= {"socket_connect_timeout": CONNECT_TIMEOUT_S, "socket_timeout": SENTINEL_REPLY_S}
-    sentinels = Sentinel(addresses, sentinel_kwargs={**options, "retry": Retry(NoBackoff(), 0)})  # type: ignore[no-untyped-call]
+    options |= {"socket_timeout": None, "retry": Retry(NoBackoff(), 0)}
+    sentinels = [Sentinel([place], sentinel_kwargs=options) for place in addresses]  # type: ignore[no-untyped-call]
     return settings, Route(service=service, sentinels=sentinels)
 
 

@@ -20,8 +20,7 @@ def test_a_url_of_sentinels_names_service_database_users_and_tls() -> None:
     assert (settings["username"], settings["password"], settings["db"]) == ("tide", "se@same", 3)
     assert settings["connection_class"] is SSLConnection
     assert settings["ssl_ca_certs"] == "/ca.pem"
-    assert route.sentinels is not None
-    asked = [sentinel.connection_pool for sentinel in route.sentinels.sentinels]
+    asked = [sentinel.sentinels[0].connection_pool for sentinel in route.sentinels]
     assert [(p.connection_kwargs["host"], p.connection_kwargs["port"]) for p in asked] == [
         ("s1", 26380),
         ("s2", 26379),
