@@ -14,6 +14,7 @@
 import asyncio
 import builtins
 import contextlib
+import math
 import shlex
 import subprocess
 import time
@@ -34,6 +35,8 @@ SCHEMES = ("redis", "rediss", "redis+sentinel", "rediss+sentinel", "unix")
 SENTINEL_S = 1.0  # a Sentinel that takes longer to connect and to answer is passed over
 SENTINEL_PORT = 26379
 LOOK_S = 1.0  # between two questions to the Sentinels, while commands are sent
+LOOK_LIMIT_S = 0.5  # of such a question, for which a command waits
+MISSED_LOOK_S = 10.0  # until the next question, if no Sentinel has answered
 PASSWORD_COMMAND_S = 5.0
 
 
@@ -50,11 +53,17 @@ class Route:
 
     async def look(self) -> None:
         """Notice a new primary within `LOOK_S`: Sentinels may take ten seconds until they demote the old one."""
-        now = time.monotonic()
-        if now >= self._look_due_s:
-            self._look_due_s = now + LOOK_S
-            with contextlib.suppress(ConnectionError, TimeoutError):  # the old connections may still be right
-                await self.primary()
+        if time.monotonic() < self._look_due_s:
+            return
+        self._look_due_s = math.inf  # one command waits for the answer, and the others go on
+        pause_s = MISSED_LOOK_S
+        try:
+            with contextlib.suppress(ConnectionError, TimeoutError, builtins.TimeoutError):  # all may still be right
+                async with asyncio.timeout(LOOK_LIMIT_S):
+                    await self.primary()
+                pause_s = LOOK_S
+        finally:
+            self._look_due_s = time.monotonic() + pause_s
 
     async def primary(self) -> tuple[str, int] | None:
         """Return host and port of the primary, as a Sentinel says; None without Sentinels.
