@@ -368,7 +368,7 @@ class Protocol(RuleBasedStateMachine):
         self.no_answer_is_mixed()
 
 
-@pytest.mark.parametrize("examples", [300, pytest.param(10_000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("examples", [300, pytest.param(10_000, marks=[pytest.mark.full, pytest.mark.timeout(1200)])])
 def test_no_history_of_the_protocol_loses_doubles_or_mixes(valkey_url: str, examples: int) -> None:
     with asyncio.Runner() as loop:
         store = connection.connect(valkey_url)
