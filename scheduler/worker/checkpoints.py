@@ -6,8 +6,8 @@ A write is one call for all requests together. It takes place every `CHECKPOINT_
 `MAX_TOKENS` tokens. Two kinds of requests are stored only when the worker ends:
 
 - Interactive requests: their outputs are short.
-- Requests whose tokens are sent after each step: their gateways have them (`scheduler.worker.takeover`). Parts of jobs
-  are stored nevertheless, for the next gateway.
+- Requests whose tokens are sent after each step: their gateways have them (`scheduler.worker.claimer.Takeover`). Parts
+  of jobs are stored nevertheless, for the next gateway.
 """
 
 from collections.abc import Iterable, Iterator

@@ -6,16 +6,18 @@ another worker has held before.
 """
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 from scheduler.clock import Clock
+from scheduler.events.base import EventChannel
 from scheduler.queue.base import Queue
+from scheduler.request import Claimed, EventKind, TokenEvent
 from scheduler.store.outage import StoreOutage
 from scheduler.worker.core import WorkerCore
 from scheduler.worker.leases import LEASE_S
 from scheduler.worker.peers import Peers
 from scheduler.worker.request_intake import RequestIntake
-from scheduler.worker.takeover import Takeover
 
 # Before a worker with work under way claims new work, it waits, so that an idle worker gets that work first. It waits
 # `YIELD_S` seconds, and `YIELD_S` more for each interactive request that it holds, but at most `MAX_YIELD_S`.
@@ -24,6 +26,30 @@ MAX_YIELD_S = 0.01  # seconds
 # Maximum seconds to wait for a wake-up from the queue. After them, the worker claims without a wake-up, because one may
 # have been lost.
 LISTEN_S = 0.5
+
+
+class Takeover:
+    """Asks what was received of requests that another worker has held before, before they begin here.
+
+    Their streams go on from these tokens, also where this engine would give other ones from the start. The answer is a
+    request that is back in the queue with these tokens (`scheduler.queue.base.Queue.resume`). If it does not come, the
+    lease ends, and the next claim asks again.
+    """
+
+    def __init__(self, queue: Queue, events: EventChannel, intake: RequestIntake) -> None:
+        self._queue = queue
+        self._events = events
+        self._intake = intake
+
+    async def ask(self, claimed: Sequence[Claimed]) -> None:
+        """Ask the gateways of claimed requests. Cancel those whose gateways are gone."""
+        self._intake.release([c.request.id for c in claimed])  # what an older lease of this worker has left
+        questions: defaultdict[str, list[TokenEvent]] = defaultdict(list)
+        for c in claimed:
+            questions[c.request.reply_to].append(TokenEvent(c.request.id, EventKind.TAKEN_OVER, fence=c.fence))
+        for reply_to, events in questions.items():
+            if not await self._events.publish(reply_to, events):
+                await self._queue.cancel([event.request_id for event in events])
 
 
 class Claimer:

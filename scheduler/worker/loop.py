@@ -15,7 +15,7 @@ from scheduler.registry.base import WorkerRegistry
 from scheduler.request import Lease
 from scheduler.store.outage import StoreOutage
 from scheduler.worker.checkpoints import Checkpointer
-from scheduler.worker.claimer import Claimer
+from scheduler.worker.claimer import Claimer, Takeover
 from scheduler.worker.driver import Driver, RequestWorker
 from scheduler.worker.heartbeat import DuplicateWorker, Heartbeat, ReadGpus, RequestReport, WorkerIdentity
 from scheduler.worker.leases import LeaseKeeper
@@ -24,7 +24,6 @@ from scheduler.worker.metrics import SchedulerMetrics
 from scheduler.worker.peers import GatewayWatch, Peers
 from scheduler.worker.publisher import Publisher
 from scheduler.worker.request_intake import RequestIntake, RequestTracer
-from scheduler.worker.takeover import Takeover
 
 
 class Work(Protocol):
