@@ -85,7 +85,7 @@ async def chaos(
     if disks.library is None:
         print_progress("only the store's disk becomes full, and none slow: that needs Linux and a C compiler")
     # In bfloat16, a sequence that is continued may get other tokens than in one go.
-    async with Site(folder, clocks, disks, ("--dtype", "float32") if lines else ()) as site:
+    async with Site(folder, clocks, disks, ("--dtype", "float32")) as site:
         work = asyncio.create_task(_work(site, seed, duration_s, kinds, lines))
         ended = asyncio.create_task(site.until_end())
         try:

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -265,4 +266,6 @@ def _compare(answer: Answer, text: str, expected: str) -> None:
     answer.is_right = text == expected
     if not answer.is_right:
         answer.text = text
-        answer.problem = f"wrong: {text[:100]!r} instead of {expected[:100]!r}"
+        same = len(os.path.commonprefix((text, expected)))
+        shown = slice(max(0, same - 40), same + 60)
+        answer.problem = f"wrong after {same} characters: {text[shown]!r} instead of {expected[shown]!r}"
