@@ -37,7 +37,7 @@ def test_workers_of_two_servers_have_two_names() -> None:
     first, again, second = (with_address(ServeSettings(port=port)).worker_id for port in (one, one, other))
     assert first == again
     assert first != second
-    assert with_address(ServeSettings(worker_id="mine")).worker_id == "mine"
+    assert with_address(ServeSettings(port=one, worker_id="mine")).worker_id == "mine"
 
 
 def test_an_unusable_host_is_named(tmp_path: Path) -> None:
