@@ -54,6 +54,8 @@ def full_disk(client: sync_redis.Redis) -> Iterator[None]:
         except sync_redis.ResponseError as error:
             if not str(error).startswith("MISCONF"):  # otherwise, another client's write has failed before this one
                 raise
+        # The server writes only after its running fsync, up to 2 s later, and accepts writes until one has failed.
+        wait_for(lambda: client.info("persistence")["aof_last_write_status"] == "err", what="a write that fails")
         yield
     finally:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
