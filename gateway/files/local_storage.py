@@ -7,9 +7,10 @@ import asyncio
 import hashlib
 import os
 import shutil
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from gateway.files.storage import ContentLost, Entry
 
@@ -63,7 +64,7 @@ class LocalStorage:
 
     async def read(self, name: str, start: int, end: int) -> AsyncIterator[bytes]:
         path = await self.fetch_appended(name, end)
-        with await asyncio.to_thread(path.open, "rb") as file:
+        async with opened_in_thread(lambda: path.open("rb")) as file:
             await asyncio.to_thread(file.seek, start)
             for position in range(start, end, READ_BYTES):
                 yield await asyncio.to_thread(file.read, min(READ_BYTES, end - position))
@@ -76,6 +77,31 @@ class LocalStorage:
 
     async def entries(self, folder: str) -> list[Entry]:
         return await asyncio.to_thread(local_entries, self.directory / folder)
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+Opened = TypeVar("Opened", bound=Closable)
+
+
+@asynccontextmanager
+async def opened_in_thread(open_it: Callable[[], Opened]) -> AsyncIterator[Opened]:
+    """Call `open_it` in a thread, and close what it returns at the end, also if the caller is cancelled meanwhile."""
+    opening = asyncio.get_running_loop().run_in_executor(None, open_it)
+    try:
+        opened = await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        opening.add_done_callback(_close_result)
+        raise
+    with closing(opened):
+        yield opened
+
+
+def _close_result(opening: asyncio.Future[Opened]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()
 
 
 def local_entries(directory: Path) -> list[Entry]:

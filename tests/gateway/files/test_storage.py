@@ -13,7 +13,7 @@ import fsspec
 import pytest
 
 from gateway.files import object_storage
-from gateway.files.local_storage import LocalStorage, sha256_of
+from gateway.files.local_storage import LocalStorage, opened_in_thread, sha256_of
 from gateway.files.object_storage import BadStorageUrl, ObjectStorage, open_storage
 from gateway.files.storage import ContentDamaged, ContentLost, Storage, StorageUnreachable
 from tests.gateway.files.s3 import BUCKET, Address, s3_options, s3_server
@@ -159,8 +159,6 @@ async def test_a_storage_that_refuses_or_hangs_is_unreachable(tmp_path: Path, mo
         with pytest.raises(StorageUnreachable):
             await storage.append("batches/x/results", 0, b"1")
     monkeypatch.setattr(object_storage, "CALL_S", 0.01)
-    import threading
-
     released = threading.Event()
     monkeypatch.setattr(storage._files, "pipe_file", lambda *_: released.wait(60), raising=False)
     with pytest.raises(StorageUnreachable):
@@ -179,3 +177,28 @@ def raising(error: Exception) -> object:
 def test_bad_urls_are_named(url: str, tmp_path: Path) -> None:
     with pytest.raises(BadStorageUrl, match="--files-url"):
         open_storage(url, tmp_path)
+
+
+async def test_what_a_thread_opens_for_a_caller_who_is_cancelled_is_closed() -> None:
+    may_open, closed = threading.Event(), asyncio.Event()
+
+    class File:
+        def close(self) -> None:
+            closed.set()
+
+    def open_it() -> File:
+        may_open.wait(60)
+        return File()
+
+    async def read() -> None:
+        async with opened_in_thread(open_it):
+            pass
+
+    reading = asyncio.create_task(read())
+    await asyncio.sleep(0)  # it waits for the thread now
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert not closed.is_set()
+    may_open.set()
+    await closed.wait()

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from gateway.files.disk import noticing_full_disk
-from gateway.files.local_storage import PRIVATE_DIR
+from gateway.files.local_storage import PRIVATE_DIR, opened_in_thread
 from gateway.files.storage import Storage
 from gateway.files.store import FileStore
 from gateway.jobs.batches.input.jsonl import numbered_lines
@@ -72,7 +72,7 @@ async def write_files(
     try:
         recorded = (await store.results(batch.id)).items()
         parts = [(await files.storage.fetch_appended(name, size), size) for name, size in recorded]
-        with await asyncio.to_thread(RecordedResults, parts) as results:
+        async with opened_in_thread(lambda: RecordedResults(parts)) as results:
             if (results.completed, results.failed) != (batch.completed, batch.failed):
                 raise OwnershipLost(batch.id)
             directory.mkdir(PRIVATE_DIR, parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import BinaryIO
 
 from gateway.files.storage import ContentLost
 from gateway.jobs.batches.input.lines import MAX_NUMBER, work_folder
@@ -34,7 +34,7 @@ def encode(results: Iterable[LineResult]) -> bytes:
 class RecordedResults:
     """The recorded results of a batch, in files of which the first bytes are recorded.
 
-    It blocks, so call it in a thread. Use it as `with`. `completed` and `failed` are the numbers of its results, and
+    It blocks, so call it in a thread. `completed` and `failed` are the numbers of its results, and
     `max_number` is the largest number of a line with a result.
     """
 
@@ -49,10 +49,7 @@ class RecordedResults:
                 self._add(len(self._files) - 1, size)
             self._cleanup = self._cleanup.pop_all()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._cleanup.close()
 
     @property
