@@ -1,5 +1,6 @@
 """`tidegate doctor`, on this machine: what it finds, and the way out that it names."""
 
+import asyncio
 import socket
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 import fsspec
 import pytest
 
+from scheduler.store import durability
+from tests.scheduler.store.nodes import server_pair
 from tidegate.doctor.command import CHECKS, EX_FAILED, findings, run_doctor
 from tidegate.doctor.machine import Finding, Level
 from tidegate.settings.commands import DoctorSettings
@@ -63,6 +66,21 @@ def test_what_is_wrong_is_told_with_its_cause_or_a_way_out(
     with EmbeddedValkey(tmp_path / "data"):
         [finding] = found(settings(tmp_path, **changes), subject)
     assert finding.level is level and said in finding.text + finding.remedy
+
+
+async def test_the_replicas_that_must_confirm_are_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durability, "REPLICAS_S", 0.1)
+    with server_pair(tmp_path) as pair:
+        await pair.start()
+        of_one, of_two = (settings(tmp_path, redis_url=pair.url, store_replicas=count) for count in (1, 2))
+        said = await asyncio.to_thread(found, of_one, "store")
+        assert said[1].level is Level.OK and "at 1 of its replicas" in said[1].text
+        said = await asyncio.to_thread(found, of_two, "store")
+    assert (
+        said[1].level is Level.ERROR
+        and "connected replicas: 1" in said[1].text
+        and "--store-replicas" in said[1].remedy
+    )
 
 
 def test_an_open_server_with_a_key_is_no_finding(tmp_path: Path) -> None:

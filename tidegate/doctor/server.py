@@ -20,14 +20,15 @@ from gateway.http.server.tls import load_certificate
 from gateway.keys.file import read_entries
 from scheduler.config import load_tiers
 from scheduler.store import connection
-from scheduler.store.durability import durable
+from scheduler.store.durability import TOO_FEW_REPLICAS, durable, wait_for_replicas
+from scheduler.store.errors import NotDurable
 from tidegate.doctor.machine import Finding, error, warning
 from tidegate.settings.commands import ServeSettings
 from tidegate.supervision.process import listen
 from tidegate.valkey import EmbeddedValkey, ValkeyError, running_valkey
 from tidegate.worker.engine_worker import upstream_config
 
-STORE_LIMIT_S, UPSTREAM_LIMIT_S = 5.0, 10.0  # seconds for the first answer
+STORE_LIMIT_S, UPSTREAM_LIMIT_S = 10.0, 10.0  # seconds for all answers; a store's disk and replicas have 5 of them
 SLOW_STORE_S = 0.005  # seconds of a round trip: each token waits for one
 MAX_CLOCK_DIFFERENCE_S = 1.0  # between the store's clock and ours: deadlines are times of the gateways' clocks
 LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
@@ -95,7 +96,7 @@ async def _use_storage(storage: Storage) -> None:
 def check_store(settings: ServeSettings) -> Iterator[Finding]:
     """Check the store that `serve` would use; an embedded one is started and ended."""
     if settings.redis_url:
-        yield from asyncio.run(_inspect_store(settings.redis_url))
+        yield from asyncio.run(_inspect_store(settings.redis_url, settings))
         return
     try:
         with EmbeddedValkey(settings.data_dir) if settings.data_dir.exists() else contextlib.nullcontext():
@@ -104,7 +105,7 @@ def check_store(settings: ServeSettings) -> Iterator[Finding]:
         yield error("store", str(fault))
         return
     with tempfile.TemporaryDirectory(prefix="tidegate-") as scratch, running_valkey(Path(scratch)) as url:
-        yield from asyncio.run(_inspect_store(url))
+        yield from asyncio.run(_inspect_store(url, settings))
 
 
 def check_upstream(settings: ServeSettings) -> Iterator[Finding]:
@@ -112,10 +113,10 @@ def check_upstream(settings: ServeSettings) -> Iterator[Finding]:
         yield asyncio.run(_inspect_upstream(settings))
 
 
-async def _inspect_store(url: str) -> list[Finding]:
+async def _inspect_store(url: str, settings: ServeSettings) -> list[Finding]:
     try:
         async with asyncio.timeout(STORE_LIMIT_S), connection.connect(url) as client:
-            return [await _pace(client), await _durability(client), *await _clock(client)]
+            return [await _pace(client), await _durability(client, settings.store_replicas), *await _clock(client)]
     except (RedisError, OSError, ValueError) as fault:
         remedy = "start it, or correct --redis-url; without --redis-url, `serve` starts a store of its own"
         return [error("store", f"the store does not answer: {fault or 'no reply'}", remedy)]
@@ -136,9 +137,20 @@ async def _pace(client: Redis) -> Finding:
     return Finding("store", text)
 
 
-async def _durability(client: Redis) -> Finding:
-    if await durable(client):
-        return Finding("store", "what is acknowledged is on its disk")
+async def _durability(client: Redis, num_replicas: int) -> Finding:
+    """Write as a gateway does before it acknowledges a file, and wait for disk and replicas."""
+    wait_for_replicas(client, num_replicas)
+    try:
+        on_disk = await durable(client)
+    except NotDurable as fault:
+        if fault.cause != TOO_FEW_REPLICAS:
+            raise
+        connected = (await client.info("replication"))["connected_slaves"]
+        text = f"it takes no files and batches with --store-replicas {num_replicas}: connected replicas: {connected}"
+        return error("store", text, "let as many replicas follow it and keep up, or use a smaller --store-replicas")
+    if on_disk:
+        at_replicas = f", and at {num_replicas} of its replicas" if num_replicas else ""
+        return Finding("store", f"what is acknowledged is on its disk{at_replicas}")
     text = "it cannot say what is on its disk: if it dies, files and batches may be lost"
     return warning("store", text, "use Valkey, or Redis 7.2 or newer, with `appendonly yes`")
 
