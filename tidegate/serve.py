@@ -48,7 +48,7 @@ def run_serve(settings: ServeSettings, on_ready: Callable[[], None] | None = Non
             if settings.redis_url:
                 asyncio.run(_reach(settings.redis_url))
             else:
-                valkey = cleanup.enter_context(EmbeddedValkey(settings.data_dir))
+                valkey = cleanup.enter_context(EmbeddedValkey(settings.data_dir, store_mb=settings.store_mb))
                 settings = settings.model_copy(update={"redis_url": valkey.url})
                 parts.append(Part("valkey", Stage.STORE, valkey.argv, ready=valkey.is_ready, pass_fds=valkey.pass_fds))
             settings = with_address(settings)  # after the lock: a killed server may still be ending

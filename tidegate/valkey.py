@@ -34,6 +34,9 @@ LOCK_WAIT_S = 2.0  # seconds to wait for the end of a server whose supervisor wa
 PING_TIMEOUT_S = 1.0
 START_TIMEOUT_S = 30.0  # seconds; long enough to replay a large AOF
 STOP_TIMEOUT_S = 10.0
+# The server's `maxmemory` ÷ --store-mb: it leaves room for running requests, tokens, records and the tasks of several
+# keys, so that shares of the budget are full, and refuse, before the server is.
+MEMORY_RATIO = 2
 
 
 class ValkeyError(Exception):
@@ -47,9 +50,11 @@ class EmbeddedValkey:
     disk and ends.
     """
 
-    def __init__(self, data_dir: Path, binary: Path | None = None) -> None:
+    def __init__(self, data_dir: Path, binary: Path | None = None, *, store_mb: int = 0) -> None:
+        """The server's memory is bounded by `MEMORY_RATIO` times `store_mb`; 0: it is not bounded."""
         self.data_dir = data_dir.absolute()
         self._binary = binary
+        self._max_memory_mb = MEMORY_RATIO * store_mb
         self._cleanup = contextlib.ExitStack()
         self._lock_fd = -1
         self.socket_path = self.data_dir / "valkey.sock"
@@ -96,6 +101,8 @@ class EmbeddedValkey:
             "appendfsync": "everysec",
             "save": "",  # the AOF keeps everything; snapshots would only double the writes
             "logfile": str(self.log_path),
+            "maxmemory": f"{self._max_memory_mb}mb",
+            "maxmemory-policy": "noeviction",
         }
         return (str(self._binary), *(part for key, value in settings.items() for part in (f"--{key}", value)))
 

@@ -7,13 +7,14 @@ from typing import Any
 
 import fsspec
 import pytest
+from redis import Redis
 
 from scheduler.store import durability
 from tests.scheduler.store.nodes import server_pair
 from tidegate.doctor.command import CHECKS, EX_FAILED, findings, run_doctor
 from tidegate.doctor.machine import Finding, Level
 from tidegate.settings.commands import DoctorSettings
-from tidegate.valkey import EmbeddedValkey
+from tidegate.valkey import EmbeddedValkey, running_valkey
 
 
 def settings(tmp_path: Path, **changes: Any) -> DoctorSettings:
@@ -66,6 +67,26 @@ def test_what_is_wrong_is_told_with_its_cause_or_a_way_out(
     with EmbeddedValkey(tmp_path / "data"):
         [finding] = found(settings(tmp_path, **changes), subject)
     assert finding.level is level and said in finding.text + finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("max_memory", "policy", "said"),
+    [
+        ("0", "noeviction", []),
+        ("65mb", "noeviction", []),
+        ("64mb", "noeviction", ["maxmemory is 64 MB, and --store-mb 64"]),
+        ("1gb", "allkeys-lru", ["maxmemory-policy is allkeys-lru"]),
+    ],
+)
+def test_a_store_that_is_full_before_its_budget_or_that_evicts_is_a_warning(
+    max_memory: str, policy: str, said: list[str], tmp_path: Path
+) -> None:
+    with running_valkey(tmp_path) as url, Redis.from_url(url) as client:
+        client.config_set("maxmemory", max_memory, "maxmemory-policy", policy)
+        store = found(settings(tmp_path, redis_url=url, store_mb=64), "store")
+    warnings = [finding.text for finding in store if finding.level is Level.WARNING]
+    assert len(warnings) == len(said)
+    assert all(part in text for part, text in zip(said, warnings, strict=True))
 
 
 async def test_the_replicas_that_must_confirm_are_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

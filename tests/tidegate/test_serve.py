@@ -12,8 +12,10 @@ from scheduler.registry.worker_status import WorkerStatus
 from scheduler.reload.store import Follower, TierStore
 from scheduler.store import connection
 from tests.system.server import free_port
+from tidegate import serve
 from tidegate.serve import run_serve, served_parts, start_text, with_address
 from tidegate.settings.commands import ServeSettings
+from tidegate.supervision.keeper import Part
 from tidegate.supervision.process import gateway_name, worker_name
 
 
@@ -29,6 +31,21 @@ def test_a_store_that_does_not_answer_is_named_without_its_password(url: str, mo
     assert [line["event"] for line in logs] == ["cannot start"]
     assert logs[0]["reason"].startswith("the store at ")
     assert "sesame" not in logs[0]["reason"]
+
+
+def test_the_embedded_store_takes_twice_its_budget_and_evicts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def supervise(parts: list[Part], *_: object) -> int:
+        started.extend(parts)
+        return 0
+
+    started: list[Part] = []
+    monkeypatch.setattr(serve, "_supervise", supervise)
+    assert run_serve(ServeSettings(port=0, data_dir=tmp_path, store_mb=64)) == 0
+    flags = started[0].argv[1:]
+    options = dict(zip(flags[::2], flags[1::2], strict=True))
+    assert (options["--maxmemory"], options["--maxmemory-policy"]) == ("128mb", "noeviction")
 
 
 def test_workers_of_two_servers_have_two_names() -> None:

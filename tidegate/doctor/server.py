@@ -116,7 +116,12 @@ def check_upstream(settings: ServeSettings) -> Iterator[Finding]:
 async def _inspect_store(url: str, settings: ServeSettings) -> list[Finding]:
     try:
         async with asyncio.timeout(STORE_LIMIT_S), connection.connect(url) as client:
-            return [await _pace(client), await _durability(client, settings.store_replicas), *await _clock(client)]
+            return [
+                await _pace(client),
+                await _durability(client, settings.store_replicas),
+                *await _memory(client, settings.store_mb),
+                *await _clock(client),
+            ]
     except (RedisError, OSError, ValueError) as fault:
         remedy = "start it, or correct --redis-url; without --redis-url, `serve` starts a store of its own"
         return [error("store", f"the store does not answer: {fault or 'no reply'}", remedy)]
@@ -153,6 +158,20 @@ async def _durability(client: Redis, num_replicas: int) -> Finding:
         return Finding("store", f"what is acknowledged is on its disk{at_replicas}")
     text = "it cannot say what is on its disk: if it dies, files and batches may be lost"
     return warning("store", text, "use Valkey, or Redis 7.2 or newer, with `appendonly yes`")
+
+
+async def _memory(client: Redis, store_mb: int) -> list[Finding]:
+    """Compare the most memory that the store takes (0: no limit) with the budget, and look at what it does then."""
+    info = await client.info("memory")
+    most_mb, policy = info["maxmemory"] // MIB, info["maxmemory_policy"]
+    found = []
+    if 0 < most_mb <= store_mb:
+        text = f"its maxmemory is {most_mb} MB, and --store-mb {store_mb}: bulk may fill it until it refuses chat, too"
+        found.append(warning("store", text, "raise maxmemory well above --store-mb, or use a smaller --store-mb"))
+    if policy != "noeviction":
+        text = f"its maxmemory-policy is {policy}: once it is full, it removes requests, records of files and batches"
+        found.append(warning("store", text, "set `maxmemory-policy noeviction`"))
+    return found
 
 
 async def _clock(client: Redis) -> list[Finding]:

@@ -47,7 +47,7 @@ class GatewaySettings(CommonSettings):
         ge=64,
         description="memory of the store for what clients send, in MB: a quarter for waiting requests of interactive "
         "tiers, a quarter for those of bulk tiers, a quarter for the tasks of a key, 1/16 for stored responses, 1/64 "
-        "for cached answers",
+        "for cached answers; the embedded store takes at most twice as much",
     )
     allowed_hosts: Annotated[list[str] | None, NoDecode] = Field(
         default=None,
