@@ -72,6 +72,7 @@ class BatchMaintenance:
         self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
         self._loops: list[asyncio.Task[None]] = []
         self._withdrawn: dict[str, str | None] = {}  # by id: the owners of batches that are to be removed
+        self._scan_cursor = 0  # where in the store the search for ended batches without a date goes on
         self._not_before: dict[str, float] = {}  # by batch id: the time to start a broken run again
 
     async def start(self) -> None:
@@ -210,7 +211,9 @@ class BatchMaintenance:
 
     async def remove_ended(self) -> None:
         """Remove the records of batches that ended long ago."""
-        before_s = self._clock.wall_ms() // 1000 - self._ttl_s
+        now_s = self._clock.wall_ms() // 1000
+        self._scan_cursor = await self._store.date_undated_ends(self._scan_cursor, now_s)
+        before_s = now_s - self._ttl_s
         while batch_ids := await self._store.ended_before(before_s, SWEEP_GROUP):
             owners = {batch.id: batch.owner for batch in await self._store.get_all(batch_ids)}
             for batch_id in batch_ids:

@@ -24,6 +24,7 @@ from scheduler.store.scripts import load_script
 
 TURN_FIELDS = ("status", "owner", "best_effort", "expires_at")  # of a record
 NO_KEY = -2  # answer of PTTL
+SCAN_KEYS = 1000  # keys of the store that one search for batches without a time of their end looks at: about 1 ms
 
 
 class Moved(Enum):
@@ -89,6 +90,18 @@ class BatchStore:
         """Return up to `limit` ids of the batches that were over and cleared up before `time_s` (Unix seconds)."""
         found = await self._redis.zrange(keys.BATCHES_ENDED, "-inf", f"({time_s}", byscore=True, offset=0, num=limit)
         return [text(member) for member in found]
+
+    async def date_undated_ends(self, cursor: int, now_s: int) -> int:
+        """Set the end of batches to now that are over, but were cleared up by a version that did not note when.
+
+        Looks at `SCAN_KEYS` keys of the store from `cursor` on. Return the next cursor, or 0 after the last key.
+        """
+        cursor, names = await self._redis.scan(cursor, keys.batch("*"), SCAN_KEYS)
+        ids = [text(name).removeprefix(keys.batch("")) for name in names]
+        unfinished = await self._redis.smismember(keys.BATCHES_UNFINISHED, ids) if ids else []
+        if over := [batch_id for batch_id, is_unfinished in zip(ids, unfinished, strict=True) if not is_unfinished]:
+            await self._redis.zadd(keys.BATCHES_ENDED, dict.fromkeys(over, now_s), nx=True)
+        return int(cursor)
 
     async def get(self, batch_id: str) -> Batch | None:
         return (await self._load([batch_id]))[0]

@@ -90,6 +90,25 @@ async def test_records_of_ended_batches_and_their_inputs_expire(gateway: Offline
     assert sum((await gateway.batches.counts_by_status()).values()) == 0
 
 
+async def test_records_that_an_older_version_has_left_expire_as_if_they_had_ended_now(
+    gateway: OfflineGateway, redis_client: Redis
+) -> None:
+    ended = [await gateway.ended((await gateway.submit(lines(1))).id) for _ in range(3)]
+    await until(lambda: _is_cleared_up(redis_client))
+    gateway.completions.permits = asyncio.Semaphore(0)
+    running = await gateway.submit(lines(1))
+    await redis_client.delete("tidegate:batches:ended")
+    gateway.clock.shift_s = DAY_S // 2
+    met_s = gateway.clock.wall_ms() // 1000
+    await gateway.batches.remove_ended()
+    dated = await redis_client.zrange("tidegate:batches:ended", 0, -1, withscores=True)
+    assert {name.decode() for name, _ in dated} == {batch.id for batch in ended}
+    assert all(end_s >= met_s for _, end_s in dated)
+    gateway.clock.shift_s += 31 * DAY_S
+    await gateway.batches.remove_ended()
+    assert [batch.id async for batch in gateway.client.batches.list()] == [running.id]
+
+
 async def test_cancel_keeps_what_is_finished(gateway: OfflineGateway) -> None:
     gateway.completions.permits = asyncio.Semaphore(3)
     created = await gateway.submit(lines(50))
