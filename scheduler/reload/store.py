@@ -6,13 +6,21 @@ followers have agreed to the document in force.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+import structlog
 from redis.asyncio import Redis
 
 from scheduler.store import connection, keys
+from scheduler.store.errors import UNREADABLE
 from scheduler.store.scripts import load_script
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+UNKNOWN = -1  # the generation that a part uses whose report cannot be read
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +61,18 @@ class TierStore:
         self._encoder = msgspec.msgpack.Encoder()
         self._documents = msgspec.msgpack.Decoder(TierDocument)
         self._followers = msgspec.msgpack.Decoder(Follower)
+        self._unreadable: set[str] = set()  # what could not be read at the last read
 
     async def read(self) -> Reading:
         pipeline = self._client.pipeline(transaction=True)
         pipeline.hget(keys.TIERS, "in_force")
         pipeline.get(keys.TIERS_PROPOSED)
         in_force, proposed = await pipeline.execute()
-        return Reading(self._document(in_force), self._document(proposed))
+        documents = self._documents
+        return Reading(
+            self._decode(documents, in_force, "the tiers in force"),
+            self._decode(documents, proposed, "the proposed tiers"),
+        )
 
     async def propose(self, content: dict[str, Any], source: str, now_ms: int, file: str = "") -> TierDocument | None:
         """Propose a document and return it; None while another document is being voted on."""
@@ -105,7 +118,10 @@ class TierStore:
         await pipeline.execute()
 
     async def followers(self) -> list[Follower]:
-        """Return the live followers, sorted by name. Names whose key has expired are removed from the set."""
+        """Return the live followers, sorted by name. Names whose key has expired are removed from the set.
+
+        A follower whose report cannot be read has voted on nothing that this version knows of.
+        """
         members: set[bytes] = await self._client.smembers(keys.FOLLOWERS)  # type: ignore[assignment]  # not decoded
         parts = sorted(member.decode() for member in members)
         if not parts:
@@ -114,7 +130,11 @@ class TierStore:
         gone = [part for part, report in zip(parts, reports, strict=True) if report is None]
         if gone:
             await self._client.srem(keys.FOLLOWERS, *gone)
-        return [self._followers.decode(report) for report in reports if report is not None]
+        found = {part: report for part, report in zip(parts, reports, strict=True) if report is not None}
+        return [
+            self._decode(self._followers, report, f"the report of {part}") or Follower(part, UNKNOWN)
+            for part, report in found.items()
+        ]
 
     async def listen(self, on_news: Callable[[], None]) -> None:
         """Call `on_news` whenever there may be something new to read, also after each reconnect.
@@ -124,5 +144,14 @@ class TierStore:
         async for _ in connection.messages(self._client, keys.TIERS_NEWS):
             on_news()
 
-    def _document(self, data: bytes | None) -> TierDocument | None:
-        return None if data is None else self._documents.decode(data)
+    def _decode(self, decoder: msgspec.msgpack.Decoder[T], data: bytes | None, what: str) -> T | None:
+        """Return what `data` holds; None if there is none, or none that can be read: this is logged once."""
+        was_unreadable = what in self._unreadable
+        self._unreadable.discard(what)
+        try:
+            return None if data is None else decoder.decode(data)
+        except UNREADABLE as error:
+            self._unreadable.add(what)
+            if not was_unreadable:
+                log.error("a record of tiers cannot be read; it is left out", record=what, reason=str(error))
+            return None

@@ -156,6 +156,18 @@ async def test_a_newer_file_is_offered_again_until_nothing_needs_the_old_tiers(
     assert restarted.limits == old.limits == {"chat": 5, "bulk": 6}
 
 
+async def test_tiers_in_force_that_cannot_be_read_leave_a_parts_own_until_a_change(
+    start: Start, redis_client: Redis
+) -> None:
+    first = await start("gateway")
+    await redis_client.hset(keys.TIERS, "in_force", b"\x81")
+    second = await start("worker")
+    assert first.limits == second.limits == {"chat": 1, "bulk": 2}
+    assert await redis_client.hget(keys.TIERS, "in_force") == b"\x81", "another version's parts may use it"
+    assert isinstance(await second.changes.change(document(chat=7, bulk=8), "POST"), Applied)
+    assert first.limits == second.limits == {"chat": 7, "bulk": 8}
+
+
 async def test_two_changes_at_once_are_made_one_after_the_other(start: Start, path: Path) -> None:
     first, second = await start("a"), await start("b")
     write(path, document(chat=5, bulk=6))

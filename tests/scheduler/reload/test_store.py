@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 from redis.asyncio import Redis
+from structlog.testing import capture_logs
 
-from scheduler.reload.store import Follower, Reading, TierStore
+from scheduler.reload.store import UNKNOWN, Follower, Reading, TierStore
 from scheduler.store import keys
 from tests.waiting import until
 
@@ -70,3 +71,13 @@ async def test_listeners_are_told_of_changes(store: TierStore) -> None:
     await until(lambda: len(heard) == 3)
     listening.cancel()
     await asyncio.wait([listening])
+
+
+async def test_a_report_that_cannot_be_read_counts_as_one_without_a_vote(store: TierStore, redis_client: Redis) -> None:
+    for part in ("ada", "bob"):
+        await store.report(Follower(part, 3))
+    await redis_client.set(keys.follower("ada"), b"\x81\xa4part\x01")
+    with capture_logs() as logs:
+        for _ in range(2):
+            assert await store.followers() == [Follower("ada", UNKNOWN), Follower("bob", 3)]
+    assert [line["record"] for line in logs] == ["the report of ada"]
