@@ -7,9 +7,11 @@ leases of other workers as expired; whoever requeues them must look whether they
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from secrets import token_hex
+from typing import Protocol, TypeVar
 
+import msgspec
 from redis.asyncio import Redis
 
 from scheduler.clock import Clock
@@ -18,6 +20,36 @@ from scheduler.queue.wakeups import Wakeups
 from scheduler.request import Lease
 from scheduler.store import connection, keys
 from scheduler.store.errors import STORE_AWAY
+
+
+class Versioned(Protocol):
+    """What a payload holds. A worker serves it if it knows the format `version`."""
+
+    @property
+    def version(self) -> int: ...
+
+
+Item = TypeVar("Item", bound=Versioned)
+
+
+def decode_known(decoder: msgspec.msgpack.Decoder[Item], payload: bytes, newest: int) -> Item:
+    """Return what `payload` holds.
+
+    Raises one of `UNREADABLE` if it is damaged, or of a version after `newest`: with the names that are unknown here.
+    """
+    item = decoder.decode(payload)
+    if item.version > newest:
+        names = sorted(_unknown_names(msgspec.msgpack.decode(payload), item)) or [f"version {item.version}"]
+        raise msgspec.ValidationError(f"this worker does not know {', '.join(names)}")
+    return item
+
+
+def _unknown_names(fields: Mapping[str, object], known: object) -> Iterator[str]:
+    for name, value in fields.items():
+        if not hasattr(known, name):
+            yield name
+        elif isinstance(value, Mapping) and isinstance(inner := getattr(known, name), msgspec.Struct):
+            yield from _unknown_names(value, inner)
 
 
 class LeasedQueue:

@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from engine.interface import SamplingParams
 from scheduler.clock import Clock
 from scheduler.queue.base import AheadLimit, Backlog, QueueFull, TooFarBehind
-from scheduler.queue.leased import LeasedQueue
+from scheduler.queue.leased import LeasedQueue, decode_known
 from scheduler.queue.scripts import ClaimedRow, unpacked
 from scheduler.request import VERSION, Checkpoint, Claimed, Lease, Request
 from scheduler.store import keys
@@ -31,14 +31,6 @@ class _Arrival(msgspec.Struct):
     """The part of a `Request` that tells how long it has waited. The rest of a payload is skipped."""
 
     arrival_ms: int
-
-
-def _unknown_names(payload: bytes) -> list[str]:
-    """Return the names of a request of a later version that this version does not have."""
-    known = {name for kind in (Request, SamplingParams) for name in kind.__struct_fields__}
-    fields = msgspec.msgpack.decode(payload)
-    names = {*fields, *fields["sampling"]} - known
-    return sorted(names) or [f"version {fields['version']}"]
 
 
 class RedisQueue(LeasedQueue):
@@ -83,9 +75,7 @@ class RedisQueue(LeasedQueue):
     async def _claimed(self, row: ClaimedRow) -> Claimed:
         request_id, payload, fence, attempt, output, received, _ = row
         try:
-            request = self._decoder.decode(payload or b"")
-            if request.version > VERSION:
-                raise msgspec.ValidationError(f"this worker does not know {', '.join(_unknown_names(payload or b''))}")
+            request = decode_known(self._decoder, payload or b"", VERSION)
         except UNREADABLE as error:
             log.error("a request cannot be read; it fails", request=request_id.decode(), reason=str(error))
             return Claimed(await self._outline(request_id.decode()), fence, attempt, unreadable=str(error))

@@ -17,13 +17,13 @@ from redis.commands.core import AsyncScript
 
 from scheduler.clock import Clock
 from scheduler.queue.base import QueueFull
-from scheduler.queue.leased import LeasedQueue
+from scheduler.queue.leased import LeasedQueue, decode_known
 from scheduler.queue.redis import NO_LIMIT
 from scheduler.queue.scripts import put_args, queue_prelude
 from scheduler.store import keys
 from scheduler.store.errors import UNREADABLE
 from scheduler.store.scripts import load_script, script_text
-from scheduler.tasks.task import ClaimedTask, EndedTask, LaneDepth, RetriedTask, StoredTask, Task, TaskState
+from scheduler.tasks.task import VERSION, ClaimedTask, EndedTask, LaneDepth, RetriedTask, StoredTask, Task, TaskState
 
 log = structlog.get_logger()
 
@@ -55,7 +55,7 @@ class TaskQueue(LeasedQueue):
         super().__init__(client, clock, worker_id, keys.TASKS)
         self._max_bytes = max_bytes
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(Task).decode
+        self._decoder = msgspec.msgpack.Decoder(Task)
         prelude = queue_prelude(keys.TASKS) + _record_names() + script_text("scheduler.queue", "shared")
 
         def load(name: str, more: str = "") -> AsyncScript:
@@ -93,7 +93,8 @@ class TaskQueue(LeasedQueue):
             pipeline.hmget(_request_key(task_id), ["payload", "fence", "attempt"])
             pipeline.hmget(keys.ENDED_TASK_PREFIX + task_id, list(_ENDED_FIELDS))
         replies = await pipeline.execute() if task_ids else []
-        return [self._stored(open_, ended) for open_, ended in zip(replies[::2], replies[1::2], strict=True)]
+        pairs = zip(task_ids, replies[::2], replies[1::2], strict=True)
+        return [self._stored(task_id, open_, ended) for task_id, open_, ended in pairs]
 
     async def cancel(self, task: Task) -> bool:
         """Cancel a task. Return False if it has ended before."""
@@ -155,13 +156,11 @@ class TaskQueue(LeasedQueue):
         return claimed
 
     async def _bury(self, task_id: str, payload: bytes, fence: int, reason: str) -> None:
-        """Make a dead letter of a claimed task that cannot be read, of the owner whom its payload names, if any."""
+        """Make a dead letter of a claimed task that cannot be read. A later version may retry it: it stays as it is."""
         log.error("a task cannot be read; it becomes a dead letter", task=task_id, reason=reason)
-        owner = ""
-        with suppress(*UNREADABLE):
-            owner = msgspec.msgpack.decode(payload, type=_Owned).owner
-        task = Task(task_id, "", "", self._clock.wall_ms(), owner=owner)
-        await self.end([EndedTask(ClaimedTask(task, fence, 1), task, None, f"It cannot be read: {reason}.")])
+        owner, keep_ms = self._outline(task_id, payload).owner, int(keys.DEAD_TTL_S * 1000)
+        row = (task_id, fence, TaskState.DEAD.value, keep_ms, owner, payload, b"", f"It cannot be read: {reason}.")
+        await self._end(args=[self._clock.wall_ms(), *_dead_limits(), *row])
 
     async def end(self, ended: Sequence[EndedTask]) -> list[bool]:
         """Write the ends of claimed tasks. Return False for each that this worker does not hold any more."""
@@ -184,25 +183,39 @@ class TaskQueue(LeasedQueue):
         return self._encode(msgspec.structs.replace(task, input=b""))
 
     def _task(self, payload: bytes, input: bytes | None) -> Task:
-        task = self._decode(payload)  # with its input if an older version has put it
+        task = decode_known(self._decoder, payload, VERSION)  # with its input if an older version has put it
         return task if input is None else msgspec.structs.replace(task, input=input)
 
-    def _stored(self, open_: Sequence[Any], ended: Sequence[Any]) -> StoredTask | None:
+    def _outline(self, task_id: str, payload: bytes) -> Task:
+        """Return a task that is not readable, with its id, and its owner if the payload names one."""
+        owner = ""
+        with suppress(*UNREADABLE):
+            owner = msgspec.msgpack.decode(payload, type=_Owned).owner
+        return Task(task_id, "", "", self._clock.wall_ms(), owner=owner, version=VERSION + 1)
+
+    def _stored(self, task_id: str, open_: Sequence[Any], ended: Sequence[Any]) -> StoredTask | None:
         payload, fence, attempt = open_
         if payload is not None:
             state = TaskState.QUEUED if fence is None else TaskState.RUNNING
-            try:
-                return StoredTask(self._decode(payload), state, int(attempt or 0))
-            except UNREADABLE:  # the worker that claims it makes a dead letter of it
-                return None
+            return StoredTask(self._readable(task_id, payload), state, int(attempt or 0))
         payload, name, attempt, ended_ms, result, error = ended
         if payload is None:
             return None
-        state = TaskState(name.decode())
-        task, output = self._decode(payload), result if state is TaskState.DONE else None
+        try:
+            state = TaskState(name.decode())
+        except ValueError:
+            log.error("a task has a state that is not known here; it is left out", task=task_id, state=name.decode())
+            return None
+        task, output = self._readable(task_id, payload), result if state is TaskState.DONE else None
         # The claim that found a worker to have died in the last try was no try.
         attempts = len(task.failures) if state is TaskState.DEAD else int(attempt)
         return StoredTask(task, state, attempts, int(ended_ms), output, error.decode())
+
+    def _readable(self, task_id: str, payload: bytes) -> Task:
+        try:
+            return self._decoder.decode(payload)
+        except UNREADABLE:  # its state, result and error are stored apart
+            return self._outline(task_id, payload)
 
 
 def _dead_limits() -> tuple[int, int, int]:

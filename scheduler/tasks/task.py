@@ -14,6 +14,8 @@ from enum import Enum
 
 import msgspec
 
+VERSION = 0  # the newest format of a task that this version knows, as `scheduler.request.VERSION` of requests
+
 MAX_TRIES = 3  # a task that has failed so often becomes a dead letter
 
 
@@ -31,6 +33,12 @@ class Task(msgspec.Struct, frozen=True, omit_defaults=True):
     failures: tuple[str, ...] = ()  # why each failed try failed
     timeout_ms: int | None = None  # how long it may wait for a try since its arrival
     traceparent: str = ""  # W3C trace context of the request that created it; empty: it is not traced
+    version: int = 0  # the lowest `VERSION` that a worker must know to serve the task
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether this version knows all that matters of the task."""
+        return self.version <= VERSION
 
     def is_expired(self, wall_ms: int) -> bool:
         """Return whether no further try may begin."""

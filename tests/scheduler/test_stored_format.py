@@ -1,6 +1,8 @@
 """The bytes that parts of different versions exchange. A change here concerns everyone who upgrades one part after the
 other: "Versions side by side" in docs/operations.md says what must hold."""
 
+from collections.abc import AsyncIterator
+
 import msgspec
 import pytest
 from redis.asyncio import Redis
@@ -10,7 +12,13 @@ from scheduler.queue.redis import RedisQueue
 from scheduler.registry.worker_status import TierCapacity, TierStatus, WorkerStatus
 from scheduler.request import VERSION, Delivery, EventKind, Receipt, Request, TokenEvent
 from scheduler.store import keys
+from scheduler.tasks import task as tasks_format
+from scheduler.tasks.queue import TaskQueue
+from scheduler.tasks.task import EndedTask, Task, TaskState
 from tests.scheduler.queue.harness import ManualClock
+from tests.scheduler.tasks.builders import make_task
+
+LEASE_S = 10.0
 
 PLAIN = Request("r-0", "realtime", (5, 300), SamplingParams(max_tokens=8), 1_700_000_000_000, 1_700_000_001_000, "g")
 FULL = Request(
@@ -68,6 +76,13 @@ EVENTS = [
 STATUS = WorkerStatus(
     "w", ("m",), 512, 1000, 1, (2,), "cpu", {"bulk": TierStatus(1, 2, 3, 4.0, 5.0, TierCapacity())}, 9
 )
+TASKS = [
+    Task("task_0", "realtime", "default", 1_700_000_000_000),
+    Task(
+        *("task_1", "bulk", "flex", 1_700_000_000_000, b"[1]", "team", 60_000),
+        *({"a": "b"}, ("It failed.",), 1000, "00-0-0-01", tasks_format.VERSION),
+    ),
+]
 
 GOLDEN = {
     "plain": (
@@ -102,6 +117,14 @@ GOLDEN = {
         "31a46b696e64a66661696c6564a56572726f72aa4974206661696c65642ea4636f6465ab776f726b65725f6469656483aa72"
         "6571756573745f6964a3722d32a46b696e64aa74616b656e5f6f766572a566656e636507",
     ),
+    "tasks": (
+        TASKS,
+        "9284a26964a67461736b5f30a474696572a87265616c74696d65ac736572766963655f74696572a764656661756c74aa6172"
+        "726976616c5f6d73cf0000018bcfe568008ba26964a67461736b5f31a474696572a462756c6bac736572766963655f746965"
+        "72a4666c6578aa6172726976616c5f6d73cf0000018bcfe56800a5696e707574c4035b315da56f776e6572a47465616da76b"
+        "6565705f6d73cdea60a86d6574616461746181a161a162a86661696c7572657391aa4974206661696c65642eaa74696d656f"
+        "75745f6d73cd03e8ab7472616365706172656e74a930302d302d302d3031",
+    ),
     "status": (
         STATUS,
         "8fa9776f726b65725f6964a177ab6d6f64656c5f6e616d657391a16dad6d61785f6d6f64656c5f6c656ecd0200aa766f6361"
@@ -123,7 +146,7 @@ def test_what_is_stored_has_these_bytes(name: str) -> None:
     value, golden = GOLDEN[name]
     if name != "status":  # which may get fields that older gateways ignore
         assert msgspec.msgpack.encode(value).hex() == golden
-    kind = list[TokenEvent] if isinstance(value, list) else type(value)
+    kind = list[type(value[0])] if isinstance(value, list) else type(value)  # type: ignore[misc]
     assert msgspec.msgpack.decode(bytes.fromhex(golden), type=kind) == value
 
 
@@ -154,3 +177,59 @@ async def test_a_later_version_without_unknown_names_is_refused_by_its_number(re
 
 async def test_unknown_fields_that_need_no_later_version_change_nothing(redis_client: Redis) -> None:
     assert await claim(redis_client, {"version": VERSION, "note": 1}) == ("", "g")
+
+
+@pytest.fixture
+async def tasks(redis_client: Redis) -> AsyncIterator[TaskQueue]:
+    queue = TaskQueue(redis_client, ManualClock(), "w")
+    yield queue
+    await queue.close()
+
+
+async def test_a_task_that_cannot_be_read_becomes_a_dead_letter_of_its_owner(
+    tasks: TaskQueue, redis_client: Redis
+) -> None:
+    readable, damaged = make_task(b"1"), make_task(b"2", owner="team")
+    await tasks.put([readable], limit=10)
+    await tasks.put([damaged], limit=10)
+    key = "tidegate:tasks:request:" + damaged.id
+    await redis_client.hset(key, "payload", b"\x82\xa5owner\xa4team\xa2id\x01")
+    [outline] = await tasks.find([damaged.id])
+    assert outline is not None and (outline.task.owner, outline.task.is_readable) == ("team", False)
+    [claimed] = await tasks.claim({"realtime": 5}, LEASE_S)
+    assert (claimed.task, claimed.attempt) == (readable, 1)
+    [letter] = await tasks.dead("team", 10) or []
+    assert (letter.task.id, letter.state) == (damaged.id, TaskState.DEAD)
+    assert letter.error.startswith("It cannot be read: Expected `str`")
+
+
+async def test_a_task_that_needs_a_later_version_is_left_to_it_with_the_names_of_what_is_unknown(
+    tasks: TaskQueue, redis_client: Redis
+) -> None:
+    later = make_task(b"2", owner="team")
+    await tasks.put([later], limit=10)
+    payload = msgspec.msgpack.encode(
+        {**msgspec.structs.asdict(later), "version": tasks_format.VERSION + 1, "voice": "alto"}
+    )
+    await redis_client.hset("tidegate:tasks:request:" + later.id, "payload", payload)
+    assert await tasks.claim({"realtime": 5}, LEASE_S) == []
+    [letter] = await tasks.dead("team", 10) or []
+    assert letter.error == "It cannot be read: this worker does not know voice."
+    assert not letter.task.is_readable and letter.task.service_tier == later.service_tier
+    stored = await redis_client.hmget(keys.ENDED_TASK_PREFIX + later.id, ["task", "input"])
+    assert stored == [payload, b"2"], "a later version can retry it whole"
+
+
+async def test_an_ended_task_whose_record_cannot_be_read_keeps_its_result_and_its_neighbours_are_found(
+    tasks: TaskQueue, redis_client: Redis
+) -> None:
+    await tasks.put([make_task(owner="team") for _ in range(3)], limit=10)
+    claims = await tasks.claim({"realtime": 3}, LEASE_S)
+    await tasks.end([EndedTask(claimed, claimed.task, b"7") for claimed in claims])
+    damaged, unknown, readable = (claimed.task for claimed in claims)
+    await redis_client.hset(keys.ENDED_TASK_PREFIX + damaged.id, "task", b"\x82\xa5owner\xa4team\xa2id\x01")
+    await redis_client.hset(keys.ENDED_TASK_PREFIX + unknown.id, "state", "paused")
+    first, second, third = await tasks.find([damaged.id, unknown.id, readable.id])
+    assert first is not None and (first.state, first.result, first.task.owner) == (TaskState.DONE, b"7", "team")
+    assert second is None
+    assert third is not None and third.result == b"7"

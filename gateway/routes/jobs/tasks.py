@@ -109,6 +109,9 @@ async def retry_task(request: Request, key: Caller, owner: Owner, task_id: str) 
     """Enqueue a dead letter again, with all its tries before it."""
     service, tiers = gateway_of(request).tasks, gateway_of(request).tiers
     found = _existing(await service.get(task_id, owner), task_id)
+    if not found.task.is_readable:
+        message = "This server cannot read the task: it is damaged, or only a later version of the server can retry it."
+        raise ApiError(409, message, headers={"x-should-retry": "false"})
     tier = tiers.tiers.get(found.task.tier) or resolve_tier(found.task.service_tier, key, tiers).tier
     revived = await service.revive(found, tier)
     if isinstance(revived, TooManyBytes):

@@ -275,19 +275,3 @@ async def test_a_task_that_waits_for_another_try_expires_with_its_failures(queue
     await queue.expire([task])
     stored = await found(queue, task)
     assert (stored.state, stored.attempts, stored.task.failures) == (TaskState.DEAD, 1, ("no luck",))
-
-
-async def test_a_task_that_cannot_be_read_becomes_a_dead_letter_of_its_owner(
-    queue: TaskQueue, redis_client: Redis
-) -> None:
-    readable, damaged = make_task(b"1"), make_task(b"2", owner="team")
-    await queue.put([readable], limit=10)
-    await queue.put([damaged], limit=10)
-    key = "tidegate:tasks:request:" + damaged.id
-    await redis_client.hset(key, "payload", b"\x82\xa5owner\xa4team\xa2id\x01")
-    assert await queue.find([damaged.id]) == [None]
-    [claimed] = await queue.claim({"realtime": 5}, LEASE_S)
-    assert (claimed.task, claimed.attempt) == (readable, 1)
-    [letter] = await queue.dead("team", 10) or []
-    assert (letter.task.id, letter.state) == (damaged.id, TaskState.DEAD)
-    assert letter.error.startswith("It cannot be read: Expected `str`")

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
@@ -24,6 +25,7 @@ from scheduler.drivers.calls.policy import BatchPolicy
 from scheduler.registry.worker_status import WorkerStatus
 from scheduler.store import keys
 from scheduler.tasks.queue import TaskQueue
+from scheduler.tasks.task import VERSION
 from scheduler.worker.heartbeat import WorkerIdentity
 from scheduler.worker.loop import WorkerLoop
 from tests.gateway.api_keys import as_
@@ -142,6 +144,17 @@ async def test_only_dead_letters_can_be_retried(stand: Stand) -> None:
     created = await create(stand, input="x")
     answer = await stand.post(f"/v1/tasks/{created['id']}/retry", {})
     assert answer.status_code == 409 and "queued" in answer.json()["error"]["message"]
+
+
+async def test_a_task_of_a_later_version_is_not_retried_by_this_one(stand: Stand, redis_client: Redis) -> None:
+    created = await create(stand, input="x")
+    key = f"tidegate:tasks:request:{created['id']}"
+    fields = msgspec.msgpack.decode(await redis_client.hget(key, "payload") or b"")
+    await redis_client.hset(key, "payload", msgspec.msgpack.encode({**fields, "version": VERSION + 1}))
+    await TaskQueue(redis_client, SystemClock(), "old").claim({fields["tier"]: 1}, 5)
+    assert "version" in (await get(stand, created["id"]))["error"]["message"]
+    answer = await stand.post(f"/v1/tasks/{created['id']}/retry", {})
+    assert answer.status_code == 409 and "later version" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("method", ["DELETE", "POST"])
