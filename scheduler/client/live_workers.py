@@ -3,7 +3,7 @@
 Knows the registry and heartbeats; does not know requests.
 """
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 import structlog
 
@@ -24,6 +24,7 @@ class LiveWorkers:
         self._registry = registry
         self._clock = clock
         self._monitor = HeartbeatMonitor(WORKER_SILENT_S)
+        self._listed: list[WorkerStatus] = []  # the newest statuses, also of workers that have died since
         self.engines: list[WorkerStatus] = []  # workers with an engine
         self.endpoints: list[WorkerStatus] = []  # workers with a static endpoint, which serve tasks
         self._engine_seen_s: float | None = None
@@ -31,11 +32,13 @@ class LiveWorkers:
         self._num_reads_without = 0  # reads in a row that found no worker with an engine
 
     async def read(self) -> None:
-        """Read the heartbeats. To be called once each `CHECK_S` seconds."""
-        listed = await self._registry.workers()
-        for worker_id in self._monitor.observe({w.worker_id: w.at_ms for w in listed}):
+        """Read the beats, and the statuses if a worker is new. To be called once each `CHECK_S` seconds."""
+        beats = {worker_id: beat.at_ms for worker_id, beat in (await self._registry.beats()).items()}
+        for worker_id in self._monitor.observe(beats):
             log.warning("a worker is silent", worker=worker_id)
-        self._note(listed)
+        if not beats.keys() <= {w.worker_id for w in self._listed}:
+            self._listed = await self._registry.workers()
+        self._note(beats)
         self._num_reads_without = 0 if self.engines else self._num_reads_without + 1
 
     async def look(self) -> None:
@@ -43,15 +46,18 @@ class LiveWorkers:
 
         For callers who would otherwise say that there is none. Does not count as a read for the monitor.
         """
-        self._note(await self._registry.workers())
+        self._listed = await self._registry.workers()
+        self._note({w.worker_id: w.at_ms for w in self._listed})
 
     async def reporting(self) -> list[WorkerStatus]:
-        """Return the newest reports of the workers with an engine, without those that were silent at the last read."""
-        listed = await self._registry.workers()
-        return [w for w in listed if not (w.batch_items or self._monitor.is_silent(w.worker_id))]
+        """Read the statuses. Return those of the workers with an engine that were not silent at the last read."""
+        self._listed = await self._registry.workers()
+        return [w for w in self._listed if not (w.batch_items or self._monitor.is_silent(w.worker_id))]
 
-    def _note(self, listed: Iterable[WorkerStatus]) -> None:
-        alive = [w for w in listed if self._monitor.is_alive(w.worker_id, w.at_ms)]
+    def _note(self, beats: Mapping[str, int]) -> None:
+        """Note who of the listed workers is alive: those whose newest beats these are."""
+        known = [w for w in self._listed if w.worker_id in beats]
+        alive = [w for w in known if self._monitor.is_alive(w.worker_id, beats[w.worker_id])]
         self.engines = [w for w in alive if not w.batch_items]
         self.endpoints = [w for w in alive if w.batch_items]
         if self.endpoints:

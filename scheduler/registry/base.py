@@ -1,12 +1,14 @@
 """The worker registry: live workers with their status, their metrics and the state of their SLA controllers.
 
-Workers announce themselves about every second. A worker that stops doing so is removed a few seconds later. Gateways
-read the registry for admission, `/ready`, `/v1/models`, `/metrics` and `/admin/sla`.
+Workers announce themselves about every second. A worker that stops doing so is removed a few seconds later. Everyone
+reads the beats twice a second, to notice who has gone silent. Gateways read the statuses once a second, for admission,
+`/ready` and `/v1/models`.
 """
 
+from collections.abc import Mapping
 from typing import Protocol
 
-from scheduler.registry.worker_status import WorkerStart, WorkerStatus
+from scheduler.registry.worker_status import Beat, WorkerStart, WorkerStatus
 
 
 class WorkerRegistry(Protocol):
@@ -43,6 +45,13 @@ class WorkerRegistry(Protocol):
 
     async def workers(self) -> list[WorkerStatus]:
         """Return the status of every live worker, sorted by id."""
+        ...
+
+    async def beats(self) -> Mapping[str, Beat]:
+        """Return the newest beat of every announced worker, by worker id: one small read.
+
+        Dead workers may be among them, with a beat that does not change.
+        """
         ...
 
     async def metrics(self) -> dict[str, str]:

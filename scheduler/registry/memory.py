@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from scheduler.clock import Clock
-from scheduler.registry.worker_status import WorkerStart, WorkerStatus
+from scheduler.registry.worker_status import Beat, WorkerStart, WorkerStatus
 from scheduler.store import keys
 
 
@@ -49,6 +49,9 @@ class MemoryWorkerRegistry:
 
     async def workers(self) -> list[WorkerStatus]:
         return [a.status for a in self._alive().values()]
+
+    async def beats(self) -> dict[str, Beat]:
+        return {worker_id: a.status.beat for worker_id, a in self._alive().items()}
 
     async def metrics(self) -> dict[str, str]:
         return {worker_id: a.metrics_text for worker_id, a in self._alive().items()}

@@ -1,15 +1,17 @@
-"""The worker registry in Redis: a hash with a TTL per worker, and a set of all worker ids as an index.
+"""The worker registry in Redis: a hash with a TTL per worker, a set of all worker ids as an index, a hash of all beats.
 
-The server's clock decides which workers are alive, so the clocks of the machines need not agree.
+The server's clock decides which workers are alive, so the clocks of the machines need not agree. Workers of
+earlier versions send no beats: theirs are taken from their statuses.
 """
 
+from collections.abc import Iterable
 from contextlib import suppress
 
 import msgspec
 import structlog
 from redis.asyncio import Redis
 
-from scheduler.registry.worker_status import WorkerStart, WorkerStatus
+from scheduler.registry.worker_status import Beat, WorkerStart, WorkerStatus
 from scheduler.store import keys
 from scheduler.store.errors import UNREADABLE, StoreRefused
 
@@ -24,6 +26,7 @@ class RedisWorkerRegistry:
         self._ttl_ms = int(ttl_s * 1000)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(WorkerStatus)
+        self._beat_decoder = msgspec.msgpack.Decoder(Beat)
         self._unreadable: set[str] = set()  # ids of workers whose status could not be read at the last read
 
     @property
@@ -31,14 +34,15 @@ class RedisWorkerRegistry:
         return len(self._unreadable)
 
     async def announce(self, status: WorkerStatus, metrics_text: str, sla_json: str = "{}") -> str:
-        key = keys.worker(status.worker_id)
+        key, encode = keys.worker(status.worker_id), self._encoder.encode
+        encoded = encode(status)
         pipeline = self._client.pipeline(transaction=True)
-        encoded = self._encoder.encode(status)
         pipeline.hget(key, "incarnation")
         pipeline.hset(key, mapping={"status": encoded, "metrics": metrics_text, "sla": sla_json})
         pipeline.hset(key, "incarnation", status.incarnation)
         pipeline.pexpire(key, self._ttl_ms)
         pipeline.sadd(keys.WORKERS, status.worker_id)
+        pipeline.hset(keys.BEATS, status.worker_id, encode(status.beat))
         before, *_ = await pipeline.execute()
         return "" if before is None else before.decode()
 
@@ -46,6 +50,7 @@ class RedisWorkerRegistry:
         pipeline = self._client.pipeline(transaction=True)
         pipeline.delete(keys.worker(worker_id))
         pipeline.srem(keys.WORKERS, worker_id)
+        pipeline.hdel(keys.BEATS, worker_id)
         await pipeline.execute()
 
     async def announce_start(self, start: WorkerStart) -> None:
@@ -85,20 +90,36 @@ class RedisWorkerRegistry:
         self._unreadable = unreadable
         return statuses
 
+    async def beats(self) -> dict[str, Beat]:
+        pipeline = self._client.pipeline(transaction=False)
+        pipeline.smembers(keys.WORKERS)
+        pipeline.hgetall(keys.BEATS)
+        members, values = await pipeline.execute()
+        found = {member.decode(): values.get(member) for member in members}
+        found |= await self._fields("status", [worker_id for worker_id, value in found.items() if value is None])
+        beats = {}
+        for worker_id, value in sorted(found.items()):
+            with suppress(*UNREADABLE):
+                if value is not None:
+                    beats[worker_id] = self._beat_decoder.decode(value)
+        return beats
+
     async def metrics(self) -> dict[str, str]:
         return {worker_id: text.decode() for worker_id, text in (await self._fields("metrics")).items()}
 
     async def sla(self) -> dict[str, str]:
         return {worker_id: text.decode() for worker_id, text in (await self._fields("sla")).items()}
 
-    async def _fields(self, name: str) -> dict[str, bytes]:
-        """Return one field of every live worker, by worker id.
+    async def _fields(self, name: str, worker_ids: Iterable[str] | None = None) -> dict[str, bytes]:
+        """Return one field of every live worker, or of those of `worker_ids` that live, by worker id.
 
         Ids whose hash has expired are removed from the index. If such a worker is still alive, its next announcement
         adds its id again.
         """
-        members = await self._client.smembers(keys.WORKERS)
-        ids = sorted(m.decode() if isinstance(m, bytes) else m for m in members)
+        if worker_ids is None:
+            members: set[bytes] = await self._client.smembers(keys.WORKERS)  # type: ignore[assignment]  # not decoded
+            worker_ids = [member.decode() for member in members]
+        ids = sorted(worker_ids)
         if not ids:
             return {}
         pipeline = self._client.pipeline(transaction=False)
@@ -109,4 +130,5 @@ class RedisWorkerRegistry:
         if dead:
             with suppress(StoreRefused):  # a store that takes no writes is still read
                 await self._client.srem(keys.WORKERS, *dead)
+                await self._client.hdel(keys.BEATS, *dead)
         return {worker_id: value for worker_id, value in values.items() if value is not None}

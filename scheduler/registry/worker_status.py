@@ -1,8 +1,16 @@
-"""The status that a worker sends in its heartbeat. Admission and `/ready` use it. Plain data."""
+"""What a worker sends in its heartbeat: its status, for admission and `/ready`, and its beat, for all. Plain data."""
 
 from dataclasses import dataclass, field
 
 LEFT_STRETCHES_S = (60, 300, 900, 3600)  # stretches of time for which `WorkerStatus.left_shares` tells a share
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """The part of a worker's status that tells whether it is alive. An encoded status can be decoded as its beat."""
+
+    at_ms: int  # time of the heartbeat, by the worker's wall clock
+    batch_items: int = 0  # items per call of a worker with a static endpoint; 0: a worker with an engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +88,7 @@ class WorkerStatus:
     left_shares: tuple[float, ...] = ()
     batch_items: int = 0  # items per call of a worker with a static endpoint; 0: a worker with an engine
     incarnation: str = ""  # of its process; a later one with the same id has a greater text
+
+    @property
+    def beat(self) -> Beat:
+        return Beat(self.at_ms, self.batch_items)

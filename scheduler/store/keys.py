@@ -109,6 +109,9 @@ EVENTS_MAXLEN = 100_000
 # Set of announced worker ids. A reader removes the ids whose hash has expired.
 WORKERS = "tidegate:workers"
 
+# Hash: the newest beat (msgpack `Beat`) of each announced worker, for all who only watch whether it is alive.
+BEATS = "tidegate:workers:beats"
+
 # One hash per live worker: status (msgpack `WorkerStatus`), metrics (Prometheus text), sla (JSON), incarnation.
 WORKER_PREFIX = "tidegate:worker:"
 

@@ -67,12 +67,13 @@ class Peers:
             await self._gateways.check()
 
     async def _check_workers(self) -> None:
-        workers = await self._registry.workers()
-        others = [w for w in workers if w.worker_id != self._worker_id and bool(w.batch_items) is self._serves_tasks]
-        beats = {w.worker_id: w.at_ms for w in others}
+        all_beats = await self._registry.beats()
+        kin = {worker_id: b for worker_id, b in all_beats.items() if bool(b.batch_items) is self._serves_tasks}
+        beats = {worker_id: beat.at_ms for worker_id, beat in kin.items() if worker_id != self._worker_id}
         for worker_id in self._monitor.observe(beats):
             requeued = await self._queue.requeue_worker(worker_id)
             log.warning("a worker is silent; its work goes back to the queue", worker=worker_id, count=len(requeued))
+            await self._registry.withdraw(worker_id)  # it announces itself again if it wakes up
         self.is_alone = all(self._monitor.is_silent(worker_id) for worker_id in beats)
 
 

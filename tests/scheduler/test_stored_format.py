@@ -2,6 +2,7 @@
 other: "Versions side by side" in docs/operations.md says what must hold."""
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -9,7 +10,8 @@ from redis.asyncio import Redis
 
 from engine.interface import FinishReason, SamplingParams, TokenLogprobs
 from scheduler.queue.redis import RedisQueue
-from scheduler.registry.worker_status import TierCapacity, TierStatus, WorkerStatus
+from scheduler.registry.redis import RedisWorkerRegistry
+from scheduler.registry.worker_status import Beat, TierCapacity, TierStatus, WorkerStatus
 from scheduler.request import VERSION, Delivery, EventKind, Receipt, Request, TokenEvent
 from scheduler.store import keys
 from scheduler.tasks import task as tasks_format
@@ -138,6 +140,7 @@ GOLDEN = {
         "00000000a96e756d5f656e64656400a561745f6d7309ab756e737570706f7274656490a462757379cb0000000000000000a8"
         "6b765f7573616765cb0000000000000000a46770757390ab6c6566745f73686172657390ab62617463685f6974656d7300",
     ),
+    "beat": (Beat(9), "82a561745f6d7309ab62617463685f6974656d7300"),
 }
 
 
@@ -233,3 +236,34 @@ async def test_an_ended_task_whose_record_cannot_be_read_keeps_its_result_and_it
     assert first is not None and (first.state, first.result, first.task.owner) == (TaskState.DONE, b"7", "team")
     assert second is None
     assert third is not None and third.result == b"7"
+
+
+async def announce_as_before(redis_client: Redis, at_ms: int) -> None:
+    """Announce `w` as a worker of an earlier version, which sends no beats."""
+    status = msgspec.msgpack.encode(replace(STATUS, at_ms=at_ms))
+    await redis_client.hset(keys.worker("w"), mapping={"status": status, "metrics": "", "sla": "{}", "incarnation": ""})
+    await redis_client.pexpire(keys.worker("w"), 6000)
+    await redis_client.sadd(keys.WORKERS, "w")
+
+
+async def test_a_worker_of_an_earlier_version_is_seen_and_its_beats_are_those_of_its_status(
+    redis_client: Redis,
+) -> None:
+    registry = RedisWorkerRegistry(redis_client)
+    await registry.announce(replace(STATUS, worker_id="v", at_ms=1), "")
+    for at_ms in (2, 3):
+        await announce_as_before(redis_client, at_ms)
+        assert await registry.beats() == {"v": Beat(1), "w": Beat(at_ms)}
+    assert [status.worker_id for status in await registry.workers()] == ["v", "w"]
+    await redis_client.delete(keys.worker("w"))
+    assert await registry.beats() == {"v": Beat(1)}
+
+
+async def test_a_worker_that_goes_back_to_an_earlier_version_is_silent_once(redis_client: Redis) -> None:
+    registry = RedisWorkerRegistry(redis_client)
+    await registry.announce(replace(STATUS, at_ms=1), "")  # then it was killed
+    await announce_as_before(redis_client, 2)
+    assert await registry.beats() == {"w": Beat(1)}
+    await registry.withdraw("w")  # as its peers do when they see no new beat
+    await announce_as_before(redis_client, 3)
+    assert await registry.beats() == {"w": Beat(3)}

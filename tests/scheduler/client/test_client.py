@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -542,18 +543,24 @@ async def test_open_interactive_requests_of_a_hung_worker_fail_within_ten_second
 @played_by(play)
 async def test_an_outage_of_the_store_fails_no_request(stage: Stage) -> None:
     stream = await stage.submit(make_request("r"))
-    workers = stage.registry.workers
-
-    async def away() -> list[WorkerStatus]:
-        raise ConnectionError("stopped")
-
-    stage.registry.workers = away  # type: ignore[method-assign]
-    await stage.clock.sleep(30.0)
-    stage.registry.workers = workers  # type: ignore[method-assign]
+    away = mock.AsyncMock(side_effect=ConnectionError("stopped"))
+    with mock.patch.multiple(stage.registry, workers=away, beats=away):
+        await stage.clock.sleep(30.0)
     await stage.registry.withdraw("w")  # expired meanwhile; the worker announces itself again within a second
     await stage.clock.sleep(5.0)
     await stage.tell(finished(0, 5))
     assert await received(stream) == [finished(0, 5)]
+
+
+@played_by(play)
+async def test_beats_are_read_twice_a_second_and_statuses_once(stage: Stage) -> None:
+    registry = stage.registry
+    with (
+        mock.patch.object(registry, "workers", wraps=registry.workers) as workers,
+        mock.patch.object(registry, "beats", wraps=registry.beats) as beats,
+    ):
+        await stage.clock.sleep(10.1)
+    assert (workers.await_count, beats.await_count) == (10, 20)
 
 
 @played_by(play)

@@ -11,7 +11,7 @@ from scheduler.clock import SystemClock
 from scheduler.registry.base import WorkerRegistry
 from scheduler.registry.memory import MemoryWorkerRegistry
 from scheduler.registry.redis import RedisWorkerRegistry
-from scheduler.registry.worker_status import TierStatus, WorkerStart, WorkerStatus
+from scheduler.registry.worker_status import Beat, TierStatus, WorkerStart, WorkerStatus
 from scheduler.store import connection, keys
 from tests.waiting import until
 
@@ -46,6 +46,16 @@ async def test_announced_workers_are_listed_by_id_with_status_and_metrics(regist
     await registry.announce(status("w1"), "# HELP ünï\none 1\n")
     assert await registry.workers() == [status("w1"), status("w2")]
     assert await registry.metrics() == {"w1": "# HELP ünï\none 1\n", "w2": "two 2\n"}
+
+
+async def test_beats_are_of_every_announced_worker(registry: WorkerRegistry) -> None:
+    assert await registry.beats() == {}
+    await registry.announce(replace(status("w2"), at_ms=7, batch_items=4), "")
+    await registry.announce(replace(status("w1"), at_ms=1), "")
+    await registry.announce(replace(status("w1"), at_ms=2), "")
+    assert await registry.beats() == {"w1": Beat(2), "w2": Beat(7, 4)}
+    await registry.withdraw("w2")
+    assert await registry.beats() == {"w1": Beat(2)}
 
 
 async def test_the_state_of_the_controllers_is_kept_too(registry: WorkerRegistry) -> None:
@@ -123,3 +133,25 @@ async def test_a_status_that_cannot_be_read_is_skipped_counted_and_logged_once(r
     await registry.withdraw("w1")
     await registry.workers()
     assert registry.num_unreadable == 0
+
+
+async def test_the_beats_of_many_workers_are_two_commands(redis_client: Redis) -> None:
+    registry = RedisWorkerRegistry(redis_client)
+    for number in range(50):
+        await registry.announce(replace(status(f"w{number}"), at_ms=number), "")
+    await redis_client.config_resetstat()
+    assert len(await registry.beats()) == 50
+    commands = await redis_client.info("commandstats")
+    assert {name: stats["calls"] for name, stats in commands.items() if "config" not in name} == {
+        "cmdstat_smembers": 1,
+        "cmdstat_hgetall": 1,
+    }
+
+
+async def test_a_dead_worker_leaves_nothing(redis_client: Redis) -> None:
+    registry = RedisWorkerRegistry(redis_client)
+    await registry.announce(status("w1"), "")
+    await redis_client.delete(keys.worker("w1"))  # expired
+    assert await registry.beats() == {"w1": Beat(0)}, "who watches it sees that it does not change"
+    assert await registry.workers() == []
+    assert await redis_client.keys() == []
