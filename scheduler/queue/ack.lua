@@ -6,7 +6,7 @@ for i = 1, #ARGV, 2 do
   local held = holds(id, ARGV[i + 1])
   if held then
     end_output(id)
-    redis.call('ZREM', LEASES, id)
+    end_lease(id)
     redis.call('DEL', REQUEST .. id)
   end
   done[#done + 1] = held and 1 or 0

@@ -106,7 +106,7 @@ class LeaseStore(Protocol):
         ...
 
     async def requeue_worker(self, worker_id: str) -> list[str]:
-        """Move all requests that a (dead) worker holds under lease back to their tiers. Return their ids.
+        """Move all requests that a (dead) worker holds under lease back to their tiers. Return their sorted ids.
 
         `worker_id` is that of a handle, or what stands there before a `#`: then all such handles are meant.
         """

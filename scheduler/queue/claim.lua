@@ -54,6 +54,7 @@ for n, id in ipairs(ids) do
   redis.call('HSET', key, 'fence', fence, 'worker', worker, 'received', '?')
   redis.call('HINCRBY', key, 'attempt', 1)
   redis.call('ZADD', LEASES, expires_ms, id)
+  redis.call('SADD', held_by(worker), id)
   leases[n] = { id, fence, received }
 end
 redis.call('SET', CLAIM .. worker, cjson.encode({ name = name, leases = leases }), 'PX', CLAIM_TTL_MS)

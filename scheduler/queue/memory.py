@@ -132,7 +132,7 @@ class MemoryQueue:
     async def requeue_worker(self, worker_id: str) -> list[str]:
         held = [r for r in self._leased() if f"{r.worker_id}#".startswith(f"{worker_id}#")]
         holders = {worker_id, *(r.worker_id for r in held)}
-        moved = self._give_back_dead(held)
+        moved = sorted(self._give_back_dead(held))
         for holder in holders:
             self._shared.alone.pop(holder, None)
         return moved

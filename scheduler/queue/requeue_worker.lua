@@ -1,9 +1,12 @@
--- Move the requests that one worker holds back to their tiers. Returns their ids, sorted by expiry.
+-- Move the requests that one worker holds back to their tiers. Returns their ids.
 -- ARGV: the holder of the leases, or the worker id of all its incarnations (`<worker id>#<incarnation>`).
 local ids, holders = {}, {}
-for _, id in ipairs(redis.call('ZRANGE', LEASES, 0, -1)) do
+local held = held_by(ARGV[1])
+for _, id in ipairs(redis.call('SMEMBERS', held)) do
   local holder = redis.call('HGET', REQUEST .. id, 'worker')
-  if holder and (holder == ARGV[1] or string.sub(holder, 1, #ARGV[1] + 1) == ARGV[1] .. '#') then
+  if not holder then -- an older version has ended the lease, or somebody has removed the hash
+    redis.call('SREM', held, id)
+  elseif holder == ARGV[1] or string.sub(holder, 1, #ARGV[1] + 1) == ARGV[1] .. '#' then
     ids[#ids + 1], holders[holder] = id, true
   end
 end

@@ -27,7 +27,7 @@ def queue_prelude(namespace: str = keys.NAMESPACE) -> str:
 def _keys(namespace: str) -> dict[str, str]:
     names = {"QUEUE": keys.QUEUE_PREFIX, "WAITING": keys.WAITING_PREFIX, "REQUEST": keys.REQUEST_PREFIX}
     names |= {"OUTPUT": keys.OUTPUT_PREFIX, "ALONE": keys.ALONE_PREFIX, "LEASES": keys.LEASES, "WAKE": keys.WAKE}
-    names["CLAIM"] = keys.CLAIM_PREFIX
+    names |= {"CLAIM": keys.CLAIM_PREFIX, "HELD": keys.HELD_PREFIX}
     return {name: keys.key_in(namespace, key) for name, key in names.items()}
 
 
@@ -125,7 +125,7 @@ class Scripts:
         return [i.decode() for i in await self._requeue_expired(args=args)]
 
     async def requeue_worker(self, worker_id: str) -> list[str]:
-        return [i.decode() for i in await self._requeue_worker(args=[worker_id])]
+        return sorted(i.decode() for i in await self._requeue_worker(args=[worker_id]))
 
     async def cancel(self, request_ids: Sequence[str]) -> list[bool]:
         return _flags(await self._cancel(args=request_ids))

@@ -1,6 +1,6 @@
 -- Functions for every script of this folder. This file is put in front of each script, after the key names of keys.py
--- (QUEUE, WAITING, REQUEST, OUTPUT, ALONE, CLAIM, LEASES, WAKE), lifetimes and `take_numbers`. Scripts move requests
--- atomically and make no decisions.
+-- (QUEUE, WAITING, REQUEST, OUTPUT, ALONE, CLAIM, LEASES, HELD, WAKE), lifetimes and `take_numbers`. Scripts move
+-- requests atomically and make no decisions.
 --
 -- Redis does not undo writes when a script fails half-way. Scripts therefore check before they write, and skip a
 -- request whose hash is missing (because an eviction policy or a person has removed it).
@@ -62,6 +62,20 @@ local function holds(id, fence)
   return redis.call('HGET', REQUEST .. id, 'fence') == fence
 end
 
+-- Return the key of the set of what a worker holds. `holder` is the worker's id or `<worker id>#<incarnation>`.
+local function held_by(holder)
+  return HELD .. string.match(holder, '^[^#]*')
+end
+
+-- Remove a request from the sets of leases, while its hash still says who holds it. Return whether it was leased.
+local function end_lease(id)
+  local holder = redis.call('HGET', REQUEST .. id, 'worker')
+  if holder then
+    redis.call('SREM', held_by(holder), id)
+  end
+  return redis.call('ZREM', LEASES, id) == 1
+end
+
 -- Return the key of a request's stored output, the number of the request's put in 16 digits, and whether the request is
 -- a part of a job. The output begins with the number of the request that may append to it.
 local function output_of(id)
@@ -94,12 +108,12 @@ local function end_output(id)
   end
 end
 
--- Move a request from the lease set back to its old place in its tier's set. No limit is checked: the request was
+-- Move a request from the sets of leases back to its old place in its tier's set. No limit is checked: the request was
 -- admitted before.
 local function give_back(id)
   local key = REQUEST .. id
   local fields = redis.call('HMGET', key, 'tier', 'deadline_ms', 'member')
-  redis.call('ZREM', LEASES, id)
+  end_lease(id)
   if not fields[1] then
     return false
   end

@@ -51,6 +51,10 @@ CLAIM_TTL_S = 10.0
 # Sorted set of all leased requests. The score is the expiry of the lease in ms; the member is the request id.
 LEASES = "tidegate:leases"
 
+# One set per worker id: the ids of the requests that its processes hold, so that nobody has to search all leases. Which
+# process holds a request is in the request's hash, and counts if the two differ.
+HELD_PREFIX = "tidegate:held:"
+
 # The last number given to a put, a claim or a message of events, and the replication id of the server that gave it. The
 # number only grows, and both outlive all requests.
 SEQUENCE = "tidegate:sequence"

@@ -6,7 +6,7 @@ local lane, member, task, attempt = unpack(fields)
 if not lane then
   return 0
 end
-redis.call('ZREM', LEASES, id)
+end_lease(id)
 if redis.call('ZREM', QUEUE .. lane, member) == 1 then
   count_waiting(lane, 0, 0, 0)
 end

@@ -8,7 +8,7 @@ for i = 5, #ARGV, 8 do
   local held = holds(id, fence)
   if held then
     local attempt = redis.call('HGET', REQUEST .. id, 'attempt')
-    redis.call('ZREM', LEASES, id)
+    end_lease(id)
     write_end(id, owner, state, keep_ms, task, attempt, now_ms, result, err, limits)
     ids[#ids + 1] = id
   end

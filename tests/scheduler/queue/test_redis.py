@@ -34,6 +34,7 @@ async def test_a_request_is_stored_under_the_documented_keys(queue: RedisQueue, 
     assert (member[-2:], score) == (b":a", START_MS + 5)
     [claimed] = await queue.claim({"bulk": 1}, 2.5)
     assert await redis_client.zrange("tidegate:leases", 0, -1, withscores=True) == [(b"a", START_MS + 2500)]
+    assert await redis_client.smembers("tidegate:held:w1") == {b"a"}
     record = await redis_client.hgetall("tidegate:request:a")
     assert record[b"worker"] == b"w1"
     assert record[b"fence"] == str(claimed.fence).encode()
@@ -50,6 +51,39 @@ async def test_no_key_is_left_however_a_request_ends(queue: RedisQueue, clock: M
     clock.advance(6)
     assert await queue.requeue_expired(await queue.expired_leases(5)) == ["c"]
     assert await queue.cancel(["b", "c", "d"]) == [True, True, True]
+
+
+async def test_the_leases_of_others_cost_a_requeue_nothing(queue: RedisQueue, redis_client: Redis) -> None:
+    await queue.put([make_request(f"r{n:03}") for n in range(200)])
+    other = RedisQueue(redis_client, queue._clock, "w2#1")
+    try:
+        await queue.claim({"realtime": 199}, 5)
+        await other.claim({"realtime": 1}, 5)
+        await redis_client.config_resetstat()
+        assert await queue.requeue_worker("w2") == ["r199"]
+        assert await queue.requeue_worker("w2") == [], "a second peer finds nothing"
+        stats = await redis_client.info("commandstats")
+        assert sum(found["calls"] for found in stats.values()) < 50
+    finally:
+        await other.close()
+        await queue.cancel([f"r{n:03}" for n in range(200)])
+
+
+async def test_what_a_worker_of_the_release_before_holds_comes_back_when_its_leases_end(
+    queue: RedisQueue, redis_client: Redis, clock: ManualClock
+) -> None:
+    """It has no set of what it holds. And it knows none, so what this release holds may end without its set."""
+    await queue.put([make_request(name) for name in "ab"])
+    await queue.claim({"realtime": 1}, 5)
+    await redis_client.delete(keys.HELD_PREFIX + "w1")
+    assert await queue.requeue_worker("w1") == []
+    clock.advance(6)
+    assert await queue.requeue_expired(await queue.expired_leases(5)) == ["a"]
+    await queue.claim({"realtime": 1}, 5)
+    await redis_client.zrem(keys.LEASES, "a")
+    await redis_client.delete(keys.REQUEST_PREFIX + "a")
+    assert await queue.requeue_worker("w1") == []
+    await queue.cancel(["b"])
 
 
 async def test_scripts_are_sent_again_to_a_server_that_does_not_know_them(
@@ -81,6 +115,7 @@ async def test_a_removed_payload_does_not_block_the_queue(queue: RedisQueue, red
     assert await queue.requeue_expired(await queue.expired_leases(5)) == []
     [c] = await queue.claim({"realtime": 5}, 5)
     assert await queue.ack([lease_of(c)]) == [True]
+    assert await queue.requeue_worker("w1") == []
 
 
 @pytest.mark.parametrize("move", ["put", "claim", "cancel", "refused"])
