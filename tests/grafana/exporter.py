@@ -12,8 +12,8 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
+from gateway.http.exposition import render
 from gateway.http.metrics import GatewayMetrics
-from gateway.routes.ops import render
 from scheduler.config import load_tiers
 from scheduler.control.explanation import TierOutputs
 from scheduler.control.knobs import Decision

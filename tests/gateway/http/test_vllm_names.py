@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry
 
-from gateway.routes.ops import render
+from gateway.http.exposition import render
 from tests.gateway.routes.test_ops import samples_of
 
 WORKER = """\

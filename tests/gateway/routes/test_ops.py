@@ -7,9 +7,9 @@ import pytest
 import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway.http.exposition import render
 from gateway.identity import Keyring
 from gateway.routes import ops
-from gateway.routes.ops import render
 from scheduler.registry.worker_status import WorkerStart
 from tests.gateway.api_keys import key
 from tests.gateway.stand import running_stand
