@@ -14,7 +14,7 @@ import msgspec
 import structlog
 from redis.asyncio import Redis
 
-from gateway import store_keys as keys
+from gateway.store_keys import DEAD_LETTER_S, GatewayKeys
 from scheduler.store.errors import STORE_AWAY
 
 log = structlog.get_logger(__name__)
@@ -42,6 +42,7 @@ class DeadLetters:
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
+        self._keys = GatewayKeys.of(redis)
         self._decoder = msgspec.json.Decoder(DeadLetter)
 
     async def add(self, letter: DeadLetter) -> None:
@@ -63,10 +64,10 @@ class DeadLetters:
 
     async def page(self, limit: int, after: str | None = None) -> list[DeadLetter] | None:
         """Return dead letters, the newest first, that follow the dead letter `after`; None if there is no such one."""
-        rank: Any = -1 if after is None else await self._redis.zrevrank(keys.DEAD_LETTERS, after)
+        rank: Any = -1 if after is None else await self._redis.zrevrank(self._keys.dead_letters, after)
         if rank is None:
             return None
-        ids: list[Any] = await self._redis.zrange(keys.DEAD_LETTERS, rank + 1, rank + limit, desc=True)
+        ids: list[Any] = await self._redis.zrange(self._keys.dead_letters, rank + 1, rank + limit, desc=True)
         return [letter for letter in await self._load([i.decode() for i in ids]) if letter is not None]
 
     async def remove(self, letter_id: str) -> bool:
@@ -74,29 +75,29 @@ class DeadLetters:
         return await self._remove([letter_id]) == 1
 
     async def count(self, now_ms: int) -> int:
-        return int(await self._redis.zcount(keys.DEAD_LETTERS, now_ms - 1000 * keys.DEAD_LETTER_S, "+inf"))
+        return int(await self._redis.zcount(self._keys.dead_letters, now_ms - 1000 * DEAD_LETTER_S, "+inf"))
 
     async def _write(self, letter: DeadLetter) -> None:
         pipeline = self._redis.pipeline(transaction=True)
-        pipeline.set(keys.DEAD_LETTER + letter.id, msgspec.json.encode(letter), ex=keys.DEAD_LETTER_S)
-        pipeline.zadd(keys.DEAD_LETTERS, {letter.id: letter.at_ms})
-        pipeline.expire(keys.DEAD_LETTERS, keys.DEAD_LETTER_S)
+        pipeline.set(self._keys.dead_letter + letter.id, msgspec.json.encode(letter), ex=DEAD_LETTER_S)
+        pipeline.zadd(self._keys.dead_letters, {letter.id: letter.at_ms})
+        pipeline.expire(self._keys.dead_letters, DEAD_LETTER_S)
         await pipeline.execute()
 
     async def _remove_old(self, now_ms: int) -> None:
-        last_ms = now_ms - 1000 * keys.DEAD_LETTER_S
-        expired: list[Any] = await self._redis.zrange(keys.DEAD_LETTERS, "-inf", last_ms, byscore=True)
-        too_many: list[Any] = await self._redis.zrange(keys.DEAD_LETTERS, 0, -MAX_DEAD_LETTERS - 1)
+        last_ms = now_ms - 1000 * DEAD_LETTER_S
+        expired: list[Any] = await self._redis.zrange(self._keys.dead_letters, "-inf", last_ms, byscore=True)
+        too_many: list[Any] = await self._redis.zrange(self._keys.dead_letters, 0, -MAX_DEAD_LETTERS - 1)
         await self._remove([i.decode() for i in {*expired, *too_many}])
 
     async def _remove(self, letter_ids: Sequence[str]) -> int:
         if not letter_ids:
             return 0
         pipeline = self._redis.pipeline(transaction=True)
-        pipeline.delete(*(keys.DEAD_LETTER + letter_id for letter_id in letter_ids))
-        pipeline.zrem(keys.DEAD_LETTERS, *letter_ids)
+        pipeline.delete(*(self._keys.dead_letter + letter_id for letter_id in letter_ids))
+        pipeline.zrem(self._keys.dead_letters, *letter_ids)
         return int((await pipeline.execute())[0])
 
     async def _load(self, letter_ids: Sequence[str]) -> list[DeadLetter | None]:
-        found = await self._redis.mget([keys.DEAD_LETTER + i for i in letter_ids]) if letter_ids else []
+        found = await self._redis.mget([self._keys.dead_letter + i for i in letter_ids]) if letter_ids else []
         return [None if text is None else self._decoder.decode(text) for text in found]

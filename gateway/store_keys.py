@@ -8,69 +8,114 @@ owner ("" for open access). All times are Unix time.
 
 from urllib.parse import quote
 
-from scheduler.store.keys import NAMESPACE
+from scheduler.store.keys import Name, Namespace
 
 DAY_S = 86_400
-
-# The storage of files.
-STORAGE = NAMESPACE + "storage"  # the marker that ties it to this store (JSON `Marker`)
-STORAGE_LOCK = NAMESPACE + "storage:lock"  # the lock of the gateway that compares the marker, for half a minute
-
-# Files: JSON records, and indexes of ids.
-FILES = NAMESPACE + "files"  # sorted set of ids by position; one for each owner, and for each owner and purpose
-FILES_EXPIRY = NAMESPACE + "files:expiry"  # sorted set of the ids of files that expire, by their expiry in s
-FILES_BYTES = NAMESPACE + "files:bytes"  # hash: the bytes of all files of each owner
-FILES_POSITION = NAMESPACE + "files:position"  # counter: the last position that was given to a file
 TOMBSTONE_S = 3600  # seconds for which a deleted file still works as the cursor of a list
-
-# Uploads: hashes with `upload` (JSON), `status`, `received`, and the bytes of each part.
-UPLOADS_PENDING = NAMESPACE + "uploads:pending"  # sorted set of `<id>:<bytes>` by their expiry in s; one for each owner
 UPLOAD_KEPT_S = DAY_S  # seconds after an upload's expiry, so that a repeated call gets the same answer
-
-# Batches: hashes of JSON values by the names of their fields.
-BATCHES = NAMESPACE + "batches"  # sorted set of ids by position; one for each owner
-BATCHES_POSITION = NAMESPACE + "batches:position"  # counter: the last position that was given to a batch
-BATCHES_UNFINISHED = NAMESPACE + "batches:unfinished"  # set of the ids that are not over, or not yet cleared up
-BATCHES_ENDED = NAMESPACE + "batches:ended"  # sorted set of the ids that are over and cleared up, by that time in s
-BATCHES_UNFINISHED_OF = NAMESPACE + "batches:unfinished_of"  # set of those, and of some that are over; for each owner
-BATCHES_BY_STATUS = NAMESPACE + "batches:by_status"  # hash: the number of batches by status
 LENGTHS_TTL_S = 90 * DAY_S
 PACE_TTL_S = 900
-
-# Responses. Their lifetime is a setting.
-RESPONSE = NAMESPACE + "response:"  # hash: owner, previous, status, input, output, head, lease_ms
-RESPONSE_EVENTS = NAMESPACE + "response:events:"  # stream of a background response's events
-EVENTS_KEPT_S = 900  # seconds after the last event, if the response is stored for longer
-RESPONSES_OF = NAMESPACE + "responses:of:"  # sorted set of an owner's ids, by their expiry in ms
-RESPONSES_SIZES = NAMESPACE + "responses:sizes"  # hash: the bytes of each response
-RESPONSES_BYTES = NAMESPACE + "responses:bytes-of"  # hash: the bytes of all responses of each owner
-RESPONSES_UNTOLD = NAMESPACE + "responses:untold"  # hash: the owner of each whose end is to be announced
-
-# Webhooks. Their lifetime is in gateway/jobs/webhooks/store.py.
-WEBHOOK = NAMESPACE + "webhook:"  # an event (JSON)
-WEBHOOKS_DUE = NAMESPACE + "webhooks:due:"  # sorted set of an owner's ids, by the time of the next attempt in ms
-WEBHOOK_OWNERS = NAMESPACE + "webhooks:owners"  # set of the owners that have events
-
-# Requests with an `Idempotency-Key`.
-IDEMPOTENCY = (
-    NAMESPACE + "idempotency:"
-)  # by a digest of owner and key: hash of fingerprint, token, id, lease_ms, answer
-IDEMPOTENCY_ANSWERS = NAMESPACE + "idempotency-answers:"  # sorted set of an owner's `<record>:<bytes>`, by time in ms
-IDEMPOTENCY_BYTES = NAMESPACE + "idempotency-bytes:"  # the sum of those bytes
-IDEMPOTENCY_S = DAY_S  # of all three, as OpenAI's and Stripe's keys are used: a retry comes within a day
-
-# API keys.
-LIMITS = NAMESPACE + "limits:"  # hash: the levels of a key's buckets, until they are full again
-USAGE = NAMESPACE + "usage:"  # before a UTC day such as `2026-11-22`: hash of counts, for three months
+EVENTS_KEPT_S = 900  # seconds after the last event of a background response, if the response is stored for longer
+IDEMPOTENCY_S = DAY_S  # as OpenAI's and Stripe's keys are used: a retry comes within a day
 USAGE_WRITE_S = 3600  # seconds for which a write is remembered: it is repeated until it is known to be done
-
-# Cached answers and dead letters.
-CACHED = NAMESPACE + "cache:"  # by a hash of the request: the output of an answer, for as long as the request asked
-CACHE_INDEX = NAMESPACE + "cache:index"  # sorted set of the keys of cached outputs, by their expiry in ms
-CACHE_SIZES = NAMESPACE + "cache:sizes"  # hash: the bytes of each of them by its key, and their sum as `total`
-DEAD_LETTERS = NAMESPACE + "dead_letters"  # sorted set of ids by the time of their end in ms
-DEAD_LETTER = NAMESPACE + "dead_letter:"  # a dead letter (JSON)
 DEAD_LETTER_S = 7 * DAY_S  # somebody has to look at a dead letter, also after a weekend
+
+
+class GatewayKeys(Namespace):
+    """The gateway's keys."""
+
+    # The storage of files.
+    storage = Name("storage")  # the marker that ties it to this store (JSON `Marker`)
+    storage_lock = Name("storage:lock")  # the lock of the gateway that compares the marker, for half a minute
+
+    # Files: JSON records, and indexes of ids.
+    files = Name("files")  # sorted set of ids by position; one for each owner, and for each owner and purpose
+    files_expiry = Name("files:expiry")  # sorted set of the ids of files that expire, by their expiry in s
+    files_bytes = Name("files:bytes")  # hash: the bytes of all files of each owner
+    files_position = Name("files:position")  # counter: the last position that was given to a file
+
+    # Uploads: hashes with `upload` (JSON), `status`, `received`, and the bytes of each part.
+    uploads_pending = Name("uploads:pending")  # sorted set of `<id>:<bytes>` by their expiry in s; one for each owner
+
+    # Batches: hashes of JSON values by the names of their fields.
+    batches = Name("batches")  # sorted set of ids by position; one for each owner
+    batches_position = Name("batches:position")  # counter: the last position that was given to a batch
+    batches_unfinished = Name("batches:unfinished")  # set of the ids that are not over, or not yet cleared up
+    batches_ended = Name("batches:ended")  # sorted set of the ids that are over and cleared up, by that time in s
+    batches_unfinished_of = Name("batches:unfinished_of")  # set of those, and of some that are over; for each owner
+    batches_by_status = Name("batches:by_status")  # hash: the number of batches by status
+
+    # Responses. Their lifetime is a setting.
+    response = Name("response:")  # hash: owner, previous, status, input, output, head, lease_ms
+    response_events = Name("response:events:")  # stream of a background response's events
+    responses_of = Name("responses:of:")  # sorted set of an owner's ids, by their expiry in ms
+    responses_sizes = Name("responses:sizes")  # hash: the bytes of each response
+    responses_bytes = Name("responses:bytes-of")  # hash: the bytes of all responses of each owner
+    responses_untold = Name("responses:untold")  # hash: the owner of each whose end is to be announced
+
+    # Webhooks. Their lifetime is in gateway/jobs/webhooks/store.py.
+    webhook = Name("webhook:")  # an event (JSON)
+    webhooks_due = Name("webhooks:due:")  # sorted set of an owner's ids, by the time of the next attempt in ms
+    webhook_owners = Name("webhooks:owners")  # set of the owners that have events
+
+    # Requests with an `Idempotency-Key`.
+    idempotency = Name("idempotency:")  # by a digest of owner and key: hash of fingerprint, token, id, lease_ms, answer
+    idempotency_answers = Name("idempotency-answers:")  # sorted set of an owner's `<record>:<bytes>`, by time in ms
+    idempotency_bytes = Name("idempotency-bytes:")  # the sum of those bytes
+
+    # API keys.
+    limits = Name("limits:")  # hash: the levels of a key's buckets, until they are full again
+    usage = Name("usage:")  # before a UTC day such as `2026-11-22`: hash of counts, for three months
+
+    # Cached answers and dead letters.
+    cached = Name("cache:")  # by a hash of the request: the output of an answer, for as long as the request asked
+    cache_index = Name("cache:index")  # sorted set of the keys of cached outputs, by their expiry in ms
+    cache_sizes = Name("cache:sizes")  # hash: the bytes of each of them by its key, and their sum as `total`
+    dead_letters = Name("dead_letters")  # sorted set of ids by the time of their end in ms
+    dead_letter = Name("dead_letter:")  # a dead letter (JSON)
+
+    def file(self, file_id: str) -> str:
+        return f"{self.prefix}file:{file_id}"
+
+    def file_purpose(self, purpose: str, owner: str | None) -> str:
+        return f"{index_of(self.files, owner)}:purpose:{purpose}"
+
+    def upload(self, upload_id: str) -> str:
+        return f"{self.prefix}upload:{upload_id}"
+
+    def batch(self, batch_id: str) -> str:
+        return f"{self.prefix}batch:{batch_id}"
+
+    def batch_done(self, batch_id: str) -> str:
+        """Return the key of a bitmap: a bit for each line that has a result."""
+        return f"{self.batches}:done:{batch_id}"
+
+    def batch_results(self, batch_id: str) -> str:
+        """Return the key of a hash: the recorded bytes of each content with results of the batch."""
+        return f"{self.batches}:results:{batch_id}"
+
+    def batch_owner(self, batch_id: str) -> str:
+        """Return the key of the lock of the gateway that runs the batch. Its lifetime is a setting of that gateway."""
+        return f"{self.batches}:owner:{batch_id}"
+
+    def batch_tokens(self, key_name: str) -> str:
+        """Return the key of a hash: the prompt tokens of each unfinished batch of an API key."""
+        return f"{self.batches}:enqueued_tokens:{key_name}"
+
+    def batch_lengths(self, model: str, endpoint: str) -> str:
+        """Return the key of a hash: sums over the lengths of finished lines. It lives for `LENGTHS_TTL_S` seconds."""
+        return f"{self.batches}:lengths:{endpoint}:{model}"
+
+    def batch_pace(self, batch_id: str) -> str:
+        """Return the key of what a batch got lately (msgpack). It lives for `PACE_TTL_S` seconds."""
+        return f"{self.batches}:pace:{batch_id}"
+
+    def open_requests(self, key_name: str) -> str:
+        """Return the key of a sorted set: the ids of an API key's open requests, by the ends of their leases in ms."""
+        return f"{self.limits}{key_name}:open"
+
+    def usage_write(self, write_id: str) -> str:
+        return f"{self.usage}write:{write_id}"
 
 
 def index_of(index: str, owner: str | None) -> str:
@@ -85,58 +130,3 @@ def tombstone(index: str, member: str) -> str:
     that file is still needed.
     """
     return f"{index}:was_at:{member}"
-
-
-def file(file_id: str) -> str:
-    return f"{NAMESPACE}file:{file_id}"
-
-
-def file_purpose(purpose: str, owner: str | None) -> str:
-    return f"{index_of(FILES, owner)}:purpose:{purpose}"
-
-
-def upload(upload_id: str) -> str:
-    return f"{NAMESPACE}upload:{upload_id}"
-
-
-def batch(batch_id: str) -> str:
-    return f"{NAMESPACE}batch:{batch_id}"
-
-
-def batch_done(batch_id: str) -> str:
-    """Return the key of a bitmap: a bit for each line that has a result."""
-    return f"{BATCHES}:done:{batch_id}"
-
-
-def batch_results(batch_id: str) -> str:
-    """Return the key of a hash: the recorded bytes of each content with results of the batch."""
-    return f"{BATCHES}:results:{batch_id}"
-
-
-def batch_owner(batch_id: str) -> str:
-    """Return the key of the lock of the gateway that runs the batch. Its lifetime is a setting of that gateway."""
-    return f"{BATCHES}:owner:{batch_id}"
-
-
-def batch_tokens(key_name: str) -> str:
-    """Return the key of a hash: the prompt tokens of each unfinished batch of an API key."""
-    return f"{BATCHES}:enqueued_tokens:{key_name}"
-
-
-def batch_lengths(model: str, endpoint: str) -> str:
-    """Return the key of a hash: sums over the lengths of finished lines. It lives for `LENGTHS_TTL_S` seconds."""
-    return f"{BATCHES}:lengths:{endpoint}:{model}"
-
-
-def batch_pace(batch_id: str) -> str:
-    """Return the key of what a batch got lately (msgpack). It lives for `PACE_TTL_S` seconds."""
-    return f"{BATCHES}:pace:{batch_id}"
-
-
-def open_requests(key_name: str) -> str:
-    """Return the key of a sorted set: the ids of an API key's open requests, by the ends of their leases in ms."""
-    return f"{LIMITS}{key_name}:open"
-
-
-def usage_write(write_id: str) -> str:
-    return f"{USAGE}write:{write_id}"

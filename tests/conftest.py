@@ -17,7 +17,8 @@ import structlog
 from hypothesis import HealthCheck, settings
 from redis.asyncio import Redis
 
-from scheduler.store import connection, keys
+from scheduler.store import connection
+from scheduler.store.keys import Keys
 from tidegate.valkey import running_valkey
 
 # Plain lines: the default of structlog draws tracebacks with all their variables, for seconds.
@@ -37,7 +38,8 @@ settings.load_profile(os.environ.get("TIDEGATE_TEST_PROFILE", "usual"))
 
 redis.utils.get_lib_version = cache(redis.utils.get_lib_version)  # each new connection reads the package's metadata
 
-PERMANENT_KEYS = {keys.SEQUENCE, keys.EPOCH, keys.DURABLE, keys.PROBE}
+KEYS = Keys()
+PERMANENT_KEYS = {KEYS.sequence, KEYS.epoch, KEYS.durable, KEYS.probe}
 
 
 def pytest_collection_finish() -> None:
@@ -78,5 +80,5 @@ def no_leaked_keys(valkey_url: str) -> Iterator[None]:
     yield
     with sync_redis.Redis.from_url(valkey_url) as client:
         found = (key.decode() for key in client.keys("*"))
-        left = {key for key in found if not key.startswith(keys.CLAIM_PREFIX)}
+        left = {key for key in found if not key.startswith(KEYS.claim)}
     assert left <= PERMANENT_KEYS, f"keys left behind: {sorted(left - PERMANENT_KEYS)}"

@@ -11,8 +11,8 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.chaos.site import GATEWAYS, STORE, WORKERS, Site
-from scheduler.store import keys
 from scheduler.store.connection import MAX_CONNECTIONS
+from scheduler.store.keys import Keys
 
 # Seconds for parts to see each other again and to clear up. The slowest is a part that comes back from a fault of the
 # last second: it loads a model.
@@ -21,13 +21,14 @@ CHECK_S = 0.25
 # Descriptors that a part may have more than when it was idle: its pool of connections to the store, and clients'.
 MORE_DESCRIPTORS = 2 * MAX_CONNECTIONS
 HELD = tuple(f"tidegate_num_requests_{state}" for state in ("running", "paused", "swapped"))
+KEYS = Keys()
 # Keys without a lifetime that an idle server has: numbers and indexes, records of batches, files and tiers, the marker.
 KEPT = (
-    keys.SEQUENCE,
-    keys.EPOCH,
-    keys.WORKERS,
-    keys.TIERS,
-    keys.FOLLOWERS,
+    KEYS.sequence,
+    KEYS.epoch,
+    KEYS.workers,
+    KEYS.tiers,
+    KEYS.followers,
     "tidegate:batches",
     "tidegate:batch:",
     "tidegate:files",
@@ -82,9 +83,9 @@ class Leftovers:
     async def _requests(self) -> str:
         """Return the requests that the store still knows: waiting ones, leased ones, all."""
         store = self._site.store
-        waiting = [key async for key in store.scan_iter(f"{keys.QUEUE_PREFIX}*", count=1000)]
-        leased = await store.zrange(keys.LEASES, 0, -1)
-        known = [key async for key in store.scan_iter(f"{keys.REQUEST_PREFIX}*", count=1000)]
+        waiting = [key async for key in store.scan_iter(f"{KEYS.queue}*", count=1000)]
+        leased = await store.zrange(KEYS.leases, 0, -1)
+        known = [key async for key in store.scan_iter(f"{KEYS.request}*", count=1000)]
         return f"waiting {waiting}, leased {leased}, known {known[:5]}" if waiting or leased or known else ""
 
     async def _eternal_keys(self) -> str:

@@ -14,8 +14,8 @@ import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import LockError
 
-from gateway import store_keys as keys
 from gateway.files.storage import BATCHES, FILES, Storage
+from gateway.store_keys import GatewayKeys
 from scheduler.clock import Clock
 from scheduler.store.durability import durable
 
@@ -25,7 +25,6 @@ LOCK_S = 30.0  # seconds after which the lock of a gateway that died is free
 NAME = "tidegate.json"  # the storage's marker
 MAX_LOST_S = 600.0  # seconds by which the store's marker may be older: a failover may have lost its last writes
 MAX_PROBED = 1000  # contents of a folder that are looked up before the first tie
-RECORDS = {FILES: keys.file, BATCHES: keys.batch}  # by folder: the key of a content's record
 
 
 class ForeignStorage(Exception):
@@ -58,6 +57,7 @@ class StorageTie:
 
     def __init__(self, redis: Redis, storage: Storage, clock: Clock) -> None:
         self._redis = redis
+        self._keys = GatewayKeys.of(redis)
         self._storage = storage
         self._clock = clock
 
@@ -80,7 +80,7 @@ class StorageTie:
 
     async def _read(self) -> tuple[Marker | None, Marker | None]:
         try:
-            return _decoded(await self._redis.get(keys.STORAGE)), _decoded(await self._storage.get(NAME))
+            return _decoded(await self._redis.get(self._keys.storage)), _decoded(await self._storage.get(NAME))
         except msgspec.DecodeError:
             raise ForeignStorage(self._storage.place, "A marker cannot be read.") from None
 
@@ -90,7 +90,7 @@ class StorageTie:
         Storages of earlier versions have no marker.
         """
         found = False
-        for folder, record_key in RECORDS.items():
+        for folder, record_key in ((FILES, self._keys.file), (BATCHES, self._keys.batch)):
             names = [entry.name for entry in await self._storage.entries(folder)][:MAX_PROBED]
             if names and await self._redis.exists(*map(record_key, names)):
                 return
@@ -101,8 +101,8 @@ class StorageTie:
     async def _tie(self) -> Marker:
         now_s = self._now_s()
         marker = Marker(secrets.token_hex(16), now_s, now_s, is_new=True)
-        await self._redis.set(keys.STORAGE, msgspec.json.encode(marker))
-        await durable(self._redis, keys.STORAGE)
+        await self._redis.set(self._keys.storage, msgspec.json.encode(marker))
+        await durable(self._redis, self._keys.storage)
         log.info("the storage %s is tied to the store", self._storage.place)
         return await self._complete(marker)
 
@@ -114,7 +114,7 @@ class StorageTie:
         seen = Marker(marker.id, marker.tied_s, max(marker.seen_s, self._now_s()))
         if marker.is_new:
             await self._storage.set(NAME, msgspec.json.encode(seen))
-        await self._redis.set(keys.STORAGE, msgspec.json.encode(seen))
+        await self._redis.set(self._keys.storage, msgspec.json.encode(seen))
         if not marker.is_new:
             await self._storage.set(NAME, msgspec.json.encode(seen))
         return seen
@@ -122,7 +122,7 @@ class StorageTie:
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
         """Hold the lock. Raises `LockError` if it cannot be had."""
-        lock = self._redis.lock(keys.STORAGE_LOCK, timeout=LOCK_S, blocking_timeout=2 * LOCK_S)
+        lock = self._redis.lock(self._keys.storage_lock, timeout=LOCK_S, blocking_timeout=2 * LOCK_S)
         if not await lock.acquire():
             raise LockError("another gateway has been comparing the storage's marker for long")
         try:

@@ -19,12 +19,12 @@ from typing import Any, TypeVar
 import msgspec
 from redis.asyncio import Redis
 
-from gateway import store_keys as keys
 from gateway.files.disk import DiskReserve, noticing_full_disk
 from gateway.files.local_storage import PRIVATE_DIR, LocalStorage, sha256_of
 from gateway.files.marker import StorageTie
 from gateway.files.pagination import Page, page_of_ids, text
 from gateway.files.storage import FILES, INCOMING, Storage, StorageUnreachable
+from gateway.store_keys import TOMBSTONE_S, GatewayKeys, index_of, tombstone
 from scheduler.clock import Clock
 from scheduler.store.durability import durable
 from scheduler.store.errors import STORE_AWAY, StoreRefused
@@ -98,6 +98,7 @@ class FileStore:
         None: until they are deleted.
         """
         self._redis = redis
+        self._keys = GatewayKeys.of(redis)
         self._clock = clock
         self._batch_ttl_s = batch_ttl_s
         self._ttl_s = ttl_s
@@ -144,7 +145,7 @@ class FileStore:
             await self._remove_contents([file_id])
             raise
         try:
-            await durable(self._redis, keys.file(record.id))
+            await durable(self._redis, self._keys.file(record.id))
         except STORE_AWAY:
             with contextlib.suppress(*STORE_AWAY):
                 await self._remove([record])
@@ -153,7 +154,7 @@ class FileStore:
 
     async def used_bytes(self, owner: str | None) -> int:
         """Return the bytes of all files of `owner`."""
-        return int(await self._redis.hget(keys.FILES_BYTES, owner or "") or 0)
+        return int(await self._redis.hget(self._keys.files_bytes, owner or "") or 0)
 
     async def get(self, file_id: str, *, owner: str | None) -> StoredFile | None:
         """Return the record of a file; None if `owner` has no such file."""
@@ -177,8 +178,8 @@ class FileStore:
         """Return a page of `owner`'s files; None if the cursor `after` is not the id of one of these files."""
         with contextlib.suppress(StoreRefused):  # expired files are left out in any case
             await self.sweep()
-        own = keys.index_of(keys.FILES, owner)
-        index = own if purpose is None else keys.file_purpose(purpose, owner)
+        own = index_of(self._keys.files, owner)
+        index = own if purpose is None else self._keys.file_purpose(purpose, owner)
         ids = await page_of_ids(self._redis, index, own, after=after, limit=limit, newest_first=newest_first)
         if ids is None:
             return None
@@ -187,12 +188,12 @@ class FileStore:
 
     async def sweep(self) -> int:
         """Remove expired files. Return the number of removed files."""
-        expired = await self._redis.zrange(keys.FILES_EXPIRY, "-inf", str(self._now_s()), byscore=True)
+        expired = await self._redis.zrange(self._keys.files_expiry, "-inf", str(self._now_s()), byscore=True)
         removed = 0
         for group in _groups([text(member) for member in expired]):
-            texts = await self._redis.mget([keys.file(file_id) for file_id in group])
+            texts = await self._redis.mget([self._keys.file(file_id) for file_id in group])
             if gone := [file_id for file_id, found in zip(group, texts, strict=True) if found is None]:
-                await self._redis.zrem(keys.FILES_EXPIRY, *gone)
+                await self._redis.zrem(self._keys.files_expiry, *gone)
             records = [msgspec.json.decode(found, type=StoredFile) for found in texts if found is not None]
             removed += await self._remove([record for record in records if self._is_expired(record)])
         return removed
@@ -210,7 +211,7 @@ class FileStore:
         for group in _groups(old):
             pipeline = self._redis.pipeline(transaction=False)
             for name in group:
-                pipeline.exists(keys.file(name))
+                pipeline.exists(self._keys.file(name))
             known = await pipeline.execute()
             orphans += [name for name, exists in zip(group, known, strict=True) if not exists]
         await self._remove_orphans(FILES, orphans)
@@ -230,15 +231,16 @@ class FileStore:
     async def _write_record(self, record: StoredFile, quota_bytes: int | None) -> None:
         quota = "" if quota_bytes is None else quota_bytes
         expires_at = "" if record.expires_at is None else record.expires_at
+        names = [self._keys.file(record.id), *self._indexes(record), self._keys.files_expiry]
         used_bytes = await self._register(
-            keys=[keys.file(record.id), *_indexes(record), keys.FILES_EXPIRY, keys.FILES_POSITION, keys.FILES_BYTES],
+            keys=[*names, self._keys.files_position, self._keys.files_bytes],
             args=[msgspec.json.encode(record), record.id, expires_at, record.owner or "", record.bytes, quota],
         )
         if quota_bytes is not None and int(used_bytes) >= 0:
             raise QuotaExceeded(int(used_bytes), quota_bytes)
 
     async def _load(self, ids: Sequence[str]) -> list[StoredFile | None]:
-        texts = await self._redis.mget([keys.file(file_id) for file_id in ids])
+        texts = await self._redis.mget([self._keys.file(file_id) for file_id in ids])
         records = [None if t is None else msgspec.json.decode(t, type=StoredFile) for t in texts]
         return [r if r is not None and not self._is_expired(r) else None for r in records]
 
@@ -248,12 +250,19 @@ class FileStore:
             return 0
         pipeline = self._redis.pipeline(transaction=False)
         for record in records:
-            tombstone = keys.tombstone(keys.index_of(keys.FILES, record.owner), record.id)
-            names = [keys.file(record.id), *_indexes(record), keys.FILES_EXPIRY, tombstone, keys.FILES_BYTES]
-            await self._forget(keys=names, args=[record.id, keys.TOMBSTONE_S, record.owner or ""], client=pipeline)
+            names = [self._keys.file(record.id), *self._indexes(record), self._keys.files_expiry]
+            names += [tombstone(index_of(self._keys.files, record.owner), record.id), self._keys.files_bytes]
+            await self._forget(keys=names, args=[record.id, TOMBSTONE_S, record.owner or ""], client=pipeline)
         forgotten = await pipeline.execute()
         await self._remove_contents([record.id for record in records])
         return sum(map(bool, forgotten))
+
+    def _indexes(self, record: StoredFile) -> list[str]:
+        """Return the keys of the two indexes that list a file.
+
+        One index lists all files of the owner, the other the owner's files with the same purpose.
+        """
+        return [index_of(self._keys.files, record.owner), self._keys.file_purpose(record.purpose, record.owner)]
 
     def _is_expired(self, record: StoredFile) -> bool:
         return record.expires_at is not None and record.expires_at <= self._now_s()
@@ -270,11 +279,3 @@ def content_name(file_id: str) -> str:
 def _groups(members: Sequence[T]) -> Iterator[Sequence[T]]:
     for start in range(0, len(members), SWEEP_GROUP):
         yield members[start : start + SWEEP_GROUP]
-
-
-def _indexes(record: StoredFile) -> list[str]:
-    """Return the keys of the two indexes that list a file.
-
-    One index lists all files of the owner, the other the owner's files with the same purpose.
-    """
-    return [keys.index_of(keys.FILES, record.owner), keys.file_purpose(record.purpose, record.owner)]

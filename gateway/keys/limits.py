@@ -20,9 +20,9 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from gateway import store_keys as keys
 from gateway.identity import ApiKey
 from gateway.protocol.errors import ApiError, retry_after
+from gateway.store_keys import GatewayKeys
 from scheduler.clock import Clock
 from scheduler.store.scripts import load_script
 
@@ -53,6 +53,7 @@ class KeyLimits:
 
     def __init__(self, redis: Redis, clock: Clock, on_refused: Callable[[str, str], None]) -> None:
         self._redis = redis
+        self._keys = GatewayKeys.of(redis)
         self._clock = clock
         self._on_refused = on_refused
         self._reserve = load_script(redis, "gateway.keys", "buckets", "reserve")
@@ -74,7 +75,7 @@ class KeyLimits:
         if key.concurrent_requests is None:  # one place is enough to return tokens
             ids = ids[:1] if key.tokens_per_minute is not None else ()
         args: list[int | str] = [*self._limits(key), tokens, LEASE_MS, *ids]
-        lacking, *texts = await self._reserve(keys=_keys(key), args=args)
+        lacking, *texts = await self._reserve(keys=self._keys_of(key), args=args)
         requests_left, tokens_left = map(float, texts)
         levels = _Levels(key, requests_left, tokens_left)
         if lacking != b"ok":
@@ -95,7 +96,7 @@ class KeyLimits:
         unused = reservation.tokens - used_tokens
         args: list[int | str] = [*self._limits(reservation.key), unused, *reservation.ids]
         try:
-            await self._settle(keys=_keys(reservation.key), args=args)
+            await self._settle(keys=self._keys_of(reservation.key), args=args)
         except RedisError as error:
             log.warning("reserved tokens are not returned", key=reservation.key.name, error=str(error))
 
@@ -113,18 +114,17 @@ class KeyLimits:
             return
         expires_ms, pipeline = self._clock.wall_ms() + LEASE_MS, self._redis.pipeline(transaction=False)
         for reservation in self._open.values():
-            places = _keys(reservation.key)[1]
+            places = self._keys.open_requests(reservation.key.name)
             pipeline.zadd(places, dict.fromkeys(reservation.ids, expires_ms), xx=True)
             pipeline.pexpire(places, LEASE_MS)
         await pipeline.execute()
 
+    def _keys_of(self, key: ApiKey) -> list[str]:
+        return [self._keys.limits + key.name, self._keys.open_requests(key.name)]
+
     def _limits(self, key: ApiKey) -> list[int]:
         limits = (key.requests_per_minute, key.tokens_per_minute, key.concurrent_requests)
         return [self._clock.wall_ms(), *(limit or 0 for limit in limits)]
-
-
-def _keys(key: ApiKey) -> list[str]:
-    return [keys.LIMITS + key.name, keys.open_requests(key.name)]
 
 
 @dataclass(frozen=True, slots=True)

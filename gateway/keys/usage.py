@@ -17,8 +17,8 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from gateway import store_keys as keys
 from gateway.http.metrics import GatewayMetrics
+from gateway.store_keys import DAY_S, USAGE_WRITE_S, GatewayKeys
 from scheduler.clock import Clock
 from scheduler.store.scripts import load_script
 
@@ -65,6 +65,7 @@ class UsageMeter:
 
     def __init__(self, redis: Redis, metrics: GatewayMetrics, clock: Clock) -> None:
         self._redis = redis
+        self._keys = GatewayKeys.of(redis)
         self._metrics = metrics
         self._clock = clock
         self._write = load_script(redis, "gateway.keys", "usage")
@@ -106,8 +107,8 @@ class UsageMeter:
 
     async def _send(self, write_id: str, counts: Mapping[Field, int]) -> None:
         days = sorted({day for day, *_ in counts})
-        names = [keys.usage_write(write_id), *(keys.USAGE + _date(day) for day in days)]
-        args: list[int | bytes] = [keys.USAGE_WRITE_S, MAX_DAYS * keys.DAY_S]
+        names = [self._keys.usage_write(write_id), *(self._keys.usage + _date(day) for day in days)]
+        args: list[int | bytes] = [USAGE_WRITE_S, MAX_DAYS * DAY_S]
         for (day, *name), amount in counts.items():
             args += [days.index(day) + 2, msgspec.json.encode(name), amount]
         await self._write(keys=names, args=args)
@@ -122,15 +123,15 @@ class UsageMeter:
         dates = [_date(today - n) for n in range(num_days)]
         pipeline = self._redis.pipeline(transaction=False)
         for day in dates:
-            pipeline.hgetall(keys.USAGE + day)
+            pipeline.hgetall(self._keys.usage + day)
         return {day: _rows(stored) for day, stored in zip(dates, await pipeline.execute(), strict=True)}
 
     def _today(self) -> int:
-        return self._clock.wall_ms() // (1000 * keys.DAY_S)
+        return self._clock.wall_ms() // (1000 * DAY_S)
 
 
 def _date(day: int) -> str:
-    return datetime.fromtimestamp(day * keys.DAY_S, UTC).date().isoformat()
+    return datetime.fromtimestamp(day * DAY_S, UTC).date().isoformat()
 
 
 def total(days: Mapping[str, list[UsageRow]]) -> list[UsageRow]:

@@ -40,9 +40,10 @@ class RedisEventChannel:
         heartbeat_s: float = keys.EVENTS_HEARTBEAT_S,
     ) -> None:
         self._client = client
+        self._keys = keys.Keys.of(client)
         self._ttl_ms = int(ttl_s * 1000)
         self._heartbeat_s = heartbeat_s
-        self._publish = load_script(client, "scheduler.events", "publish", prelude=growing_numbers())
+        self._publish = load_script(client, "scheduler.events", "publish", prelude=growing_numbers(self._keys))
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(list[TokenEvent])
         self._last_ids: dict[str, bytes] = {}  # id of the last entry read, by gateway id
@@ -51,7 +52,7 @@ class RedisEventChannel:
 
     async def publish(self, reply_to: str, events: Sequence[TokenEvent]) -> bool:
         args = (keys.EVENTS_MAXLEN, FIELD, self._encoder.encode(events))
-        return bool(await self._publish(keys=[keys.events(reply_to)], args=args))
+        return bool(await self._publish(keys=[self._keys.events + reply_to], args=args))
 
     async def open(self, gateway_id: str) -> None:
         await self._open(self._client, gateway_id)
@@ -84,7 +85,7 @@ class RedisEventChannel:
             return []
 
     async def beats(self, gateway_ids: Sequence[str]) -> list[int | None]:
-        values = await self._client.mget([keys.gateway_beat(i) for i in gateway_ids]) if gateway_ids else []
+        values = await self._client.mget([self._keys.gateway_beat + i for i in gateway_ids]) if gateway_ids else []
         return [None if value is None else int(value) for value in values]
 
     async def close(self) -> None:
@@ -92,7 +93,8 @@ class RedisEventChannel:
         self._closed = True
         for task in self._pending:
             task.cancel()
-        streams = [key(gateway_id) for gateway_id in self._last_ids for key in (keys.events, keys.gateway_beat)]
+        prefixes = (self._keys.events, self._keys.gateway_beat)
+        streams = [prefix + gateway_id for gateway_id in self._last_ids for prefix in prefixes]
         self._last_ids.clear()
         if streams:
             with contextlib.suppress(RedisError):  # if the store is unreachable, the TTL removes the streams
@@ -101,8 +103,8 @@ class RedisEventChannel:
     async def _open(self, client: Redis, gateway_id: str) -> None:
         """Create the stream with a first entry. `listen` yields the entries after this one."""
         pipeline = client.pipeline(transaction=True)
-        pipeline.xadd(keys.events(gateway_id), {b"opened": b""})
-        pipeline.pexpire(keys.events(gateway_id), self._ttl_ms)
+        pipeline.xadd(self._keys.events + gateway_id, {b"opened": b""})
+        pipeline.pexpire(self._keys.events + gateway_id, self._ttl_ms)
         self._beat(pipeline, gateway_id)
         entry_id, *_ = await pipeline.execute()
         self._last_ids[gateway_id] = entry_id
@@ -114,8 +116,8 @@ class RedisEventChannel:
         emptied. Publishing has failed since the stream disappeared.
         """
         pipeline = reader.pipeline(transaction=False)
-        pipeline.pexpire(keys.events(gateway_id), self._ttl_ms)
-        pipeline.xtrim(keys.events(gateway_id), minid=self._last_ids[gateway_id], approximate=False)
+        pipeline.pexpire(self._keys.events + gateway_id, self._ttl_ms)
+        pipeline.xtrim(self._keys.events + gateway_id, minid=self._last_ids[gateway_id], approximate=False)
         self._beat(pipeline, gateway_id)
         alive, *_ = await pipeline.execute()
         if not alive:
@@ -123,12 +125,12 @@ class RedisEventChannel:
             await self._open(reader, gateway_id)
 
     def _beat(self, pipeline: Pipeline, gateway_id: str) -> None:
-        pipeline.incr(keys.gateway_beat(gateway_id))
-        pipeline.pexpire(keys.gateway_beat(gateway_id), self._ttl_ms)
+        pipeline.incr(self._keys.gateway_beat + gateway_id)
+        pipeline.pexpire(self._keys.gateway_beat + gateway_id, self._ttl_ms)
 
     async def _read(self, reader: Redis, gateway_id: str, timeout_s: float) -> list[tuple[bytes, dict[bytes, bytes]]]:
         """Return new entries with their ids. Wait for them for `timeout_s` at most."""
-        stream, block_ms = keys.events(gateway_id), max(1, int(timeout_s * 1000))
+        stream, block_ms = self._keys.events + gateway_id, max(1, int(timeout_s * 1000))
         last_id = self._last_ids[gateway_id]
         reply: Any = await reader.xread({stream: last_id}, count=READ_COUNT, block=block_ms)
         entries: list[tuple[bytes, dict[bytes, bytes]]] = reply[0][1] if reply else []

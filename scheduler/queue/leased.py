@@ -53,14 +53,14 @@ def _unknown_names(fields: Mapping[str, object], known: object) -> Iterator[str]
 
 
 class LeasedQueue:
-    """The queue in `namespace`. Claims of this handle are leased to `worker_id`. Implements `base.LeaseStore`."""
+    """A queue with the keys `names`. Claims of this handle are leased to `worker_id`. Implements `base.LeaseStore`."""
 
-    def __init__(self, client: Redis, clock: Clock, worker_id: str = "", namespace: str = keys.NAMESPACE) -> None:
+    def __init__(self, client: Redis, clock: Clock, worker_id: str, names: keys.Keys) -> None:
         self._client = client
         self._clock = clock
         self._worker_id = worker_id
-        self._scripts = Scripts(client, namespace)
-        self._channel = keys.key_in(namespace, keys.WAKE)
+        self._scripts = Scripts(client, names)
+        self._keys = names
         self._wakeups = Wakeups(clock)
         self._lost_claim = ""  # name of a claim that got no reply
         self._listener: asyncio.Task[None] | None = None
@@ -124,7 +124,7 @@ class LeasedQueue:
         Messages may be missed before each (new) subscription. The confirmation of the subscription therefore counts as
         a wake-up too. A missed cancel is noticed at the next `renew`.
         """
-        async for message in connection.messages(self._client, self._channel):
+        async for message in connection.messages(self._client, self._keys.wake):
             data = message["data"]
             if message["type"] == "message" and data.startswith(b"cancel:"):
                 self._wakeups.cancel(data.removeprefix(b"cancel:").decode())

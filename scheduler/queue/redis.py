@@ -41,7 +41,7 @@ class RedisQueue(LeasedQueue):
     """
 
     def __init__(self, client: Redis, clock: Clock, worker_id: str = "") -> None:
-        super().__init__(client, clock, worker_id)
+        super().__init__(client, clock, worker_id, keys.Keys.of(client))
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Request)
         self._arrival_decoder = msgspec.msgpack.Decoder(_Arrival)
@@ -84,7 +84,7 @@ class RedisQueue(LeasedQueue):
 
     async def _outline(self, request_id: str) -> Request:
         """Return what the store knows of a request whose payload cannot be read."""
-        found: Any = await self._client.hmget(keys.REQUEST_PREFIX + request_id, ["tier", "reply_to", "deadline_ms"])
+        found: Any = await self._client.hmget(self._keys.request + request_id, ["tier", "reply_to", "deadline_ms"])
         tier, reply_to, deadline_ms = (value or b"" for value in found)
         now_ms = self._clock.wall_ms()
         nothing = SamplingParams(max_tokens=0)
@@ -111,30 +111,30 @@ class RedisQueue(LeasedQueue):
     async def known(self, request_ids: Sequence[str]) -> list[bool]:
         pipeline = self._client.pipeline(transaction=False)
         for request_id in request_ids:
-            pipeline.exists(keys.REQUEST_PREFIX + request_id)
+            pipeline.exists(self._keys.request + request_id)
         return [count == 1 for count in await pipeline.execute()]
 
     async def depths(self, tiers: Sequence[str]) -> dict[str, int]:
         pipeline = self._client.pipeline(transaction=False)
         for tier in tiers:
-            pipeline.zcard(keys.tier_queue(tier))
+            pipeline.zcard(self._keys.queue + tier)
         return dict(zip(tiers, await pipeline.execute(), strict=True))
 
     async def backlogs(self, tiers: Sequence[str]) -> dict[str, Backlog]:
         pipeline = self._client.pipeline(transaction=True)
         for tier in tiers:
-            pipeline.zcard(keys.tier_queue(tier))
-            pipeline.hmget(keys.tier_waiting(tier), "prompt", "output")
+            pipeline.zcard(self._keys.queue + tier)
+            pipeline.hmget(self._keys.waiting + tier, "prompt", "output")
         replies = iter(await pipeline.execute())
         return {tier: Backlog(next(replies), *(int(tokens or 0) for tokens in next(replies))) for tier in tiers}
 
     async def head_arrivals(self, tiers: Sequence[str]) -> dict[str, int]:
         pipeline = self._client.pipeline(transaction=False)
         for tier in tiers:
-            pipeline.zrange(keys.tier_queue(tier), 0, 0)
+            pipeline.zrange(self._keys.queue + tier, 0, 0)
         heads = {tier: head[0] for tier, head in zip(tiers, await pipeline.execute(), strict=True) if head}
         for member in heads.values():
-            pipeline.hget(keys.REQUEST_PREFIX + member.decode().split(":", 3)[3], "payload")
+            pipeline.hget(self._keys.request + member.decode().split(":", 3)[3], "payload")
         payloads = dict(zip(heads, await pipeline.execute(), strict=True)) if heads else {}
         arrivals = {}
         for tier, payload in payloads.items():
@@ -143,4 +143,4 @@ class RedisQueue(LeasedQueue):
         return arrivals
 
     async def probe(self) -> None:
-        await self._client.set(keys.PROBE, b"", px=int(keys.PROBE_TTL_S * 1000))
+        await self._client.set(self._keys.probe, b"", px=int(keys.PROBE_TTL_S * 1000))

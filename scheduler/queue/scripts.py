@@ -16,19 +16,15 @@ from scheduler.store import keys
 from scheduler.store.scripts import growing_numbers, load_script
 
 
-def queue_prelude(namespace: str = keys.NAMESPACE) -> str:
-    """Return the Lua lines that name the keys of the queue in `namespace`, lifetimes, and `take_numbers`."""
+def queue_prelude(names: keys.Keys) -> str:
+    """Return the Lua lines that name the keys of a queue, lifetimes, and `take_numbers`."""
     lifetimes = {"OUTPUT_TTL_MS": keys.OUTPUT_TTL_S, "PART_TTL_MS": keys.PART_TTL_S, "CLAIM_TTL_MS": keys.CLAIM_TTL_S}
-    names = [f"local {name} = '{key}'\n" for name, key in _keys(namespace).items()]
-    names += [f"local {name} = {1000 * seconds:.0f}\n" for name, seconds in lifetimes.items()]
-    return "".join(names) + growing_numbers(namespace)
-
-
-def _keys(namespace: str) -> dict[str, str]:
-    names = {"QUEUE": keys.QUEUE_PREFIX, "WAITING": keys.WAITING_PREFIX, "REQUEST": keys.REQUEST_PREFIX}
-    names |= {"OUTPUT": keys.OUTPUT_PREFIX, "ALONE": keys.ALONE_PREFIX, "LEASES": keys.LEASES, "WAKE": keys.WAKE}
-    names |= {"CLAIM": keys.CLAIM_PREFIX, "HELD": keys.HELD_PREFIX}
-    return {name: keys.key_in(namespace, key) for name, key in names.items()}
+    strings = {"QUEUE": names.queue, "WAITING": names.waiting, "REQUEST": names.request, "OUTPUT": names.output}
+    strings |= {"ALONE": names.alone, "CLAIM": names.claim, "LEASES": names.leases, "WAKE": names.wake}
+    strings["HELD"] = names.held
+    lines = [f"local {name} = '{key}'\n" for name, key in strings.items()]
+    lines += [f"local {name} = {1000 * seconds:.0f}\n" for name, seconds in lifetimes.items()]
+    return "".join(lines) + growing_numbers(names)
 
 
 # A request for the script `put`: id, deadline_ms, prompt tokens, maximum output tokens, payload, part of a job, and the
@@ -47,10 +43,10 @@ class Scripts:
     A call sends only the hash of a script. The text is sent if the server does not know the hash yet.
     """
 
-    def __init__(self, client: Redis, namespace: str = keys.NAMESPACE) -> None:
-        prelude = queue_prelude(namespace)
+    def __init__(self, client: Redis, names: keys.Keys) -> None:
+        prelude = queue_prelude(names)
         self._client = client
-        self._leases = _keys(namespace)["LEASES"]
+        self._leases = names.leases
         self._put = load_script(client, "scheduler.queue", "shared", "put", prelude=prelude)
         self._claim = load_script(client, "scheduler.queue", "shared", "claim", prelude=prelude)
         self._ack = load_script(client, "scheduler.queue", "shared", "ack", prelude=prelude)

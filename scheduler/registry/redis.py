@@ -23,6 +23,7 @@ class RedisWorkerRegistry:
 
     def __init__(self, client: Redis, ttl_s: float = keys.WORKER_TTL_S) -> None:
         self._client = client
+        self._keys = keys.Keys.of(client)
         self._ttl_ms = int(ttl_s * 1000)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(WorkerStatus)
@@ -34,43 +35,43 @@ class RedisWorkerRegistry:
         return len(self._unreadable)
 
     async def announce(self, status: WorkerStatus, metrics_text: str, sla_json: str = "{}") -> str:
-        key, encode = keys.worker(status.worker_id), self._encoder.encode
+        key, encode = self._keys.worker + status.worker_id, self._encoder.encode
         encoded = encode(status)
         pipeline = self._client.pipeline(transaction=True)
         pipeline.hget(key, "incarnation")
         pipeline.hset(key, mapping={"status": encoded, "metrics": metrics_text, "sla": sla_json})
         pipeline.hset(key, "incarnation", status.incarnation)
         pipeline.pexpire(key, self._ttl_ms)
-        pipeline.sadd(keys.WORKERS, status.worker_id)
-        pipeline.hset(keys.BEATS, status.worker_id, encode(status.beat))
+        pipeline.sadd(self._keys.workers, status.worker_id)
+        pipeline.hset(self._keys.beats, status.worker_id, encode(status.beat))
         before, *_ = await pipeline.execute()
         return "" if before is None else before.decode()
 
     async def withdraw(self, worker_id: str) -> None:
         pipeline = self._client.pipeline(transaction=True)
-        pipeline.delete(keys.worker(worker_id))
-        pipeline.srem(keys.WORKERS, worker_id)
-        pipeline.hdel(keys.BEATS, worker_id)
+        pipeline.delete(self._keys.worker + worker_id)
+        pipeline.srem(self._keys.workers, worker_id)
+        pipeline.hdel(self._keys.beats, worker_id)
         await pipeline.execute()
 
     async def announce_start(self, start: WorkerStart) -> None:
         ttl_ms = int(keys.START_TTL_S * 1000)
         pipeline = self._client.pipeline(transaction=True)
-        pipeline.set(keys.starting(start.worker_id), self._encoder.encode(start), px=ttl_ms)
-        pipeline.sadd(keys.STARTING, start.worker_id)
-        pipeline.pexpire(keys.STARTING, ttl_ms)
+        pipeline.set(self._keys.start + start.worker_id, self._encoder.encode(start), px=ttl_ms)
+        pipeline.sadd(self._keys.starting, start.worker_id)
+        pipeline.pexpire(self._keys.starting, ttl_ms)
         await pipeline.execute()
 
     async def withdraw_start(self, worker_id: str) -> None:
         pipeline = self._client.pipeline(transaction=True)
-        pipeline.delete(keys.starting(worker_id))
-        pipeline.srem(keys.STARTING, worker_id)
+        pipeline.delete(self._keys.start + worker_id)
+        pipeline.srem(self._keys.starting, worker_id)
         await pipeline.execute()
 
     async def starting(self) -> list[WorkerStart]:
-        members = await self._client.smembers(keys.STARTING)
+        members = await self._client.smembers(self._keys.starting)
         ids = sorted(m.decode() if isinstance(m, bytes) else m for m in members)
-        values = await self._client.mget([keys.starting(worker_id) for worker_id in ids]) if ids else []
+        values = await self._client.mget([self._keys.start + worker_id for worker_id in ids]) if ids else []
         starts = []
         for value in values:
             with suppress(*UNREADABLE):  # only for display
@@ -92,8 +93,8 @@ class RedisWorkerRegistry:
 
     async def beats(self) -> dict[str, Beat]:
         pipeline = self._client.pipeline(transaction=False)
-        pipeline.smembers(keys.WORKERS)
-        pipeline.hgetall(keys.BEATS)
+        pipeline.smembers(self._keys.workers)
+        pipeline.hgetall(self._keys.beats)
         members, values = await pipeline.execute()
         found = {member.decode(): values.get(member) for member in members}
         found |= await self._fields("status", [worker_id for worker_id, value in found.items() if value is None])
@@ -117,18 +118,18 @@ class RedisWorkerRegistry:
         adds its id again.
         """
         if worker_ids is None:
-            members: set[bytes] = await self._client.smembers(keys.WORKERS)  # type: ignore[assignment]  # not decoded
+            members: set[bytes] = await self._client.smembers(self._keys.workers)  # type: ignore[assignment]  # not decoded
             worker_ids = [member.decode() for member in members]
         ids = sorted(worker_ids)
         if not ids:
             return {}
         pipeline = self._client.pipeline(transaction=False)
         for worker_id in ids:
-            pipeline.hget(keys.worker(worker_id), name)
+            pipeline.hget(self._keys.worker + worker_id, name)
         values = dict(zip(ids, await pipeline.execute(), strict=True))
         dead = [worker_id for worker_id, value in values.items() if value is None]
         if dead:
             with suppress(StoreRefused):  # a store that takes no writes is still read
-                await self._client.srem(keys.WORKERS, *dead)
-                await self._client.hdel(keys.BEATS, *dead)
+                await self._client.srem(self._keys.workers, *dead)
+                await self._client.hdel(self._keys.beats, *dead)
         return {worker_id: value for worker_id, value in values.items() if value is not None}

@@ -57,6 +57,7 @@ class Reading:
 class TierStore:
     def __init__(self, client: Redis) -> None:
         self._client = client
+        self._keys = keys.Keys.of(client)
         self._settle = load_script(client, "scheduler.reload", "settle")
         self._encoder = msgspec.msgpack.Encoder()
         self._documents = msgspec.msgpack.Decoder(TierDocument)
@@ -65,8 +66,8 @@ class TierStore:
 
     async def read(self) -> Reading:
         pipeline = self._client.pipeline(transaction=True)
-        pipeline.hget(keys.TIERS, "in_force")
-        pipeline.get(keys.TIERS_PROPOSED)
+        pipeline.hget(self._keys.tiers, "in_force")
+        pipeline.get(self._keys.tiers_proposed)
         in_force, proposed = await pipeline.execute()
         documents = self._documents
         return Reading(
@@ -76,15 +77,15 @@ class TierStore:
 
     async def propose(self, content: dict[str, Any], source: str, now_ms: int, file: str = "") -> TierDocument | None:
         """Propose a document and return it; None while another document is being voted on."""
-        generation = await self._client.hincrby(keys.TIERS, "generation", 1)
+        generation = await self._client.hincrby(self._keys.tiers, "generation", 1)
         document = TierDocument(generation, content, source, now_ms, file)
         data, ttl_ms = self._encoder.encode(document), int(keys.TIERS_PROPOSED_TTL_S * 1000)
         # If the reply to the first SET was lost, the repeated SET fails because of the first one. The value is then
         # this document.
-        is_set = await self._client.set(keys.TIERS_PROPOSED, data, nx=True, px=ttl_ms)
-        if not is_set and await self._client.get(keys.TIERS_PROPOSED) != data:
+        is_set = await self._client.set(self._keys.tiers_proposed, data, nx=True, px=ttl_ms)
+        if not is_set and await self._client.get(self._keys.tiers_proposed) != data:
             return None
-        await self._client.publish(keys.TIERS_NEWS, b"")
+        await self._client.publish(self._keys.tiers_news, b"")
         return document
 
     async def commit(self, document: TierDocument) -> bool:
@@ -97,7 +98,9 @@ class TierStore:
     async def _end_proposal(self, document: TierDocument, *, commit: bool) -> bool:
         data = self._encoder.encode(document)
         return bool(
-            await self._settle(keys=[keys.TIERS, keys.TIERS_PROPOSED], args=[data, int(commit), keys.TIERS_NEWS])
+            await self._settle(
+                keys=[self._keys.tiers, self._keys.tiers_proposed], args=[data, int(commit), self._keys.tiers_news]
+            )
         )
 
     async def report(self, follower: Follower) -> None:
@@ -107,14 +110,14 @@ class TierStore:
         """
         ttl_ms = int(keys.FOLLOWER_TTL_S * 1000)
         pipeline = self._client.pipeline(transaction=True)
-        pipeline.set(keys.follower(follower.part), self._encoder.encode(follower), px=ttl_ms)
-        pipeline.sadd(keys.FOLLOWERS, follower.part)
+        pipeline.set(self._keys.follower + follower.part, self._encoder.encode(follower), px=ttl_ms)
+        pipeline.sadd(self._keys.followers, follower.part)
         await pipeline.execute()
 
     async def leave(self, part: str) -> None:
         pipeline = self._client.pipeline(transaction=True)
-        pipeline.delete(keys.follower(part))
-        pipeline.srem(keys.FOLLOWERS, part)
+        pipeline.delete(self._keys.follower + part)
+        pipeline.srem(self._keys.followers, part)
         await pipeline.execute()
 
     async def followers(self) -> list[Follower]:
@@ -122,14 +125,14 @@ class TierStore:
 
         A follower whose report cannot be read has voted on nothing that this version knows of.
         """
-        members: set[bytes] = await self._client.smembers(keys.FOLLOWERS)  # type: ignore[assignment]  # not decoded
+        members: set[bytes] = await self._client.smembers(self._keys.followers)  # type: ignore[assignment]  # not decoded
         parts = sorted(member.decode() for member in members)
         if not parts:
             return []
-        reports: list[Any] = await self._client.mget([keys.follower(part) for part in parts])
+        reports: list[Any] = await self._client.mget([self._keys.follower + part for part in parts])
         gone = [part for part, report in zip(parts, reports, strict=True) if report is None]
         if gone:
-            await self._client.srem(keys.FOLLOWERS, *gone)
+            await self._client.srem(self._keys.followers, *gone)
         found = {part: report for part, report in zip(parts, reports, strict=True) if report is not None}
         return [
             self._decode(self._followers, report, f"the report of {part}") or Follower(part, UNKNOWN)
@@ -141,7 +144,7 @@ class TierStore:
 
         Runs until cancelled.
         """
-        async for _ in connection.messages(self._client, keys.TIERS_NEWS):
+        async for _ in connection.messages(self._client, self._keys.tiers_news):
             on_news()
 
     def _decode(self, decoder: msgspec.msgpack.Decoder[T], data: bytes | None, what: str) -> T | None:

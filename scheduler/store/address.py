@@ -30,6 +30,8 @@ from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 from redis.exceptions import AuthenticationError, ConnectionError, TimeoutError
 
+from scheduler.store import keys
+
 CONNECT_TIMEOUT_S = 2.0
 SCHEMES = ("redis", "rediss", "redis+sentinel", "rediss+sentinel", "unix")
 SENTINEL_S = 1.0  # a Sentinel that takes longer to connect and to answer is passed over
@@ -44,6 +46,7 @@ PASSWORD_COMMAND_S = 5.0
 class Route:
     """The way of a client's connections to the primary."""
 
+    namespace: str = keys.Namespace.prefix  # in front of the keys of its store
     changes: int = 0  # how often it has turned out that connections lead to a wrong or dead node
     service: str = ""
     sentinels: list[Sentinel] = field(default_factory=list)  # one object each; the one that knew last comes first

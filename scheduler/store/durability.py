@@ -66,6 +66,7 @@ class _Rounds:
 
     def __init__(self, client: Redis) -> None:
         self._pool = client.connection_pool
+        self._key = keys.Keys.of(client).durable
         self._slots = asyncio.Semaphore(ROUNDS)
         self._next: dict[tuple[float, bool], asyncio.Task[list[Any]]] = {}  # rounds that have not begun
         self.num_replicas = 0
@@ -85,7 +86,7 @@ class _Rounds:
             del self._next[timeout_s, on_disk]  # who comes from now on may have written after this round's write
         try:
             pipeline = Redis(connection_pool=self._pool).pipeline(transaction=False)
-            pipeline.set(keys.DURABLE, b"", px=int(keys.DURABLE_TTL_S * 1000))
+            pipeline.set(self._key, b"", px=int(keys.DURABLE_TTL_S * 1000))
             pipeline.execute_command("WAITAOF", int(on_disk), 0, int(timeout_s * 1000))
             pipeline.execute_command("WAIT", self.num_replicas, int(REPLICAS_S * 1000))
             return await pipeline.execute(raise_on_error=False)

@@ -2,99 +2,27 @@
 
 Knows names; does not know commands. Times in Redis are integer milliseconds of Unix time.
 
-The store must be one server, not a cluster: a script derives each request's key from the request's id, so the keys of
-one script belong to many cluster slots.
+A script derives each request's key from the request's id, and one transaction writes keys of several kinds. So all keys
+of one deployment must be on one server.
 """
 
-# Every key begins with this.
-NAMESPACE = "tidegate:"
+from dataclasses import dataclass
+from typing import Self
 
-# Queue ------------------------------------------------------------------------------------------------
+from redis.asyncio import Redis
 
-# One sorted set per tier, for example `tidegate:queue:realtime`. The score is the deadline in ms. A member is
-# `<16 digits>:<prompt tokens>:<maximum output tokens>:<request id>`. The digits number the puts, so that requests with
-# equal deadlines are claimed in the order of arrival.
-QUEUE_PREFIX = "tidegate:queue:"
-
-# One hash per tier that has waiting requests. The fields `prompt` and `output` are the sums of these tokens over the
-# tier's sorted set, and `bytes` is the sum of the sizes of the payloads.
-WAITING_PREFIX = "tidegate:waiting:"
-
-# One hash per request, from its put until its ack or cancel. Fields: tier, member, deadline_ms, payload (msgpack
-# `Request`), attempt (number of claims that count), part (`Request.job_part`, if it is a part of a job), reply_to (the
-# gateway that waits for it, also if nobody can read the payload), received (number of tokens that this gateway has told
-# to have received, for the next claim; `?` after a claim), and, while leased, fence, worker and waits (1: the
-# request is in no step of the worker, so that the worker's death does not count as an attempt). The hash has no TTL,
-# because a line of a batch may wait for a day.
-REQUEST_PREFIX = "tidegate:request:"
-
-# One string per request that has been checkpointed, or per part of a job: 16 digits, and the output tokens, 4 bytes
-# each. The digits are the number of the put of the request that may append (zeros: none may). A request whose
-# checkpoint is gone starts from its prompt.
-OUTPUT_PREFIX = "tidegate:generated:"
+# Seconds for which a request's output is kept after its last checkpoint.
 OUTPUT_TTL_S = 86_400.0
 
 # Seconds for which the output of a part of a job outlives its request. A gateway that is away for less time continues
 # its parts of jobs where they were.
 PART_TTL_S = 1800.0
 
-# One string per worker in whose step one request runs alone: the id of this request. It outlives the worker until its
-# requests are given back.
-ALONE_PREFIX = "tidegate:alone:"
 ALONE_TTL_S = 3600.0
-
-# One string per worker: the name of its last claim with a result, and the claimed requests (JSON). A claim whose reply
-# was lost is sent again within this time.
-CLAIM_PREFIX = "tidegate:claim:"
 CLAIM_TTL_S = 10.0
 
-# Sorted set of all leased requests. The score is the expiry of the lease in ms; the member is the request id.
-LEASES = "tidegate:leases"
-
-# One set per worker id: the ids of the requests that its processes hold, so that nobody has to search all leases. Which
-# process holds a request is in the request's hash, and counts if the two differ.
-HELD_PREFIX = "tidegate:held:"
-
-# The last number given to a put, a claim or a message of events, and the replication id of the server that gave it. The
-# number only grows, and both outlive all requests.
-SEQUENCE = "tidegate:sequence"
-EPOCH = "tidegate:epoch"
-
-# Pub/sub channel. The message is `wake` after a put, after a requeue, or when a waiting request was cancelled, and
-# `cancel:<request id>` when a leased request was cancelled.
-WAKE = "tidegate:wake"
-
-# Tasks ------------------------------------------------------------------------------------------------
-
-# Tasks have a queue of their own, with the same keys in this namespace: `tidegate:tasks:queue:realtime` and so on. A
-# queue's name is a lane (scheduler/drivers/calls/lanes.py), and a request's payload is a msgpack `Task` without its
-# input. That is the field `input`, because only a worker reads it. `bytes` is the size of both at the task's creation.
-TASKS = "tidegate:tasks:"
-
-# Hash: bytes of the waiting and running tasks of each owner.
-TASK_BYTES = "tidegate:tasks:bytes"
-
-# One hash per ended task. Fields: task (msgpack `Task`), state, attempt, ended_ms, and result (JSON) or error; a dead
-# letter also has input and bytes. Its TTL is the task's `keep_ms`, or `DEAD_TTL_S` for a dead letter.
-ENDED_TASK_PREFIX = "tidegate:tasks:ended:"
-
-# One sorted set per owner: `<id>:<bytes>` of the dead letters, by the time of their end in ms.
-DEAD_PREFIX = "tidegate:tasks:dead:"
-DEAD_BYTES_PREFIX = "tidegate:tasks:dead-bytes:"  # the sum of their bytes
 DEAD_TTL_S = 7 * 86_400.0  # seconds; somebody has to look at a dead letter, also after a weekend
 MAX_DEAD, MAX_DEAD_BYTES = 100_000, 2**28  # of the dead letters of one owner; beyond it, the oldest is removed
-
-# Pub/sub channel: the ids of ended tasks, with blanks between them.
-TASKS_ENDED = "tidegate:tasks:ended"
-
-# Events -----------------------------------------------------------------------------------------------
-
-# One stream per gateway. It exists while the gateway listens.
-EVENTS_PREFIX = "tidegate:events:"
-
-# One number per gateway, which grows with every heartbeat of the gateway. Workers drop the requests of a gateway whose
-# number does not change any more.
-GATEWAY_BEAT_PREFIX = "tidegate:gateway:"
 
 # Seconds. The stream and the number of a gateway outlive its last heartbeat for this long. It is well above any outage
 # of the store, and above most jumps of its clock (a machine that was asleep), because a gateway that lives must not
@@ -108,87 +36,165 @@ EVENTS_HEARTBEAT_S = 1.0
 # requests of a gateway without heartbeats after 4 s, in which 100 workers with 50 steps a second make a fifth of this.
 EVENTS_MAXLEN = 100_000
 
-# Workers ----------------------------------------------------------------------------------------------
-
-# Set of announced worker ids. A reader removes the ids whose hash has expired.
-WORKERS = "tidegate:workers"
-
-# Hash: the newest beat (msgpack `Beat`) of each announced worker, for all who only watch whether it is alive.
-BEATS = "tidegate:workers:beats"
-
-# One hash per live worker: status (msgpack `WorkerStatus`), metrics (Prometheus text), sla (JSON), incarnation.
-WORKER_PREFIX = "tidegate:worker:"
-
 # Seconds. A worker announces itself about every second; after several missed announcements in a row it counts as dead.
 WORKER_TTL_S = 6.0
 
-# One string per worker that starts and does not serve yet (msgpack `WorkerStart`), and the set of their ids. Both live
-# for this many seconds after the last report. A worker reports every second, but may be held up while it loads its
-# model.
-STARTING_PREFIX = "tidegate:starting:"
-STARTING = "tidegate:starting"
+# Seconds. A worker that starts reports every second, but may be held up while it loads its model.
 START_TTL_S = 15.0
 
-# Tiers ------------------------------------------------------------------------------------------------
-
-# A hash. `generation` is the last number given to a document. `in_force` is the document that all gateways and workers
-# follow (msgpack `TierDocument`). The hash outlives these processes; the first process of the next start replaces the
-# document with its own file, and so does one with a newer file, if all agree.
-TIERS = "tidegate:tiers"
-
-# The proposed document, if there is one. Only one document can be proposed at a time, and it expires soon.
-TIERS_PROPOSED = "tidegate:tiers:proposed"
 TIERS_PROPOSED_TTL_S = 15.0
-
-# Pub/sub channel: a message of any content means that one of the two keys above has changed.
-TIERS_NEWS = "tidegate:tiers:news"
-
-# Set of the gateways and workers that follow the tiers. Each of them also has a key (msgpack `Follower`), which lives
-# longer than a few missed reports.
-FOLLOWERS = "tidegate:followers"
-FOLLOWER_PREFIX = "tidegate:follower:"
 FOLLOWER_TTL_S = 4.0
-
-# Writes -------------------------------------------------------------------------------------------
-
-# A key that is written just before WAITAOF, which waits only for the writes of its own connection. This write comes
-# after all earlier writes of any connection, so when it is on disk, they are too.
-DURABLE = "tidegate:durable"
 DURABLE_TTL_S = 60.0
-
-# A key that gateways write every second, to learn whether the store takes writes.
-PROBE = "tidegate:probe"
 PROBE_TTL_S = 60.0
 
 
-def key_in(namespace: str, key: str) -> str:
-    """Return the key in `namespace` that has the part of `key`."""
-    return namespace + key.removeprefix(NAMESPACE)
+class Name:
+    """The part of a key after the namespace. As an attribute of a `Namespace`, it is the whole key."""
+
+    def __init__(self, part: str) -> None:
+        self._part = part
+
+    def __get__(self, namespace: "Namespace", kind: type["Namespace"]) -> str:
+        return namespace.prefix + self._part
 
 
-def tier_queue(tier: str) -> str:
-    return QUEUE_PREFIX + tier
+@dataclass(frozen=True)
+class Namespace:
+    """Keys that all begin with `prefix`."""
+
+    prefix: str = "tidegate:"
+
+    @classmethod
+    def of(cls, client: Redis) -> Self:
+        """Return the keys of the deployment that a client of `connection.connect` belongs to."""
+        return cls(client.connection_pool.connection_kwargs["route"].namespace)
 
 
-def tier_waiting(tier: str) -> str:
-    return WAITING_PREFIX + tier
+class Keys(Namespace):
+    """The scheduler's keys and channels. One that ends with ":" stands before an id or another name."""
+
+    # Queue ------------------------------------------------------------------------------------------------
+
+    # One sorted set per tier, for example `tidegate:queue:realtime`. The score is the deadline in ms. A member is
+    # `<16 digits>:<prompt tokens>:<maximum output tokens>:<request id>`. The digits number the puts, so that requests
+    # with equal deadlines are claimed in the order of arrival.
+    queue = Name("queue:")
+
+    # One hash per tier that has waiting requests. The fields `prompt` and `output` are the sums of these tokens over
+    # the tier's sorted set, and `bytes` is the sum of the sizes of the payloads.
+    waiting = Name("waiting:")
+
+    # One hash per request, from its put until its ack or cancel. Fields: tier, member, deadline_ms, payload (msgpack
+    # `Request`), attempt (number of claims that count), part (`Request.job_part`, if it is a part of a job), reply_to
+    # (the gateway that waits for it, also if nobody can read the payload), received (number of tokens that this gateway
+    # has told to have received, for the next claim; `?` after a claim), and, while leased, fence, worker and waits (1:
+    # the request is in no step of the worker, so that the worker's death does not count as an attempt). The hash has no
+    # TTL, because a line of a batch may wait for a day.
+    request = Name("request:")
+
+    # One string per request that has been checkpointed, or per part of a job, for `OUTPUT_TTL_S`: 16 digits, and the
+    # output tokens, 4 bytes each. The digits are the number of the put of the request that may append (zeros: none
+    # may). A request whose checkpoint is gone starts from its prompt.
+    output = Name("generated:")
+
+    # One string per worker in whose step one request runs alone: the id of this request. It outlives the worker, for
+    # `ALONE_TTL_S`, until its requests are given back.
+    alone = Name("alone:")
+
+    # One string per worker: the name of its last claim with a result, and the claimed requests (JSON). A claim whose
+    # reply was lost is sent again within `CLAIM_TTL_S`.
+    claim = Name("claim:")
+
+    # Sorted set of all leased requests. The score is the expiry of the lease in ms; the member is the request id.
+    leases = Name("leases")
+
+    # One set per worker id: the ids of the requests that its processes hold, so that nobody has to search all leases.
+    # Which process holds a request is in the request's hash, and counts if the two differ.
+    held = Name("held:")
+
+    # The last number given to a put, a claim or a message of events, and the replication id of the server that gave it.
+    # The number only grows, and both outlive all requests.
+    sequence = Name("sequence")
+    epoch = Name("epoch")
+
+    # Pub/sub channel. The message is `wake` after a put, after a requeue, or when a waiting request was cancelled, and
+    # `cancel:<request id>` when a leased request was cancelled.
+    wake = Name("wake")
+
+    # Events -----------------------------------------------------------------------------------------------
+
+    # One stream per gateway. It exists while the gateway listens.
+    events = Name("events:")
+
+    # One number per gateway, which grows with every heartbeat of the gateway. Workers drop the requests of a gateway
+    # whose number does not change any more.
+    gateway_beat = Name("gateway:")
+
+    # Workers ----------------------------------------------------------------------------------------------
+
+    # Set of announced worker ids. A reader removes the ids whose hash has expired.
+    workers = Name("workers")
+
+    # Hash: the newest beat (msgpack `Beat`) of each announced worker, for all who only watch whether it is alive.
+    beats = Name("workers:beats")
+
+    # One hash per live worker: status (msgpack `WorkerStatus`), metrics (Prometheus text), sla (JSON), incarnation.
+    worker = Name("worker:")
+
+    # One string per worker that starts and does not serve yet (msgpack `WorkerStart`), and the set of their ids. Both
+    # live for `START_TTL_S` after the last report.
+    start = Name("starting:")
+    starting = Name("starting")
+
+    # Tiers ------------------------------------------------------------------------------------------------
+
+    # A hash. `generation` is the last number given to a document. `in_force` is the document that all gateways and
+    # workers follow (msgpack `TierDocument`). The hash outlives these processes; the first process of the next start
+    # replaces the document with its own file, and so does one with a newer file, if all agree.
+    tiers = Name("tiers")
+
+    # The proposed document, if there is one. Only one document can be proposed at a time, and it expires soon.
+    tiers_proposed = Name("tiers:proposed")
+
+    # Pub/sub channel: a message of any content means that one of the two keys above has changed.
+    tiers_news = Name("tiers:news")
+
+    # Set of the gateways and workers that follow the tiers. Each of them also has a key (msgpack `Follower`), which
+    # lives longer than a few missed reports.
+    followers = Name("followers")
+    follower = Name("follower:")
+
+    # Writes -------------------------------------------------------------------------------------------
+
+    # A key that is written just before WAITAOF, which waits only for the writes of its own connection. This write comes
+    # after all earlier writes of any connection, so when it is on disk, they are too.
+    durable = Name("durable")
+
+    # A key that gateways write every second, to learn whether the store takes writes.
+    probe = Name("probe")
+
+    @property
+    def tasks(self) -> "TaskKeys":
+        return TaskKeys(self.prefix + "tasks:")
 
 
-def events(gateway_id: str) -> str:
-    return EVENTS_PREFIX + gateway_id
+class TaskKeys(Keys):
+    """The keys of tasks. Their queue has the same keys as that of requests: `tidegate:tasks:queue:realtime` and so on.
 
+    A queue's name is a lane (scheduler/drivers/calls/lanes.py), and a request's payload is a msgpack `Task` without its
+    input. That is the field `input`, because only a worker reads it. `bytes` is the size of both when it was created.
+    """
 
-def gateway_beat(gateway_id: str) -> str:
-    return GATEWAY_BEAT_PREFIX + gateway_id
+    # Hash: bytes of the waiting and running tasks of each owner.
+    bytes = Name("bytes")
 
+    # One hash per ended task. Fields: task (msgpack `Task`), state, attempt, ended_ms, and result (JSON) or error; a
+    # dead letter also has input and bytes. Its TTL is the task's `keep_ms`, or `DEAD_TTL_S` for a dead letter.
+    ended = Name("ended:")
 
-def starting(worker_id: str) -> str:
-    return STARTING_PREFIX + worker_id
+    # One sorted set per owner: `<id>:<bytes>` of the dead letters, by the time of their end in ms.
+    dead = Name("dead:")
+    dead_bytes = Name("dead-bytes:")  # the sum of their bytes
 
-
-def worker(worker_id: str) -> str:
-    return WORKER_PREFIX + worker_id
-
-
-def follower(part: str) -> str:
-    return FOLLOWER_PREFIX + part
+    # Pub/sub channel: the ids of ended tasks, with blanks between them.
+    news = Name("ended")

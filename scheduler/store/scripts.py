@@ -17,11 +17,9 @@ def load_script(client: Redis, package: str, *names: str, prelude: str = "") -> 
     return client.register_script("\n".join((prelude, *(script_text(package, name) for name in names))))
 
 
-def growing_numbers(namespace: str = keys.NAMESPACE) -> str:
-    """Return the Lua function `take_numbers` with the counter of `namespace`, for the prelude of a script."""
-    names = {"SEQUENCE": keys.key_in(namespace, keys.SEQUENCE), "EPOCH": keys.key_in(namespace, keys.EPOCH)}
-    lines = (f"local {name} = '{key}'\n" for name, key in names.items())
-    return "".join(lines) + script_text("scheduler.store", "numbers")
+def growing_numbers(names: keys.Keys) -> str:
+    """Return the Lua function `take_numbers` with the counter of `names`, for the prelude of a script."""
+    return f"local SEQUENCE, EPOCH = '{names.sequence}', '{names.epoch}'\n" + script_text("scheduler.store", "numbers")
 
 
 @cache

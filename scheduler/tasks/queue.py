@@ -51,12 +51,15 @@ class TaskQueue(LeasedQueue):
     `max_bytes` limits the waiting and running tasks of one owner, when this handle enqueues them.
     """
 
+    _keys: keys.TaskKeys
+
     def __init__(self, client: Redis, clock: Clock, worker_id: str = "", max_bytes: int = 2**30) -> None:
-        super().__init__(client, clock, worker_id, keys.TASKS)
+        names = keys.Keys.of(client).tasks
+        super().__init__(client, clock, worker_id, names)
         self._max_bytes = max_bytes
         self._encode = msgspec.msgpack.Encoder().encode
         self._decoder = msgspec.msgpack.Decoder(Task)
-        prelude = queue_prelude(keys.TASKS) + _record_names() + script_text("scheduler.queue", "shared")
+        prelude = queue_prelude(names) + _record_names(names) + script_text("scheduler.queue", "shared")
 
         def load(name: str, more: str = "") -> AsyncScript:
             return load_script(client, "scheduler.tasks", "record", name, prelude=prelude + more)
@@ -83,15 +86,15 @@ class TaskQueue(LeasedQueue):
         """Return the size of the results of all these tasks together."""
         pipeline = self._client.pipeline(transaction=False)
         for task_id in task_ids:
-            pipeline.hstrlen(keys.ENDED_TASK_PREFIX + task_id, "result")
+            pipeline.hstrlen(self._keys.ended + task_id, "result")
         return sum(await pipeline.execute())
 
     async def find(self, task_ids: Sequence[str]) -> list[StoredTask | None]:
         """Return the state of each task, without its input; None for one that is unknown or has expired."""
         pipeline = self._client.pipeline(transaction=True)
         for task_id in task_ids:
-            pipeline.hmget(_request_key(task_id), ["payload", "fence", "attempt"])
-            pipeline.hmget(keys.ENDED_TASK_PREFIX + task_id, list(_ENDED_FIELDS))
+            pipeline.hmget(self._keys.request + task_id, ["payload", "fence", "attempt"])
+            pipeline.hmget(self._keys.ended + task_id, list(_ENDED_FIELDS))
         replies = await pipeline.execute() if task_ids else []
         pairs = zip(task_ids, replies[::2], replies[1::2], strict=True)
         return [self._stored(task_id, open_, ended) for task_id, open_, ended in pairs]
@@ -113,9 +116,9 @@ class TaskQueue(LeasedQueue):
 
         None if there is no dead letter `after`.
         """
-        key, rank = keys.DEAD_PREFIX + owner, -1
+        key, rank = self._keys.dead + owner, -1
         if after is not None:
-            size: Any = await self._client.hget(keys.ENDED_TASK_PREFIX + after, "bytes")
+            size: Any = await self._client.hget(self._keys.ended + after, "bytes")
             found: Any = size and await self._client.zrevrank(key, f"{after}:{size.decode()}")
             if found is None:
                 return None
@@ -223,11 +226,7 @@ def _dead_limits() -> tuple[int, int, int]:
     return int(keys.DEAD_TTL_S * 1000), keys.MAX_DEAD, keys.MAX_DEAD_BYTES
 
 
-def _record_names() -> str:
-    names = {"ENDED": keys.ENDED_TASK_PREFIX, "DEAD": keys.DEAD_PREFIX, "DEAD_BYTES": keys.DEAD_BYTES_PREFIX}
-    names |= {"BYTES": keys.TASK_BYTES, "NEWS": keys.TASKS_ENDED}
-    return "".join(f"local {name} = '{key}'\n" for name, key in names.items())
-
-
-def _request_key(task_id: str) -> str:
-    return keys.key_in(keys.TASKS, keys.REQUEST_PREFIX) + task_id
+def _record_names(names: keys.TaskKeys) -> str:
+    strings = {"ENDED": names.ended, "DEAD": names.dead, "DEAD_BYTES": names.dead_bytes}
+    strings |= {"BYTES": names.bytes, "NEWS": names.news}
+    return "".join(f"local {name} = '{key}'\n" for name, key in strings.items())

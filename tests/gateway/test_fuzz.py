@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from redis.asyncio import Redis
 
-from gateway import store_keys
-from scheduler.store import keys
+from gateway.store_keys import GatewayKeys
+from scheduler.store.keys import Keys
 from tests.gateway.fuzzing import HEADERS, PARTS, bodies
 from tests.gateway.stand import Stand, running_stand
 from tests.gateway.tiny_model import MODEL
@@ -25,16 +25,9 @@ EXAMPLES = os.environ.get("TIDEGATE_FUZZ_EXAMPLES", "")
 BOUNDED = settings(max_examples=int(EXAMPLES or 15), derandomize=not EXAMPLES)
 BROKEN = (500, 502, 504)  # 503 is an honest answer: the tier's queue is full
 
-LASTING_KEYS = {
-    store_keys.STORAGE,
-    keys.SEQUENCE,
-    keys.EPOCH,
-    keys.DURABLE,
-    keys.TIERS,
-    keys.FOLLOWERS,
-    store_keys.RESPONSES_SIZES,
-    store_keys.RESPONSES_BYTES,
-}
+KEYS, GATEWAY_KEYS = Keys(), GatewayKeys()
+LASTING_KEYS = {KEYS.sequence, KEYS.epoch, KEYS.durable, KEYS.tiers, KEYS.followers}
+LASTING_KEYS |= {GATEWAY_KEYS.storage, GATEWAY_KEYS.responses_sizes, GATEWAY_KEYS.responses_bytes}
 
 
 def check_answer(response: httpx.Response) -> None:
@@ -57,7 +50,7 @@ async def check_nothing_is_left(stand: Stand, redis: Redis) -> None:
     await until(lambda: stand.gateway.client.num_open == 0)
     assert not any((await stand.gateway.client.depths()).values())
     left = [key.decode() for key in await redis.keys("*") if await redis.ttl(key) == -1]
-    assert {key for key in left if not key.startswith(store_keys.RESPONSES_OF)} <= LASTING_KEYS, left
+    assert {key for key in left if not key.startswith(GATEWAY_KEYS.responses_of)} <= LASTING_KEYS, left
 
 
 @pytest.mark.parametrize("path", PARTS)

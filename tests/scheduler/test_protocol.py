@@ -30,7 +30,8 @@ from scheduler.client.token_stream import TokenStream
 from scheduler.queue.redis import RedisQueue
 from scheduler.queue.scripts import ClaimedRow
 from scheduler.request import Checkpoint, Claimed, Delivery, EventKind, Lease, TokenEvent
-from scheduler.store import connection, keys
+from scheduler.store import connection
+from scheduler.store.keys import Keys
 from tests.scheduler.builders import make_request, make_tiers
 from tests.scheduler.queue.harness import START_MS, ManualClock
 
@@ -334,7 +335,8 @@ class Protocol(RuleBasedStateMachine):
         await self.client.flushdb()
         for key, (value, ttl_ms) in self.snapshot.items():
             await self.client.restore(key, ttl_ms, value)
-        await self.client.set(keys.EPOCH, f"replica {self.failovers}")  # the new primary has another replication id
+        # the new primary has another replication id
+        await self.client.set(Keys.of(self.client).epoch, f"replica {self.failovers}")
 
     # -- laws --------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from scheduler.queue.redis import RedisQueue
 from scheduler.registry.redis import RedisWorkerRegistry
 from scheduler.registry.worker_status import Beat, TierCapacity, TierStatus, WorkerStatus
 from scheduler.request import VERSION, Delivery, EventKind, Receipt, Request, TokenEvent
-from scheduler.store import keys
+from scheduler.store.keys import Keys
 from scheduler.tasks import task as tasks_format
 from scheduler.tasks.queue import TaskQueue
 from scheduler.tasks.task import EndedTask, Task, TaskState
@@ -157,7 +157,7 @@ async def claim(redis_client: Redis, changes: dict[str, object]) -> tuple[str, s
     """Put a request, change its stored payload, and claim it. Return why it cannot be read, and its gateway."""
     queue = RedisQueue(redis_client, ManualClock(), "w")
     await queue.put([PLAIN])
-    key = keys.REQUEST_PREFIX + PLAIN.id
+    key = Keys.of(redis_client).request + PLAIN.id
     payload = msgspec.msgpack.decode(msgspec.msgpack.encode(PLAIN))
     sampling = {**payload["sampling"], **changes.pop("sampling", {})}  # type: ignore[dict-item]
     await redis_client.hset(key, "payload", msgspec.msgpack.encode({**payload, **changes, "sampling": sampling}))
@@ -219,7 +219,7 @@ async def test_a_task_that_needs_a_later_version_is_left_to_it_with_the_names_of
     [letter] = await tasks.dead("team", 10) or []
     assert letter.error == "It cannot be read: this worker does not know voice."
     assert not letter.task.is_readable and letter.task.service_tier == later.service_tier
-    stored = await redis_client.hmget(keys.ENDED_TASK_PREFIX + later.id, ["task", "input"])
+    stored = await redis_client.hmget(Keys.of(redis_client).tasks.ended + later.id, ["task", "input"])
     assert stored == [payload, b"2"], "a later version can retry it whole"
 
 
@@ -230,8 +230,8 @@ async def test_an_ended_task_whose_record_cannot_be_read_keeps_its_result_and_it
     claims = await tasks.claim({"realtime": 3}, LEASE_S)
     await tasks.end([EndedTask(claimed, claimed.task, b"7") for claimed in claims])
     damaged, unknown, readable = (claimed.task for claimed in claims)
-    await redis_client.hset(keys.ENDED_TASK_PREFIX + damaged.id, "task", b"\x82\xa5owner\xa4team\xa2id\x01")
-    await redis_client.hset(keys.ENDED_TASK_PREFIX + unknown.id, "state", "paused")
+    await redis_client.hset(Keys.of(redis_client).tasks.ended + damaged.id, "task", b"\x82\xa5owner\xa4team\xa2id\x01")
+    await redis_client.hset(Keys.of(redis_client).tasks.ended + unknown.id, "state", "paused")
     first, second, third = await tasks.find([damaged.id, unknown.id, readable.id])
     assert first is not None and (first.state, first.result, first.task.owner) == (TaskState.DONE, b"7", "team")
     assert second is None
@@ -241,9 +241,10 @@ async def test_an_ended_task_whose_record_cannot_be_read_keeps_its_result_and_it
 async def announce_as_before(redis_client: Redis, at_ms: int) -> None:
     """Announce `w` as a worker of an earlier version, which sends no beats."""
     status = msgspec.msgpack.encode(replace(STATUS, at_ms=at_ms))
-    await redis_client.hset(keys.worker("w"), mapping={"status": status, "metrics": "", "sla": "{}", "incarnation": ""})
-    await redis_client.pexpire(keys.worker("w"), 6000)
-    await redis_client.sadd(keys.WORKERS, "w")
+    key = Keys.of(redis_client).worker + "w"
+    await redis_client.hset(key, mapping={"status": status, "metrics": "", "sla": "{}", "incarnation": ""})
+    await redis_client.pexpire(key, 6000)
+    await redis_client.sadd(Keys.of(redis_client).workers, "w")
 
 
 async def test_a_worker_of_an_earlier_version_is_seen_and_its_beats_are_those_of_its_status(
@@ -255,7 +256,7 @@ async def test_a_worker_of_an_earlier_version_is_seen_and_its_beats_are_those_of
         await announce_as_before(redis_client, at_ms)
         assert await registry.beats() == {"v": Beat(1), "w": Beat(at_ms)}
     assert [status.worker_id for status in await registry.workers()] == ["v", "w"]
-    await redis_client.delete(keys.worker("w"))
+    await redis_client.delete(Keys.of(redis_client).worker + "w")
     assert await registry.beats() == {"v": Beat(1)}
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 from pydantic import SecretStr
-from redis.asyncio import Redis
 
 from gateway.http.metrics import GatewayMetrics
 from gateway.identity import Keyring
 from gateway.protocol.errors import ApiError
 from scheduler.clock import SystemClock
+from scheduler.store.connection import connect
 from tidegate.gateway.parts import load_sampling_defaults, make_webhooks
 from tidegate.gateway.process import connection_limits
 from tidegate.settings.gateway import GatewaySettings
@@ -64,7 +64,7 @@ async def test_webhooks_call_this_machine_only_where_it_is_all_there_is(
     secret = SecretStr("whsec_QUJDREVGR0hJSktMTU5PUFFSU1RVVldYWVo=")
     settings = GatewaySettings(host=host, webhook_secret=secret, webhook_allow_private=allows_private)
     keyring = Keyring(None if is_open else [])
-    webhooks = make_webhooks(settings, Redis(), keyring, SystemClock(), GatewayMetrics())
+    webhooks = make_webhooks(settings, connect("redis://127.0.0.1:1"), keyring, SystemClock(), GatewayMetrics())
     with nullcontext() if is_called else pytest.raises(ApiError, match="--webhook-allow-private"):
         webhooks.check({"webhook": "http://localhost:9/hook"}, None)
 

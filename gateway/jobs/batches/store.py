@@ -15,10 +15,10 @@ import msgspec
 from redis.asyncio import Redis
 from redis.asyncio.lock import Lock
 
-from gateway import store_keys as keys
 from gateway.files.pagination import Page, page_of_ids, text
 from gateway.jobs.batches.model import Batch, BatchStatus, LineResult
 from gateway.jobs.batches.turns import UnfinishedBatch
+from gateway.store_keys import TOMBSTONE_S, GatewayKeys, index_of, tombstone
 from scheduler.store.durability import durable
 from scheduler.store.scripts import load_script
 
@@ -53,6 +53,7 @@ class BatchStore:
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
+        self._keys = GatewayKeys.of(redis)
         self._create = load_script(redis, "gateway.jobs.batches", "create")
         self._move = load_script(redis, "gateway.jobs.batches", "move")
         self._record = load_script(redis, "gateway.jobs.batches", "record")
@@ -62,12 +63,12 @@ class BatchStore:
     async def create(self, batch: Batch, max_unfinished: int | None = None) -> bool:
         """Store a new batch. Return False if its owner has `max_unfinished` unfinished batches (None: no limit)."""
         names = [
-            keys.batch(batch.id),
-            keys.index_of(keys.BATCHES, batch.owner),
-            keys.BATCHES_POSITION,
-            keys.BATCHES_UNFINISHED,
-            keys.BATCHES_BY_STATUS,
-            keys.index_of(keys.BATCHES_UNFINISHED_OF, batch.owner),
+            self._keys.batch(batch.id),
+            index_of(self._keys.batches, batch.owner),
+            self._keys.batches_position,
+            self._keys.batches_unfinished,
+            self._keys.batches_by_status,
+            index_of(self._keys.batches_unfinished_of, batch.owner),
         ]
         fields = {name: value for name, value in _as_dict(batch).items() if name != "status"}
         limit = -1 if max_unfinished is None else max_unfinished
@@ -75,20 +76,22 @@ class BatchStore:
 
     async def num_unfinished(self, owner: str | None) -> int:
         """Return how many batches of `owner` are not over, or not yet cleared up."""
-        own = keys.index_of(keys.BATCHES_UNFINISHED_OF, owner)
-        return len(await self._redis.sinter([own, keys.BATCHES_UNFINISHED]))
+        own = index_of(self._keys.batches_unfinished_of, owner)
+        return len(await self._redis.sinter([own, self._keys.batches_unfinished]))
 
     async def remove(self, batch_id: str, owner: str | None, *, if_over: bool) -> bool:
         """Remove a batch. Return False if it is removed only `if_over`, and is not over, or not yet cleared up."""
-        index = keys.index_of(keys.BATCHES, owner)
-        names = [keys.batch(batch_id), index, keys.BATCHES_UNFINISHED, keys.BATCHES_BY_STATUS]
-        names += [keys.batch_done(batch_id), keys.batch_results(batch_id), keys.BATCHES_ENDED]
-        names.append(keys.tombstone(index, batch_id))
-        return int(await self._remove(keys=names, args=[batch_id, keys.TOMBSTONE_S, int(if_over)])) == 1
+        index = index_of(self._keys.batches, owner)
+        names = [self._keys.batch(batch_id), index, self._keys.batches_unfinished, self._keys.batches_by_status]
+        names += [self._keys.batch_done(batch_id), self._keys.batch_results(batch_id), self._keys.batches_ended]
+        names.append(tombstone(index, batch_id))
+        return int(await self._remove(keys=names, args=[batch_id, TOMBSTONE_S, int(if_over)])) == 1
 
     async def ended_before(self, time_s: int, limit: int) -> list[str]:
         """Return up to `limit` ids of the batches that were over and cleared up before `time_s` (Unix seconds)."""
-        found = await self._redis.zrange(keys.BATCHES_ENDED, "-inf", f"({time_s}", byscore=True, offset=0, num=limit)
+        found = await self._redis.zrange(
+            self._keys.batches_ended, "-inf", f"({time_s}", byscore=True, offset=0, num=limit
+        )
         return [text(member) for member in found]
 
     async def date_undated_ends(self, cursor: int, now_s: int) -> int:
@@ -96,11 +99,11 @@ class BatchStore:
 
         Looks at `SCAN_KEYS` keys of the store from `cursor` on. Return the next cursor, or 0 after the last key.
         """
-        cursor, names = await self._redis.scan(cursor, keys.batch("*"), SCAN_KEYS)
-        ids = [text(name).removeprefix(keys.batch("")) for name in names]
-        unfinished = await self._redis.smismember(keys.BATCHES_UNFINISHED, ids) if ids else []
+        cursor, names = await self._redis.scan(cursor, self._keys.batch("*"), SCAN_KEYS)
+        ids = [text(name).removeprefix(self._keys.batch("")) for name in names]
+        unfinished = await self._redis.smismember(self._keys.batches_unfinished, ids) if ids else []
         if over := [batch_id for batch_id, is_unfinished in zip(ids, unfinished, strict=True) if not is_unfinished]:
-            await self._redis.zadd(keys.BATCHES_ENDED, dict.fromkeys(over, now_s), nx=True)
+            await self._redis.zadd(self._keys.batches_ended, dict.fromkeys(over, now_s), nx=True)
         return int(cursor)
 
     async def get(self, batch_id: str) -> Batch | None:
@@ -112,7 +115,7 @@ class BatchStore:
 
     async def page(self, *, owner: str | None, after: str | None, limit: int) -> Page[Batch] | None:
         """Return a page of `owner`'s batches, newest first; None if the cursor `after` is not one of these batches."""
-        index = keys.index_of(keys.BATCHES, owner)
+        index = index_of(self._keys.batches, owner)
         ids = await page_of_ids(self._redis, index, index, after=after, limit=limit)
         return None if ids is None else Page(await self.get_all(ids.items), ids.has_more)
 
@@ -124,7 +127,7 @@ class BatchStore:
         """
         sources = ",".join(source.value for source in target.sources)
         args = [token, sources, target.value, now_s, *_flat(changes)]
-        names = [keys.batch(batch_id), keys.batch_owner(batch_id), keys.BATCHES_BY_STATUS]
+        names = [self._keys.batch(batch_id), self._keys.batch_owner(batch_id), self._keys.batches_by_status]
         answer = await self._move(keys=names, args=args)
         return Moved(text(answer))
 
@@ -141,19 +144,19 @@ class BatchStore:
         for field, increment in counts.items():
             args += [field, increment]
         args += [result.number for result in results]
-        names = [keys.batch(batch_id), keys.batch_done(batch_id), keys.batch_results(batch_id)]
-        names.append(keys.batch_owner(batch_id))
+        names = [self._keys.batch(batch_id), self._keys.batch_done(batch_id), self._keys.batch_results(batch_id)]
+        names.append(self._keys.batch_owner(batch_id))
         if int(await self._record(keys=names, args=args)) < 0:
             raise OwnershipLost(batch_id)
 
     async def finished_lines(self, batch_id: str) -> "FinishedLines":
         """Return the numbers of the lines that have a result."""
-        bits: Any = await self._redis.get(keys.batch_done(batch_id))
+        bits: Any = await self._redis.get(self._keys.batch_done(batch_id))
         return FinishedLines(bits or b"")
 
     async def results(self, batch_id: str) -> dict[str, int]:
         """Return the names of the contents that have results, and how many bytes of each are recorded."""
-        found = await self._redis.hgetall(keys.batch_results(batch_id))
+        found = await self._redis.hgetall(self._keys.batch_results(batch_id))
         return {text(name): int(size) for name, size in found.items()}
 
     async def forget_work(self, batch_id: str, token: str, now_s: int) -> bool:
@@ -162,8 +165,8 @@ class BatchStore:
         The batch then no longer counts as unfinished. Return False if the batch is not over: a store that has crashed
         may have lost its end. Raises `OwnershipLost` if `token` is not the token of the batch's owner.
         """
-        names = [keys.batch_done(batch_id), keys.batch_results(batch_id), keys.BATCHES_UNFINISHED]
-        names += [keys.batch_owner(batch_id), keys.batch(batch_id), keys.BATCHES_ENDED]
+        names = [self._keys.batch_done(batch_id), self._keys.batch_results(batch_id), self._keys.batches_unfinished]
+        names += [self._keys.batch_owner(batch_id), self._keys.batch(batch_id), self._keys.batches_ended]
         ends = ",".join(status.value for status in BatchStatus if status.is_terminal)
         match int(await self._forget_work(keys=names, args=[token, batch_id, ends, now_s])):
             case -1:
@@ -173,14 +176,14 @@ class BatchStore:
         return True
 
     async def unfinished(self) -> list[str]:
-        return sorted(text(member) for member in await self._redis.smembers(keys.BATCHES_UNFINISHED))
+        return sorted(text(member) for member in await self._redis.smembers(self._keys.batches_unfinished))
 
     async def read_unfinished(self, batch_ids: Sequence[str]) -> list[UnfinishedBatch]:
         """Return what decides the turns of batches. Ids without a batch are left out."""
         pipeline = self._redis.pipeline(transaction=False)
         for batch_id in batch_ids:
-            pipeline.hmget(keys.batch(batch_id), TURN_FIELDS)
-            pipeline.pttl(keys.batch_owner(batch_id))
+            pipeline.hmget(self._keys.batch(batch_id), TURN_FIELDS)
+            pipeline.pttl(self._keys.batch_owner(batch_id))
         found = await pipeline.execute()
         entries = zip(batch_ids, found[::2], found[1::2], strict=True)
         return [_unfinished(i, record, lock_ms) for i, record, lock_ms in entries if record[0] is not None]
@@ -188,17 +191,17 @@ class BatchStore:
     async def statuses(self, batch_ids: Sequence[str]) -> dict[str, BatchStatus]:
         pipeline = self._redis.pipeline(transaction=False)
         for batch_id in batch_ids:
-            pipeline.hget(keys.batch(batch_id), "status")
+            pipeline.hget(self._keys.batch(batch_id), "status")
         found = await pipeline.execute()
         return {i: BatchStatus(text(s)) for i, s in zip(batch_ids, found, strict=True) if s is not None}
 
     async def counts_by_status(self) -> dict[BatchStatus, int]:
-        counts = await self._redis.hgetall(keys.BATCHES_BY_STATUS)
+        counts = await self._redis.hgetall(self._keys.batches_by_status)
         known = {text(status): int(count) for status, count in counts.items()}
         return {status: known.get(status.value, 0) for status in BatchStatus}
 
     def owner_lock(self, batch_id: str, ttl_s: float) -> Lock:
-        return self._redis.lock(keys.batch_owner(batch_id), timeout=ttl_s, blocking=False, thread_local=False)
+        return self._redis.lock(self._keys.batch_owner(batch_id), timeout=ttl_s, blocking=False, thread_local=False)
 
     async def bound_lock(self, batch_id: str, lock: Lock) -> None:
         """Let the lock that another gateway holds live no longer than `lock` would.
@@ -208,20 +211,20 @@ class BatchStore:
         """
         assert lock.timeout is not None
         ttl_ms = int(lock.timeout * 1000)
-        if await self._redis.pttl(keys.batch_owner(batch_id)) > ttl_ms:
-            await self._redis.pexpire(keys.batch_owner(batch_id), ttl_ms)
+        if await self._redis.pttl(self._keys.batch_owner(batch_id)) > ttl_ms:
+            await self._redis.pexpire(self._keys.batch_owner(batch_id), ttl_ms)
 
     async def durable(self, batch_id: str | None = None) -> bool:
         """Wait until everything that was written so far is on disk, as `scheduler.store.durability.durable` does.
 
         Raises `NotDurable` also if the store has lost the record of the batch.
         """
-        return await durable(self._redis, None if batch_id is None else keys.batch(batch_id))
+        return await durable(self._redis, None if batch_id is None else self._keys.batch(batch_id))
 
     async def _load(self, batch_ids: Sequence[str]) -> list[Batch | None]:
         pipeline = self._redis.pipeline(transaction=False)
         for batch_id in batch_ids:
-            pipeline.hgetall(keys.batch(batch_id))
+            pipeline.hgetall(self._keys.batch(batch_id))
         return [_decode(record) if record else None for record in await pipeline.execute()]
 
 

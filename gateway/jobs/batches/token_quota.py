@@ -12,12 +12,12 @@ from pathlib import Path
 
 from redis.asyncio import Redis
 
-from gateway import store_keys as keys
 from gateway.identity import Keyring
 from gateway.jobs.batches.input.checks import LineError
 from gateway.jobs.batches.input.lines import read_chunks
 from gateway.jobs.batches.input.prompt_text import prompt_parts
 from gateway.jobs.batches.model import Batch
+from gateway.store_keys import GatewayKeys
 from scheduler.store.scripts import load_script
 
 CountTokens = Callable[[Sequence[str]], Awaitable[int]]
@@ -25,6 +25,7 @@ CountTokens = Callable[[Sequence[str]], Awaitable[int]]
 
 class TokenQuota:
     def __init__(self, redis: Redis, keyring: Keyring, count_tokens: CountTokens) -> None:
+        self._keys = GatewayKeys.of(redis)
         self._reserve = load_script(redis, "gateway.jobs.batches", "reserve_tokens")
         self._keyring = keyring
         self._count_tokens = count_tokens
@@ -42,7 +43,9 @@ class TokenQuota:
         if tokens > limit:
             return (_too_large(key.name, limit),)
         args: list[str | int] = [batch.id, tokens, limit]
-        others = int(await self._reserve(keys=[keys.batch_tokens(key.name), keys.BATCHES_UNFINISHED], args=args))
+        others = int(
+            await self._reserve(keys=[self._keys.batch_tokens(key.name), self._keys.batches_unfinished], args=args)
+        )
         return () if others + tokens <= limit else (_exceeded(key.name, limit, others, tokens),)
 
     async def _count(self, path: Path, count_tokens: CountTokens, limit: int) -> int:

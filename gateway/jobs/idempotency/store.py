@@ -23,8 +23,8 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from gateway import store_keys as keys
 from gateway.protocol.errors import ApiError, retry_after
+from gateway.store_keys import IDEMPOTENCY_S, GatewayKeys
 from scheduler.clock import Clock
 from scheduler.store.scripts import load_script
 
@@ -55,6 +55,7 @@ class Attempt:
 
 class IdempotencyStore:
     def __init__(self, redis: Redis, clock: Clock) -> None:
+        self._keys = GatewayKeys.of(redis)
         self._begin = load_script(redis, "gateway.jobs.idempotency", "begin")
         self._update = load_script(redis, "gateway.jobs.idempotency", "update")
         self._keep = load_script(redis, "gateway.jobs.idempotency", "keep")
@@ -81,8 +82,8 @@ class IdempotencyStore:
 
     async def _attempt(self, key: str, owner: str | None, fingerprint: str) -> Attempt | KeptAnswer:
         scope = hashlib.sha256(f"{owner or ''}\0{key}".encode()).hexdigest()
-        record, token = keys.IDEMPOTENCY + scope, secrets.token_hex(8)
-        times = [self._clock.wall_ms(), self._lease_ms(), keys.IDEMPOTENCY_S * 1000]
+        record, token = self._keys.idempotency + scope, secrets.token_hex(8)
+        times = [self._clock.wall_ms(), self._lease_ms(), IDEMPOTENCY_S * 1000]
         kind, *rest = await self._begin(keys=[record], args=[fingerprint, token, secrets.token_hex(12), *times])
         if kind == b"new":
             return Attempt(record, token, rest[0].decode(), owner)
@@ -112,9 +113,9 @@ class IdempotencyStore:
                 await self._update(keys=[attempt.record], args=[attempt.token])
             else:
                 owner = attempt.owner or ""
-                owned = [keys.IDEMPOTENCY_ANSWERS + owner, keys.IDEMPOTENCY_BYTES + owner]
+                owned = [self._keys.idempotency_answers + owner, self._keys.idempotency_bytes + owner]
                 args: list[str | bytes | int] = [attempt.token, answer]
-                args += [self._clock.wall_ms(), keys.IDEMPOTENCY_S * 1000, MAX_ANSWER_BYTES]
+                args += [self._clock.wall_ms(), IDEMPOTENCY_S * 1000, MAX_ANSWER_BYTES]
                 await self._keep(keys=[attempt.record, *owned], args=args)
         except RedisError as error:  # the next attempt runs when the lease has ended
             log.warning("the end of an idempotent request is not stored", error=str(error))

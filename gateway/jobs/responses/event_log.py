@@ -12,7 +12,7 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import TimeoutError
 
-from gateway import store_keys as keys
+from gateway.store_keys import EVENTS_KEPT_S, GatewayKeys
 from scheduler.store import connection
 
 WAIT_S = 5.0  # seconds for which a follower waits before it yields nothing
@@ -27,7 +27,7 @@ class EventWriter:
     def __init__(self, redis: Redis, response_id: str, ttl_s: float) -> None:
         self._redis = redis
         self._ttl_ms = int(ttl_s * 1000)
-        self._key = keys.RESPONSE_EVENTS + response_id
+        self._key = GatewayKeys.of(redis).response_events + response_id
         self._number = 0  # sequence number of the next event
 
     async def write(self, frames: bytes, is_last: bool = False) -> None:
@@ -35,7 +35,7 @@ class EventWriter:
         entry = {b"number": self._number, b"frames": frames, b"last": int(is_last)}
         pipeline = self._redis.pipeline(transaction=True)
         pipeline.xadd(self._key, entry)  # type: ignore[arg-type]  # its dict type is invariant
-        pipeline.pexpire(self._key, min(keys.EVENTS_KEPT_S * 1000, self._ttl_ms) if is_last else self._ttl_ms)
+        pipeline.pexpire(self._key, min(EVENTS_KEPT_S * 1000, self._ttl_ms) if is_last else self._ttl_ms)
         await pipeline.execute()
         self._number += frames.count(FRAME_END)
 
@@ -48,7 +48,7 @@ async def follow(redis: Redis, response_id: str, after: int, waits: bool) -> Asy
     of its own. Raises the store's errors if it is away for longer than `AWAY_S`.
     """
     reader = connection.blocking(redis, WAIT_S) if waits else redis
-    key = keys.RESPONSE_EVENTS + response_id
+    key = GatewayKeys.of(redis).response_events + response_id
     last_id: bytes | str = "0"
     block_ms = int(WAIT_S * 1000) if waits else None
     try:

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import structlog
 from redis.asyncio import Redis
 
-from gateway import store_keys as keys
 from gateway.files.pagination import text
 from gateway.jobs.responses.store import StoredResponse
+from gateway.store_keys import GatewayKeys
 from scheduler.clock import Clock
 from scheduler.store.errors import STORE_AWAY
 
@@ -39,21 +39,22 @@ class ResponseEnds:
 
     def __init__(self, redis: Redis, announcer: Announcer, clock: Clock) -> None:
         self._redis = redis
+        self._keys = GatewayKeys.of(redis)
         self._announcer = announcer
         self._clock = clock
 
     async def expect(self, response: dict[str, Any], owner: str | None) -> None:
         """Tell of the end of a response that was stored as queued, if somebody wants to hear of it."""
         if self._announcer.is_wanted(response.get("metadata"), owner):
-            await self._redis.hset(keys.RESPONSES_UNTOLD, response["id"], owner or "")
+            await self._redis.hset(self._keys.responses_untold, response["id"], owner or "")
 
     async def tell(self, response: dict[str, Any], owner: str | None) -> None:
         """Tell that a response has ended. If the store does not answer, `watch` does it later."""
         try:
-            if await self._redis.hexists(keys.RESPONSES_UNTOLD, response["id"]):
+            if await self._redis.hexists(self._keys.responses_untold, response["id"]):
                 kind, metadata = f"response.{response['status']}", response.get("metadata")
                 await self._announcer.announce(kind, response["id"], metadata, owner)
-                await self._redis.hdel(keys.RESPONSES_UNTOLD, response["id"])
+                await self._redis.hdel(self._keys.responses_untold, response["id"])
         except STORE_AWAY as error:
             log.warning("the end of a response is told later", response_id=response["id"], error=str(error))
 
@@ -65,7 +66,7 @@ class ResponseEnds:
         """
         while True:
             try:
-                for response_id, owner in (await self._redis.hgetall(keys.RESPONSES_UNTOLD)).items():
+                for response_id, owner in (await self._redis.hgetall(self._keys.responses_untold)).items():
                     await self._tell_if_left(text(response_id), text(owner) or None, find, is_left)
             except STORE_AWAY as error:
                 log.warning("ends of responses wait for the store", error=str(error))
@@ -76,6 +77,6 @@ class ResponseEnds:
     ) -> None:
         found = await find(response_id, owner)
         if found is None:  # it was deleted, or has expired
-            await self._redis.hdel(keys.RESPONSES_UNTOLD, response_id)
+            await self._redis.hdel(self._keys.responses_untold, response_id)
         elif not found.is_running and is_left(found):
             await self.tell(found.response, owner)

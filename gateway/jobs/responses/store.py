@@ -15,22 +15,15 @@ import msgspec
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 
-from gateway import store_keys as keys
 from gateway.dialects.responses.items import Item, response_of_item
 from gateway.files.pagination import text
+from gateway.store_keys import GatewayKeys
 from scheduler.clock import Clock
 from scheduler.store.durability import durable
 from scheduler.store.scripts import load_script
 
 NO_ROOM = -1  # an answer of the script `save`
 RUNNING = ("queued", "in_progress")
-_KEYS_OF_SCRIPTS = {
-    "RECORD": keys.RESPONSE,
-    "EVENTS": keys.RESPONSE_EVENTS,
-    "OF": keys.RESPONSES_OF,
-    "SIZES": keys.RESPONSES_SIZES,
-    "BYTES": keys.RESPONSES_BYTES,
-}
 _FIELDS = ("owner", "input", "output", "head", "lease_ms")
 
 
@@ -64,14 +57,15 @@ class ResponseStore:
 
     def __init__(self, redis: Redis, clock: Clock, ttl_s: float, max_bytes: int) -> None:
         self._redis = redis
+        self._keys = GatewayKeys.of(redis)
         self._clock = clock
         self.ttl_s = ttl_s
         self._max_bytes = max_bytes
 
-        names = "".join(f"local {name} = '{key}'\n" for name, key in _KEYS_OF_SCRIPTS.items())
+        prelude = _prelude(self._keys)
 
         def load(name: str) -> AsyncScript:
-            return load_script(redis, "gateway.jobs.responses", "drop", name, prelude=names)
+            return load_script(redis, "gateway.jobs.responses", "drop", name, prelude=prelude)
 
         self._save, self._delete, self._renew = load("save"), load("delete"), load("renew")
         self._conversation = load("conversation")
@@ -92,7 +86,7 @@ class ResponseStore:
         }
         await self._write(response, "new", owner, fields)
         if lease_ms:
-            await durable(self._redis, keys.RESPONSE + response["id"], on_disk=False)
+            await durable(self._redis, self._keys.response + response["id"], on_disk=False)
 
     async def update(self, response: dict[str, Any]) -> bool:
         """Replace a response that is queued or in progress. Return False if it is neither: it has ended, or is gone."""
@@ -100,7 +94,7 @@ class ResponseStore:
 
     async def get(self, response_id: str, owner: str | None) -> StoredResponse | None:
         """Return the response; None if `owner` has no such response."""
-        found: list[Any] = await self._redis.hmget(keys.RESPONSE + response_id, list(_FIELDS))
+        found: list[Any] = await self._redis.hmget(self._keys.response + response_id, list(_FIELDS))
         own, items, output, head, lease_ms = found
         if own is None or text(own) != (owner or ""):
             return None
@@ -109,7 +103,7 @@ class ResponseStore:
 
     async def delete(self, response_id: str, owner: str | None) -> bool:
         """Remove a response. Return False if `owner` has no such response."""
-        return bool(await self._delete(keys=[keys.RESPONSE + response_id], args=[response_id, owner or ""]))
+        return bool(await self._delete(keys=[self._keys.response + response_id], args=[response_id, owner or ""]))
 
     async def conversation(self, response_id: str, owner: str | None, max_bytes: int) -> list[Item] | NoConversation:
         """Return all items of a conversation up to the end of the response `response_id`, the oldest first."""
@@ -130,13 +124,13 @@ class ResponseStore:
         responses = dict.fromkeys(r for item in item_ids if (r := response_of_item(item)) is not None)
         items: dict[str, Item] = {}
         for response_id in responses:
-            record = keys.RESPONSE + response_id
+            record = self._keys.response + response_id
             if text(await self._redis.hget(record, "owner") or "") != (owner or ""):
                 continue
             pipeline = self._redis.pipeline(transaction=False)
             pipeline.hmget(record, ["output", "input"])
             pipeline.pexpireat(record, self._expires_ms())
-            pipeline.zadd(keys.RESPONSES_OF + (owner or ""), {response_id: self._expires_ms()}, xx=True)
+            pipeline.zadd(self._keys.responses_of + (owner or ""), {response_id: self._expires_ms()}, xx=True)
             parts = [part for part in (await pipeline.execute())[0] if part is not None]
             max_bytes -= sum(map(len, parts))
             if max_bytes < 0:
@@ -158,10 +152,16 @@ class ResponseStore:
         times = (self._clock.wall_ms(), self._expires_ms())
         args: list[Any] = [response["id"], owner or "", guard, *times, self._max_bytes]
         args += [part for pair in fields.items() for part in pair]
-        written = await self._save(keys=[keys.RESPONSE + response["id"]], args=args)
+        written = await self._save(keys=[self._keys.response + response["id"]], args=args)
         if written == NO_ROOM:
             raise NoRoom
         return bool(written)
 
     def _expires_ms(self) -> int:
         return self._clock.wall_ms() + int(self.ttl_s * 1000)
+
+
+def _prelude(keys: GatewayKeys) -> str:
+    names = {"RECORD": keys.response, "EVENTS": keys.response_events, "OF": keys.responses_of}
+    names |= {"SIZES": keys.responses_sizes, "BYTES": keys.responses_bytes}
+    return "".join(f"local {name} = '{key}'\n" for name, key in names.items())

@@ -17,6 +17,7 @@ from scheduler.store import connection, keys
 class TaskEnds:
     def __init__(self, client: Redis) -> None:
         self._client = client
+        self._news = keys.Keys.of(client).tasks.news
         self._watched: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
         self._listener: asyncio.Task[None] | None = None
 
@@ -41,7 +42,7 @@ class TaskEnds:
                 await self._listener
 
     async def _listen(self) -> None:
-        async for message in connection.messages(self._client, keys.TASKS_ENDED):
+        async for message in connection.messages(self._client, self._news):
             is_ending = message["type"] == "message"
             ids = message["data"].decode().split() if is_ending else list(self._watched)
             for task_id in ids:

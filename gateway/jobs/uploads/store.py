@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 from redis.asyncio import Redis
 
-from gateway import store_keys as keys
 from gateway.files.pagination import text
 from gateway.files.store import QuotaExceeded
 from gateway.jobs.uploads.model import (
@@ -25,6 +24,7 @@ from gateway.jobs.uploads.model import (
     TooManyUploads,
     Upload,
 )
+from gateway.store_keys import UPLOAD_KEPT_S, GatewayKeys, index_of
 from scheduler.store.durability import LOST, durable
 from scheduler.store.errors import NotDurable
 from scheduler.store.scripts import load_script
@@ -47,6 +47,7 @@ class UploadStore:
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
+        self._keys = GatewayKeys.of(redis)
         self._create = load_script(redis, "gateway.jobs.uploads", "create")
         self._add_part = load_script(redis, "gateway.jobs.uploads", "add_part")
         self._finish = load_script(redis, "gateway.jobs.uploads", "finish")
@@ -58,17 +59,19 @@ class UploadStore:
         """
         limit = "" if quota_bytes is None else max(0, quota_bytes - used_bytes)
         args: list[str | bytes | int] = [upload.id, msgspec.json.encode(upload), upload.bytes]
-        args += [upload.expires_at, upload.created_at, keys.UPLOAD_KEPT_S, limit, MAX_PENDING]
-        reserved = int(await self._create(keys=_keys(upload), args=args))
+        args += [upload.expires_at, upload.created_at, UPLOAD_KEPT_S, limit, MAX_PENDING]
+        reserved = int(await self._create(keys=self._keys_of(upload), args=args))
         if reserved == TOO_MANY:
             raise TooManyUploads
         if quota_bytes is not None and reserved >= 0:
             raise QuotaExceeded(used_bytes + reserved, quota_bytes)
-        await durable(self._redis, keys.upload(upload.id))
+        await durable(self._redis, self._keys.upload(upload.id))
 
     async def get(self, upload_id: str, now_s: int) -> UploadState:
         """Return the state of an upload. Raises `NoSuchUpload` if there is none."""
-        fields = {text(name): value for name, value in (await self._redis.hgetall(keys.upload(upload_id))).items()}
+        fields = {
+            text(name): value for name, value in (await self._redis.hgetall(self._keys.upload(upload_id))).items()
+        }
         if not fields:
             raise NoSuchUpload
         upload = msgspec.json.decode(fields["upload"], type=Upload)
@@ -78,23 +81,23 @@ class UploadStore:
 
     async def reserved_bytes(self, owner: str | None, now_s: int) -> int:
         """Return the bytes that the pending uploads of `owner` have announced."""
-        index = keys.index_of(keys.UPLOADS_PENDING, owner)
+        index = index_of(self._keys.uploads_pending, owner)
         pending: list[Any] = await self._redis.zrange(index, f"({now_s}", "+inf", byscore=True)
         return sum(int(text(member).rpartition(":")[2]) for member in pending)
 
     async def add_part(self, upload: Upload, part_id: str, size: int) -> str:
         """Add a part, durably. Return `PENDING` if it is there now, else `FULL`, `UNKNOWN`, or the upload's status."""
         args: list[str | int] = [part_id, size, upload.max_received_bytes, MAX_PARTS]
-        outcome = text(await self._add_part(keys=[keys.upload(upload.id)], args=args))
+        outcome = text(await self._add_part(keys=[self._keys.upload(upload.id)], args=args))
         if outcome == PENDING:
-            await durable(self._redis, keys.upload(upload.id))
-            if not await self._redis.hexists(keys.upload(upload.id), part_id):
+            await durable(self._redis, self._keys.upload(upload.id))
+            if not await self._redis.hexists(self._keys.upload(upload.id), part_id):
                 raise NotDurable(LOST)
         return outcome
 
     async def finish(self, upload: Upload, status: str) -> str:
         """End a pending upload, durably. Return the status that it has now."""
-        outcome = text(await self._finish(keys=_keys(upload), args=[status, f"{upload.id}:{upload.bytes}"]))
+        outcome = text(await self._finish(keys=self._keys_of(upload), args=[status, f"{upload.id}:{upload.bytes}"]))
         await durable(self._redis)
         return outcome
 
@@ -102,7 +105,7 @@ class UploadStore:
         """Return those of the ids whose upload takes no parts any more, or does not exist."""
         pipeline = self._redis.pipeline(transaction=False)
         for upload_id in upload_ids:
-            pipeline.hmget(keys.upload(upload_id), "status", "upload")
+            pipeline.hmget(self._keys.upload(upload_id), "status", "upload")
         over = []
         for upload_id, (status, record) in zip(upload_ids, await pipeline.execute(), strict=True):
             known = None if record is None else msgspec.json.decode(record, type=Upload)
@@ -110,10 +113,9 @@ class UploadStore:
                 over.append(upload_id)
         return over
 
+    def _keys_of(self, upload: Upload) -> list[str]:
+        return [self._keys.upload(upload.id), index_of(self._keys.uploads_pending, upload.owner)]
+
 
 def _status(stored: str, expires_at: int, now_s: int) -> str:
     return EXPIRED if stored == PENDING and now_s >= expires_at else stored
-
-
-def _keys(upload: Upload) -> list[str]:
-    return [keys.upload(upload.id), keys.index_of(keys.UPLOADS_PENDING, upload.owner)]

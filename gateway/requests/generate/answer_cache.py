@@ -20,7 +20,7 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from gateway import store_keys as keys
+from gateway.store_keys import GatewayKeys
 from scheduler.clock import Clock
 from scheduler.request import Delivery, Request, TokenEvent
 from scheduler.store.scripts import load_script
@@ -66,6 +66,7 @@ class AnswerCache:
 
     def __init__(self, redis: Redis, clock: Clock, model: str, *, max_ttl_s: int, max_bytes: int) -> None:
         self._redis = redis
+        self._keys = GatewayKeys.of(redis)
         self._clock = clock
         self._model = model
         self._max_ttl_s = max_ttl_s
@@ -82,7 +83,7 @@ class AnswerCache:
         is_repeatable = len(requests) == 1 and (is_seeded or requests[0].sampling.temperature == 0)
         if not is_repeatable or self._max_bytes == 0:
             return BYPASS
-        key = keys.CACHED + self._hash(requests[0], text_options)
+        key = self._keys.cached + self._hash(requests[0], text_options)
         event = _replayed(await self._redis.get(key), requests[0])
         return Lookup("miss", key, min(ttl_s, self._max_ttl_s)) if event is None else Lookup("hit", key, event=event)
 
@@ -91,7 +92,7 @@ class AnswerCache:
         value = msgspec.msgpack.encode(_joined(events))
         if len(value) > self._max_bytes:
             return
-        index, sizes = keys.CACHE_INDEX, keys.CACHE_SIZES
+        index, sizes = self._keys.cache_index, self._keys.cache_sizes
         args: list[int | bytes] = [self._clock.wall_ms(), 1000 * lookup.ttl_s, self._max_bytes, value]
         try:
             await self._remember(keys=[index, sizes, lookup.key], args=args)

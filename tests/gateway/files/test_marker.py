@@ -10,7 +10,6 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
-from gateway import store_keys as keys
 from gateway.files.local_storage import LocalStorage
 from gateway.files.marker import NAME, ForeignStorage, Marker, StorageTie
 from gateway.files.object_storage import ObjectStorage
@@ -18,9 +17,11 @@ from gateway.files.storage import Storage
 from gateway.files.store import MAX_ORPHANS, ORPHAN_S, FileStore
 from gateway.jobs.batches.maintenance import BatchMaintenance
 from gateway.jobs.batches.store import BatchStore
+from gateway.store_keys import GatewayKeys
 from tests.scheduler.queue.harness import ManualClock
 
 DAY_S = 86_400.0
+KEYS = GatewayKeys()
 
 
 class Site:
@@ -47,7 +48,7 @@ class Site:
         for path in paths:
             path.write_bytes(b"x")
         await asyncio.gather(*(self.files.add(path, filename="x", purpose="batch", owner=None) for path in paths))
-        await self.redis.hset(keys.batch("batch_1"), "status", "in_progress")
+        await self.redis.hset(KEYS.batch("batch_1"), "status", "in_progress")
         (self.files.data_dir / "batches" / "batch_1").mkdir(parents=True)
         self.age()
         return self.contents
@@ -82,11 +83,11 @@ async def lose_everything(site: Site) -> None:
 
 async def lose_the_last_day(site: Site) -> None:
     """Set the store back to what it was before the storage was last seen, without its records."""
-    before = await site.redis.get(keys.STORAGE)
+    before = await site.redis.get(KEYS.storage)
     site.clock.advance(DAY_S)
     await site.files.tie.check()
     await site.redis.flushdb()
-    await site.redis.set(keys.STORAGE, before)
+    await site.redis.set(KEYS.storage, before)
 
 
 async def become_another(site: Site) -> None:
@@ -154,11 +155,11 @@ async def test_a_storage_without_a_marker_is_tied_if_the_store_knows_its_files(s
 
 async def test_the_tie_holds_through_restarts_and_lost_seconds(site: Site) -> None:
     first = await site.files.tie.check()
-    before = await site.redis.get(keys.STORAGE)
+    before = await site.redis.get(KEYS.storage)
     site.clock.advance(60)
     again = await site.files.tie.check()
     assert (again.id, again.tied_s, again.seen_s) == (first.id, first.tied_s, first.seen_s + 60)
-    await site.redis.set(keys.STORAGE, before)  # a failover has lost the last write
+    await site.redis.set(KEYS.storage, before)  # a failover has lost the last write
     assert (await site.files.tie.check()).id == first.id
 
 
@@ -168,7 +169,7 @@ async def test_a_tie_that_was_cut_off_is_completed(site: Site, in_storage: bool)
     if not in_storage:
         (site.files.data_dir / NAME).unlink()
     await site.redis.set(
-        keys.STORAGE, msgspec.json.encode(Marker(marker.id, marker.tied_s, marker.seen_s, is_new=True))
+        KEYS.storage, msgspec.json.encode(Marker(marker.id, marker.tied_s, marker.seen_s, is_new=True))
     )
     assert (await site.files.tie.check()).id == marker.id
     assert (await site.files.tie.check()).id == marker.id

@@ -7,7 +7,8 @@ import pytest
 
 from scheduler.events.redis import RedisEventChannel
 from scheduler.request import EventKind, TokenEvent
-from scheduler.store import connection, keys
+from scheduler.store import connection
+from scheduler.store.keys import Keys
 from tests.scheduler.store.nodes import Pair
 from tests.waiting import until
 
@@ -34,7 +35,7 @@ async def test_messages_after_a_failover_to_a_slower_clock_are_all_received(pair
     await pair.replica.has_all_of(pair.primary)
     pair.part()
     listening = asyncio.create_task(listen())
-    pair.primary.ask("SET", keys.SEQUENCE, str(int((time.time() + AHEAD_S) * 1_000_000)))
+    pair.primary.ask("SET", Keys().sequence, str(int((time.time() + AHEAD_S) * 1_000_000)))
     assert await writing.publish("g", message(1))
     await until(lambda: received == [0, 1])
     await pair.demote()

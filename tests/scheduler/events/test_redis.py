@@ -10,10 +10,11 @@ from redis.asyncio import Redis
 from scheduler.events.redis import RedisEventChannel
 from scheduler.request import EventKind, TokenEvent
 from scheduler.store import connection, keys
+from scheduler.store.keys import Keys
 from tests.scheduler.stalling_proxy import StallingProxy
 from tests.waiting import until
 
-STREAM = keys.events("g")
+STREAM = Keys().events + "g"
 
 
 @pytest.fixture

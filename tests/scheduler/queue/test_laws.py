@@ -11,7 +11,8 @@ from redis.asyncio import Redis
 
 from scheduler.queue.base import AheadLimit, Backlog, Queue
 from scheduler.request import Checkpoint, Claimed, Lease
-from scheduler.store import connection, keys
+from scheduler.store import connection
+from scheduler.store.keys import Keys
 from tests.scheduler.queue.harness import START_MS, Handles, ManualClock, make_request
 
 TIERS = ("realtime", "bulk", "batch")
@@ -137,7 +138,7 @@ class Trial:
 
 async def places(client: Redis) -> list[str]:
     """Return the ids in every tier's set and in the lease set, with repetitions."""
-    found = [member.decode() for member in await client.zrange(keys.LEASES, 0, -1)]
+    found = [member.decode() for member in await client.zrange(Keys.of(client).leases, 0, -1)]
     for name in TIERS:
         found.extend(request_id for *_, request_id in await members(client, name))
     return found
@@ -145,7 +146,7 @@ async def places(client: Redis) -> list[str]:
 
 async def members(client: Redis, tier: str) -> list[tuple[int, int, str]]:
     """Return prompt tokens, output tokens and id of each member of a tier's set."""
-    parts = [m.decode().split(":", 3) for m in await client.zrange(keys.tier_queue(tier), 0, -1)]
+    parts = [m.decode().split(":", 3) for m in await client.zrange(Keys.of(client).queue + tier, 0, -1)]
     return [(int(prompt), int(output), request_id) for _, prompt, output, request_id in parts]
 
 
@@ -156,7 +157,7 @@ async def sums(client: Redis, tier: str) -> Backlog:
 
 
 async def hashes(client: Redis) -> list[str]:
-    prefix = keys.REQUEST_PREFIX
+    prefix = Keys.of(client).request
     return [key.decode().removeprefix(prefix) async for key in client.scan_iter(f"{prefix}*", count=1000)]
 
 
@@ -173,8 +174,8 @@ async def scenario(url: str, done: list[tuple]) -> None:  # type: ignore[type-ar
             assert memory.alive == redis.alive
             assert sorted(await places(client)) == sorted(redis.alive), "each request in exactly one place"
             assert sorted(await hashes(client)) == sorted(redis.alive), "and none without its payload"
-            outputs = await client.keys(keys.OUTPUT_PREFIX + "*")
-            stored = {key.decode().removeprefix(keys.OUTPUT_PREFIX) for key in outputs}
+            outputs = await client.keys(Keys.of(client).output + "*")
+            stored = {key.decode().removeprefix(Keys.of(client).output) for key in outputs}
             assert {name for name in stored if not name.startswith("part-")} <= redis.alive, "it goes with its request"
     finally:
         await redis.handles.close()
@@ -189,11 +190,12 @@ async def scenario_with_losses(url: str, done: list[tuple]) -> None:  # type: ig
         for operation in done:
             if operation[0] == "lose":
                 kind, name = operation[1]
-                await client.delete(keys.REQUEST_PREFIX + name if kind == "hash" else keys.tier_waiting(name))
+                prefixes = {"hash": Keys.of(client).request, "sums": Keys.of(client).waiting}
+                await client.delete(prefixes[kind] + name)
                 continue
             await trial.apply(operation)
             for name, backlog in (await trial.queue.backlogs(TIERS)).items():
-                if await client.exists(keys.tier_waiting(name)):
+                if await client.exists(Keys.of(client).waiting + name):
                     assert backlog == await sums(client, name)
         for name in TIERS:  # lost sums are computed anew with the next move
             assert await trial.queue.put([make_request(f"last-{name}", name)]) is None

@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 from scheduler.queue.base import Queue
 from scheduler.request import Checkpoint, Claimed, Lease
 from scheduler.store import connection, keys
+from scheduler.store.keys import Keys
 from tests.scheduler.queue.harness import Handles, ManualClock, lease_of, make_request
 
 LEASE_S = 10.0
@@ -171,7 +172,7 @@ async def test_a_newer_request_takes_over_in_mid_part_and_what_it_leaves_is_take
 
 async def test_the_output_of_an_ended_part_expires(redis_client: Redis, clock: ManualClock) -> None:
     handles = Handles(clock, redis_client)
-    first, key = await claimed_part(handles, "first"), keys.OUTPUT_PREFIX + "part"
+    first, key = await claimed_part(handles, "first"), Keys.of(redis_client).output + "part"
     await handles("w1").checkpoint([Checkpoint(lease_of(first), 0, (4, 5))])
     assert keys.PART_TTL_S < await redis_client.ttl(key) <= keys.OUTPUT_TTL_S
     await handles().cancel(["first"])

@@ -10,7 +10,8 @@ from redis.exceptions import ConnectionError
 
 from scheduler.queue.base import Backlog, TooFarBehind
 from scheduler.queue.redis import RedisQueue
-from scheduler.store import connection, keys
+from scheduler.store import connection
+from scheduler.store.keys import Keys
 from tests.scheduler.queue.harness import START_MS, ManualClock, ids, lease_of, make_request, may_wait
 from tests.scheduler.stalling_proxy import StallingProxy
 from tests.waiting import until
@@ -24,7 +25,7 @@ async def queue(no_leaked_keys: None, redis_client: Redis, clock: ManualClock) -
 
 
 async def subscribers(client: Redis) -> int:
-    [(_, count)] = await client.pubsub_numsub(keys.WAKE)
+    [(_, count)] = await client.pubsub_numsub(Keys.of(client).wake)
     return int(count)
 
 
@@ -40,7 +41,7 @@ async def test_a_request_is_stored_under_the_documented_keys(queue: RedisQueue, 
     assert record[b"fence"] == str(claimed.fence).encode()
     assert record[b"attempt"] == b"1"
     assert await queue.ack([lease_of(claimed)]) == [True]
-    assert set(await redis_client.keys("*")) - {b"tidegate:claim:w1"} == {keys.SEQUENCE.encode(), keys.EPOCH.encode()}
+    assert set(await redis_client.keys("*")) - {b"tidegate:claim:w1"} == {b"tidegate:sequence", b"tidegate:epoch"}
 
 
 async def test_no_key_is_left_however_a_request_ends(queue: RedisQueue, clock: ManualClock) -> None:
@@ -75,13 +76,13 @@ async def test_what_a_worker_of_the_release_before_holds_comes_back_when_its_lea
     """It has no set of what it holds. And it knows none, so what this release holds may end without its set."""
     await queue.put([make_request(name) for name in "ab"])
     await queue.claim({"realtime": 1}, 5)
-    await redis_client.delete(keys.HELD_PREFIX + "w1")
+    await redis_client.delete(Keys.of(redis_client).held + "w1")
     assert await queue.requeue_worker("w1") == []
     clock.advance(6)
     assert await queue.requeue_expired(await queue.expired_leases(5)) == ["a"]
     await queue.claim({"realtime": 1}, 5)
-    await redis_client.zrem(keys.LEASES, "a")
-    await redis_client.delete(keys.REQUEST_PREFIX + "a")
+    await redis_client.zrem(Keys.of(redis_client).leases, "a")
+    await redis_client.delete(Keys.of(redis_client).request + "a")
     assert await queue.requeue_worker("w1") == []
     await queue.cancel(["b"])
 
@@ -111,7 +112,7 @@ async def test_fences_still_grow_after_the_store_has_lost_everything(
 async def test_a_removed_payload_does_not_block_the_queue(queue: RedisQueue, redis_client: Redis) -> None:
     await queue.put([make_request(name) for name in "abc"])
     await queue.claim({"realtime": 1}, 0)
-    await redis_client.delete(keys.REQUEST_PREFIX + "a", keys.REQUEST_PREFIX + "b")
+    await redis_client.delete(Keys.of(redis_client).request + "a", Keys.of(redis_client).request + "b")
     assert await queue.requeue_expired(await queue.expired_leases(5)) == []
     [c] = await queue.claim({"realtime": 5}, 5)
     assert await queue.ack([lease_of(c)]) == [True]
@@ -121,7 +122,7 @@ async def test_a_removed_payload_does_not_block_the_queue(queue: RedisQueue, red
 @pytest.mark.parametrize("move", ["put", "claim", "cancel", "refused"])
 async def test_lost_sums_are_computed_anew(queue: RedisQueue, redis_client: Redis, move: str) -> None:
     await queue.put([make_request(name, tokens=10, output=2) for name in "abc"])
-    await redis_client.delete(keys.tier_waiting("realtime"))
+    await redis_client.delete(Keys.of(redis_client).waiting + "realtime")
     match move:
         case "put":
             await queue.put([make_request("d", tokens=10, output=2)])
@@ -141,13 +142,13 @@ async def test_lost_sums_are_computed_anew(queue: RedisQueue, redis_client: Redi
 async def test_trap_13_a_request_is_one_member_of_a_sorted_set(queue: RedisQueue, redis_client: Redis) -> None:
     """Moving one of a thousand requests writes one member, not the whole queue."""
     await queue.put([make_request(f"r{n}", tokens=3, output=8) for n in range(1000)])
-    assert await redis_client.type(keys.tier_queue("realtime")) == b"zset"
-    members = await redis_client.zrange(keys.tier_queue("realtime"), 0, -1)
+    assert await redis_client.type(Keys.of(redis_client).queue + "realtime") == b"zset"
+    members = await redis_client.zrange(Keys.of(redis_client).queue + "realtime", 0, -1)
     assert sorted(m.decode().split(":", 3)[3] for m in members) == sorted(f"r{n}" for n in range(1000))
     assert max(map(len, members)) < 32, "a member contains the id, not the request"
     before = set(members)
     [claimed] = await queue.claim({"realtime": 1}, 5)
-    left = set(await redis_client.zrange(keys.tier_queue("realtime"), 0, -1))
+    left = set(await redis_client.zrange(Keys.of(redis_client).queue + "realtime", 0, -1))
     assert left < before and len(before - left) == 1
     await queue.ack([lease_of(claimed)])
     await queue.cancel([f"r{n}" for n in range(1000)])
@@ -197,7 +198,7 @@ async def test_a_request_that_cannot_be_read_is_claimed_with_its_reason_and_cost
     queue: RedisQueue, redis_client: Redis, payload: bytes
 ) -> None:
     await queue.put([make_request(name) for name in "abc"])
-    await redis_client.hset(keys.REQUEST_PREFIX + "a", "payload", payload)
+    await redis_client.hset(Keys.of(redis_client).request + "a", "payload", payload)
     assert await queue.head_arrivals(["realtime"]) == {}
     claimed = await queue.claim({"realtime": 3}, 5)
     assert ids(claimed) == ["a", "b", "c"] and {c.attempt for c in claimed} == {1}
@@ -216,7 +217,7 @@ async def test_a_claim_whose_reply_was_lost_gets_the_same_requests_at_once(
         queue = RedisQueue(client, clock, worker_id="w1")
         await queue.put([make_request(name) for name in "abcd"])
         [first] = await queue.claim({"realtime": 1}, 5)
-        await redis_client.hset(keys.REQUEST_PREFIX + "b", "received", 7)
+        await redis_client.hset(Keys.of(redis_client).request + "b", "received", 7)
         proxy.lose_replies()
         claimed = await queue.claim({"realtime": 2}, 5)
         assert ids(claimed) == ["b", "c"] and {c.attempt for c in claimed} == {1}

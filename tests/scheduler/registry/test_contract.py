@@ -13,6 +13,7 @@ from scheduler.registry.memory import MemoryWorkerRegistry
 from scheduler.registry.redis import RedisWorkerRegistry
 from scheduler.registry.worker_status import Beat, TierStatus, WorkerStart, WorkerStatus
 from scheduler.store import connection, keys
+from scheduler.store.keys import Keys
 from tests.waiting import until
 
 TTL_S = 0.25
@@ -121,11 +122,11 @@ async def test_a_status_that_cannot_be_read_is_skipped_counted_and_logged_once(r
     registry = RedisWorkerRegistry(redis_client)
     await registry.announce(status("w1"), "")
     await registry.announce(status("w2"), "")
-    await redis_client.hset(keys.worker("w1"), "status", b"\x81\xa9worker_id\x01")
+    await redis_client.hset(Keys.of(redis_client).worker + "w1", "status", b"\x81\xa9worker_id\x01")
     start = WorkerStart("w3", "loading the model", 1.0)
     await registry.announce_start(start)
     await registry.announce_start(WorkerStart("w4", "loading the model", 1.0))
-    await redis_client.set(keys.starting("w4"), b"\xc1")
+    await redis_client.set(Keys.of(redis_client).start + "w4", b"\xc1")
     with structlog.testing.capture_logs() as logs:
         assert await registry.workers() == await registry.workers() == [status("w2")]
     assert registry.num_unreadable == len(logs) == 1 and logs[0]["worker"] == "w1"
@@ -151,7 +152,7 @@ async def test_the_beats_of_many_workers_are_two_commands(redis_client: Redis) -
 async def test_a_dead_worker_leaves_nothing(redis_client: Redis) -> None:
     registry = RedisWorkerRegistry(redis_client)
     await registry.announce(status("w1"), "")
-    await redis_client.delete(keys.worker("w1"))  # expired
+    await redis_client.delete(Keys.of(redis_client).worker + "w1")  # expired
     assert await registry.beats() == {"w1": Beat(0)}, "who watches it sees that it does not change"
     assert await registry.workers() == []
     assert await redis_client.keys() == []

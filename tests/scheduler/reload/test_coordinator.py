@@ -19,7 +19,7 @@ from scheduler.reload import coordinator
 from scheduler.reload.coordinator import Applied, Late, Refused, TierChanges
 from scheduler.reload.follower import TierFollower
 from scheduler.reload.store import Follower, TierDocument, TierStore
-from scheduler.store import keys
+from scheduler.store.keys import Keys
 from tests.waiting import until
 
 
@@ -160,10 +160,11 @@ async def test_tiers_in_force_that_cannot_be_read_leave_a_parts_own_until_a_chan
     start: Start, redis_client: Redis
 ) -> None:
     first = await start("gateway")
-    await redis_client.hset(keys.TIERS, "in_force", b"\x81")
+    key = Keys.of(redis_client).tiers
+    await redis_client.hset(key, "in_force", b"\x81")
     second = await start("worker")
     assert first.limits == second.limits == {"chat": 1, "bulk": 2}
-    assert await redis_client.hget(keys.TIERS, "in_force") == b"\x81", "another version's parts may use it"
+    assert await redis_client.hget(key, "in_force") == b"\x81", "another version's parts may use it"
     assert isinstance(await second.changes.change(document(chat=7, bulk=8), "POST"), Applied)
     assert first.limits == second.limits == {"chat": 7, "bulk": 8}
 
@@ -214,7 +215,7 @@ async def test_an_invalid_document_is_not_proposed(start: Start, redis_client: R
     assert refusal.value.key == "tiers.chat.floor"
     with pytest.raises(TierConfigError, match="64 bits"):
         await part.changes.change(document(chat=2**70), "x")
-    assert not await redis_client.exists(keys.TIERS_PROPOSED)
+    assert not await redis_client.exists(Keys.of(redis_client).tiers_proposed)
     assert part.consumer.times == 0
 
 
@@ -278,7 +279,7 @@ async def test_a_part_that_is_silent_is_named_and_nothing_changes(
     await part.store.report(Follower("worker 7", part.generation))
     assert await part.changes.change(document(chat=9, bulk=9), "test") == Late(("worker 7",), in_force=False)
     assert part.limits == {"chat": 1, "bulk": 2}
-    assert not await redis_client.exists(keys.TIERS_PROPOSED), "the way is free for the next change"
+    assert not await redis_client.exists(Keys.of(redis_client).tiers_proposed), "the way is free for the next change"
     await part.store.leave("worker 7")
     assert isinstance(await part.changes.change(document(chat=9, bulk=9), "test"), Applied)
 

@@ -8,6 +8,7 @@ from structlog.testing import capture_logs
 
 from scheduler.reload.store import UNKNOWN, Follower, Reading, TierStore
 from scheduler.store import keys
+from scheduler.store.keys import Keys
 from tests.waiting import until
 
 CONTENT = {"default_tier": "a", "tiers": {"a": {"priority": 1, "max_wait_ms": {"min": 0.0}, "service_tiers": ["x"]}}}
@@ -27,7 +28,7 @@ async def test_a_proposal_is_put_in_force(store: TierStore, redis_client: Redis)
     assert await store.commit(document)
     assert await store.read() == Reading(document, None)
     assert await store.commit(document), "told again, after a lost answer"
-    assert await redis_client.keys("*") == [keys.TIERS.encode()]
+    assert await redis_client.keys("*") == [Keys.of(redis_client).tiers.encode()]
 
 
 async def test_one_proposal_at_a_time(store: TierStore) -> None:
@@ -51,10 +52,10 @@ async def test_followers_are_listed_until_they_leave_or_fall_silent(
     await store.report(bob)
     await store.report(ada)
     assert await store.followers() == [ada, bob]
-    assert 0 < await redis_client.pttl(keys.follower("ada")) <= keys.FOLLOWER_TTL_S * 1000
-    await redis_client.delete(keys.follower("ada"))
+    assert 0 < await redis_client.pttl(Keys.of(redis_client).follower + "ada") <= keys.FOLLOWER_TTL_S * 1000
+    await redis_client.delete(Keys.of(redis_client).follower + "ada")
     assert await store.followers() == [bob]
-    assert await redis_client.smembers(keys.FOLLOWERS) == {b"bob"}
+    assert await redis_client.smembers(Keys.of(redis_client).followers) == {b"bob"}
     await store.leave("bob")
     await store.leave("nobody")
     assert await store.followers() == []
@@ -76,7 +77,7 @@ async def test_listeners_are_told_of_changes(store: TierStore) -> None:
 async def test_a_report_that_cannot_be_read_counts_as_one_without_a_vote(store: TierStore, redis_client: Redis) -> None:
     for part in ("ada", "bob"):
         await store.report(Follower(part, 3))
-    await redis_client.set(keys.follower("ada"), b"\x81\xa4part\x01")
+    await redis_client.set(Keys.of(redis_client).follower + "ada", b"\x81\xa4part\x01")
     with capture_logs() as logs:
         for _ in range(2):
             assert await store.followers() == [Follower("ada", UNKNOWN), Follower("bob", 3)]

@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 from scheduler.queue.base import QueueFull
 from scheduler.request import Lease
 from scheduler.store import keys
+from scheduler.store.keys import Keys
 from scheduler.tasks.queue import TaskQueue, TooManyBytes
 from scheduler.tasks.task import (
     MAX_TRIES,
@@ -72,10 +73,10 @@ async def test_a_task_goes_from_queued_over_running_to_done(
     assert await found(queue, task) == StoredTask(head, TaskState.RUNNING, 1)
     assert await queue.end([EndedTask(claimed, task, b"[2]")]) == [True]
     assert await found(queue, task) == StoredTask(head, TaskState.DONE, 1, clock.wall_ms(), b"[2]")
-    assert 0 < await redis_client.pttl(keys.ENDED_TASK_PREFIX + task.id) <= 5000
+    assert 0 < await redis_client.pttl(Keys.of(redis_client).tasks.ended + task.id) <= 5000
     left = {key.decode() for key in await redis_client.keys("*")}
     assert left == {
-        keys.ENDED_TASK_PREFIX + task.id,
+        Keys.of(redis_client).tasks.ended + task.id,
         *(f"tidegate:tasks:{k}" for k in ("sequence", "epoch", "claim:w1")),
     }
 
@@ -214,7 +215,7 @@ async def test_whatever_ends_a_task_frees_its_bytes(
 ) -> None:
     task = make_task(b"1" * 2000, owner="ann", timeout_ms=1)
     await queue.put([task], 100)
-    held = await redis_client.hget(keys.TASK_BYTES, "ann")  # type: ignore[misc]
+    held = await redis_client.hget(Keys.of(redis_client).tasks.bytes, "ann")  # type: ignore[misc]
     assert held is not None and int(held) > 2000
     claimed = [] if end == "expired" else await queue.claim({"realtime": 1}, LEASE_S)
     if end == "lost":
@@ -231,8 +232,8 @@ async def test_whatever_ends_a_task_frees_its_bytes(
         await queue.cancel(task)
     else:
         await queue.expire([task])
-    assert await redis_client.hgetall(keys.TASK_BYTES) == {}  # type: ignore[misc]
-    kept = await redis_client.hstrlen(keys.ENDED_TASK_PREFIX + task.id, "input")  # type: ignore[misc]
+    assert await redis_client.hgetall(Keys.of(redis_client).tasks.bytes) == {}  # type: ignore[misc]
+    kept = await redis_client.hstrlen(Keys.of(redis_client).tasks.ended + task.id, "input")  # type: ignore[misc]
     assert kept == (2000 if end in ("dead", "expired") else 0)
 
 

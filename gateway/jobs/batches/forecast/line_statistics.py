@@ -16,10 +16,10 @@ import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from gateway import store_keys as keys
 from gateway.jobs.batches.forecast.estimate import Lengths, Pace
 from gateway.jobs.batches.input.size import line_size
 from gateway.jobs.batches.model import Batch, LineResult
+from gateway.store_keys import LENGTHS_TTL_S, PACE_TTL_S, GatewayKeys
 from scheduler.clock import Clock
 from scheduler.store.scripts import load_script
 
@@ -62,6 +62,7 @@ class LineStatistics:
 
     def __init__(self, redis: Redis, clock: Clock) -> None:
         self._redis = redis
+        self._keys = GatewayKeys.of(redis)
         self._clock = clock
         self._learn = load_script(redis, "gateway.jobs.batches", "lengths")
         self._unwritten: defaultdict[str, Counter[str]] = defaultdict(Counter)  # sums of lengths, by their key
@@ -78,7 +79,7 @@ class LineStatistics:
         self._changed[batch.id] = meter
         if result.succeeded and batch.model is not None:
             size = await asyncio.to_thread(line_size, body)  # a prompt may be megabytes of text
-            self._unwritten[keys.batch_lengths(batch.model, batch.endpoint)].update(
+            self._unwritten[self._keys.batch_lengths(batch.model, batch.endpoint)].update(
                 lines=1,
                 choices=size.choices,
                 prompt_bytes=size.prompt_bytes,
@@ -94,12 +95,12 @@ class LineStatistics:
         if model is None:
             return Lengths()
         names = [field.name for field in fields(Lengths)]
-        found = await self._redis.hmget(keys.batch_lengths(model, endpoint), names)
+        found = await self._redis.hmget(self._keys.batch_lengths(model, endpoint), names)
         return Lengths(*(float(value or 0) for value in found))
 
     async def paces(self, batch_ids: Sequence[str]) -> dict[str, Pace]:
         """Return the pace of each batch that runs, by id."""
-        names = [keys.batch_pace(batch_id) for batch_id in batch_ids]
+        names = [self._keys.batch_pace(batch_id) for batch_id in batch_ids]
         found = await self._redis.mget(names) if names else []
         meters = {
             batch_id: msgspec.msgpack.decode(value, type=PaceMeter)
@@ -113,11 +114,11 @@ class LineStatistics:
         changed, self._changed = self._changed, {}
         try:
             for batch_id, meter in changed.items():
-                await self._redis.set(keys.batch_pace(batch_id), msgspec.msgpack.encode(meter), ex=keys.PACE_TTL_S)
+                await self._redis.set(self._keys.batch_pace(batch_id), msgspec.msgpack.encode(meter), ex=PACE_TTL_S)
             for key, sums in unwritten.items():
                 factor = DECAY ** sums.pop("lines")
                 pairs = [part for pair in sums.items() for part in pair]
-                await self._learn(keys=[key], args=[factor, keys.LENGTHS_TTL_S, *pairs])
+                await self._learn(keys=[key], args=[factor, LENGTHS_TTL_S, *pairs])
         except RedisError:
             pass  # a line must not fail for this; the recorder of results logs that the store is away
 

@@ -1,7 +1,6 @@
 """One line of a batch: which outcomes are its answer, and which are tried again."""
 
 import pytest
-from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as StoreUnreachable
@@ -12,10 +11,12 @@ from gateway.jobs.batches.input.lines import BatchLine
 from gateway.jobs.batches.lines.line import MAX_FAILURES, LineRunner
 from gateway.jobs.batches.model import Batch, BatchStatus, LineResult
 from gateway.jobs.batches.store import BatchStore
+from scheduler.store.connection import connect
 from tests.gateway.offline import TIERS, ScriptedCompletions, ShiftedClock
 
 # Lines are answered, whether the store knows how long they took or not.
-UNREACHABLE = Redis(port=1, retry=Retry(NoBackoff(), 0))
+UNREACHABLE = connect("redis://127.0.0.1:1")
+UNREACHABLE.set_retry(Retry(NoBackoff(), 0))
 
 
 class InstantClock(ShiftedClock):

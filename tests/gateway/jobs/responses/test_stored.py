@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from gateway.identity import Keyring
 from gateway.jobs.responses import conversation
 from gateway.jobs.responses.store import ResponseStore
-from gateway.store_keys import RESPONSES_BYTES
+from gateway.store_keys import GatewayKeys
 from tests.gateway.offline import ShiftedClock, keyring
 from tests.gateway.stand import Bytes, Stand, running_stand
 from tests.gateway.tiny_model import MODEL, text_of
@@ -112,7 +112,7 @@ async def test_a_deleted_response_is_gone_also_for_its_conversation(redis_client
         with pytest.raises(openai.BadRequestError) as caught:
             await stand.client.responses.create(model=MODEL, input="two", previous_response_id=created.id)
     assert caught.value.code == "previous_response_not_found"
-    assert await redis_client.hgetall(RESPONSES_BYTES) == {}  # type: ignore[misc]
+    assert await redis_client.hgetall(GatewayKeys().responses_bytes) == {}  # type: ignore[misc]
 
 
 async def test_without_store_nothing_is_kept(redis_client: Redis) -> None:
@@ -150,7 +150,7 @@ async def test_a_response_without_room_is_answered_and_says_that_it_is_not_store
         with pytest.raises(openai.InternalServerError) as caught:
             await stand.client.responses.create(model=MODEL, input="one", background=True)
         assert caught.value.status_code == 503 and caught.value.response.headers["retry-after"]
-    assert await redis_client.hgetall(RESPONSES_BYTES) == {}  # type: ignore[misc]
+    assert await redis_client.hgetall(GatewayKeys().responses_bytes) == {}  # type: ignore[misc]
 
 
 def response(number: int, previous: str | None = None, status: str = "completed") -> dict[str, Any]:
@@ -172,7 +172,7 @@ async def test_the_owner_that_has_the_most_makes_room(redis_client: Redis) -> No
     assert of_bob == sorted(of_bob) and 3 < sum(of_bob) < 8
     for n in range(20, 30):
         await store.create(response(n), [{"text": "x" * 600}], "ann")
-    held = {owner: int(size) for owner, size in (await redis_client.hgetall(RESPONSES_BYTES)).items()}  # type: ignore[misc]
+    held = {owner: int(size) for owner, size in (await redis_client.hgetall(GatewayKeys().responses_bytes)).items()}  # type: ignore[misc]
     assert sum(held.values()) <= 6000 and abs(held[b"ann"] - held[b"bob"]) < 1500, "both have given"
 
 

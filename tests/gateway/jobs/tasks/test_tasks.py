@@ -23,7 +23,7 @@ from scheduler.drivers.calls.driver import build_call_loop
 from scheduler.drivers.calls.metrics import TaskMetrics
 from scheduler.drivers.calls.policy import BatchPolicy
 from scheduler.registry.worker_status import WorkerStatus
-from scheduler.store import keys
+from scheduler.store.keys import Keys
 from scheduler.tasks.queue import TaskQueue
 from scheduler.tasks.task import VERSION
 from scheduler.worker.heartbeat import WorkerIdentity
@@ -312,7 +312,7 @@ async def test_a_repeated_creation_makes_no_second_tasks(
     assert first.status_code == second.status_code == 202
     assert first.json() == second.json()
     assert second.headers["idempotent-replayed"] == "true" and "idempotent-replayed" not in first.headers
-    assert await redis_client.zcard(f"{keys.TASKS}queue:realtime") == len(ids_of(first))
+    assert await redis_client.zcard(Keys().tasks.queue + "realtime") == len(ids_of(first))
     other = await stand.post("/v1/tasks", {"input": "another"}, headers=KEY)
     assert (other.status_code, other.json()["error"]["code"]) == (422, "idempotency_key_reused")
 

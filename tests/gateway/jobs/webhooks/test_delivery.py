@@ -20,7 +20,7 @@ from gateway.identity import ApiKey, Keyring, KeyWebhook
 from gateway.jobs.webhooks import service
 from gateway.jobs.webhooks.event import GIVE_UP_S, LONGEST_RETRY_S, Event, next_attempt_s
 from gateway.jobs.webhooks.store import LEASE_S, EventStore
-from gateway.store_keys import WEBHOOK, WEBHOOK_OWNERS, WEBHOOKS_DUE
+from gateway.store_keys import GatewayKeys
 from tests.gateway.jobs.webhooks.receiver import Receiver, receiving
 from tests.gateway.offline import OfflineGateway, jsonl, lines, make_gateway, running_gateway
 from tests.waiting import until
@@ -69,7 +69,7 @@ def unwrapped(got: tuple[dict[str, str], bytes], secret: str = SECRET) -> Any:
 
 
 async def nothing_waits(redis: Redis) -> bool:
-    return not await redis.keys(f"{WEBHOOKS_DUE}*") and not await redis.keys(f"{WEBHOOK}*")
+    return not await redis.keys(f"{GatewayKeys().webhooks_due}*") and not await redis.keys(f"{GatewayKeys().webhook}*")
 
 
 async def test_the_official_client_takes_the_event_of_each_end(
@@ -219,7 +219,7 @@ async def test_owners_take_turns_when_all_are_full(redis_client: Redis) -> None:
     left = await store.claim(1000, 64, 64, {})
     for event in left:
         await store.remove(event)
-    assert await store.claim(1000, 64, 64, {}) == [] and not await redis_client.exists(WEBHOOK_OWNERS)
+    assert await store.claim(1000, 64, 64, {}) == [] and not await redis_client.exists(GatewayKeys().webhook_owners)
 
 
 def test_pauses_grow_and_end() -> None:
