@@ -7,7 +7,7 @@ compressed. Knows tiers by name; does not know clocks, queues or engines.
 
 import csv
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -149,10 +149,10 @@ def scenario_traffic(scenario: Scenario, tiers: TierSet, duration_s: float, seed
     loops = []
     for name, traffic in scenario.classes.items():
         if isinstance(traffic.arrivals, ClosedLoop):
-            plan = (_offered(classes[name], p, prompts) for p in plan_closed_loop(traffic, seed, round_))
+            plan = _offered(classes[name], plan_closed_loop(traffic, seed, round_), prompts)
             loops.append(RequestLoop(name, traffic.arrivals.streams, plan, traffic.role == "interactive"))
         else:
-            arrivals += [_offered(classes[name], p, prompts) for p in plan_open_loop(traffic, duration_s, seed, round_)]
+            arrivals += _offered(classes[name], plan_open_loop(traffic, duration_s, seed, round_), prompts)
     arrivals.sort(key=lambda r: r.at_s)
     return Traffic(classes, arrivals, loops, shares)
 
@@ -238,7 +238,7 @@ class _Prompts:
         return prompt
 
 
-def _offered(tier: str, planned: PlannedRequest, prompts: _Prompts) -> OfferedRequest:
-    name, prompt = planned.traffic_class, prompts.planned(planned)
-    request_id = f"{name}-{planned.index}"
-    return OfferedRequest(request_id, name, tier, planned.at_s, prompt, planned.output_tokens, planned.prompt_seed)
+def _offered(tier: str, plan: Iterable[PlannedRequest], prompts: _Prompts) -> Iterator[OfferedRequest]:
+    for p in plan:
+        name, prompt = p.traffic_class, prompts.planned(p)
+        yield OfferedRequest(f"{name}-{p.index}", name, tier, p.at_s, prompt, p.output_tokens, p.prompt_seed)

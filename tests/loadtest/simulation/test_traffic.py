@@ -5,7 +5,7 @@ from itertools import islice
 import pytest
 
 from loadtest.simulation.traffic import OfferedRequest, TraceRow, Traffic, TrafficError, scenario_traffic, trace_traffic
-from loadtest.traffic.scenario import load_scenario
+from loadtest.traffic.scenario import Scenario, load_scenario
 from tests.loadtest.simulation.builders import make_scenario, make_tiers
 
 
@@ -31,6 +31,21 @@ def test_a_scenario_becomes_arrivals_and_closed_loops() -> None:
     first = list(islice(backlog.requests, 300))
     assert backlog.streams == 32 and len({r.id for r in first}) == 300
     assert {r.tier for r in first} == {"bulk"}
+
+
+def test_closed_loops_of_several_classes_go_to_their_own_tiers() -> None:
+    def loop(service_tier: str) -> dict[str, object]:
+        return {
+            "role": "interactive",
+            "service_tier": service_tier,
+            "arrivals": {"streams": 2},
+            "prompt_tokens": 8,
+            "output_tokens": 4,
+        }
+
+    scenario = Scenario.model_validate({"classes": {"one": loop("flex"), "two": loop("default")}})
+    loops = scenario_traffic(scenario, make_tiers(), 20, seed=1).loops
+    assert [next(loop.requests).tier for loop in loops] == ["bulk", "realtime"]
 
 
 def test_a_closed_loop_of_chats_ends_with_the_load_and_one_of_bulk_does_not() -> None:
