@@ -14,7 +14,7 @@ from scheduler.clock import Clock, SystemClock
 from scheduler.events.memory import MemoryEventChannel
 from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.memory import MemoryWorkerRegistry
-from scheduler.registry.worker_status import TierCapacity, TierStatus, WorkerStatus
+from scheduler.registry.worker_status import Beat, TierCapacity, TierStatus, WorkerStatus
 from scheduler.request import Claimed, Delivery, EventKind, Lease, Request, TokenEvent
 from tests.gateway.tiny_model import CONTEXT, MODEL, pretrained, token_ids
 
@@ -50,6 +50,10 @@ class EverAlive(MemoryWorkerRegistry):
 
     async def workers(self) -> list[WorkerStatus]:
         return [dataclasses.replace(status, at_ms=next(self._beats)) for status in await super().workers()]
+
+    async def beats(self) -> dict[str, Beat]:
+        beats = await super().beats()
+        return {worker_id: dataclasses.replace(beat, at_ms=next(self._beats)) for worker_id, beat in beats.items()}
 
 
 @dataclass(slots=True)
