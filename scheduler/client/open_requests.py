@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from engine.interface import FinishReason
 from scheduler.client.admission import Admission
 from scheduler.client.token_stream import TokenStream
-from scheduler.request import Checkpoint, EventKind, Lease, TokenEvent
+from scheduler.request import Checkpoint, EventKind, TokenEvent
 
 
 class OpenRequests:
@@ -58,8 +58,8 @@ class OpenRequests:
     def received(self, events: Iterable[TokenEvent], now: float) -> tuple[list[Checkpoint], list[str]]:
         """Return what was received of requests that have to go on from there.
 
-        Another worker has claimed such a request, or tokens before those of an event were lost on the way: then the
-        rest of its lease is ignored. Also return the ids of requests that another worker has claimed although they have
+        Another worker has claimed such a request, or a worker's tokens do not follow those that were received. Also
+        return the ids of requests that another worker has claimed although they have
         ended here. A request that only lacks its end gets it.
         """
         received, ended = [], []
@@ -71,9 +71,7 @@ class OpenRequests:
             if stream is None:
                 ended += [request_id] if event.kind is EventKind.TAKEN_OVER else []
             elif _is_question(event, stream) and not stream.is_outdated(event):
-                received.append(Checkpoint(Lease(request_id, event.fence), 0, stream.received(request_id)))
-                if event.kind is not EventKind.TAKEN_OVER:  # such a question may come again
-                    stream.ignore_lease_of(event)
+                received.append(stream.received(event))
         return received, ended
 
     def fail(self, request_ids: Iterable[str], message: str, now: float) -> None:
@@ -98,4 +96,4 @@ class OpenRequests:
 
 def _is_question(event: TokenEvent, stream: TokenStream) -> bool:
     """Return whether `event` asks, in place of bringing tokens, what was received of its request."""
-    return event.kind is EventKind.TAKEN_OVER or stream.misses_tokens_before(event)
+    return event.kind is EventKind.TAKEN_OVER or stream.must_go_on_anew(event)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Self
 
-from scheduler.request import ANSWER_TOO_LARGE, EventKind, Request, TokenEvent
+from scheduler.request import ANSWER_TOO_LARGE, Checkpoint, EventKind, Lease, Request, TokenEvent
 
 Cancel = Callable[[Sequence[str]], Awaitable[None]]
 MAX_LOGPROBS = 2**22  # of all streams together; about 200 bytes each, as objects and as JSON
@@ -56,6 +56,7 @@ class TokenStream:
         self._received: dict[str, list[int]] = {r.id: [] for r in requests}
         self._max_tokens = {r.id: r.sampling.max_tokens for r in requests}
         self._fences: dict[str, int] = {}  # the newest fence of an event, by request
+        self._num_told: dict[str, int] = {}  # how many tokens a new claim was last told to go on from, by request
         self._unfinished = set(self._received)
         self._failed: list[str] = []  # ids of requests that this stream has failed and must still cancel
         self._events: list[TokenEvent] = []  # events that were not received yet
@@ -122,17 +123,27 @@ class TokenStream:
         self._fences[event.request_id] = max(newest, event.fence)
         return 0 < event.fence < newest
 
-    def misses_tokens_before(self, event: TokenEvent) -> bool:
-        """Return whether tokens between the received ones and those of a worker's `event` were lost on the way."""
-        return event.fence > 0 and event.index > len(self._received[event.request_id])
+    def must_go_on_anew(self, event: TokenEvent) -> bool:
+        """Return whether a worker's `event` does not follow the received tokens, and another claim may go on from them.
 
-    def ignore_lease_of(self, event: TokenEvent) -> None:
-        """Regard all further events of the lease under which `event` was made as outdated."""
-        self._fences[event.request_id] = event.fence + 1
+        Tokens between were lost on the way; or the store has lost that there are tokens, and they were generated again
+        and differ. A worker that was told the received tokens, and then contradicts the same ones, cannot go on.
+        """
+        num_received = len(self._received[event.request_id])
+        is_told = self._num_told.get(event.request_id) == num_received
+        return event.fence > 0 and (event.index > num_received or (self._contradicts(event) and not is_told))
 
-    def received(self, request_id: str) -> tuple[int, ...]:
-        """Return all tokens of a request that have arrived."""
-        return tuple(self._received[request_id])
+    def received(self, event: TokenEvent) -> Checkpoint:
+        """Return all tokens of a request that have arrived, for the holder of the lease under which `event` was made.
+
+        If the event brought tokens, its lease ends with this, so its further events are outdated.
+        """
+        request_id, fence = event.request_id, event.fence
+        tokens = tuple(self._received[request_id])
+        if event.kind is not EventKind.TAKEN_OVER:  # such a question may come again
+            self._fences[request_id] = fence + 1
+            self._num_told[request_id] = len(tokens)
+        return Checkpoint(Lease(request_id, fence), 0, tokens)
 
     def has_all(self, request_id: str) -> bool:
         """Return whether a request has as many tokens as it may get, and only its end is missing."""
@@ -142,7 +153,8 @@ class TokenStream:
         """Add `event` to the stream, without the tokens that were received before."""
         if event.request_id not in self._unfinished:
             return
-        new = self._fail_diverged(event.request_id) if self._diverges(event) else self._without_repeats(event)
+        follows = event.index <= len(self._received[event.request_id]) and not self._contradicts(event)
+        new = self._without_repeats(event) if follows else self._fail_diverged(event.request_id)
         if not (new.token_ids or new.is_last):
             return
         new = self._hold(new)
@@ -190,15 +202,13 @@ class TokenStream:
         """Return the tokens already received at the positions that `event` covers."""
         return self._received[event.request_id][event.index : event.index + len(event.token_ids)]
 
-    def _diverges(self, event: TokenEvent) -> bool:
-        """Return whether `event` contradicts the received tokens or leaves a gap after them.
+    def _contradicts(self, event: TokenEvent) -> bool:
+        """Return whether `event` has other tokens than the received ones, so that the answer would be a mixture.
 
-        A worker that cannot continue from received tokens sends them again from index 0. The same seed normally gives
-        the same tokens. If it gives different tokens, the request must fail, because its answer would be a mixture of
-        two generations.
+        A worker that begins again sends all tokens from index 0. The same seed normally gives the same tokens.
         """
         overlap = self._overlap(event)
-        return list(event.token_ids[: len(overlap)]) != overlap or event.index > len(self._received[event.request_id])
+        return list(event.token_ids[: len(overlap)]) != overlap
 
     def _fail_diverged(self, request_id: str) -> TokenEvent:
         self._failed.append(request_id)

@@ -238,12 +238,12 @@ async def test_events_of_a_lost_lease_change_nothing_once_another_worker_has_the
     assert worker.cancelled() == []
 
 
-@pytest.mark.parametrize("late", [tokens(3, 8), finished(3, 8)])
+@pytest.mark.parametrize("late", [tokens(3, 8), finished(3, 8), tokens(1, 8), finished(0, 5, 8, 9)])
 @played_by(play)
-async def test_a_request_whose_tokens_were_lost_on_the_way_goes_on_from_those_that_came(
+async def test_a_request_whose_tokens_do_not_follow_those_that_came_goes_on_from_these(
     stage: Stage, late: TokenEvent
 ) -> None:
-    """The store has lost a message, as in a failover, or because too many were waiting."""
+    """The store has lost a message, because too many were waiting, or an earlier claim, in a failover."""
     stream = await stage.submit(make_request("r"))
     worker = stage.queue.for_worker("w")
     [old] = await worker.claim({"realtime": 1}, 10.0)
@@ -255,6 +255,18 @@ async def test_a_request_whose_tokens_were_lost_on_the_way_goes_on_from_those_th
     assert await worker.renew([Lease("r", old.fence)], 10.0) == [False]
     await stage.tell(fenced(tokens(5, 1), old.fence), fenced(finished(2, 7), continued.fence))
     assert [t for event in await received(stream) for t in event.token_ids] == [5, 6, 7]
+
+
+@played_by(play)
+async def test_a_worker_that_contradicts_the_tokens_that_it_was_told_fails_the_request(stage: Stage) -> None:
+    """An upstream that cannot continue an answer begins it again each time."""
+    stream = await stage.submit(make_request("r"))
+    worker = stage.queue.for_worker("w")
+    for fence in (1, 2):
+        await worker.claim({"realtime": 1}, 10.0)
+        await stage.tell(fenced(tokens(0, 5), fence), fenced(tokens(0, 5 + fence), fence + 1))
+    events = await received(stream)
+    assert [(e.kind, e.token_ids) for e in events] == [(EventKind.TOKENS, (5,)), (EventKind.FAILED, ())]
 
 
 @played_by(play)
