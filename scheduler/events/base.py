@@ -1,8 +1,8 @@
 """Event channels: they carry token events from workers back to the gateway of each request.
 
 A worker sends one message per step and gateway. A channel knows gateway ids and lists of events; it does not know what
-the tokens mean. A live gateway gets all messages in order, also across a dropped connection. Publishing to a gateway
-that is gone fails, so that workers can drop its requests.
+the tokens mean. A live gateway gets all messages in order, also across a dropped connection; after a failover of the
+store, the newest may come again. Publishing to a gateway that is gone fails, so that workers can drop its requests.
 """
 
 from collections.abc import AsyncIterator, Sequence

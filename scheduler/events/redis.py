@@ -3,7 +3,9 @@
 The stream exists while its gateway lives: `open` creates it, `listen` refreshes its TTL, and publishers never create
 it, so publishing to a gateway that is gone fails. A gateway that ends without `close` leaves its stream behind for a
 while; its heartbeats, which `listen` sends, stop at once. A listener continues after the last entry that it has read,
-so a dropped connection neither loses nor repeats messages. A gateway id must have only one listener.
+so a dropped connection neither loses nor repeats messages. On another primary, it reads the stream from its beginning:
+entries may have been lost, and by a clock that is behind, new ones may come before the last one that it has read. So
+the messages of the last second may come twice. A gateway id must have only one listener.
 """
 
 import asyncio
@@ -14,13 +16,12 @@ from typing import Any, TypeVar
 import msgspec
 import structlog
 from redis.asyncio import Redis
-from redis.asyncio.client import Pipeline
 from redis.exceptions import RedisError
 
 from scheduler.request import TokenEvent
 from scheduler.store import connection, keys
 from scheduler.store.errors import UNREADABLE
-from scheduler.store.scripts import growing_numbers, load_script
+from scheduler.store.scripts import load_script
 
 log = structlog.get_logger()
 
@@ -43,19 +44,22 @@ class RedisEventChannel:
         self._keys = keys.Keys.of(client)
         self._ttl_ms = int(ttl_s * 1000)
         self._heartbeat_s = heartbeat_s
-        self._publish = load_script(client, "scheduler.events", "publish", prelude=growing_numbers(self._keys))
+        self._beat = load_script(client, "scheduler.events", "heartbeat")
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(list[TokenEvent])
         self._last_ids: dict[str, bytes] = {}  # id of the last entry read, by gateway id
+        self._replications: dict[str, bytes] = {}  # replication id of the store at the last heartbeat, by gateway id
         self._pending: set[asyncio.Task[Any]] = set()  # commands that listeners wait for
         self._closed = False
 
     async def publish(self, reply_to: str, events: Sequence[TokenEvent]) -> bool:
-        args = (keys.EVENTS_MAXLEN, FIELD, self._encoder.encode(events))
-        return bool(await self._publish(keys=[self._keys.events + reply_to], args=args))
+        fields: Any = {FIELD: self._encoder.encode(events)}
+        stream = self._keys.events + reply_to
+        return bool(await self._client.xadd(stream, fields, maxlen=keys.EVENTS_MAXLEN, nomkstream=True))
 
     async def open(self, gateway_id: str) -> None:
-        await self._open(self._client, gateway_id)
+        self._last_ids[gateway_id] = b"0"
+        await self._heartbeat(self._client, gateway_id, opens=True)
 
     async def listen(self, gateway_id: str) -> AsyncIterator[list[TokenEvent]]:
         if gateway_id not in self._last_ids:
@@ -100,33 +104,21 @@ class RedisEventChannel:
             with contextlib.suppress(RedisError):  # if the store is unreachable, the TTL removes the streams
                 await self._client.delete(*streams)
 
-    async def _open(self, client: Redis, gateway_id: str) -> None:
-        """Create the stream with a first entry. `listen` yields the entries after this one."""
-        pipeline = client.pipeline(transaction=True)
-        pipeline.xadd(self._keys.events + gateway_id, {b"opened": b""})
-        pipeline.pexpire(self._keys.events + gateway_id, self._ttl_ms)
-        self._beat(pipeline, gateway_id)
-        entry_id, *_ = await pipeline.execute()
-        self._last_ids[gateway_id] = entry_id
-
-    async def _heartbeat(self, reader: Redis, gateway_id: str) -> None:
+    async def _heartbeat(self, client: Redis, gateway_id: str, *, opens: bool = False) -> None:
         """Send a heartbeat, refresh the stream's TTL and remove the entries that were read.
 
         If the stream is gone, open a new one. The reason may be that this process was suspended or that the store was
         emptied. Publishing has failed since the stream disappeared.
         """
-        pipeline = reader.pipeline(transaction=False)
-        pipeline.pexpire(self._keys.events + gateway_id, self._ttl_ms)
-        pipeline.xtrim(self._keys.events + gateway_id, minid=self._last_ids[gateway_id], approximate=False)
-        self._beat(pipeline, gateway_id)
-        alive, *_ = await pipeline.execute()
-        if not alive:
+        names = [self._keys.events + gateway_id, self._keys.gateway_beat + gateway_id]
+        known, last_id = self._replications.get(gateway_id, b""), self._last_ids[gateway_id]
+        args: list[Any] = [self._ttl_ms, known, last_id, int(opens)]
+        is_alive, replication = await self._beat(keys=names, args=args, client=client)
+        if replication != known:
+            self._replications[gateway_id], self._last_ids[gateway_id] = replication, b"0"
+        if not is_alive:
             log.warning("the event stream had expired and is opened again", gateway_id=gateway_id)
-            await self._open(reader, gateway_id)
-
-    def _beat(self, pipeline: Pipeline, gateway_id: str) -> None:
-        pipeline.incr(self._keys.gateway_beat + gateway_id)
-        pipeline.pexpire(self._keys.gateway_beat + gateway_id, self._ttl_ms)
+            await self._heartbeat(client, gateway_id, opens=True)
 
     async def _read(self, reader: Redis, gateway_id: str, timeout_s: float) -> list[tuple[bytes, dict[bytes, bytes]]]:
         """Return new entries with their ids. Wait for them for `timeout_s` at most."""

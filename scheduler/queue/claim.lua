@@ -45,7 +45,7 @@ if #ids == 0 then
   return {}
 end
 
-local first = take_unlost_numbers(#ids, now_ms)
+local first = take_fences(#ids, now_ms)
 local expires_ms = string.format('%.0f', now_ms + lease_ms)
 local leases = {}
 for n, id in ipairs(ids) do

@@ -13,18 +13,18 @@ from redis.asyncio import Redis
 from scheduler.queue.base import AheadLimit, Backlog, QueueFull, TooFarBehind
 from scheduler.request import Checkpoint, Lease
 from scheduler.store import keys
-from scheduler.store.scripts import growing_numbers, load_script
+from scheduler.store.scripts import load_script
 
 
 def queue_prelude(names: keys.Keys) -> str:
-    """Return the Lua lines that name the keys of a queue, lifetimes, and `take_numbers`."""
+    """Return the Lua lines that name the keys of a queue, and lifetimes."""
     lifetimes = {"OUTPUT_TTL_MS": keys.OUTPUT_TTL_S, "PART_TTL_MS": keys.PART_TTL_S, "CLAIM_TTL_MS": keys.CLAIM_TTL_S}
     strings = {"QUEUE": names.queue, "WAITING": names.waiting, "REQUEST": names.request, "OUTPUT": names.output}
     strings |= {"ALONE": names.alone, "CLAIM": names.claim, "LEASES": names.leases, "WAKE": names.wake}
-    strings["HELD"] = names.held
+    strings |= {"HELD": names.held, "SEQUENCE": names.sequence, "EPOCH": names.epoch}
     lines = [f"local {name} = '{key}'\n" for name, key in strings.items()]
     lines += [f"local {name} = {1000 * seconds:.0f}\n" for name, seconds in lifetimes.items()]
-    return "".join(lines) + growing_numbers(names)
+    return "".join(lines)
 
 
 # A request for the script `put`: id, deadline_ms, prompt tokens, maximum output tokens, payload, part of a job, and the

@@ -112,8 +112,8 @@ class Keys(Namespace):
     # Which process holds a request is in the request's hash, and counts if the two differ.
     held = Name("held:")
 
-    # The last number given to a put, a claim or a message of events, and the replication id of the server that gave it.
-    # The number only grows, and both outlive all requests.
+    # The last number given to a put or a claim, and the replication id of the server that gave it. The number only
+    # grows, and both outlive all requests.
     sequence = Name("sequence")
     epoch = Name("epoch")
 

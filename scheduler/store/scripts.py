@@ -6,8 +6,6 @@ from importlib import resources
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 
-from scheduler.store import keys
-
 
 def load_script(client: Redis, package: str, *names: str, prelude: str = "") -> AsyncScript:
     """Return one script made of `prelude` and the files `<name>.lua` of `package`, in this order.
@@ -15,11 +13,6 @@ def load_script(client: Redis, package: str, *names: str, prelude: str = "") -> 
     redis-py sends the script's hash, and its text if the server does not know the hash yet.
     """
     return client.register_script("\n".join((prelude, *(script_text(package, name) for name in names))))
-
-
-def growing_numbers(names: keys.Keys) -> str:
-    """Return the Lua function `take_numbers` with the counter of `names`, for the prelude of a script."""
-    return f"local SEQUENCE, EPOCH = '{names.sequence}', '{names.epoch}'\n" + script_text("scheduler.store", "numbers")
 
 
 @cache

@@ -91,7 +91,8 @@ class Protocol(RuleBasedStateMachine):
         self.acknowledged: dict[str, int] = {}  # the number of failovers before it
         self.failovers = 0
         self.snapshot: dict[bytes, tuple[bytes, int]] = {}
-        self.num_messages = 0  # published until the snapshot and not read by then
+        self.read_lately: list[list[TokenEvent]] = []  # messages that the gateway has not removed yet
+        self.kept: list[list[TokenEvent]] = []  # messages in the snapshot
 
     def _handle(self, name: str) -> RedisQueue:
         queue = RedisQueue(self.client, self.clock, name)
@@ -125,6 +126,7 @@ class Protocol(RuleBasedStateMachine):
     @precondition(lambda self: self.messages)
     @rule(count=st.integers(1, 4))
     def read(self, count: int) -> None:
+        self.read_lately = [*self.read_lately, *self.messages[:count]][-3:]
         for message in self.messages[:count]:
             for event in message:
                 self._deliver(event)
@@ -315,7 +317,7 @@ class Protocol(RuleBasedStateMachine):
     def replicate(self) -> None:
         """Let the replica have all writes until now."""
         self.snapshot = self.run(self._dump())
-        self.num_messages = len(self.messages)
+        self.kept = [*self.read_lately, *self.messages]
 
     async def _dump(self) -> dict[bytes, tuple[bytes, int]]:
         found = await self.client.keys("*")
@@ -324,9 +326,9 @@ class Protocol(RuleBasedStateMachine):
     @precondition(lambda self: self.failovers < 2)
     @rule()
     def fail_over(self) -> None:
-        """Go on with the replica: what was written since the last `replicate` is lost, also messages."""
+        """Go on with the replica: what was written since the last `replicate` is lost, and read messages come again."""
         self.run(self._restore())
-        del self.messages[self.num_messages :]
+        self.messages = list(self.kept)
         self.failovers += 1
         self.newest.clear()  # the store may not know the newest claims any more
         self.clock.advance(1)  # no failover is faster
