@@ -18,6 +18,7 @@ from redis.exceptions import BusyLoadingError, ConnectionError, ResponseError, T
 
 from scheduler.store import address
 from scheduler.store.errors import StoreRefused, is_of_wrong_node, refusal_of
+from scheduler.store.route import Route
 
 REPLY_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 32  # per process; a command beyond this limit waits for a free connection instead of failing
@@ -104,7 +105,7 @@ class _OurConnection(AbstractConnection):
     next use. Otherwise, idle ones would read old data, or wait for the dead node, one after the other.
     """
 
-    def __init__(self, *, route: address.Route, **settings: Any) -> None:
+    def __init__(self, *, route: Route, **settings: Any) -> None:
         self._route = route
         self._changes_at_connect = 0
         super().__init__(**settings)

@@ -1,20 +1,25 @@
 """The errors of a store that does not answer, or that answers and refuses to write.
 
-A store refuses writes when its memory or disk is full, or when it is not the primary. Knows the error codes of Redis
-and Valkey. Does not know who writes what: `scheduler.store.connection` turns these codes into `StoreRefused` for all
-commands, pipelines and scripts.
+A store refuses writes when its memory or disk is full, or when it is not the primary of the keys. Knows the error codes
+of Redis and Valkey. Does not know who writes what: `scheduler.store.connection` turns these codes into `StoreRefused`
+for all commands, pipelines and scripts.
 """
 
 import re
 
 import msgspec
 from redis.exceptions import (
+    AskError,
     BusyLoadingError,
+    ClusterCrossSlotError,
+    ClusterDownError,
     ConnectionError,
     MasterDownError,
+    MovedError,
     OutOfMemoryError,
     ReadOnlyError,
     TimeoutError,
+    TryAgainError,
 )
 
 # Raised by a command while the store is not reachable, refuses writes (`StoreRefused`), or does not answer in time.
@@ -31,16 +36,27 @@ CAUSES = {
     "LOADING": "it is still loading its data",
     "MASTERDOWN": "it is a replica that has lost its primary",
     "BUSY": "it is busy with a script",
+    "MOVED": "it is a node of a cluster that does not have the keys; its URL must begin with redis+cluster://",
+    "ASK": "its cluster is moving the keys to another node",
+    "CLUSTERDOWN": "its cluster is down",
+    "CROSSSLOT": "it is a node of a cluster; its URL must begin with redis+cluster://",
 }
 # Codes of a node that is not the primary: the connection, or the name that it was opened with, leads to the wrong node.
-NOT_PRIMARY = frozenset({"READONLY", "UNBLOCKED", "MASTERDOWN"})
+NOT_PRIMARY = frozenset({"READONLY", "UNBLOCKED", "MASTERDOWN", "MOVED", "ASK", "CLUSTERDOWN"})
 # redis-py removes the codes of these errors from their messages.
 _CODES = {
     OutOfMemoryError: "OOM",
     ReadOnlyError: "READONLY",
     BusyLoadingError: "LOADING",
     MasterDownError: "MASTERDOWN",
+    ClusterDownError: "CLUSTERDOWN",
+    MovedError: "MOVED",
+    AskError: "ASK",
+    TryAgainError: "ASK",
+    ClusterCrossSlotError: "CROSSSLOT",
 }
+# What a script gets in place of MOVED and ASK, in Valkey and in Redis.
+_NOT_LOCAL = "ttempted to access a non local key in a cluster node"
 # In a pipeline, redis-py puts the command in front of the server's message.
 _CODE = re.compile(r"(?:\A|of pipeline caused error: (?:\(')?)(MISCONF|NOREPLICAS|UNBLOCKED|BUSY) ")
 
@@ -82,4 +98,4 @@ def _code_of(error: Exception) -> str | None:
     code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), None)
     if code is None and (found := _CODE.search(str(error))):
         code = found[1]
-    return code
+    return "MOVED" if code is None and _NOT_LOCAL in str(error) else code

@@ -10,7 +10,7 @@ import pytest
 from redis import Redis
 
 from scheduler.store import durability
-from tests.scheduler.store.nodes import server_pair
+from tests.scheduler.store.nodes import server_cluster, server_pair
 from tidegate.doctor.command import CHECKS, EX_FAILED, findings, run_doctor
 from tidegate.doctor.machine import Finding, Level
 from tidegate.settings.commands import DoctorSettings
@@ -102,6 +102,19 @@ async def test_the_replicas_that_must_confirm_are_asked_to(tmp_path: Path, monke
         and "connected replicas: 1" in said[1].text
         and "--store-replicas" in said[1].remedy
     )
+
+
+@pytest.mark.full
+async def test_what_a_cluster_does_for_a_deployment_is_said_and_a_url_of_one_node_is_an_error(tmp_path: Path) -> None:
+    with server_cluster(tmp_path) as cluster:
+        await cluster.start()
+        said = await asyncio.to_thread(found, settings(tmp_path, redis_url=cluster.url), "store")
+        assert any("the primary that has the slot of {tidegate}: serves this" in finding.text for finding in said)
+        assert not [finding for finding in said if finding.level is Level.ERROR]
+        for node in cluster.nodes:
+            said = await asyncio.to_thread(found, settings(tmp_path, redis_url=node.valkey.url), "store")
+            [wrong] = [finding for finding in said if finding.level is Level.ERROR]
+            assert "redis+cluster://" in wrong.text + wrong.remedy
 
 
 def test_an_open_server_with_a_key_is_no_finding(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from scheduler.config import load_tiers
 from scheduler.store import connection
 from scheduler.store.durability import TOO_FEW_REPLICAS, durable, wait_for_replicas
 from scheduler.store.errors import NotDurable
+from scheduler.store.keys import Keys
 from tidegate.doctor.machine import Finding, error, warning
 from tidegate.settings.commands import ServeSettings
 from tidegate.supervision.process import listen
@@ -118,6 +119,7 @@ async def _inspect_store(url: str, settings: ServeSettings) -> list[Finding]:
         async with asyncio.timeout(STORE_LIMIT_S), connection.connect(url) as client:
             return [
                 await _pace(client),
+                *await _cluster(client),
                 await _durability(client, settings.store_replicas),
                 *await _memory(client, settings.store_mb),
                 *await _clock(client),
@@ -140,6 +142,18 @@ async def _pace(client: Redis) -> Finding:
     if trip_s > SLOW_STORE_S:
         return warning("store", text, "put the store nearer to gateways and workers: each token waits for a round trip")
     return Finding("store", text)
+
+
+async def _cluster(client: Redis) -> list[Finding]:
+    """Say what a cluster means. Commands and scripts use several keys, which must have one slot."""
+    if not (await client.info("cluster"))["cluster_enabled"]:
+        return []
+    prefix = Keys.of(client).prefix
+    if not prefix.startswith("{"):
+        remedy = "begin --redis-url with redis+cluster:// or rediss+cluster://"
+        return [error("store", "it is a node of a cluster, but the URL is that of one server", remedy)]
+    text = f"it is a cluster: the primary that has the slot of {prefix} serves this deployment, the others take no load"
+    return [Finding("store", text)]
 
 
 async def _durability(client: Redis, num_replicas: int) -> Finding:

@@ -69,8 +69,9 @@ class CommonSettings(BaseSettings):
     tiers: Path | None = Field(default=None, description="tiers file; unset: the shipped tiers.yaml")
     redis_url: str | None = Field(
         default=None,
-        description="redis://…, redis+sentinel://HOST,HOST/SERVICE, both with rediss for TLS, or unix://…; with "
-        "?password_file=PATH or ?password_command=…; unset: `serve` starts its own Valkey",
+        description="redis://…, redis+sentinel://HOST,HOST/SERVICE, redis+cluster://HOST,HOST (one primary of it "
+        "serves this deployment), all with rediss for TLS, or unix://…; with ?password_file=PATH, ?password_command=… "
+        "or ?deployment=NAME; unset: `serve` starts its own Valkey",
     )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["auto", "json", "console"] = Field(

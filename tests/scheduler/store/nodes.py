@@ -4,12 +4,13 @@ import os
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from redis import Redis
 from redis.backoff import ConstantBackoff, NoBackoff
+from redis.crc import key_slot
 from redis.exceptions import ConnectionError
 from redis.retry import Retry
 
@@ -170,3 +171,55 @@ async def running_sentinel(folder: Path, pair: Pair) -> AsyncIterator[Sentinel]:
     finally:
         process.kill()
         process.wait(60)
+
+
+SLOTS = ((0, 5460), (5461, 10922), (10923, 16383))  # of the three primaries of a cluster
+
+
+class Cluster:
+    """Three primaries that share all slots. `spare` are nodes that have none."""
+
+    def __init__(self, nodes: list[Server], spare: list[Server]) -> None:
+        self.nodes, self.spare = nodes, spare
+
+    @property
+    def url(self) -> str:
+        """Nobody listens at the first of the nodes that it names."""
+        return f"redis+cluster://127.0.0.1:1,{','.join(f'127.0.0.1:{node.port}' for node in self.nodes)}"
+
+    async def start(self) -> None:
+        """Return when all nodes know each other and take writes: two seconds after the start of the last node."""
+        everyone = [*self.nodes, *self.spare]
+        buses = [free_port() for _ in everyone]
+        for number, (node, bus) in enumerate(zip(everyone, buses, strict=True), 1):
+            cluster = ("--cluster-enabled", "yes", "--cluster-port", str(bus), "--cluster-node-timeout", "1000")
+            await node.start(*cluster)
+            node.ask("CLUSTER", "SET-CONFIG-EPOCH", str(number))
+        for node, (first, last) in zip(self.nodes, SLOTS, strict=True):
+            node.ask("CLUSTER", "ADDSLOTSRANGE", first, last)
+        for node, bus in zip(everyone[1:], buses[1:], strict=True):
+            self.nodes[0].ask("CLUSTER", "MEET", "127.0.0.1", node.port, bus)
+        await until(lambda: all(self._is_ready(node) for node in everyone))
+
+    def primary_of(self, key: str) -> Server:
+        """Return the node that has a key's slot, as it says itself."""
+        slot = key_slot(key.encode())
+        for node in (*self.nodes, *self.spare):
+            ranges = node.ask("CLUSTER", "SLOTS")
+            port = next((primary[1] for first, last, primary, *_ in ranges if first <= slot <= last), None)
+            if port == node.port:
+                return node
+        raise LookupError(key)
+
+    def _is_ready(self, node: Server) -> bool:
+        info = node.ask("CLUSTER INFO")
+        num_nodes = len(self.nodes) + len(self.spare)
+        return bool(info["cluster_state"] == "ok" and int(info["cluster_known_nodes"]) == num_nodes)
+
+
+@contextmanager
+def server_cluster(folder: Path, num_spare: int = 0) -> Iterator[Cluster]:
+    """Yield a cluster that is not started."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(embedded_server(folder / str(n))) for n in range(len(SLOTS) + num_spare)]
+        yield Cluster(servers[: len(SLOTS)], servers[len(SLOTS) :])

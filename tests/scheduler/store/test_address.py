@@ -9,6 +9,8 @@ from redis.asyncio.connection import SSLConnection
 from redis.exceptions import AuthenticationError
 
 from scheduler.store import address, connection
+from scheduler.store.keys import Keys
+from scheduler.store.route import ClusterGuide, SentinelGuide
 from tests.scheduler.store.nodes import embedded_server
 
 
@@ -16,11 +18,12 @@ def test_a_url_of_sentinels_names_service_database_users_and_tls() -> None:
     settings, route = address.parse(
         "rediss+sentinel://tide:se%40same@s1:26380,s2,[::1]:5/main/3?ssl_ca_certs=/ca.pem&sentinel_password=s3cret"
     )
-    assert route.service == "main"
     assert (settings["username"], settings["password"], settings["db"]) == ("tide", "se@same", 3)
     assert settings["connection_class"] is SSLConnection
     assert settings["ssl_ca_certs"] == "/ca.pem"
-    asked = [sentinel.sentinels[0].connection_pool for sentinel in route.sentinels]
+    guides = [guide for guide in route.guides if isinstance(guide, SentinelGuide)]
+    assert {guide.service for guide in guides} == {"main"}
+    asked = [guide.sentinel.sentinels[0].connection_pool for guide in guides]
     assert [(p.connection_kwargs["host"], p.connection_kwargs["port"]) for p in asked] == [
         ("s1", 26380),
         ("s2", 26379),
@@ -34,12 +37,39 @@ def test_a_url_of_sentinels_names_service_database_users_and_tls() -> None:
         assert (pool.connection_kwargs["username"], pool.connection_kwargs["password"]) == (None, "s3cret")
 
 
+def test_a_url_of_a_cluster_names_nodes_users_and_tls() -> None:
+    settings, route = address.parse("rediss+cluster://tide:s3cret@n1:7000,n2?ssl_ca_certs=/ca.pem")
+    pools = [guide.pool for guide in route.guides if isinstance(guide, ClusterGuide)]
+    places = [(pool.connection_kwargs["host"], pool.connection_kwargs["port"]) for pool in pools]
+    assert places == [("n1", 7000), ("n2", 6379)]
+    for pool in pools:
+        assert isinstance(pool.make_connection(), SSLConnection)
+        asked, used = pool.connection_kwargs, settings
+        for name in ("username", "password", "ssl_ca_certs"):
+            assert asked[name] == used[name]
+
+
+@pytest.mark.parametrize(
+    ("url", "key"),
+    [
+        ("redis://s1", "tidegate:leases"),
+        ("redis+cluster://s1", "{tidegate}:leases"),
+        ("redis+sentinel://s1/main?deployment=blue", "blue:leases"),
+        ("redis+cluster://s1?deployment=blue", "{blue}:leases"),
+    ],
+)
+def test_the_url_says_what_keys_begin_with(url: str, key: str) -> None:
+    assert Keys.of(connection.connect(url)).leases == key
+
+
 @pytest.mark.parametrize(
     "url",
     [
         "redis+sentinel://s1",
         "redis+sentinel://s1,:5/main",
-        "redis+cluster://s1",
+        "redis+cluster://s1/1",
+        "redis+cluster://s1,:5",
+        "redis://s1?deployment=a%27b",
         "redis://:a@s1?password_file=/b",
         "redis://s1?password_file=/b&password_command=c",
     ],

@@ -1,0 +1,147 @@
+"""Finds the primary of a store: Sentinels, or the nodes of a cluster, are asked who it is.
+
+Knows the questions and how often they are asked; does not know connections of clients. A deployment's keys have one
+hash tag in a cluster, so they all have one slot, and one primary.
+"""
+
+import asyncio
+import builtins
+import contextlib
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from redis.asyncio import BlockingConnectionPool, Connection, Redis
+from redis.asyncio.connection import AbstractConnection
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import MasterNotFoundError, Sentinel
+from redis.backoff import NoBackoff
+from redis.crc import key_slot
+from redis.exceptions import ConnectionError, TimeoutError
+
+from scheduler.store.keys import Namespace
+
+Address = tuple[str, int]  # host and port
+
+NODE_S = 1.0  # a Sentinel or node that takes longer to connect and to answer is passed over
+LOOK_S = 1.0  # between two questions, while commands are sent
+LOOK_LIMIT_S = 0.5  # of such a question, for which a command waits
+MISSED_LOOK_S = 10.0  # until the next question, if nobody has answered
+
+
+class Guide(Protocol):
+    """A server that may know the primary."""
+
+    async def ask(self) -> Address:
+        """Return the address of the primary. Raises `redis.exceptions.ConnectionError` if it does not know it."""
+
+    async def aclose(self) -> None:
+        """Close the connection. The next question opens it again."""
+
+
+class SentinelGuide:
+    def __init__(self, place: Address, service: str, settings: dict[str, Any]) -> None:
+        self.sentinel = Sentinel([place], sentinel_kwargs=_unbounded(settings))  # type: ignore[no-untyped-call]
+        self.service = service
+
+    async def ask(self) -> Address:
+        host, port = await self.sentinel.discover_master(self.service)
+        return host, int(port)
+
+    async def aclose(self) -> None:
+        await self.sentinel.aclose()
+
+
+class ClusterGuide:
+    """A node of a cluster, which knows the primary of each slot."""
+
+    def __init__(self, place: Address, namespace: str, settings: dict[str, Any]) -> None:
+        self.host, port = place
+        kind: type[AbstractConnection] = settings.get("connection_class", Connection)
+        options = _unbounded({**settings, "connection_class": kind, "host": self.host, "port": port})
+        self.pool = BlockingConnectionPool(**options)
+        self._slot = key_slot(namespace.encode())
+
+    async def ask(self) -> Address:
+        pipeline = Redis(connection_pool=self.pool).pipeline(transaction=False)
+        pipeline.execute_command("CLUSTER INFO")
+        pipeline.execute_command("CLUSTER SLOTS")
+        state, slots = await pipeline.execute()
+        primary = self._primary(slots)
+        # A node that is cut off from the others, and has not noticed a failover, fails after the cluster's time limit.
+        if state["cluster_state"] != "ok" or primary is None:
+            raise MasterNotFoundError(f"The cluster has no primary for slot {self._slot}.")
+        return primary
+
+    async def aclose(self) -> None:
+        await self.pool.disconnect()
+
+    def _primary(self, slots: Sequence[Any]) -> Address | None:
+        """Return the primary in a reply to CLUSTER SLOTS. A host that is left out is the one that was asked."""
+        found = (primary for first, last, primary, *_ in slots if first <= self._slot <= last)
+        return next(((host.decode() if host else self.host, int(port)) for host, port, *_ in found), None)
+
+
+def _unbounded(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings without redis-py's time limits and retries: the limit is `NODE_S`, and the next guide is asked.
+
+    redis-py's limits use `asyncio.wait_for`: `scheduler.store.connection` says why not.
+    """
+    return {**settings, "socket_timeout": None, "retry": Retry(NoBackoff(), 0), "protocol": 2}
+
+
+@dataclass(slots=True)
+class Route:
+    """The way of a client's connections to the primary."""
+
+    namespace: str = Namespace.prefix  # in front of the keys of its store
+    guides: list[Guide] = field(default_factory=list)  # the one that knew last comes first; none: the address is fixed
+    changes: int = 0  # how often it has turned out that connections lead to a wrong or dead node
+    _primary: Address | None = None
+    _look_due_s: float = 0.0
+    _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def look(self) -> None:
+        """Notice a new primary within `LOOK_S`: Sentinels may take ten seconds until they demote the old one."""
+        if time.monotonic() < self._look_due_s:
+            return
+        self._look_due_s = math.inf  # one command waits for the answer, and the others go on
+        pause_s = MISSED_LOOK_S
+        try:
+            with contextlib.suppress(ConnectionError, TimeoutError, builtins.TimeoutError):  # all may still be right
+                async with asyncio.timeout(LOOK_LIMIT_S):
+                    await self.primary()
+                pause_s = LOOK_S
+        finally:
+            self._look_due_s = time.monotonic() + pause_s
+
+    async def primary(self) -> Address | None:
+        """Return the address of the primary, as a guide says; None without guides.
+
+        Raises `redis.sentinel.MasterNotFoundError`, a `ConnectionError`, if no guide answers or knows it.
+        """
+        if not self.guides:
+            return None
+        async with self._asking:
+            address = await self._ask()
+            if self._primary not in (None, address):
+                self.changes += 1
+            self._primary = address
+        return address
+
+    async def _ask(self) -> Address:
+        for guide in list(self.guides):
+            try:
+                async with asyncio.timeout(NODE_S):
+                    address = await guide.ask()
+            except (ConnectionError, TimeoutError, builtins.TimeoutError):
+                continue
+            finally:
+                # It opens its connection again for the next question. A cancellation must not leave it open.
+                await asyncio.shield(guide.aclose())
+            self.guides.remove(guide)
+            self.guides.insert(0, guide)
+            return address
+        raise MasterNotFoundError("No Sentinel, or no node of the cluster, that the URL names knows the primary.")
