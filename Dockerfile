@@ -63,13 +63,16 @@ RUN apt-get update && apt-get install --yes --no-install-recommends g++ libc6-de
 COPY --from=wheel /wheels/*.whl /wheels/
 RUN pip install --no-deps /wheels/*.whl && python -m engine.native.cpu.build
 
-# Workers have no port and no health check. A worker that cannot continue ends and is restarted, and the gateway's
-# /ready counts the heartbeats of the workers.
+# A worker's port has /livez, /readyz and /metrics, and is for the deployment's own network.
 FROM torch AS worker-cpu
 COPY --from=kernels /opt/tidegate/lib/tidegate /opt/tidegate/lib/tidegate
 COPY --from=wheel /wheels/*.whl /wheels/
 RUN pip install --no-deps /wheels/*.whl
 USER 10001
+ENV TIDEGATE_HEALTH_HOST=0.0.0.0 TIDEGATE_HEALTH_PORT=8001
+EXPOSE 8001
+HEALTHCHECK --interval=10s --timeout=4s --start-period=20s --retries=3 \
+    CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8001/livez', timeout=3)"]
 CMD ["worker"]
 
 # -- worker on CUDA ----------------------------------------------------------------------------------------------------
@@ -98,5 +101,9 @@ VOLUME /var/lib/tidegate
 WORKDIR /var/lib/tidegate
 STOPSIGNAL SIGTERM
 USER 10001
+ENV TIDEGATE_HEALTH_HOST=0.0.0.0 TIDEGATE_HEALTH_PORT=8001
+EXPOSE 8001
+HEALTHCHECK --interval=10s --timeout=4s --start-period=20s --retries=3 \
+    CMD ["python3", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8001/livez', timeout=3)"]
 ENTRYPOINT ["tidegate"]
 CMD ["worker"]

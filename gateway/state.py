@@ -10,6 +10,7 @@ from gateway.dead_letters import DeadLetters
 from gateway.files.store import FileStore
 from gateway.http.access.cors import AllowedOrigins
 from gateway.http.access.hosts import AllowedHosts
+from gateway.http.exposition import WorkerPages
 from gateway.http.metrics import GatewayMetrics
 from gateway.identity import Keyring
 from gateway.jobs.batches.service import BatchService
@@ -56,6 +57,7 @@ class Gateway:
     limits: KeyLimits
     usage: UsageMeter
     idempotency: IdempotencyStore
+    worker_pages: WorkerPages = field(default_factory=WorkerPages)  # whose metrics are shown beside the gateway's own
     allowed_hosts: AllowedHosts = field(default_factory=AllowedHosts)  # while no API keys are configured
     files_quota_mb: int | None = None  # size of all files of a key that has no quota of its own; None: no limit
     tracing: TracingMiddleware | None = None  # None: requests are not traced

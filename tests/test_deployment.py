@@ -157,12 +157,15 @@ def test_stages_copy_only_from_stages_before_them() -> None:
         assert set(re.findall(r"--from=(\S+)", text)) <= set(names[:i])
 
 
-def test_the_gateways_health_check_asks_for_a_route_that_needs_no_store() -> None:
-    (command,) = re.findall(r"^HEALTHCHECK .*\n +CMD (\[.*\])$", DOCKERFILE, re.MULTILINE)
-    assert "HEALTHCHECK" in instructions("gateway")
+@pytest.mark.parametrize(
+    ("target", "route"), [("gateway", "8000/health"), ("worker", "8001/livez"), ("worker-cpu", "8001/livez")]
+)
+def test_the_health_check_of_an_image_asks_for_a_route_that_needs_no_store(target: str, route: str) -> None:
+    (command,) = re.findall(r"^HEALTHCHECK .*\n +CMD (\[.*\])$", instructions(target), re.MULTILINE)
     program, flag, code = json.loads(command)
-    assert (program, flag) == ("python", "-c") and "http://127.0.0.1:8000/health" in code
+    assert program.startswith("python") and flag == "-c" and f"http://127.0.0.1:{route}" in code
     compile(code, "health check", "exec")
+    assert f"\nEXPOSE {route.split('/')[0]}\n" in instructions(target)
 
 
 def test_the_drain_is_shorter_than_dockers_grace_period() -> None:
@@ -190,12 +193,16 @@ def test_ports_are_open_only_to_this_machine() -> None:
     assert len(ports) == 3 and all(port.startswith("127.0.0.1:") for port in ports)
 
 
-def test_prometheus_scrapes_the_gateway_on_its_port() -> None:
+def test_prometheus_scrapes_each_part_on_its_port() -> None:
     config = yaml.safe_load((ROOT / "docker/prometheus.yml").read_text(encoding="utf-8"))
     command = SERVICES["gateway"]["command"]
     port = command[command.index("--port") + 1]
-    targets = [t for job in config["scrape_configs"] for s in job["static_configs"] for t in s["targets"]]
-    assert targets == [f"gateway:{port}"]
+    gateways, workers = config["scrape_configs"]
+    assert gateways["static_configs"] == [{"targets": [f"gateway:{port}"]}]
+    (found,) = workers["dns_sd_configs"]
+    assert set(found["names"]) == set(PARTS) - {"gateway"}
+    for worker in found["names"]:
+        assert f"TIDEGATE_HEALTH_HOST=0.0.0.0 TIDEGATE_HEALTH_PORT={found['port']}\n" in instructions(worker)
 
 
 def test_the_build_context_contains_everything_that_the_wheel_needs() -> None:

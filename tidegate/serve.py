@@ -64,12 +64,12 @@ def with_address(settings: ServeSettings) -> ServeSettings:
     It is checked here because the gateway finds out only beside a worker that loads its model. Port 0 is replaced by a
     free port. If no worker id is set, it is made of the host name and the port. This id is the
     same at the next start, so that the worker takes over the requests that it left. It differs from the ids of other
-    `serve` processes on the same store.
+    `serve` processes on the same store. The gateway's /metrics shows this worker's metrics, too.
     """
     with listen(settings.host, settings.port) as probe:
         port: int = probe.getsockname()[1]
     worker_id = settings.worker_id or f"{socket.gethostname()}-{port}"
-    return settings.model_copy(update={"port": port, "worker_id": worker_id})
+    return settings.model_copy(update={"port": port, "worker_id": worker_id, "metrics_of": [worker_id]})
 
 
 async def _reach(redis_url: str) -> None:

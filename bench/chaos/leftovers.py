@@ -11,6 +11,8 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.chaos.site import GATEWAYS, STORE, WORKERS, Site
+from gateway.http.exposition import WorkerPages
+from scheduler.registry.redis import RedisWorkerRegistry
 from scheduler.store.connection import MAX_CONNECTIONS
 from scheduler.store.keys import Keys
 
@@ -100,15 +102,12 @@ class Leftovers:
 
     async def _sequences(self) -> str:
         """Return what the workers still hold, from their metrics."""
-        async with httpx.AsyncClient(timeout=10) as http:
-            try:
-                text = (await http.get(f"{self._site.urls[GATEWAYS[0]]}/metrics")).text
-            except httpx.HTTPError as error:
-                return repr(error)
-        held = []
-        for family in text_string_to_metric_families(text):
-            if family.name in HELD:
-                held += [f"{s.name}{s.labels} {s.value:.0f}" for s in family.samples if s.value]
+        pages = await WorkerPages(WORKERS).read(await RedisWorkerRegistry(self._site.store).workers())
+        held = [f"{worker} shows no metrics" for worker in WORKERS if worker not in pages]
+        for text in pages.values():
+            for family in text_string_to_metric_families(text):
+                if family.name in HELD:
+                    held += [f"{s.name}{s.labels} {s.value:.0f}" for s in family.samples if s.value]
         return ", ".join(held)
 
     def _directories(self) -> str:

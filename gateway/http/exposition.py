@@ -1,48 +1,83 @@
-"""Metrics as Prometheus text: a gateway's own, and those of workers, merged into one page."""
+"""Metrics as Prometheus text: a worker's page, and a gateway's, which may include the pages of workers.
 
-from collections.abc import Iterator, Mapping
+The samples of a worker have the label `worker` with its id. The main families have a second name, that of vLLM, with
+the label `model_name`.
+"""
 
+import asyncio
+from collections.abc import Collection, Iterable, Iterator, Mapping
+
+import httpx
 import structlog
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from gateway.http.vllm_names import vllm_families
+from gateway.http.vllm_names import PREFIX, vllm_families
+from scheduler.registry.worker_status import WorkerStatus
 
 log = structlog.get_logger(__name__)
 
-
-def render(registry: CollectorRegistry, snapshots: Mapping[str, str], model: str = "") -> bytes:
-    """Return the metrics of `registry` and of the workers as one Prometheus text.
-
-    `snapshots` maps each worker's id to the Prometheus text of this worker. The worker's samples get the label `worker`
-    with this id. The main families have a second name, that of vLLM, with the label `model_name`: `model`.
-    """
-    return generate_latest(_Merged(registry, snapshots, model))
+PAGE_TIMEOUT_S = 1.0  # seconds for a worker to show its metrics
 
 
-class _Merged(Collector):
-    def __init__(self, registry: CollectorRegistry, snapshots: Mapping[str, str], model: str) -> None:
-        self._registry = registry
-        self._snapshots = snapshots
+class WorkerPages:
+    """Reads the metrics of the workers `worker_ids`, which are on this machine, from their own ports."""
+
+    def __init__(self, worker_ids: Collection[str] = (), transport: httpx.AsyncBaseTransport | None = None) -> None:
+        self._worker_ids = worker_ids
+        self._transport = transport
+
+    async def read(self, workers: Iterable[WorkerStatus]) -> dict[str, str]:
+        """Return the page of each of these `workers`, by id. Those that do not answer in time are left out."""
+        wanted = {w.worker_id: w.page for w in workers if w.worker_id in self._worker_ids and w.page}
+        client = httpx.AsyncClient(transport=self._transport, trust_env=False, verify=False, timeout=PAGE_TIMEOUT_S)
+        async with client as http:
+            texts = await asyncio.gather(*(_read(http, page) for page in wanted.values()))
+        return {worker_id: text for worker_id, text in zip(wanted, texts, strict=True) if text is not None}
+
+
+async def _read(http: httpx.AsyncClient, page: str) -> str | None:
+    try:
+        async with asyncio.timeout(PAGE_TIMEOUT_S):
+            return (await http.get(page)).raise_for_status().text
+    except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:  # TimeoutError is an OSError
+        log.warning("worker_metrics_not_read", page=page, error=str(error) or type(error).__name__)
+        return None
+
+
+def render(registry: CollectorRegistry, pages: Mapping[str, str], model: str = "") -> bytes:
+    """Return the metrics of `registry` and of the workers with these pages, by worker id, as one page."""
+    families = {family.name: family for family in registry.collect()}
+    for worker, text in sorted(pages.items()):
+        _merge(families, _parse(worker, text), worker)
+    return generate_latest(_Families(families, model))
+
+
+def render_worker(registry: CollectorRegistry, worker: str, model: str) -> bytes:
+    """Return the metrics of the worker with this id as a page."""
+    families: dict[str, Metric] = {}
+    _merge(families, registry.collect(), worker)
+    return generate_latest(_Families(families, model))
+
+
+class _Families(Collector):
+    """Metric families, and those with vLLM's names that are made of them."""
+
+    def __init__(self, families: Mapping[str, Metric], model: str) -> None:
+        self._families = families
         self._model = model
 
     def collect(self) -> Iterator[Metric]:
-        families: dict[str, Metric] = {}
-        for family in self._registry.collect():
-            families[family.name] = family
-        for worker, text in sorted(self._snapshots.items()):
-            for family in _parse(worker, text):
-                _merge(families, family, worker)
-        yield from families.values()
-        yield from vllm_families(families, self._model)
+        yield from self._families.values()
+        yield from vllm_families(self._families, self._model)
 
 
 def _parse(worker: str, text: str) -> list[Metric]:
-    """Return the metric families of a worker; an empty list if its snapshot is malformed.
+    """Return the metric families of a worker; an empty list if its page is malformed.
 
-    One malformed snapshot must not hide the metrics of the other workers.
+    One malformed page must not hide the metrics of the other workers.
     """
     try:
         return list(text_string_to_metric_families(text))
@@ -51,7 +86,11 @@ def _parse(worker: str, text: str) -> list[Metric]:
         return []
 
 
-def _merge(families: dict[str, Metric], family: Metric, worker: str) -> None:
-    target = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-    for sample in family.samples:
-        target.samples.append(sample._replace(labels={**sample.labels, "worker": worker}))
+def _merge(families: dict[str, Metric], of_worker: Iterable[Metric], worker: str) -> None:
+    """Add a worker's families, except those with vLLM's names: they are made anew of all workers together."""
+    for family in of_worker:
+        if family.name.startswith(PREFIX):
+            continue
+        target = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+        for sample in family.samples:
+            target.samples.append(sample._replace(labels={**sample.labels, "worker": worker}))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 
+PREFIX = "vllm:"
 ALL_ENGINES = "0"  # vLLM's own label of a server with one engine
 
 # Our families under vLLM's names, as vLLM 0.32 exports them: those whose samples are added up, for each worker.

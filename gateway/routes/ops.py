@@ -80,7 +80,7 @@ async def _may_look_inside(request: Request) -> None:
 
 @router.get("/metrics", dependencies=[Depends(_may_look_inside)])
 async def metrics(request: Request) -> Response:
-    """Return the metrics of this gateway and of every worker in Prometheus' text format."""
+    """Return the metrics of this gateway in Prometheus' text format; under `serve`, also those of its worker."""
     page: Shared[bytes] = request.app.state.metrics_page
     return Response(await page.read(), media_type=CONTENT_TYPE_LATEST)
 
@@ -150,20 +150,19 @@ async def _depths(client: SchedulerClient) -> tuple[dict[str, int] | None, list[
 
 
 async def exposition(gateway: Gateway) -> bytes:
-    """Return all metrics as Prometheus text. If the store does not answer, return only the gateway's own metrics."""
+    """Return all metrics as Prometheus text. What only the store knows is left out if it does not answer."""
     metrics, client = gateway.metrics, gateway.client
     limited = {key.name for key in gateway.keyring.keys if key.is_limited}
     metrics.show_from_the_start(gateway.tiers, limited or {NO_KEY}, (NO_KEY,) if gateway.keyring.is_open else ())
-    metrics.workers_alive.set(len(client.live.engines) + len(client.live.endpoints))
+    workers = [*client.live.engines, *client.live.endpoints]
+    metrics.workers_alive.set(len(workers))
     metrics.workers_unreadable.set(client.live.num_unreadable)
     metrics.batches_late.set(gateway.batches.forecasts.num_late)
-    snapshots: dict[str, str] = {}
     queues: Queues | None = None
     with suppress(Exception):  # after any error of the store, the gateway's own metrics are still worth reading
         async with asyncio.timeout(STORE_TIMEOUT_S):
             queues = await read_queues(client, gateway.clock)
             metrics.show_backlogs(queues.backlogs, client.predicted_ttfts_s(queues.backlogs))
-            snapshots = await client.registry.metrics()
             for status, count in (await gateway.batches.counts_by_status()).items():
                 metrics.batches.labels(status).set(count)
             metrics.dead_letters.set(await gateway.dead_letters.count(gateway.clock.wall_ms()))
@@ -171,8 +170,9 @@ async def exposition(gateway: Gateway) -> bytes:
         metrics.show_store(False, STORE_TIMEOUT_S, {})
     else:
         metrics.show_store(client.refusal is None, queues.latency_s, queues.ages_s)
+    pages = await gateway.worker_pages.read(workers)
     # Parsing takes about 10 ms per worker, so it runs outside the event loop, which serves streams.
-    return await asyncio.to_thread(render, metrics.registry, snapshots, gateway.model.names[0])
+    return await asyncio.to_thread(render, metrics.registry, pages, gateway.model.names[0])
 
 
 @dataclass(frozen=True, slots=True)

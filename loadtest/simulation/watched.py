@@ -1,7 +1,7 @@
 """The simulated worker's engine and metrics, which write what happens into the observation of the run.
 
 The engine also adds a time that the modeled engine leaves out: that of the host between two steps, while the device is
-idle. Nothing scrapes a simulated worker, and rendering its metrics once a second would cost more than the scheduling.
+idle. Nothing scrapes a simulated worker.
 """
 
 from array import array
@@ -126,6 +126,3 @@ class WatchedMetrics(SchedulerMetrics):
 
     def record_state(self, status: CoreStatus, queued: Mapping[str, int]) -> None:
         pass
-
-    def text(self) -> str:
-        return ""

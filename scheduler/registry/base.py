@@ -1,4 +1,4 @@
-"""The worker registry: live workers with their status, their metrics and the state of their SLA controllers.
+"""The worker registry: live workers with their status and the state of their SLA controllers.
 
 Workers announce themselves about every second. A worker that stops doing so is removed a few seconds later. Everyone
 reads the beats twice a second, to notice who has gone silent. Gateways read the statuses once a second, for admission,
@@ -20,10 +20,10 @@ class WorkerRegistry(Protocol):
         """
         ...
 
-    async def announce(self, status: WorkerStatus, metrics_text: str, sla_json: str = "{}") -> str:
+    async def announce(self, status: WorkerStatus, sla_json: str = "{}") -> str:
         """Announce that this worker is alive. Return the incarnation that did so before under its id; empty: none.
 
-        `metrics_text` is Prometheus text. `sla_json` is the state of the worker's SLA controller.
+        `sla_json` is the state of the worker's SLA controller.
         """
         ...
 
@@ -52,10 +52,6 @@ class WorkerRegistry(Protocol):
 
         Dead workers may be among them, with a beat that does not change.
         """
-        ...
-
-    async def metrics(self) -> dict[str, str]:
-        """Return the last announced metrics of every live worker, by worker id."""
         ...
 
     async def sla(self) -> dict[str, str]:

@@ -10,7 +10,6 @@ from scheduler.store import keys
 @dataclass(frozen=True, slots=True)
 class _Announcement:
     status: WorkerStatus
-    metrics_text: str
     sla_json: str
     expires_s: float
 
@@ -28,10 +27,10 @@ class MemoryWorkerRegistry:
     def num_unreadable(self) -> int:
         return 0
 
-    async def announce(self, status: WorkerStatus, metrics_text: str, sla_json: str = "{}") -> str:
+    async def announce(self, status: WorkerStatus, sla_json: str = "{}") -> str:
         before = self._alive().get(status.worker_id)
         expires_s = self._clock.now() + self._ttl_s
-        self._announced[status.worker_id] = _Announcement(status, metrics_text, sla_json, expires_s)
+        self._announced[status.worker_id] = _Announcement(status, sla_json, expires_s)
         return "" if before is None else before.status.incarnation
 
     async def withdraw(self, worker_id: str) -> None:
@@ -52,9 +51,6 @@ class MemoryWorkerRegistry:
 
     async def beats(self) -> dict[str, Beat]:
         return {worker_id: a.status.beat for worker_id, a in self._alive().items()}
-
-    async def metrics(self) -> dict[str, str]:
-        return {worker_id: a.metrics_text for worker_id, a in self._alive().items()}
 
     async def sla(self) -> dict[str, str]:
         return {worker_id: a.sla_json for worker_id, a in self._alive().items()}

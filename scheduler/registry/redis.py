@@ -34,12 +34,13 @@ class RedisWorkerRegistry:
     def num_unreadable(self) -> int:
         return len(self._unreadable)
 
-    async def announce(self, status: WorkerStatus, metrics_text: str, sla_json: str = "{}") -> str:
+    async def announce(self, status: WorkerStatus, sla_json: str = "{}") -> str:
         key, encode = self._keys.worker + status.worker_id, self._encoder.encode
         encoded = encode(status)
         pipeline = self._client.pipeline(transaction=True)
         pipeline.hget(key, "incarnation")
-        pipeline.hset(key, mapping={"status": encoded, "metrics": metrics_text, "sla": sla_json})
+        # Gateways of earlier versions forget a worker that has no `metrics`.
+        pipeline.hset(key, mapping={"status": encoded, "metrics": "", "sla": sla_json})
         pipeline.hset(key, "incarnation", status.incarnation)
         pipeline.pexpire(key, self._ttl_ms)
         pipeline.sadd(self._keys.workers, status.worker_id)
@@ -104,9 +105,6 @@ class RedisWorkerRegistry:
                 if value is not None:
                     beats[worker_id] = self._beat_decoder.decode(value)
         return beats
-
-    async def metrics(self) -> dict[str, str]:
-        return {worker_id: text.decode() for worker_id, text in (await self._fields("metrics")).items()}
 
     async def sla(self) -> dict[str, str]:
         return {worker_id: text.decode() for worker_id, text in (await self._fields("sla")).items()}

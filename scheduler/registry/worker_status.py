@@ -88,6 +88,7 @@ class WorkerStatus:
     left_shares: tuple[float, ...] = ()
     batch_items: int = 0  # items per call of a worker with a static endpoint; 0: a worker with an engine
     incarnation: str = ""  # of its process; a later one with the same id has a greater text
+    page: str = ""  # URL of its metrics
 
     @property
     def beat(self) -> Beat:

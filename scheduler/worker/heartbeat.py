@@ -4,6 +4,7 @@ Knows the registry and the data to send; makes no decisions. A worker without he
 seconds.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -20,6 +21,7 @@ from scheduler.holdings.status import CoreStatus
 from scheduler.registry.base import WorkerRegistry
 from scheduler.registry.heartbeat_monitor import CHECK_S, WORKER_SILENT_S, HeartbeatMonitor
 from scheduler.registry.worker_status import GpuStatus, TierCapacity, TierStatus, WorkerStatus
+from scheduler.store.keys import WORKER_TTL_S
 from scheduler.worker.core import WorkerCore
 
 ReadGpus = Callable[[], tuple[GpuStatus, ...]]
@@ -35,6 +37,7 @@ class WorkerIdentity:
     model_names: tuple[str, ...]
     started_ms: int
     incarnation: str = ""
+    page: str = ""  # URL of the worker's metrics
 
     @property
     def holder(self) -> str:
@@ -60,25 +63,26 @@ class SelfReport(Protocol):
 
 
 class Heartbeat:
-    """Announces one worker to the registry, and notices other processes with its id.
-
-    `metrics_text` returns its metrics in Prometheus' format.
-    """
+    """Announces one worker to the registry, and notices other processes with its id."""
 
     def __init__(
         self,
         registry: WorkerRegistry,
         report: SelfReport,
-        metrics_text: Callable[[], str],
         clock: Clock,
         identity: WorkerIdentity,
     ) -> None:
         self._registry = registry
         self._report = report
-        self._metrics_text = metrics_text
         self._clock = clock
         self._identity = identity
         self._last_s: float | None = None
+        self._announced_s = -math.inf  # time at which the store had the last heartbeat
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the store has a heartbeat of this worker that is not too old."""
+        return self._clock.now() - self._announced_s < WORKER_TTL_S
 
     async def await_namesake(self) -> None:
         """Wait until no other process announces itself with this id: the one before it may have ended just now.
@@ -105,12 +109,14 @@ class Heartbeat:
         interval_s = max(now - self._last_s, 1e-3) if self._last_s is not None else 1.0
         is_first, self._last_s = self._last_s is None, now
         status, sla_json = self._report.read(now, wall_ms, interval_s)
-        before = await self._registry.announce(status, self._metrics_text(), sla_json)
+        before = await self._registry.announce(status, sla_json)
+        self._announced_s = self._clock.now()
         if not is_first and before and before < self._identity.incarnation:
             raise DuplicateWorker(self._identity.worker_id)
 
     async def withdraw(self) -> None:
         """Remove the worker from the registry."""
+        self._announced_s = -math.inf
         await self._registry.withdraw(self._identity.worker_id)
 
 
@@ -193,6 +199,7 @@ class RequestReport:
         return WorkerStatus(
             worker_id=self._identity.worker_id,
             incarnation=self._identity.incarnation,
+            page=self._identity.page,
             model_names=self._identity.model_names,
             max_model_len=self._engine.max_model_len,
             vocab_size=self._engine.vocab_size,

@@ -87,7 +87,7 @@ def build_loop(
     worker = RequestWorker(
         driver, held, queue, intake, claimer, publisher, checkpointer, metrics, report, outage, clock, tracer
     )
-    heartbeat = Heartbeat(registry, report, metrics.text, clock, identity)
+    heartbeat = Heartbeat(registry, report, clock, identity)
     review = ControllerReview(core, queue, metrics, intake, clock)
     maintenance = Maintenance(heartbeat, outage, clock, lambda: driver.is_stuck, review.run)
     leases = LeaseKeeper(intake, queue, outage, clock, identity)
@@ -110,7 +110,11 @@ class WorkerLoop:
         self._peers = peers
         self._maintenance = maintenance
         self._heartbeat = heartbeat
-        self.is_announced = False  # whether the first heartbeat was sent
+
+    @property
+    def is_announced(self) -> bool:
+        """Whether the store knows the worker: it has a heartbeat that is not too old."""
+        return self._heartbeat.is_known
 
     @property
     def is_stuck(self) -> bool:
@@ -125,7 +129,6 @@ class WorkerLoop:
             await self._heartbeat.await_namesake()
             await self._leases.begin_anew(await self._work.begin())
             await self._heartbeat.beat()
-            self.is_announced = True
             await self._run_tasks()
             await self._work.end()
             await self._leases.give_back()

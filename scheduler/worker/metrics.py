@@ -7,7 +7,7 @@ decisions. The registry is injected, so that two workers in one process (tests, 
 import math
 from collections.abc import Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from scheduler.config import TierSet
 from scheduler.control.explanation import TierOutputs
@@ -26,7 +26,6 @@ SEQUENCES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
 
 class SchedulerMetrics:
     def __init__(self, registry: CollectorRegistry, tiers: TierSet) -> None:
-        self._registry = registry
         self._tiers = tiers
         tier = ["tier"]
 
@@ -214,10 +213,6 @@ class SchedulerMetrics:
         for metric, seconds in (("ttft", output.ttft_p99_s), ("itl", output.itl_p99_s)):
             _set_or_remove(self._observed, (tier, metric, "0.99"), seconds)
         _set_or_remove(self._attainment, (tier,), output.attainment)
-
-    def text(self) -> str:
-        """Return all metrics in Prometheus' exposition format."""
-        return generate_latest(self._registry).decode()
 
 
 def _set_or_remove(gauge: Gauge, labels: tuple[str, ...], value: float | None) -> None:

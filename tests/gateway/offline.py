@@ -239,7 +239,7 @@ async def running_gateway(
     with mock.patch.multiple(service, LOCK_TTL_S=lock_ttl_s, MAX_LINES_IN_FLIGHT=max_lines_in_flight):
         stand = make_gateway(redis, data_dir, **settings)
     for status in workers:
-        await stand.worker.registry.announce(status, "")
+        await stand.worker.registry.announce(status)
     await stand.gateway.client.start()
     await stand.batches.start()
     try:

@@ -23,6 +23,8 @@ FINISHED_PER_S = {
     "bulk": 0.05,
 }  # finished requests per second that the worker announces, for Retry-After
 
+PAGE = "http://w1/metrics"  # of the scripted worker
+
 Scripting = Callable[[Request], Sequence[TokenEvent]]
 
 
@@ -65,7 +67,6 @@ class ScriptedWorker:
     registry: MemoryWorkerRegistry
     script: Scripting
     capacity: TierCapacity | None = None  # announced for each tier; None: unknown
-    metrics: str = ""  # announced as the worker's own metrics
     sla: str = "{}"  # announced as the explanation of its controller
     claims: bool = True
     served: list[Request] = field(default_factory=list)
@@ -73,15 +74,16 @@ class ScriptedWorker:
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     _serving: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
-    async def announce(self, metrics: str | None = None) -> None:
-        self.metrics = self.metrics if metrics is None else metrics
+    async def announce(self) -> None:
         tiers = {
             name: TierStatus(batch_size=64, finished_per_s=rate, capacity=self.capacity)
             for name, rate in FINISHED_PER_S.items()
         }
         at_ms = SystemClock().wall_ms()
-        status = WorkerStatus("w1", (MODEL,), CONTEXT, len(pretrained()), 0, device="cpu", tiers=tiers, at_ms=at_ms)
-        await self.registry.announce(status, self.metrics, self.sla)
+        status = WorkerStatus(
+            "w1", (MODEL,), CONTEXT, len(pretrained()), 0, device="cpu", tiers=tiers, at_ms=at_ms, page=PAGE
+        )
+        await self.registry.announce(status, self.sla)
 
     async def run(self) -> None:
         self.gate.set()

@@ -25,6 +25,7 @@ from gateway.app import create_app
 from gateway.files.local_storage import LocalStorage
 from gateway.files.storage import Storage
 from gateway.files.store import FileStore
+from gateway.http.exposition import WorkerPages
 from gateway.http.server.connection import server_config
 from gateway.http.server.connections import ConnectionLimits, ConnectionTable
 from gateway.http.server.tls import Certificate
@@ -142,6 +143,7 @@ def make_stand(
     tokenizer: Tokenizer | None = None,
     defaults: SamplingDefaults | None = None,
     storage: Storage | None = None,
+    worker_pages: WorkerPages | None = None,
     lines: Completions | None = None,
     tracing: Tracing | None = None,
     **settings: Any,
@@ -161,6 +163,7 @@ def make_stand(
         defaults=defaults or SamplingDefaults(),
         revision="",
         storage=storage or LocalStorage(data_dir),
+        worker_pages=worker_pages or WorkerPages(),
         draw=lambda: 0.0,
         lines=lines,
     )
@@ -206,7 +209,7 @@ async def running_stand(
         data_dir = data_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
         stand = make_stand(redis, data_dir, *args, **options)
         for status in workers:
-            await stand.worker.registry.announce(status, "")
+            await stand.worker.registry.announce(status)
         if with_worker:
             await stand.worker.announce()
             stack.push_async_callback(stand.worker.stop)

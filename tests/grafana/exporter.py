@@ -1,4 +1,4 @@
-"""A scrape target with the product's own metric families, all of them moving: each scrape is some traffic.
+"""Scrape targets with the product's own metric families, all of them moving: each scrape is some traffic.
 
 A faulty one has everything at once that an alert is for, except that it answers and that a worker lives.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from gateway.http.exposition import render
+from gateway.http.exposition import render, render_worker
 from gateway.http.metrics import GatewayMetrics
 from scheduler.config import load_tiers
 from scheduler.control.explanation import TierOutputs
@@ -83,7 +83,7 @@ class Worker:
 
 
 class Deployment:
-    """A gateway with two workers; `scrape` is its /metrics."""
+    """A gateway and two workers, each with its own page. `scrape` is that of a gateway that shows its workers, too."""
 
     def __init__(self, faulty: bool = False) -> None:
         self._faulty = faulty
@@ -96,12 +96,22 @@ class Deployment:
     def scrape(self) -> bytes:
         with self._lock:
             self._serve_some_traffic()
-            snapshots = {name: worker.metrics.text() for name, worker in self.workers.items()}
-            return render(self.gateway.registry, snapshots, "demo")
+            for worker in self.workers.values():
+                worker.serve_some_traffic()
+            pages = {name: render_worker(w.registry, name, "demo").decode() for name, w in self.workers.items()}
+            return render(self.gateway.registry, pages, "demo")
+
+    def page(self, path: str) -> bytes:
+        """Return the gateway's page, or that of the worker which is named in front of `/metrics`."""
+        name = path.removesuffix("/metrics").removeprefix("/")
+        with self._lock:
+            if not name:
+                self._serve_some_traffic()
+                return render(self.gateway.registry, {}, "demo")
+            self.workers[name].serve_some_traffic()
+            return render_worker(self.workers[name].registry, name, "demo")
 
     def _serve_some_traffic(self) -> None:
-        for worker in self.workers.values():
-            worker.serve_some_traffic()
         for status in (200, 429, 503):
             self.gateway.observe_http("/v1/chat/completions", "POST", status, 0.2)
         for tier in TIERS.tiers:
@@ -143,7 +153,7 @@ def serving(deployment: Deployment) -> Iterator[int]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            body = deployment.scrape()
+            body = deployment.page(self.path)
             self.send_response(200)
             self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))

@@ -1,4 +1,4 @@
-"""A real Prometheus in a temporary directory, on a free port, scraping one target twice a second."""
+"""A real Prometheus in a temporary directory, on a free port, scraping a gateway and its workers twice a second."""
 
 import os
 import subprocess
@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import httpx
 import yaml
 
+from tests.grafana.exporter import WORKERS
 from tests.system.server import free_port
 
 T = TypeVar("T")
@@ -68,10 +69,15 @@ class Prometheus:
 @contextmanager
 def running(binary: str, folder: Path, target_port: int, rules: Path | None = None) -> Iterator[Prometheus]:
     config = folder / "prometheus.yml"
-    job = {"job_name": "tidegate", "static_configs": [{"targets": [f"127.0.0.1:{target_port}"]}]}
+    targets = [f"127.0.0.1:{target_port}"]
+    pages = [{"targets": targets, "labels": {"__metrics_path__": f"/{name}/metrics"}} for name in WORKERS]
+    jobs = [
+        {"job_name": "tidegate", "static_configs": [{"targets": targets}]},
+        {"job_name": "tidegate-workers", "static_configs": pages},
+    ]
     timing = {"scrape_interval": SCRAPE_INTERVAL, "scrape_timeout": SCRAPE_INTERVAL}
     rule_files = [] if rules is None else [str(rules)]
-    config.write_text(yaml.safe_dump({"global": timing, "rule_files": rule_files, "scrape_configs": [job]}))
+    config.write_text(yaml.safe_dump({"global": timing, "rule_files": rule_files, "scrape_configs": jobs}))
     address = f"127.0.0.1:{free_port()}"
     arguments = [f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]
     with (folder / "prometheus.log").open("w") as log:

@@ -251,7 +251,7 @@ async def test_a_worker_of_an_earlier_version_is_seen_and_its_beats_are_those_of
     redis_client: Redis,
 ) -> None:
     registry = RedisWorkerRegistry(redis_client)
-    await registry.announce(replace(STATUS, worker_id="v", at_ms=1), "")
+    await registry.announce(replace(STATUS, worker_id="v", at_ms=1))
     for at_ms in (2, 3):
         await announce_as_before(redis_client, at_ms)
         assert await registry.beats() == {"v": Beat(1), "w": Beat(at_ms)}
@@ -262,9 +262,19 @@ async def test_a_worker_of_an_earlier_version_is_seen_and_its_beats_are_those_of
 
 async def test_a_worker_that_goes_back_to_an_earlier_version_is_silent_once(redis_client: Redis) -> None:
     registry = RedisWorkerRegistry(redis_client)
-    await registry.announce(replace(STATUS, at_ms=1), "")  # then it was killed
+    await registry.announce(replace(STATUS, at_ms=1))  # then it was killed
     await announce_as_before(redis_client, 2)
     assert await registry.beats() == {"w": Beat(1)}
     await registry.withdraw("w")  # as its peers do when they see no new beat
     await announce_as_before(redis_client, 3)
     assert await registry.beats() == {"w": Beat(3)}
+
+
+async def test_a_gateway_of_an_earlier_version_keeps_a_worker_of_which_it_reads_the_metrics(
+    redis_client: Redis,
+) -> None:
+    """It reads a field of each worker, and forgets those that lack it, because they seem to have expired."""
+    await RedisWorkerRegistry(redis_client).announce(STATUS, "[]")
+    fields = await redis_client.hmget(Keys.of(redis_client).worker + "w", ["status", "metrics", "sla"])
+    assert await redis_client.smembers(Keys.of(redis_client).workers) == {b"w"} and fields[1:] == [b"", b"[]"]
+    assert msgspec.msgpack.decode(fields[0], type=WorkerStatus) == STATUS

@@ -66,7 +66,7 @@ def test_an_unusable_host_is_named(tmp_path: Path) -> None:
 async def test_what_a_killed_worker_has_announced_is_withdrawn_before_its_successor_starts(redis_client: Redis) -> None:
     registry = RedisWorkerRegistry(redis_client)
     for worker_id in ("mine", "other"):
-        await registry.announce(status(worker_id), "")
+        await registry.announce(status(worker_id))
     part, _ = served_parts(with_address(ServeSettings(port=0, worker_id="mine")), redis_client)
     assert part.before_start is not None
     await part.before_start()

@@ -7,7 +7,7 @@ import hashlib
 import random
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import structlog
@@ -20,6 +20,7 @@ from gateway.files.storage import Storage
 from gateway.files.store import FileStore
 from gateway.http.access.cors import AllowedOrigins
 from gateway.http.access.hosts import AllowedHosts, address_of
+from gateway.http.exposition import WorkerPages
 from gateway.http.metrics import GatewayMetrics
 from gateway.identity import Keyring
 from gateway.jobs.batches.lines.line import Completions
@@ -80,6 +81,7 @@ class Outside:
     defaults: SamplingDefaults
     revision: str  # tells one version of the model from another
     storage: Storage
+    worker_pages: WorkerPages = field(default_factory=WorkerPages)
     draw: Callable[[], float] = random.random  # distributes the returns of clients that are refused
     lines: Completions | None = None  # who answers the lines of batches; None: this gateway
 
@@ -97,6 +99,7 @@ def open_outside(settings: GatewaySettings, redis: Redis, clock: Clock) -> Outsi
         defaults=load_sampling_defaults(settings),
         revision=f"{settings.load_format} {model_revision(settings.model_path)}",
         storage=open_storage(settings.files_url, settings.data_dir),
+        worker_pages=WorkerPages(settings.metrics_of or ()),
     )
 
 
@@ -196,6 +199,7 @@ def build_gateway(
         limits=limits,
         usage=usage,
         idempotency=IdempotencyStore(redis, clock),
+        worker_pages=outside.worker_pages,
         responses=responses,
         dead_letters=dead_letters,
         tasks=TaskService(

@@ -70,6 +70,11 @@ class GatewaySettings(CommonSettings):
     private_docs: bool = Field(
         default=False, description="/openapi.json and /metrics need an API key, and there is no /docs"
     )
+    metrics_of: Annotated[list[str] | None, NoDecode] = Field(
+        default=None,
+        description="ids of workers on this machine whose metrics /metrics shows beside the gateway's own; unset: none "
+        "(serve: its worker)",
+    )
     ssl_certfile: Path | None = Field(
         default=None, description="PEM file with the server's certificate and its chain; set: serve HTTPS only"
     )
@@ -207,7 +212,7 @@ class GatewaySettings(CommonSettings):
                 raise ValueError(f"{entry!r} is no origin: it needs a scheme and no path, such as https://chat.example")
         return value
 
-    @field_validator("allowed_hosts", "allowed_origins", "trusted_proxies", mode="before")
+    @field_validator("allowed_hosts", "allowed_origins", "metrics_of", "trusted_proxies", mode="before")
     @classmethod
     def _split_items(cls, value: Any) -> Any:
         return split_list(value)

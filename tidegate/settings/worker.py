@@ -15,6 +15,10 @@ class WorkerSettings(CommonSettings):
         default=None,
         description="unique among the store's workers; unset: host name and process id (serve: host name and port)",
     )
+    health_host: str = Field(
+        default="127.0.0.1", description="address of the worker's own port, with /livez, /readyz and /metrics"
+    )
+    health_port: int = Field(default=0, ge=0, le=65535, description="the worker's own port; 0: any free one")
     engine: Literal["native", "vllm", "openai", "static"] = Field(
         default="native",
         description="native: this program's own engine; vllm: vLLM's executor computes the steps; openai: a server at "

@@ -26,10 +26,15 @@ ALIVE_S = 1.0  # seconds between two signs of life
 MAX_MESSAGE_BYTES = 256
 
 
-async def report_life(is_ready: Callable[[], bool], is_stuck: Callable[[], bool] = lambda: False) -> None:
+async def report_life(
+    is_ready: Callable[[], bool],
+    is_stuck: Callable[[], bool] = lambda: False,
+    note_alive: Callable[[], None] = lambda: None,
+) -> None:
     """Report when this process is ready, and from then on every second that it is alive, unless it is stuck.
 
-    Runs until it is cancelled. Run it in the event loop that does the work, so that a loop that hangs reports nothing.
+    `note_alive` is called at each of these reports. Runs until it is cancelled. Run it in the event loop that does the
+    work, so that a loop that hangs reports nothing.
     """
     while not is_ready():
         await asyncio.sleep(READY_CHECK_S)
@@ -37,6 +42,7 @@ async def report_life(is_ready: Callable[[], bool], is_stuck: Callable[[], bool]
     while True:
         if not is_stuck():
             _send(ALIVE)
+            note_alive()
         await asyncio.sleep(ALIVE_S)
 
 

@@ -143,14 +143,17 @@ class CannotStart(Exception):
     """A part cannot start with its settings, and another attempt will not help. The message is for the operator."""
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Port 0 means any free port. Raises `CannotStart` if the address cannot be used."""
+def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
+    """Return a listening socket. Port 0 means any free port. Raises `CannotStart` if the address cannot be used.
+
+    `flag` is the flag with which the operator chooses another port.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            reason = f"cannot listen on {host}:{port}: another program does; end it, or choose another port with --port"
+            reason = f"cannot listen on {host}:{port}: another program does; end it, or choose another port with {flag}"
         else:
             reason = f"cannot listen on {host}:{port}: {error.strerror or error}"
         raise CannotStart(reason) from error

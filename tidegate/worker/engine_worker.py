@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 
 import structlog
-from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
 from engine.config import EngineConfig, EngineStartError
@@ -138,7 +137,7 @@ async def _serve_requests(
 ) -> None:
     """Serve with a new driver in each loop. `is_stuck` says whether the supervisor should replace this process."""
     clock, identity, tracing = process.clock, process.identity, process.tracing
-    metrics = SchedulerMetrics(CollectorRegistry(), process.tiers)
+    metrics = SchedulerMetrics(process.registry, process.tiers)
     tracer = tracing.requests_of(identity.worker_id) if tracing is not None else None
 
     def build(redis: Redis) -> WorkerLoop:

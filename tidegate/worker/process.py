@@ -11,16 +11,18 @@ import os
 import socket
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
 import structlog
-from prometheus_client import disable_created_metrics
+from prometheus_client import CollectorRegistry, disable_created_metrics
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from engine.config import EngineStartError
 from engine.static.interface import EndpointHangs
+from gateway.http.exposition import render_worker
 from scheduler.clock import Clock, SystemClock
 from scheduler.config import TierConfigError, TierSet, load_tiers
 from scheduler.drivers.steps.step_log import StepLogError
@@ -38,13 +40,16 @@ from tidegate.supervision.notify import report_life
 from tidegate.supervision.process import (
     SETTLED_S,
     Background,
+    CannotStart,
     freeze_heap,
     hangup_calls,
     ignore_hangup,
+    listen,
     pause_s,
     worker_name,
 )
 from tidegate.tracing.start import TracingError, traced
+from tidegate.worker.health import WorkerHealth, answering
 
 if TYPE_CHECKING:
     from tidegate.tracing.exporter import Tracing
@@ -63,6 +68,8 @@ class WorkerProcess:
     identity: WorkerIdentity
     clock: Clock
     runner: "LoopRunner"
+    registry: CollectorRegistry  # of the worker's metrics
+    health: WorkerHealth
     tracing: "Tracing | None"
 
 
@@ -73,13 +80,22 @@ def run_process(settings: WorkerSettings, serve: Callable[[WorkerProcess], None]
     try:
         tiers = load_tiers(settings.tiers_path)
         worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
-        clock, runner = SystemClock(), LoopRunner(settings.drain_s)
-        started_ms = clock.wall_ms()
-        identity = WorkerIdentity(worker_id, settings.model_names, started_ms, f"{started_ms}-{token_hex(4)}")
-        with traced("worker", worker_id, settings.otel) as tracing:
-            serve(WorkerProcess(settings, tiers, identity, clock, runner, tracing))
+        clock, runner, registry = SystemClock(), LoopRunner(settings.drain_s), CollectorRegistry()
+        render = partial(render_worker, registry, worker_id, settings.model_names[0])
+        health, started_ms = WorkerHealth(clock, runner.why_not_ready, render), clock.wall_ms()
+        with (
+            listen(settings.health_host, settings.health_port, "--health-port") as listener,
+            answering(listener, health.answer),
+            traced("worker", worker_id, settings.otel) as tracing,
+        ):
+            host, port = settings.health_host, listener.getsockname()[1]
+            page = f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
+            log.info("the worker has a port of its own", metrics=page)
+            incarnation = f"{started_ms}-{token_hex(4)}"
+            identity = WorkerIdentity(worker_id, settings.model_names, started_ms, incarnation, page)
+            serve(WorkerProcess(settings, tiers, identity, clock, runner, registry, health, tracing))
         return 0
-    except (EngineStartError, TierConfigError, StepLogError, TracingError, DuplicateWorker) as error:
+    except (EngineStartError, TierConfigError, StepLogError, TracingError, DuplicateWorker, CannotStart) as error:
         log.error("the worker cannot start", reason=str(error))
         return EX_CONFIG
     except KeyboardInterrupt:
@@ -111,7 +127,7 @@ async def serve_loops(
         with hangup_calls(lambda: background.start(changes.reload_on_signal()), runner.end):
             async with follower, background:
                 background.start(changes.offer_file())
-                background.start(report_life(lambda: runner.is_announced, is_stuck))
+                background.start(report_life(lambda: runner.is_announced, is_stuck, process.health.note_alive))
                 await keep_serving(lambda: build(redis), runner, clock)
     log.info("the worker has drained")
 
@@ -141,6 +157,12 @@ class LoopRunner:
     def is_announced(self) -> bool:
         """Whether the current loop has announced the worker to the gateways."""
         return self._loop is not None and self._loop.is_announced
+
+    def why_not_ready(self) -> str:
+        """Return why the worker serves no requests; an empty string if it does."""
+        if self.is_ending.is_set():
+            return "the worker drains"
+        return "" if self.is_announced else "the worker starts, or the store does not answer"
 
     @property
     def is_stuck(self) -> bool:

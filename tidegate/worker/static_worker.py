@@ -6,7 +6,6 @@ A function that hangs ends the process, so that a supervisor starts a new one: t
 import asyncio
 
 import structlog
-from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
 from engine.static.factory import open_endpoint
@@ -34,7 +33,7 @@ async def _serve(process: WorkerProcess) -> None:
     endpoint = open_endpoint(settings.endpoint or "", settings.batch, settings.endpoint_timeout_s)
     tracer = tracing.tasks_of(identity.worker_id, endpoint.name) if tracing is not None else None
     policy = BatchPolicy(process.tiers, settings.batch, clock.now())
-    metrics = TaskMetrics(CollectorRegistry(), process.tiers)
+    metrics = TaskMetrics(process.registry, process.tiers)
 
     def build(redis: Redis) -> WorkerLoop:
         queue, registry = TaskQueue(redis, clock, identity.holder), RedisWorkerRegistry(redis)

@@ -64,7 +64,7 @@ def build_call_loop(
     report = TaskReport(identity, endpoint.name, policy.batch)
     results = TaskResults(queue, metrics, report, clock, tracer)
     driver = CallDriver(endpoint, policy, queue, results, metrics, clock, tracer)
-    heartbeat = Heartbeat(registry, report, metrics.text, clock, identity)
+    heartbeat = Heartbeat(registry, report, clock, identity)
     leases = LeaseKeeper(driver, queue, outage, clock, identity)
     peers = Peers(queue, registry, outage, clock, worker_id, serves_tasks=True)
     return WorkerLoop(driver, queue, leases, peers, Maintenance(heartbeat, outage, clock), heartbeat)

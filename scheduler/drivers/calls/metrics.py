@@ -5,7 +5,7 @@ The registry of metrics is injected.
 
 from collections.abc import Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from engine.step_time.ewma import Ewma
 from scheduler.config import TierSet
@@ -20,7 +20,6 @@ CALL_OUTCOMES = ("ok", "failed", "busy", "unreachable")
 
 class TaskMetrics:
     def __init__(self, registry: CollectorRegistry, tiers: TierSet) -> None:
-        self._registry = registry
         self._efficiency_average: Ewma | None = None
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -91,10 +90,6 @@ class TaskMetrics:
     def record_retried(self, tier: str) -> None:
         self._retried.labels(tier).inc()
 
-    def text(self) -> str:
-        """Return all metrics in Prometheus' exposition format."""
-        return generate_latest(self._registry).decode()
-
 
 class TaskReport:
     """What a worker without model and controller says of itself. Implements `scheduler.worker.heartbeat.SelfReport`.
@@ -116,6 +111,7 @@ class TaskReport:
         status = WorkerStatus(
             worker_id=self._identity.worker_id,
             incarnation=self._identity.incarnation,
+            page=self._identity.page,
             model_names=(),
             max_model_len=0,
             vocab_size=0,

@@ -45,6 +45,10 @@ def test_gauges_are_one_number_for_all_workers() -> None:
     assert samples["vllm:kv_cache_usage_perc", labels("0")] == 0.3
 
 
+def test_the_names_on_a_workers_page_are_made_anew_of_all_workers() -> None:
+    assert page(a=page(a=WORKER), b=page(b=OTHER)) == page(a=WORKER, b=OTHER)
+
+
 def test_counters_and_histograms_are_sums_over_tiers_for_each_worker() -> None:
     samples = samples_of(page(a=WORKER, b=OTHER))
     name = "vllm:time_to_first_token_seconds"

@@ -149,7 +149,7 @@ CAPACITY = TierCapacity(step_s=0.01, slots_free=64, prefill_tokens_per_s=1000.0,
 async def test_each_worker_explains_itself(capacity: TierCapacity | None, predicted: list[str]) -> None:
     async with running_stand(capacity=capacity) as stand:
         [status] = await stand.worker.registry.workers()
-        await stand.worker.registry.announce(status, "", '{"tiers":{"realtime":{"knobs":[]}}}')
+        await stand.worker.registry.announce(status, '{"tiers":{"realtime":{"knobs":[]}}}')
         explained = (await stand.http.get("/admin/sla")).json()
         assert explained["workers"] == [{"id": "w1", "tiers": {"realtime": {"knobs": []}}}]
         assert list(explained["predicted_ttft_s"]) == predicted

@@ -2,15 +2,17 @@
 
 import asyncio
 from functools import partial
+from unittest import mock
 
+import httpx
 import pytest
 import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.http.exposition import render
+from gateway.http.exposition import WorkerPages, render
 from gateway.identity import Keyring
 from gateway.routes import ops
-from scheduler.registry.worker_status import WorkerStart
+from scheduler.registry.worker_status import WorkerStart, WorkerStatus
 from tests.gateway.api_keys import key
 from tests.gateway.stand import running_stand
 from tests.gateway.tiny_model import CONTEXT, MODEL, token_ids
@@ -108,9 +110,22 @@ def samples_of(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float
     }
 
 
-async def test_metrics_of_gateway_and_workers() -> None:
-    async with running_stand() as stand:
-        await stand.worker.announce(WORKER_METRICS)
+def worker_pages(**answers: httpx.Response | Exception) -> WorkerPages:
+    """Return the pages of workers whose metrics are shown, by id."""
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        found = answers[request.url.host]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    return WorkerPages(answers, httpx.MockTransport(answer))
+
+
+async def test_metrics_of_a_gateway_and_of_the_worker_that_was_started_with_it() -> None:
+    others = [WorkerStatus("w2", (), 1, 1, 0, page="http://w2/metrics")]  # its page is not this gateway's to show
+    pages = worker_pages(w1=httpx.Response(200, text=WORKER_METRICS))
+    async with running_stand(worker_pages=pages, workers=others) as stand:
         await stand.post("/v1/chat/completions", {"model": "nope", "messages": []})
         await stand.http.get("/made/up")
         response = await stand.http.get("/metrics")
@@ -119,49 +134,53 @@ async def test_metrics_of_gateway_and_workers() -> None:
     assert samples["tidegate_num_requests_waiting", (("tier", "realtime"), ("worker", "w1"))] == 3
     assert samples["tidegate_generation_tokens_total", (("tier", "bulk"), ("worker", "w1"))] == 7
     assert samples["tidegate_step_seconds_bucket", (("le", "0.1"), ("worker", "w1"))] == 1
-    assert samples["tidegate_workers_alive", ()] == 1
+    assert samples["tidegate_workers_alive", ()] == 2
     labels = (("method", "POST"), ("route", "/v1/chat/completions"), ("status", "400"))
     assert samples["tidegate_http_requests_total", labels] == 1
     assert samples["tidegate_http_requests_total", (("method", "-"), ("route", "unmatched"), ("status", "404"))] == 1
 
 
-async def test_metrics_without_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_gateway_shows_only_its_own_metrics_if_no_worker_was_started_with_it() -> None:
     async with running_stand() as stand:
+        text = (await stand.http.get("/metrics")).text
+    assert "tidegate_workers_alive 1.0" in text and "worker=" not in text and "vllm:" not in text
 
-        async def broken() -> dict[str, str]:
-            raise ConnectionError("no store")
 
-        monkeypatch.setattr(stand.gateway.client.registry, "metrics", broken)
+@pytest.mark.parametrize("answer", [httpx.ConnectError("gone"), httpx.ReadTimeout("late"), httpx.Response(500)])
+async def test_a_worker_that_does_not_answer_is_left_out(answer: httpx.Response | Exception) -> None:
+    async with running_stand(worker_pages=worker_pages(w1=answer)) as stand:
         response = await stand.http.get("/metrics")
     assert response.status_code == 200
-    assert "tidegate_workers_alive 1.0" in response.text
+    assert "tidegate_workers_alive 1.0" in response.text and "worker=" not in response.text
+
+
+async def test_metrics_without_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_stand(worker_pages=worker_pages(w1=httpx.Response(200, text=WORKER_METRICS))) as stand:
+        monkeypatch.setattr(stand.gateway.client, "backlogs", mock.AsyncMock(side_effect=ConnectionError("no store")))
+        response = await stand.http.get("/metrics")
+    assert response.status_code == 200
+    assert "tidegate_workers_alive 1.0" in response.text and "tidegate_store_up 0.0" in response.text
+    assert 'worker="w1"' in response.text
 
 
 async def test_metrics_are_rendered_once_for_many_scrapes(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_stand() as stand:
-        asked = 0
-        ask = stand.gateway.client.registry.metrics
-
-        async def counted() -> dict[str, str]:
-            nonlocal asked
-            asked += 1
-            return await ask()
-
-        monkeypatch.setattr(stand.gateway.client.registry, "metrics", counted)
+        asked = mock.AsyncMock(wraps=stand.gateway.client.backlogs)
+        monkeypatch.setattr(stand.gateway.client, "backlogs", asked)
         clock = ManualClock()
         page = ops.Shared(partial(ops.exposition, stand.gateway), clock, ops.METRICS_PERIOD_S)
         assert len({await page.read() for _ in range(20)}) == 1
         await asyncio.gather(*(page.read() for _ in range(20)))
-        assert asked == 1
+        assert asked.await_count == 1
         clock.advance(ops.METRICS_PERIOD_S)
         await asyncio.gather(*(page.read() for _ in range(20)))
-        assert asked == 2
+        assert asked.await_count == 2
 
 
 @pytest.mark.parametrize(
     "malformed", ["tidegate_x{", 'tidegate_x{a="b"} many', "# TYPE a b c\na 1", WORKER_METRICS + "tidegate_x{"]
 )
-async def test_a_malformed_snapshot_hides_no_other_metrics(malformed: str) -> None:
+async def test_a_malformed_page_hides_no_other_metrics(malformed: str) -> None:
     with structlog.testing.capture_logs() as logs:
         async with running_stand(with_worker=False) as stand:
             text = render(stand.gateway.metrics.registry, {"a": malformed, "b": WORKER_METRICS}).decode()

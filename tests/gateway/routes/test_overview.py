@@ -33,7 +33,7 @@ async def test_it_shows_what_waits_runs_and_how_it_goes() -> None:
         gpu = GpuStatus("H100", memory_used_mb=1024, memory_total_mb=81559, busy=0.4)
         tiers = {"realtime": TierStatus(queued=1, running=3, batch_size=8, finished_per_s=2.0)}
         announced = replace(status, tiers=tiers, busy=0.75, kv_usage=0.5, gpus=(gpu,))
-        await stand.gateway.client.registry.announce(announced, "", SLA)
+        await stand.gateway.client.registry.announce(announced, SLA)
         await until(lambda: [engine.busy for engine in stand.gateway.client.live.engines] == [0.75])
         found = await overview_of(stand)
     assert found["store"]["answers"] and found["store"]["latency_ms"] >= 0

@@ -38,7 +38,7 @@ async def announce(stand: Stand, at_ms: int, decisions: dict[str, float]) -> Non
         "tiers": {"realtime": {"knobs": {"batch_size": 8}, "signals": {"ttft_p99_s": 0.2}}},
         "decisions": [{"knob": knob, "ago_s": ago_s} for knob, ago_s in decisions.items()],
     }
-    await stand.worker.registry.announce(status, "", json.dumps(explanation))
+    await stand.worker.registry.announce(status, json.dumps(explanation))
 
 
 def knobs_of(data: dict[str, Any]) -> list[str]:

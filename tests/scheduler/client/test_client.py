@@ -53,7 +53,7 @@ class Stage:
     async def announce(self, **tiers: TierStatus) -> None:
         """Announce the worker now, with this status of `tiers` from now on."""
         self.status = replace(self.status, tiers=tiers or self.status.tiers, at_ms=self.clock.wall_ms())
-        await self.registry.announce(self.status, "text of w")
+        await self.registry.announce(self.status)
 
     async def beat(self) -> None:
         while True:

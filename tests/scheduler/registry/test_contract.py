@@ -42,26 +42,25 @@ def status(worker_id: str, running: int = 0) -> WorkerStatus:
     )
 
 
-async def test_announced_workers_are_listed_by_id_with_status_and_metrics(registry: WorkerRegistry) -> None:
-    await registry.announce(status("w2"), "two 2\n")
-    await registry.announce(status("w1"), "# HELP ünï\none 1\n")
+async def test_announced_workers_are_listed_by_id_with_their_status(registry: WorkerRegistry) -> None:
+    await registry.announce(status("w2"))
+    await registry.announce(status("w1"))
     assert await registry.workers() == [status("w1"), status("w2")]
-    assert await registry.metrics() == {"w1": "# HELP ünï\none 1\n", "w2": "two 2\n"}
 
 
 async def test_beats_are_of_every_announced_worker(registry: WorkerRegistry) -> None:
     assert await registry.beats() == {}
-    await registry.announce(replace(status("w2"), at_ms=7, batch_items=4), "")
-    await registry.announce(replace(status("w1"), at_ms=1), "")
-    await registry.announce(replace(status("w1"), at_ms=2), "")
+    await registry.announce(replace(status("w2"), at_ms=7, batch_items=4))
+    await registry.announce(replace(status("w1"), at_ms=1))
+    await registry.announce(replace(status("w1"), at_ms=2))
     assert await registry.beats() == {"w1": Beat(2), "w2": Beat(7, 4)}
     await registry.withdraw("w2")
     assert await registry.beats() == {"w1": Beat(2)}
 
 
 async def test_the_state_of_the_controllers_is_kept_too(registry: WorkerRegistry) -> None:
-    await registry.announce(status("w1"), "", '{"tiers": {"ünï": 1}}')
-    await registry.announce(status("w2"), "")
+    await registry.announce(status("w1"), '{"tiers": {"ünï": 1}}')
+    await registry.announce(status("w2"))
     assert await registry.sla() == {"w1": '{"tiers": {"ünï": 1}}', "w2": "{}"}
     await registry.withdraw("w1")
     assert await registry.sla() == {"w2": "{}"}
@@ -69,24 +68,24 @@ async def test_the_state_of_the_controllers_is_kept_too(registry: WorkerRegistry
 
 async def test_an_announcement_says_which_process_announced_before_under_the_same_id(registry: WorkerRegistry) -> None:
     first, second = replace(status("w1"), incarnation="1-a"), replace(status("w1"), incarnation="2-b")
-    assert await registry.announce(first, "") == ""
-    assert await registry.announce(second, "") == "1-a"
-    assert await registry.announce(second, "") == "2-b"
+    assert await registry.announce(first) == ""
+    assert await registry.announce(second) == "1-a"
+    assert await registry.announce(second) == "2-b"
     assert await registry.workers() == [second]
 
 
 async def test_a_worker_that_withdraws_is_gone_at_once(registry: WorkerRegistry) -> None:
-    await registry.announce(status("w1"), "")
+    await registry.announce(status("w1"))
     await registry.withdraw("w1")
     await registry.withdraw("unknown")
     assert await registry.workers() == []
 
 
 async def test_a_silent_worker_is_gone_after_the_ttl(registry: WorkerRegistry) -> None:
-    await registry.announce(status("silent"), "")
+    await registry.announce(status("silent"))
 
     async def only_the_living() -> bool:
-        await registry.announce(status("alive"), "")
+        await registry.announce(status("alive"))
         return await registry.workers() == [status("alive")]
 
     assert {w.worker_id for w in await registry.workers()} == {"silent"}
@@ -120,8 +119,8 @@ async def test_a_worker_that_dies_at_its_start_is_forgotten(
 
 async def test_a_status_that_cannot_be_read_is_skipped_counted_and_logged_once(redis_client: Redis) -> None:
     registry = RedisWorkerRegistry(redis_client)
-    await registry.announce(status("w1"), "")
-    await registry.announce(status("w2"), "")
+    await registry.announce(status("w1"))
+    await registry.announce(status("w2"))
     await redis_client.hset(Keys.of(redis_client).worker + "w1", "status", b"\x81\xa9worker_id\x01")
     start = WorkerStart("w3", "loading the model", 1.0)
     await registry.announce_start(start)
@@ -139,7 +138,7 @@ async def test_a_status_that_cannot_be_read_is_skipped_counted_and_logged_once(r
 async def test_the_beats_of_many_workers_are_two_commands(redis_client: Redis) -> None:
     registry = RedisWorkerRegistry(redis_client)
     for number in range(50):
-        await registry.announce(replace(status(f"w{number}"), at_ms=number), "")
+        await registry.announce(replace(status(f"w{number}"), at_ms=number))
     await redis_client.config_resetstat()
     assert len(await registry.beats()) == 50
     commands = await redis_client.info("commandstats")
@@ -151,7 +150,7 @@ async def test_the_beats_of_many_workers_are_two_commands(redis_client: Redis) -
 
 async def test_a_dead_worker_leaves_nothing(redis_client: Redis) -> None:
     registry = RedisWorkerRegistry(redis_client)
-    await registry.announce(status("w1"), "")
+    await registry.announce(status("w1"))
     await redis_client.delete(Keys.of(redis_client).worker + "w1")  # expired
     assert await registry.beats() == {"w1": Beat(0)}, "who watches it sees that it does not change"
     assert await registry.workers() == []

@@ -82,7 +82,7 @@ async def test_of_two_that_have_announced_themselves_at_once_the_later_one_ends(
     clock = ManualClock()
     registry = MemoryWorkerRegistry(clock)
     identities = [WorkerIdentity("worker", (), 0, incarnation) for incarnation in ("1-a", "2-b")]
-    older, later = (Heartbeat(registry, Said(identity), str, clock, identity) for identity in identities)
+    older, later = (Heartbeat(registry, Said(identity), clock, identity) for identity in identities)
     await older.beat()
     await later.beat()  # the older one may have ended just now
     await older.beat()

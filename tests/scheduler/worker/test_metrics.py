@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from scheduler.config import parse_tiers
@@ -75,8 +75,8 @@ def total(registry: CollectorRegistry, names: Iterable[str], **labels: str) -> l
 
 
 def test_the_families_and_their_types_are_those_agreed() -> None:
-    metrics, _ = make_metrics()
-    families = text_string_to_metric_families(metrics.text())
+    _, registry = make_metrics()
+    families = text_string_to_metric_families(generate_latest(registry).decode())
     types = {f.name: f.type for f in families if not f.name.endswith("_created")}
     agreed = {"histogram": HISTOGRAMS, "gauge": GAUGES, "counter": COUNTERS}
     assert types == {name: kind for kind, names in agreed.items() for name in names}
