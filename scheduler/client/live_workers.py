@@ -4,6 +4,7 @@ Knows the registry and heartbeats; does not know requests.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 
 import structlog
 
@@ -11,6 +12,7 @@ from scheduler.clock import Clock
 from scheduler.registry.base import WorkerRegistry
 from scheduler.registry.heartbeat_monitor import CHECK_S, WORKER_SILENT_S, HeartbeatMonitor
 from scheduler.registry.worker_status import WorkerStatus
+from scheduler.store.errors import StoreRefused
 
 log = structlog.get_logger()
 
@@ -36,6 +38,8 @@ class LiveWorkers:
         beats = {worker_id: beat.at_ms for worker_id, beat in (await self._registry.beats()).items()}
         for worker_id in self._monitor.observe(beats):
             log.warning("a worker is silent", worker=worker_id)
+            with suppress(StoreRefused):
+                await self._registry.withdraw(worker_id)  # it announces itself again if it wakes up
         if not beats.keys() <= {w.worker_id for w in self._listed}:
             self._listed = await self._registry.workers()
         self._note(beats)

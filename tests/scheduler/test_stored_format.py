@@ -265,7 +265,7 @@ async def test_a_worker_that_goes_back_to_an_earlier_version_is_silent_once(redi
     await registry.announce(replace(STATUS, at_ms=1))  # then it was killed
     await announce_as_before(redis_client, 2)
     assert await registry.beats() == {"w": Beat(1)}
-    await registry.withdraw("w")  # as its peers do when they see no new beat
+    await registry.withdraw("w")  # as all do who see no new beat
     await announce_as_before(redis_client, 3)
     assert await registry.beats() == {"w": Beat(3)}
 
