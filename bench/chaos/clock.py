@@ -26,8 +26,9 @@ class Clocks:
         paths = [library] if library is not None else [Path(path) for path in LIBRARIES]
         self.library = next((path for path in paths if path.exists()), None)
 
-    def env_of_python(self, part: str) -> Mapping[str, str]:
-        return {"TIDEGATE_CHAOS_CLOCK": str(self._file(part)), "PYTHONPATH": f"{INJECTED}:{python_path()}"}
+    def env_of_python(self, part: str, source: Path | None = None) -> Mapping[str, str]:
+        """Return the environment of a part that runs from the tree `source`; None: from this one."""
+        return {"TIDEGATE_CHAOS_CLOCK": str(self._file(part)), "PYTHONPATH": f"{INJECTED}:{source or python_path()}"}
 
     def env_of_store(self, part: str) -> Mapping[str, str]:
         if self.library is None:

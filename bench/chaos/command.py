@@ -5,8 +5,9 @@ Everything runs on 127.0.0.1 and ends with the command. The same seed makes the 
 
 import asyncio
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import structlog
 from pydantic import BaseModel, Field
@@ -30,6 +31,7 @@ ANSWER_LIMIT_S = 40.0
 BATCHES_LIMIT_S = 90.0  # seconds for the batches to end after the last fault
 JOB_LIMIT_S = 3600.0  # seconds for a large job to end
 EX_PROBLEMS = 1
+NONE = "none"  # as the kinds of faults
 
 
 class Chaos(BaseModel):
@@ -43,8 +45,10 @@ class Chaos(BaseModel):
     seed: int = Field(0, ge=0, description="The same seed makes the same faults.")
     duration_s: float = Field(60.0, ge=5, le=3600, description="Seconds of faults.")
     libfaketime: Path | None = Field(None, description="libfaketimeMT.so.1, for the store's clock, if it is elsewhere.")
-    faults: str | None = Field(None, description="Kinds of faults; unset: all, or with --lines kills.")
+    faults: str | None = Field(None, description="Kinds of faults, or none; unset: all, or with --lines kills.")
     lines: int = Field(0, ge=0, description="Lines of a batch that runs twice, in peace and under faults; 0: no such.")
+    beside: Path | None = Field(None, description="A checkout of another release, from which some parts run.")
+    beside_parts: str = Field("worker-2,gateway-2", description="The parts that run from --beside.")
     folder: Path | None = Field(None, description="New folder for logs and data, which stay; unset: a temporary one.")
     json_file: Path | None = Field(None, alias="json", description="Write the results to this file as JSON.")
 
@@ -56,10 +60,11 @@ class Chaos(BaseModel):
 
     async def _run(self, folder: Path) -> None:
         default = ("kill",) if self.lines else KINDS
-        kinds = default if self.faults is None else self.faults.split(",")
+        kinds = default if self.faults is None else self.faults.split(",") if self.faults != NONE else ()
         if unknown := sorted(set(kinds) - set(KINDS)):
             raise TargetError(f"--faults: there is no fault {unknown[0]!r}; there are {', '.join(KINDS)}")
-        run = await chaos(folder, self.seed, self.duration_s, kinds, self.libfaketime, self.lines)
+        sources = dict.fromkeys(self.beside_parts.split(","), self.beside.resolve()) if self.beside else {}
+        run = await chaos(folder, self.seed, self.duration_s, kinds, self.libfaketime, self.lines, sources)
         publish(chaos_record(run), self.json_file)
         if run.problems():
             raise SystemExit(EX_PROBLEMS)
@@ -72,9 +77,11 @@ async def chaos(
     kinds: Sequence[str] = KINDS,
     libfaketime: Path | None = None,
     lines: int = 0,
+    sources: Mapping[str, Path] = MappingProxyType({}),
 ) -> ChaosRun:
     """Start a server in `folder`, and let it run for `duration_s` seconds under load and faults.
 
+    Without `kinds` there are no faults, and no request may fail. `sources` has the trees of parts that run from others.
     Raises `TargetError` if it ends meanwhile: a part cannot be kept running, or the command was interrupted.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -85,7 +92,7 @@ async def chaos(
     if disks.library is None:
         print_progress("only the store's disk becomes full, and none slow: that needs Linux and a C compiler")
     # In bfloat16, a sequence that is continued may get other tokens than in one go.
-    async with Site(folder, clocks, disks, ("--dtype", "float32")) as site:
+    async with Site(folder, clocks, disks, ("--dtype", "float32"), sources) as site:
         work = asyncio.create_task(_work(site, seed, duration_s, kinds, lines))
         ended = asyncio.create_task(site.until_end())
         try:
@@ -111,7 +118,7 @@ def _result_of(work: "asyncio.Task[ChaosRun]") -> ChaosRun:
 
 async def _work(site: Site, seed: int, duration_s: float, kinds: Sequence[str], lines: int) -> ChaosRun:
     load = Load(site.urls, seed, ANSWER_LIMIT_S, BESIDE_JOB_S if lines else PAUSE_S)
-    leftovers, injector = Leftovers(site), Injector(site)
+    leftovers, injector = Leftovers(site, is_calm=not kinds), Injector(site)
     await leftovers.until_ready()
     await load.learn()
     job = Job(Gateways(site.urls), job_lines(lines, seed)) if lines else None
@@ -120,11 +127,13 @@ async def _work(site: Site, seed: int, duration_s: float, kinds: Sequence[str], 
         group.create_task(load.run(with_batches=job is None))
         print_progress(f"{duration_s:.0f} s of faults, seed {seed}")
         running = group.create_task(job.run("killed", JOB_LIMIT_S)) if job is not None else None
-        await injector.run(seed, duration_s, kinds, LONG_PAUSES_S if lines else PAUSES_S)
+        pauses_s = LONG_PAUSES_S if lines else PAUSES_S
+        await (injector.run(seed, duration_s, kinds, pauses_s) if kinds else asyncio.sleep(duration_s))
         killed, killed_s = await running if running is not None else ({}, 0.0)
         await load.until_answered_since(injector.faults[-1].began_s if injector.faults else 0.0, RECOVERY_LIMIT_S)
         load.stop()
     print_progress("waiting for the batches, and for what is left over")
     await load.finish(BATCHES_LIMIT_S)
     comparison = JobComparison(lines, calm_s, killed_s, compared(calm, killed, lines)) if lines else None
-    return ChaosRun(injector.faults, load.answers, load.batches, await leftovers.settle(), GATEWAYS, seed, comparison)
+    left = await leftovers.settle()
+    return ChaosRun(injector.faults, load.answers, load.batches, left, GATEWAYS, seed, comparison, is_calm=not kinds)

@@ -43,8 +43,11 @@ KEPT = (
 class Leftovers:
     """Compares the idle server with its state before the load. Make it when all parts are ready and idle."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, is_calm: bool = False) -> None:
+        """`is_calm`: no part may have been started again."""
         self._site = site
+        self._is_calm = is_calm
+        self._pids = {part: site.pid_of(part) for part in site.parts}
         self._descriptors = {part: self._num_descriptors(part) or 0 for part in site.parts}
 
     async def until_ready(self) -> None:
@@ -68,6 +71,7 @@ class Leftovers:
             "sequences": await self._sequences(),
             "directories": self._directories(),
             "descriptors": self._more_descriptors(),
+            "crashes": self._crashes() if self._is_calm else "",
         }
         return {name: what for name, what in found.items() if what}
 
@@ -123,6 +127,9 @@ class Leftovers:
             if now is not None and now > most:
                 more.append(f"{part}: {now}, before {before}")
         return ", ".join(more)
+
+    def _crashes(self) -> str:
+        return ", ".join(part for part, pid in self._pids.items() if self._site.pid_of(part) != pid)
 
     def _num_descriptors(self, part: str) -> int | None:
         import psutil

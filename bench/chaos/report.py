@@ -8,7 +8,7 @@ from typing import Any
 from bench.chaos.batches import BatchWork
 from bench.chaos.faults import Fault
 from bench.chaos.job import JobComparison
-from bench.chaos.load import LOST, Answer
+from bench.chaos.load import LOST, MODELS, Answer
 from loadtest.reporting.record import Provenance, Record, Section, Table
 
 RESTART_S = 20.0  # seconds after a gateway was killed or woke up, in which connections to it may still break
@@ -24,11 +24,13 @@ class ChaosRun:
     gateways: Sequence[str]
     seed: int
     job: JobComparison | None = None  # None: there was no large job
+    is_calm: bool = False  # whether no fault was made on purpose: then no request may fail
 
     def problems(self) -> list[str]:
         """Return everything that must not be; an empty list if the server has kept its promises."""
         return [
             *(f"{a.kind} at {a.gateway}: {a.problem}" for a in self.answers if a.problem),
+            *(f"{a.kind} at {a.gateway}: failed in peace: {a.error}" for a in self.answers if self._fails_in_peace(a)),
             *(f"{a.kind} at {a.gateway}: its connection broke" for a in self.answers if self._is_cut(a)),
             *(f"batch {work.batch_id}: {work.problem}" for work in self.batches if work.problem),
             *(f"left over, {name}: {what}" for name, what in self.leftovers.items()),
@@ -69,6 +71,9 @@ class ChaosRun:
         excused = any(f.began_s <= answer.ended_s and answer.began_s <= f.ended_s + RESTART_S for f in reasons)
         return answer.error == LOST and not excused
 
+    def _fails_in_peace(self, answer: Answer) -> bool:
+        return self.is_calm and answer.error not in ("", MODELS)
+
     def _slow(self, fault: Fault) -> str:
         seconds = self.recovery_s(fault)
         if seconds is None:
@@ -83,7 +88,7 @@ class ChaosRun:
         return [
             *missing,
             *(["no batch was sent"] if not (self.batches or self.job) else []),
-            *([] if self.faults else ["no fault"]),
+            *([] if self.faults or self.is_calm else ["no fault"]),
         ]
 
 

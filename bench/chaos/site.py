@@ -9,7 +9,7 @@ import contextlib
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self
 
 from bench.chaos.clock import Clocks
@@ -36,8 +36,15 @@ SHELL = 'trap "" XFSZ; log=$1; shift; exec "$@" >>"$log" 2>&1'
 class Site:
     """Use it as `async with`: all parts are ready within the block, and have ended after it."""
 
-    def __init__(self, folder: Path, clocks: Clocks, disks: Disks, flags: tuple[str, ...] = ()) -> None:
-        """`flags` are added to the commands of the workers."""
+    def __init__(
+        self,
+        folder: Path,
+        clocks: Clocks,
+        disks: Disks,
+        flags: tuple[str, ...] = (),
+        sources: Mapping[str, Path] = MappingProxyType({}),
+    ) -> None:
+        """`flags` are added to the commands of the workers. `sources` has the trees of parts that run from others."""
         self.folder = folder
         self.data_dir = folder / "data"
         self.clocks = clocks
@@ -45,6 +52,7 @@ class Site:
         self.links: dict[str, Link] = {}
         self.urls: dict[str, str] = {}  # address of each gateway
         self._flags = flags
+        self._sources = sources
         self._markers: dict[str, str] = {}  # a text that only this part's command line has
         self._cleanup = contextlib.AsyncExitStack()
 
@@ -121,8 +129,9 @@ class Site:
         return self._part(name, Stage.GATEWAY, command, self.disks.env(name, self.data_dir))
 
     def _part(self, name: str, stage: Stage, command: tuple[str, ...], disk: Mapping[str, str] | None = None) -> Part:
-        argv = (sys.executable, "-m", "tidegate", *command)
-        env = {**python_environment(1), **self.clocks.env_of_python(name), **(disk or {})}
+        argv = (sys.executable, "-P", "-m", "tidegate", *command)  # -P: the working directory may be another tree
+        clock = self.clocks.env_of_python(name, self._sources.get(name))
+        env = {**python_environment(1), **clock, **(disk or {})}
         env[STORE_VARIABLE] = self.links[name].url
         return Part(name, stage, self._argv(name, argv), env)
 

@@ -68,6 +68,7 @@ def test_a_good_run_has_no_problems_and_a_record() -> None:
         (replace(good_run(), answers=[a for a in good_run().answers if a.kind != "chat"]), "no chat was answered"),
         (replace(good_run(), answers=[a for a in good_run().answers if a.began_s < 5]), "has answered nothing since"),
         (replace(good_run(), faults=[]), "no fault"),
+        (replace(with_answer(Answer("chat", "gateway-1", 1.0, 2.0, error="overloaded")), is_calm=True), "in peace"),
         (replace(good_run(), batches=[]), "no batch"),
     ],
 )
