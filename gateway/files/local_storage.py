@@ -44,7 +44,10 @@ class LocalStorage:
         await asyncio.to_thread(_link, self.directory / source, self.directory / name)
 
     async def append(self, name: str, position: int, data: bytes) -> None:
-        await asyncio.to_thread(_write_at, self.directory / name, position, data)
+        try:
+            await asyncio.to_thread(_write_at, self.directory / name, position, data)
+        except FileNotFoundError:
+            raise ContentLost(f"the folder of {name} is missing") from None
 
     async def fetch(self, name: str, sha256: str | None = None) -> Path:
         return await self.fetch_appended(name, 0)

@@ -77,7 +77,8 @@ class Storage(Protocol):
     async def append(self, name: str, position: int, data: bytes) -> None:
         """Add `data` to the content `name`, which has `position` bytes so far. It is durable when this returns.
 
-        An append may be repeated with the same data. Appended contents are read with `fetch_appended` only.
+        An append may be repeated with the same data. Appended contents are read with `fetch_appended` only. Raises
+        `ContentLost` if a directory is gone: its batch was removed.
         """
         ...
 

@@ -97,6 +97,11 @@ async def test_appended_bytes_come_back(storage: Storage, tmp_path: Path) -> Non
             await storage.fetch_appended(missing, size)
 
 
+async def test_an_append_to_a_folder_that_was_removed_is_no_fault(tmp_path: Path) -> None:
+    with pytest.raises(ContentLost):
+        await LocalStorage(tmp_path).append("batches/x/results-1", 0, b"line")
+
+
 async def test_a_fetch_that_fails_writes_nothing_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A piece that comes later must not get into a file that has the descriptor of the closed one."""
     storage, name, gate = open_storage(f"memory://{secrets.token_hex(4)}", tmp_path), "results-1", threading.Event()
