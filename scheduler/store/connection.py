@@ -6,6 +6,7 @@ Redis 6.2 or newer and with any Valkey.
 
 import asyncio
 import builtins
+import contextvars
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
@@ -59,7 +60,7 @@ def connect(url: str) -> Redis:
         "retry": _BoundedRetry(_backoff(), RETRIES),
         "route": route,
     }
-    return Redis.from_pool(BlockingConnectionPool(connection_class=_OURS[theirs], **(ours | settings)))
+    return Redis.from_pool(_Pool(connection_class=_OURS[theirs], **(ours | settings)))
 
 
 def blocking(client: Redis, longest_s: float) -> Redis:
@@ -98,20 +99,46 @@ async def _messages_until_silent(pubsub: PubSub, channel: str) -> AsyncIterator[
         await pubsub.aclose()  # type: ignore[no-untyped-call]
 
 
+class _Pool(BlockingConnectionPool):
+    """A pool that has its route watched from its first use until its client is closed."""
+
+    _watching: asyncio.Task[None] | None = None
+
+    async def get_connection(self, *args: Any, **options: Any) -> AbstractConnection:
+        route: Route = self.connection_kwargs["route"]
+        if route.guides and self._watching is None:
+            # A new context: log lines must not name the request that happens to come first.
+            self._watching = asyncio.create_task(route.watch(), context=contextvars.Context())
+        connection: AbstractConnection = await super().get_connection(*args, **options)  # type: ignore[no-untyped-call]
+        return connection
+
+    async def disconnect(self, *args: Any, **options: Any) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait({self._watching})
+            self._watching = None
+        await super().disconnect(*args, **options)
+
+
 class _OurConnection(AbstractConnection):
     """A connection that leaves a wrong node, and that sends without `asyncio.wait_for`.
 
     When a connection finds that its node is not the primary or does not answer, all others are opened anew before their
-    next use. Otherwise, idle ones would read old data, or wait for the dead node, one after the other.
+    next use. Otherwise, idle ones would read old data, or wait for the dead node, one after the other. When there is
+    another primary, commands that wait for the old one are cut off at once, and are tried again.
     """
 
     def __init__(self, *, route: Route, **settings: Any) -> None:
         self._route = route
         self._changes_at_connect = 0
         super().__init__(**settings)
+        route.connections.add(self)
+
+    def abort(self) -> None:
+        if self._writer is not None:
+            self._writer.transport.abort()
 
     async def connect(self) -> None:
-        await self._route.look()
         if self._changes_at_connect != self._route.changes:
             await self.disconnect(nowait=True)
         await super().connect()  # type: ignore[no-untyped-call]

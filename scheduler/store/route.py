@@ -7,28 +7,28 @@ hash tag in a cluster, so they all have one slot, and one primary.
 import asyncio
 import builtins
 import contextlib
-import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from weakref import WeakSet
 
+import structlog
 from redis.asyncio import BlockingConnectionPool, Connection, Redis
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import MasterNotFoundError, Sentinel
 from redis.backoff import NoBackoff
 from redis.crc import key_slot
-from redis.exceptions import ConnectionError, TimeoutError
+from redis.exceptions import ConnectionError, RedisError, TimeoutError
 
 from scheduler.store.keys import Namespace
+
+log = structlog.get_logger()
 
 Address = tuple[str, int]  # host and port
 
 NODE_S = 1.0  # a Sentinel or node that takes longer to connect and to answer is passed over
-LOOK_S = 1.0  # between two questions, while commands are sent
-LOOK_LIMIT_S = 0.5  # of such a question, for which a command waits
-MISSED_LOOK_S = 10.0  # until the next question, if nobody has answered
+WATCH_S = 1.0  # between two questions
 
 
 class Guide(Protocol):
@@ -92,30 +92,28 @@ def _unbounded(settings: dict[str, Any]) -> dict[str, Any]:
     return {**settings, "socket_timeout": None, "retry": Retry(NoBackoff(), 0), "protocol": 2}
 
 
+class SupportsAbort(Protocol):
+    def abort(self) -> None:
+        """Close a connection, also under a command that waits for its reply."""
+
+
 @dataclass(slots=True)
 class Route:
     """The way of a client's connections to the primary."""
 
     namespace: str = Namespace.prefix  # in front of the keys of its store
     guides: list[Guide] = field(default_factory=list)  # the one that knew last comes first; none: the address is fixed
+    connections: WeakSet[SupportsAbort] = field(default_factory=WeakSet)
     changes: int = 0  # how often it has turned out that connections lead to a wrong or dead node
     _primary: Address | None = None
-    _look_due_s: float = 0.0
     _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def look(self) -> None:
-        """Notice a new primary within `LOOK_S`: Sentinels may take ten seconds until they demote the old one."""
-        if time.monotonic() < self._look_due_s:
-            return
-        self._look_due_s = math.inf  # one command waits for the answer, and the others go on
-        pause_s = MISSED_LOOK_S
-        try:
-            with contextlib.suppress(ConnectionError, TimeoutError, builtins.TimeoutError):  # all may still be right
-                async with asyncio.timeout(LOOK_LIMIT_S):
-                    await self.primary()
-                pause_s = LOOK_S
-        finally:
-            self._look_due_s = time.monotonic() + pause_s
+    async def watch(self) -> None:
+        """Notice a new primary, for ever: Sentinels may take ten seconds until they demote the old one."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            with contextlib.suppress(RedisError):  # all may still be right
+                await self.primary()
 
     async def primary(self) -> Address | None:
         """Return the address of the primary, as a guide says; None without guides.
@@ -128,6 +126,9 @@ class Route:
             address = await self._ask()
             if self._primary not in (None, address):
                 self.changes += 1
+                log.warning("the store has a new primary", primary=f"{address[0]}:{address[1]}")
+                for connection in list(self.connections):
+                    connection.abort()
             self._primary = address
         return address
 

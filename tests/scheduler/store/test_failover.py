@@ -172,11 +172,13 @@ async def test_a_client_asks_the_sentinels_for_the_primary_and_follows_a_planned
     pair: Pair, sentinel: Sentinel
 ) -> None:
     client = connection.connect(sentinel.url)
-    reader = connection.blocking(client, 1.0)
+    reader = connection.blocking(client, 60.0)
     await client.set("key", "before")
     assert await reader.get("key") == b"before"
+    waiting = asyncio.create_task(reader.blpop(["list"], 60))
     sentinel.fail_over()
     await until(lambda: sentinel.port_of_primary == pair.replica.port)
+    pair.replica.ask("RPUSH", "list", "item")
 
     async def is_written_to_the_new_one() -> bool:
         await client.set("key", "after")
@@ -185,6 +187,8 @@ async def test_a_client_asks_the_sentinels_for_the_primary_and_follows_a_planned
     assert pair.primary.ask("ROLE")[0] == b"master", "it takes writes that will be lost"
     await until(is_written_to_the_new_one, MAX_AWAY_S)
     assert await reader.get("key") == b"after"
+    async with asyncio.timeout(MAX_AWAY_S):  # a read that waits at the old primary is cut off, and tried again
+        assert await waiting == (b"list", b"item")
     await reader.aclose()
     await client.aclose()
 
