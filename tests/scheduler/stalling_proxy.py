@@ -2,22 +2,22 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 
 class StallingProxy:
-    """Forwards bytes between its own socket and the server's."""
+    """Forwards bytes between its own socket, or its TCP port on 127.0.0.1, and the server's socket."""
 
-    def __init__(self, server: str, path: Path) -> None:
+    def __init__(self, server: str, place: Path | int) -> None:
         self._server = server
-        self._path = path
+        self._place = place
         self._pipes: list[asyncio.Task[None]] = []
         self._writers: list[asyncio.StreamWriter] = []
 
     @property
     def url(self) -> str:
-        return f"unix://{self._path}"
+        return f"unix://{self._place}"
 
     def stall(self) -> None:
         """Stall the present connections without closing them. Later ones work."""
@@ -31,7 +31,11 @@ class StallingProxy:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator["StallingProxy"]:
-        async with await asyncio.start_unix_server(self._connect, self._path):
+        if isinstance(self._place, int):
+            server = await asyncio.start_server(self._connect, "127.0.0.1", self._place)
+        else:
+            server = await asyncio.start_unix_server(self._connect, self._place)
+        async with server:
             yield self
             self.stall()
             await asyncio.gather(*self._pipes, return_exceptions=True)
@@ -39,7 +43,11 @@ class StallingProxy:
                 writer.close()
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_unix_connection(self._server.removeprefix("unix://"))
+        try:
+            far_reader, far_writer = await asyncio.open_unix_connection(self._server.removeprefix("unix://"))
+        except OSError:  # the server is down
+            writer.close()
+            return
         self._writers += [writer, far_writer]
         self._pipes += [
             asyncio.create_task(_pipe(reader, far_writer)),
@@ -48,5 +56,7 @@ class StallingProxy:
 
 
 async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while data := await reader.read(65536):
-        writer.write(data)
+    with suppress(ConnectionError):
+        while data := await reader.read(65536):
+            writer.write(data)
+    writer.close()

@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from redis.crc import key_slot
 from redis.exceptions import ConnectionError
 from redis.retry import Retry
 
+from tests.scheduler.stalling_proxy import StallingProxy
 from tests.system.server import free_port
 from tests.waiting import until
 from tidegate.supervision.process import dies_with_parent
@@ -23,7 +24,7 @@ SERVICE = "tide"
 SENTINEL_CONF = """port {port}
 dir {folder}
 sentinel monitor {service} 127.0.0.1 {primary} 1
-sentinel down-after-milliseconds {service} 500
+sentinel down-after-milliseconds {service} 2000
 sentinel failover-timeout {service} 2000
 """
 
@@ -34,11 +35,14 @@ class Server:
     def __init__(self, valkey: EmbeddedValkey) -> None:
         self.valkey = valkey
         self.port = free_port()
+        self.proxy: StallingProxy | None = None  # listens at the port instead of the server
         self._process: subprocess.Popen[bytes] | None = None
 
     async def start(self, *more: str) -> None:
         fast = ("--repl-diskless-sync-delay", "0")
-        argv = [*self.valkey.argv, "--port", str(self.port), *fast, *more]
+        place = ("--port", "0" if self.proxy else str(self.port))
+        announced = ("--replica-announce-ip", "127.0.0.1", "--replica-announce-port", str(self.port))
+        argv = [*self.valkey.argv, *place, *announced, *fast, *more]
         self._process = subprocess.Popen(argv, pass_fds=self.valkey.pass_fds, preexec_fn=dies_with_parent())
         await until(self.valkey.is_ready)
 
@@ -95,6 +99,15 @@ class Pair:
         await self.primary.start()
         await self.replica.start()
         await self.replica.follow(self.primary)
+
+    @asynccontextmanager
+    async def behind_proxies(self) -> AsyncIterator[None]:
+        """Let all ways to both servers, but that of `ask`, lead through proxies. Use it before their start."""
+        async with AsyncExitStack() as proxies:
+            for server in (self.primary, self.replica):
+                server.proxy = StallingProxy(server.valkey.url, server.port)
+                await proxies.enter_async_context(server.proxy.serving())
+            yield
 
     async def promote(self) -> None:
         """Make the replica the primary. The name still leads to the old one."""
