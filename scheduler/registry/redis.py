@@ -4,6 +4,7 @@ The server's clock decides which workers are alive, so the clocks of the machine
 earlier versions send no beats: theirs are taken from their statuses.
 """
 
+import zlib
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -16,6 +17,23 @@ from scheduler.store import keys
 from scheduler.store.errors import UNREADABLE, StoreRefused
 
 log = structlog.get_logger()
+
+
+class _Deflated(msgspec.Struct):
+    """A deflated JSON object, as a JSON object: gateways of earlier versions take the latter for a report."""
+
+    deflated: bytes = b""
+
+
+def deflated(json_text: str) -> bytes:
+    """Return a report, which may have 200 decisions and is written each second, in about a fifth of its size."""
+    return msgspec.json.encode(_Deflated(zlib.compress(json_text.encode(), level=1)))
+
+
+def inflated(value: bytes) -> str:
+    """Return a worker's report, which earlier versions do not deflate."""
+    content = msgspec.json.decode(value, type=_Deflated).deflated
+    return zlib.decompress(content).decode() if content else value.decode()
 
 
 class RedisWorkerRegistry:
@@ -40,7 +58,7 @@ class RedisWorkerRegistry:
         pipeline = self._client.pipeline(transaction=True)
         pipeline.hget(key, "incarnation")
         # Gateways of earlier versions forget a worker that has no `metrics`.
-        pipeline.hset(key, mapping={"status": encoded, "metrics": "", "sla": sla_json})
+        pipeline.hset(key, mapping={"status": encoded, "metrics": "", "sla": deflated(sla_json)})
         pipeline.hset(key, "incarnation", status.incarnation)
         pipeline.pexpire(key, self._ttl_ms)
         pipeline.sadd(self._keys.workers, status.worker_id)
@@ -107,7 +125,7 @@ class RedisWorkerRegistry:
         return beats
 
     async def sla(self) -> dict[str, str]:
-        return {worker_id: text.decode() for worker_id, text in (await self._fields("sla")).items()}
+        return {worker_id: inflated(value) for worker_id, value in (await self._fields("sla")).items()}
 
     async def _fields(self, name: str, worker_ids: Iterable[str] | None = None) -> dict[str, bytes]:
         """Return one field of every live worker, or of those of `worker_ids` that live, by worker id.

@@ -138,8 +138,8 @@ class Keys(Namespace):
     # Hash: the newest beat (msgpack `Beat`) of each announced worker, for all who only watch whether it is alive.
     beats = Name("workers:beats")
 
-    # One hash per live worker: status (msgpack `WorkerStatus`), sla (JSON), incarnation, and metrics (empty: earlier
-    # versions read it).
+    # One hash per live worker: status (msgpack `WorkerStatus`), sla (JSON, deflated), incarnation, and metrics (empty:
+    # earlier versions read it).
     worker = Name("worker:")
 
     # One string per worker that starts and does not serve yet (msgpack `WorkerStart`), and the set of their ids. Both

@@ -1,6 +1,7 @@
 """The bytes that parts of different versions exchange. A change here concerns everyone who upgrades one part after the
 other: "Versions side by side" in docs/operations.md says what must hold."""
 
+import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -242,7 +243,7 @@ async def announce_as_before(redis_client: Redis, at_ms: int) -> None:
     """Announce `w` as a worker of an earlier version, which sends no beats."""
     status = msgspec.msgpack.encode(replace(STATUS, at_ms=at_ms))
     key = Keys.of(redis_client).worker + "w"
-    await redis_client.hset(key, mapping={"status": status, "metrics": "", "sla": "{}", "incarnation": ""})
+    await redis_client.hset(key, mapping={"status": status, "metrics": "", "sla": '{"tiers":{}}', "incarnation": ""})
     await redis_client.pexpire(key, 6000)
     await redis_client.sadd(Keys.of(redis_client).workers, "w")
 
@@ -256,6 +257,7 @@ async def test_a_worker_of_an_earlier_version_is_seen_and_its_beats_are_those_of
         await announce_as_before(redis_client, at_ms)
         assert await registry.beats() == {"v": Beat(1), "w": Beat(at_ms)}
     assert [status.worker_id for status in await registry.workers()] == ["v", "w"]
+    assert await registry.sla() == {"v": "{}", "w": '{"tiers":{}}'}
     await redis_client.delete(Keys.of(redis_client).worker + "w")
     assert await registry.beats() == {"v": Beat(1)}
 
@@ -274,7 +276,8 @@ async def test_a_gateway_of_an_earlier_version_keeps_a_worker_of_which_it_reads_
     redis_client: Redis,
 ) -> None:
     """It reads a field of each worker, and forgets those that lack it, because they seem to have expired."""
-    await RedisWorkerRegistry(redis_client).announce(STATUS, "[]")
+    await RedisWorkerRegistry(redis_client).announce(STATUS, '{"tiers":{}}')
     fields = await redis_client.hmget(Keys.of(redis_client).worker + "w", ["status", "metrics", "sla"])
-    assert await redis_client.smembers(Keys.of(redis_client).workers) == {b"w"} and fields[1:] == [b"", b"[]"]
+    assert await redis_client.smembers(Keys.of(redis_client).workers) == {b"w"} and fields[1] == b""
+    assert isinstance(json.loads(fields[2]), dict), "a report, though one that says nothing"
     assert msgspec.msgpack.decode(fields[0], type=WorkerStatus) == STATUS

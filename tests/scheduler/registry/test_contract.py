@@ -1,5 +1,6 @@
 """The contract of worker registries: one suite, run in memory and on a real server."""
 
+import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -155,3 +156,13 @@ async def test_a_dead_worker_leaves_nothing(redis_client: Redis) -> None:
     assert await registry.beats() == {"w1": Beat(0)}, "who watches it sees that it does not change"
     assert await registry.workers() == []
     assert await redis_client.keys() == []
+
+
+async def test_long_reports_take_little_of_the_store(redis_client: Redis) -> None:
+    report = json.dumps(
+        {"decisions": [{"ago_s": number / 7, "tier": "bulk", "reason": "why"} for number in range(200)]}
+    )
+    registry = RedisWorkerRegistry(redis_client)
+    await registry.announce(status("w1"), report)
+    assert await redis_client.hstrlen(Keys.of(redis_client).worker + "w1", "sla") < len(report) / 4
+    assert await registry.sla() == {"w1": report}
