@@ -28,6 +28,7 @@ KEYS = Keys()
 KEPT = (
     KEYS.sequence,
     KEYS.epoch,
+    KEYS.waiters,
     KEYS.workers,
     KEYS.tiers,
     KEYS.followers,

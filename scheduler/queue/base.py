@@ -113,10 +113,12 @@ class LeaseStore(Protocol):
         ...
 
     async def wait_for_work(self, timeout_s: float) -> bool:
-        """Return True as soon as something was put, requeued or cancelled since the last call returned.
+        """Return True as soon as this worker was woken since the last call returned.
 
-        Return False after `timeout_s` seconds without such an event. A wake-up may be spurious. A lost wake-up delays
-        the caller by the timeout at most.
+        Of the workers that wait for a tier (`Queue.claim`), the least busy one is woken when requests of this tier are
+        put or given back, and the next one by a claim that leaves some. The holder of a cancelled request is woken,
+        too. Return False after `timeout_s` seconds without a wake-up. A wake-up may be spurious. A lost one delays the
+        caller by the timeout at most.
         """
         ...
 
@@ -140,11 +142,14 @@ class Queue(LeaseStore, Protocol):
         """
         ...
 
-    async def claim(self, limits: Mapping[str, int], lease_s: float) -> list[Claimed]:
+    async def claim(self, limits: Mapping[str, int], lease_s: float, load: int | None = None) -> list[Claimed]:
         """Claim up to `limits[tier]` requests of each tier, under a lease of `lease_s` seconds.
 
         Tiers are served in the order of `limits`. Within a tier, requests are claimed from the earliest to the latest
         deadline. Each comes with its output tokens that were checkpointed.
+
+        A worker with a `load`, a number that is greater the busier it is, waits from then on for those of these tiers
+        in which there was less than its limit, and for no other of them (`LeaseStore.wait_for_work`). A limit may be 0.
         """
         ...
 

@@ -5,13 +5,15 @@ for i, id in ipairs(ARGV) do
   local fields, bytes = redis.call('HMGET', key, 'tier', 'member'), size_of(id)
   if fields[1] then
     end_output(id)
-    local leased = end_lease(id)
+    local holder = end_lease(id)
     redis.call('DEL', key)
     if redis.call('ZREM', QUEUE .. fields[1], fields[2]) == 1 then
       local prompt, output = read_member(fields[2])
       count_waiting(fields[1], 0 - prompt, 0 - output, 0 - bytes)
     end
-    redis.call('PUBLISH', WAKE, leased and 'cancel:' .. id or 'wake')
+    if holder then
+      redis.call('PUBLISH', WAKE .. id_of(holder), 'cancel:' .. id)
+    end
   end
   known[i] = fields[1] and 1 or 0
 end

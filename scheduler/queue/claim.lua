@@ -1,10 +1,14 @@
 -- Lease to a worker the requests of each tier that have the earliest deadlines.
--- ARGV: worker id, name of this claim, now_ms, lease_ms, then tier and limit (>= 1) of each tier.
+-- ARGV: holder of the leases, name of this claim, now_ms, lease_ms, how busy the worker is (empty: it will not wait), then
+-- tier and limit of each tier.
 -- Returns {id, payload, fence, attempt, stored output, received, input} of each claimed request, in the order of the
 -- tiers. `received` is the number of tokens that its gateway has received: 0 at the first claim, '?' if nobody has told it
 -- since the last claim. Only tasks have an input (scheduler/tasks).
+-- From now on, the worker waits for the tiers that had fewer requests than their limits, and for no other of these tiers.
+-- For what it leaves, the next worker is woken.
 -- A worker that has lost the reply sends the same claim again, and gets what it still holds of the same requests.
 local worker, name, now_ms, lease_ms = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local load = tonumber(ARGV[5])
 
 local function reply(leases)
   local claimed = {}
@@ -26,9 +30,10 @@ if last then
   end
 end
 
-local ids = {}
-for i = 5, #ARGV, 2 do
-  local popped = redis.call('ZPOPMIN', QUEUE .. ARGV[i], ARGV[i + 1])
+local ids, waits_for = {}, {}
+for i = 6, #ARGV, 2 do
+  local tier, limit = ARGV[i], tonumber(ARGV[i + 1])
+  local popped = redis.call('ZPOPMIN', QUEUE .. tier, limit)
   local left_prompt, left_output, left_bytes = 0, 0, 0
   for j = 1, #popped, 2 do
     local prompt, output, id = read_member(popped[j])
@@ -38,8 +43,19 @@ for i = 5, #ARGV, 2 do
     end
   end
   if #popped > 0 then
-    count_waiting(ARGV[i], left_prompt, left_output, left_bytes)
+    count_waiting(tier, left_prompt, left_output, left_bytes)
   end
+  if load and #popped < 2 * limit then
+    waits_for[#waits_for + 1] = tier
+  else
+    redis.call('ZREM', WAITERS .. tier, id_of(worker))
+    if redis.call('EXISTS', QUEUE .. tier) == 1 then
+      wake(tier)
+    end
+  end
+end
+for _, tier in ipairs(waits_for) do
+  redis.call('ZADD', WAITERS .. tier, load + #ids, id_of(worker))
 end
 if #ids == 0 then
   return {}
@@ -54,7 +70,7 @@ for n, id in ipairs(ids) do
   redis.call('HSET', key, 'fence', fence, 'worker', worker, 'received', '?')
   redis.call('HINCRBY', key, 'attempt', 1)
   redis.call('ZADD', LEASES, expires_ms, id)
-  redis.call('SADD', held_by(worker), id)
+  redis.call('SADD', HELD .. id_of(worker), id)
   leases[n] = { id, fence, received }
 end
 redis.call('SET', CLAIM .. worker, cjson.encode({ name = name, leases = leases }), 'PX', CLAIM_TTL_MS)

@@ -61,16 +61,17 @@ class LeasedQueue:
         self._worker_id = worker_id
         self._scripts = Scripts(client, names)
         self._keys = names
+        self._channels = (names.wake + worker_id.partition("#")[0], names.wake_all)
         self._wakeups = Wakeups(clock)
         self._lost_claim = ""  # name of a claim that got no reply
         self._listener: asyncio.Task[None] | None = None
 
-    async def _claim(self, limits: Mapping[str, int], lease_s: float) -> list[ClaimedRow]:
+    async def _claim(self, limits: Mapping[str, int], lease_s: float, load: int | None = None) -> list[ClaimedRow]:
         """Claim up to `limits` of each tier or lane. If the last claim got no reply, return its requests."""
         name, self._lost_claim = self._lost_claim or token_hex(8), ""
         try:
             now_ms = self._clock.wall_ms()
-            return await self._scripts.claim(self._worker_id, name, now_ms, int(lease_s * 1000), limits)
+            return await self._scripts.claim(self._worker_id, name, now_ms, int(lease_s * 1000), limits, load)
         except STORE_AWAY:
             self._lost_claim = name
             raise
@@ -119,12 +120,12 @@ class LeasedQueue:
             self._listener = asyncio.create_task(self._listen(), name="queue-listener")
 
     async def _listen(self) -> None:
-        """Turn the messages of the channel into wake-ups.
+        """Turn the messages of the channels into wake-ups.
 
         Messages may be missed before each (new) subscription. The confirmation of the subscription therefore counts as
         a wake-up too. A missed cancel is noticed at the next `renew`.
         """
-        async for message in connection.messages(self._client, self._keys.wake):
+        async for message in connection.messages(self._client, *self._channels):
             data = message["data"]
             if message["type"] == "message" and data.startswith(b"cancel:"):
                 self._wakeups.cancel(data.removeprefix(b"cancel:").decode())

@@ -22,7 +22,7 @@ class MemoryQueue:
         self._worker_id = worker_id
         self._shared = shared if shared is not None else Shared()
         self._wakeups = Wakeups(clock)
-        self._shared.listeners.append(self._wakeups)
+        self._shared.listeners.append((_id_of(worker_id), self._wakeups))
 
     def for_worker(self, worker_id: str) -> "MemoryQueue":
         """Return another handle on the same queue."""
@@ -54,11 +54,21 @@ class MemoryQueue:
         for number, request in enumerate(fresh.values(), first):
             shared.records[request.id] = record = Record(request, number)
             self._enqueue(record)
-        self._wake()
+        self._shared.wake(tier)
         return None
 
-    async def claim(self, limits: Mapping[str, int], lease_s: float) -> list[Claimed]:
-        taken = [r for tier, limit in limits.items() for r in self._pop(tier, limit)]
+    async def claim(self, limits: Mapping[str, int], lease_s: float, load: int | None = None) -> list[Claimed]:
+        taken: list[Record] = []
+        waits_for = []
+        for tier, limit in limits.items():
+            popped = self._pop(tier, limit)
+            taken += popped
+            if load is not None and len(popped) < limit:
+                waits_for.append(tier)
+            else:
+                self._leave(tier)
+        for tier in waits_for:
+            self._shared.waiters[tier][_id_of(self._worker_id)] = (load or 0) + len(taken)
         if not taken:
             return []
         expires_ms = self._clock.wall_ms() + int(lease_s * 1000)
@@ -66,6 +76,12 @@ class MemoryQueue:
             record.fence, record.worker_id, record.expires_ms = fence, self._worker_id, expires_ms
             record.attempt += 1
         return [self._claimed(record, record.fence) for record in taken if record.fence is not None]
+
+    def _leave(self, tier: str) -> None:
+        """Do not wait for `tier` any more, and wake the next worker if requests of it are left."""
+        self._shared.waiters[tier].pop(_id_of(self._worker_id), None)
+        if self._shared.waiting[tier].deadlines_ms:
+            self._shared.wake(tier)
 
     def _claimed(self, record: Record, fence: int) -> Claimed:
         num_received, record.num_received = record.num_received, None
@@ -147,9 +163,8 @@ class MemoryQueue:
             self._end_output(record)
             if record.fence is None:
                 self._shared.waiting[record.request.tier].remove(record.request)
-                self._wake()
             else:
-                for listener in self._shared.listeners:
+                for listener in self._shared.listeners_of(_id_of(record.worker_id)):
                     listener.cancel(request_id)
         return known
 
@@ -179,8 +194,7 @@ class MemoryQueue:
         return self._wakeups.pop_cancelled()
 
     async def close(self) -> None:
-        if self._wakeups in self._shared.listeners:
-            self._shared.listeners.remove(self._wakeups)
+        self._shared.listeners = [found for found in self._shared.listeners if found[1] is not self._wakeups]
 
     def _take_numbers(self, count: int) -> int:
         first = max(self._shared.sequence + 1, 1000 * self._clock.wall_ms())
@@ -268,11 +282,11 @@ class MemoryQueue:
         for record in records:
             record.fence, record.waits = None, False
             self._enqueue(record)
+            self._shared.wake(record.request.tier)
             moved.append(record.request.id)
-        if moved:
-            self._wake()
         return moved
 
-    def _wake(self) -> None:
-        for listener in self._shared.listeners:
-            listener.wake()
+
+def _id_of(holder: str) -> str:
+    """Return the id of the worker of a `<worker id>#<incarnation>`."""
+    return holder.partition("#")[0]

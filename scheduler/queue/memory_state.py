@@ -81,7 +81,22 @@ class Shared:
     outputs: dict[str, Output] = field(default_factory=dict)  # those of parts of jobs are kept for ever
     alone: dict[str, str] = field(default_factory=dict)  # the request that runs alone, by worker id
     sequence: int = 0
-    listeners: list[Wakeups] = field(default_factory=list)
+    listeners: list[tuple[str, Wakeups]] = field(default_factory=list)  # with their worker ids
+    waiters: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))  # by tier: loads of workers
+
+    def listeners_of(self, worker_id: str) -> list[Wakeups]:
+        return [wakeups for listener, wakeups in self.listeners if listener == worker_id]
+
+    def wake(self, tier: str) -> None:
+        """Wake the least busy worker that waits for `tier`."""
+        waiters = self.waiters[tier]
+        while waiters:
+            worker_id = min(waiters, key=lambda waiter: (waiters[waiter], waiter))
+            del waiters[worker_id]
+            for listener in (found := self.listeners_of(worker_id)):
+                listener.wake()
+            if found:
+                break
 
     def refusal(
         self,

@@ -71,5 +71,5 @@ for n, i in ipairs(fresh) do
   fresh_prompt, fresh_output = fresh_prompt + prompt_tokens, fresh_output + output_tokens
 end
 count_waiting(tier, fresh_prompt, fresh_output, fresh_bytes)
-redis.call('PUBLISH', WAKE, 'wake')
+wake(tier)
 return {}

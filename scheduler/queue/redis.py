@@ -65,12 +65,11 @@ class RedisQueue(LeasedQueue):
         ]
         return await self._scripts.put(tier, limit, self._clock.wall_ms(), ahead or NO_LIMIT, max_bytes, rows)
 
-    async def claim(self, limits: Mapping[str, int], lease_s: float) -> list[Claimed]:
+    async def claim(self, limits: Mapping[str, int], lease_s: float, load: int | None = None) -> list[Claimed]:
         self._start_listening()
-        wanted = {tier: limit for tier, limit in limits.items() if limit > 0}
-        if not wanted:
+        if load is None and not any(limits.values()):
             return []
-        return [await self._claimed(row) for row in await self._claim(wanted, lease_s)]
+        return [await self._claimed(row) for row in await self._claim(limits, lease_s, load)]
 
     async def _claimed(self, row: ClaimedRow) -> Claimed:
         request_id, payload, fence, attempt, output, received, _ = row

@@ -1,7 +1,7 @@
 -- Move the requests that one worker holds back to their tiers. Returns their ids.
 -- ARGV: the holder of the leases, or the worker id of all its incarnations (`<worker id>#<incarnation>`).
 local ids, holders = {}, {}
-local held = held_by(ARGV[1])
+local held = HELD .. id_of(ARGV[1])
 for _, id in ipairs(redis.call('SMEMBERS', held)) do
   local holder = redis.call('HGET', REQUEST .. id, 'worker')
   if not holder then -- an older version has ended the lease, or somebody has removed the hash

@@ -2,7 +2,6 @@
 -- from it, or from what is stored if that begins alike. This claim does not count as an attempt.
 -- ARGV: id, fence and received tokens (4 bytes each) of each request. Returns 1 for each lease that was held, else 0.
 local given = {}
-local any = false
 for i = 1, #ARGV, 3 do
   local id, held = ARGV[i], holds(ARGV[i], ARGV[i + 1])
   if held then
@@ -18,10 +17,6 @@ for i = 1, #ARGV, 3 do
     redis.call('HINCRBY', REQUEST .. id, 'attempt', -1)
     redis.call('HSET', REQUEST .. id, 'received', received)
   end
-  any = any or held
   given[#given + 1] = held and 1 or 0
-end
-if any then
-  redis.call('PUBLISH', WAKE, 'wake')
 end
 return given

@@ -20,8 +20,9 @@ def queue_prelude(names: keys.Keys) -> str:
     """Return the Lua lines that name the keys of a queue, and lifetimes."""
     lifetimes = {"OUTPUT_TTL_MS": keys.OUTPUT_TTL_S, "PART_TTL_MS": keys.PART_TTL_S, "CLAIM_TTL_MS": keys.CLAIM_TTL_S}
     strings = {"QUEUE": names.queue, "WAITING": names.waiting, "REQUEST": names.request, "OUTPUT": names.output}
-    strings |= {"ALONE": names.alone, "CLAIM": names.claim, "LEASES": names.leases, "WAKE": names.wake}
+    strings |= {"ALONE": names.alone, "CLAIM": names.claim, "LEASES": names.leases, "WAITERS": names.waiters}
     strings |= {"HELD": names.held, "SEQUENCE": names.sequence, "EPOCH": names.epoch}
+    strings |= {"WAKE": names.wake}
     lines = [f"local {name} = '{key}'\n" for name, key in strings.items()]
     lines += [f"local {name} = {1000 * seconds:.0f}\n" for name, seconds in lifetimes.items()]
     return "".join(lines)
@@ -79,11 +80,12 @@ class Scripts:
         return None
 
     async def claim(
-        self, worker_id: str, name: str, now_ms: int, lease_ms: int, limits: Mapping[str, int]
+        self, worker_id: str, name: str, now_ms: int, lease_ms: int, limits: Mapping[str, int], load: int | None
     ) -> list[ClaimedRow]:
         """`name` is that of this claim alone: a claim that is sent again returns the same requests."""
         wanted = [part for tier_and_limit in limits.items() for part in tier_and_limit]
-        claimed: list[ClaimedRow] = await self._claim(args=[worker_id, name, now_ms, lease_ms, *wanted])
+        args = [worker_id, name, now_ms, lease_ms, "" if load is None else load, *wanted]
+        claimed: list[ClaimedRow] = await self._claim(args=args)
         return claimed
 
     async def ack(self, leases: Sequence[Lease]) -> list[bool]:

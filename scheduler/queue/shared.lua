@@ -1,5 +1,5 @@
 -- Functions for every script of this folder. This file is put in front of each script, after the key names of keys.py
--- (QUEUE, WAITING, REQUEST, OUTPUT, ALONE, CLAIM, LEASES, HELD, WAKE, SEQUENCE, EPOCH) and lifetimes. Scripts
+-- (QUEUE, WAITING, REQUEST, OUTPUT, ALONE, CLAIM, LEASES, HELD, WAITERS, WAKE, SEQUENCE, EPOCH) and lifetimes. Scripts
 -- move requests atomically and make no decisions.
 --
 -- Redis does not undo writes when a script fails half-way. Scripts therefore check before they write, and skip a
@@ -94,18 +94,26 @@ local function holds(id, fence)
   return redis.call('HGET', REQUEST .. id, 'fence') == fence
 end
 
--- Return the key of the set of what a worker holds. `holder` is the worker's id or `<worker id>#<incarnation>`.
-local function held_by(holder)
-  return HELD .. string.match(holder, '^[^#]*')
+-- Return the id of the worker of a `<worker id>#<incarnation>`.
+local function id_of(holder)
+  return string.match(holder, '^[^#]*')
 end
 
--- Remove a request from the sets of leases, while its hash still says who holds it. Return whether it was leased.
+-- Wake the least busy worker that waits for a tier. Whoever claims and leaves some of a tier wakes the next one, so one
+-- at a time is enough. A worker that has ended does not listen.
+local function wake(tier)
+  repeat
+    local waiter = redis.call('ZPOPMIN', WAITERS .. tier)[1]
+  until not waiter or redis.call('PUBLISH', WAKE .. waiter, 'wake') > 0
+end
+
+-- Remove a request from the sets of leases, while its hash still says who holds it. Return its holder, if it was leased.
 local function end_lease(id)
   local holder = redis.call('HGET', REQUEST .. id, 'worker')
   if holder then
-    redis.call('SREM', held_by(holder), id)
+    redis.call('SREM', HELD .. id_of(holder), id)
   end
-  return redis.call('ZREM', LEASES, id) == 1
+  return redis.call('ZREM', LEASES, id) == 1 and holder
 end
 
 -- Return the key of a request's stored output, the number of the request's put in 16 digits, and whether the request is
@@ -140,8 +148,8 @@ local function end_output(id)
   end
 end
 
--- Move a request from the sets of leases back to its old place in its tier's set. No limit is checked: the request was
--- admitted before.
+-- Move a request from the sets of leases back to its old place in its tier's set, and wake a worker. No limit is checked:
+-- the request was admitted before.
 local function give_back(id)
   local key = REQUEST .. id
   local fields = redis.call('HMGET', key, 'tier', 'deadline_ms', 'member')
@@ -154,6 +162,7 @@ local function give_back(id)
     local prompt, output = read_member(fields[3])
     count_waiting(fields[1], prompt, output, size_of(id))
   end
+  wake(fields[1])
   return true
 end
 
@@ -177,9 +186,6 @@ local function give_back_all(ids)
       redis.call('HINCRBY', REQUEST .. id, 'attempt', change)
       moved[#moved + 1] = id
     end
-  end
-  if #moved > 0 then
-    redis.call('PUBLISH', WAKE, 'wake')
   end
   return moved
 end

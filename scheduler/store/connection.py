@@ -7,7 +7,7 @@ Redis 6.2 or newer and with any Valkey.
 import asyncio
 import builtins
 import contextvars
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from redis.asyncio import BlockingConnectionPool, ConnectionPool, Redis
@@ -76,23 +76,23 @@ def blocking(client: Redis, longest_s: float) -> Redis:
     return Redis.from_pool(own_pool)
 
 
-async def messages(client: Redis, channel: str) -> AsyncIterator[dict[str, Any]]:
-    """Yield the messages of a pub/sub channel for ever, and also the confirmation of each (new) subscription.
+async def messages(client: Redis, *channels: str) -> AsyncIterator[dict[str, Any]]:
+    """Yield the messages of pub/sub channels for ever, and also the confirmation of each (new) subscription.
 
     Messages that are sent between two subscriptions are missed. So a confirmation means "something may have happened".
     """
     reader = blocking(client, RESUBSCRIBE_S)
     try:
         while True:
-            async for message in _messages_until_silent(reader.pubsub(), channel):
+            async for message in _messages_until_silent(reader.pubsub(), channels):
                 yield message
     finally:
         await reader.aclose()
 
 
-async def _messages_until_silent(pubsub: PubSub, channel: str) -> AsyncIterator[dict[str, Any]]:
+async def _messages_until_silent(pubsub: PubSub, channels: Sequence[str]) -> AsyncIterator[dict[str, Any]]:
     try:
-        await pubsub.subscribe(channel)
+        await pubsub.subscribe(*channels)
         while (message := await pubsub.get_message(timeout=RESUBSCRIBE_S)) is not None:
             yield message
     finally:

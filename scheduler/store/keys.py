@@ -117,9 +117,16 @@ class Keys(Namespace):
     sequence = Name("sequence")
     epoch = Name("epoch")
 
-    # Pub/sub channel. The message is `wake` after a put, after a requeue, or when a waiting request was cancelled, and
-    # `cancel:<request id>` when a leased request was cancelled.
-    wake = Name("wake")
+    # One sorted set per tier: the ids of the workers that wait for its next request. The score tells how busy a worker
+    # was when it began to wait: the least busy one is woken.
+    waiters = Name("waiters:")
+
+    # One pub/sub channel per worker id. The message is `wake` when there is work for this worker, and
+    # `cancel:<request id>` when a request was cancelled that it holds.
+    wake = Name("wake:")
+
+    # Pub/sub channel on which gateways and workers of the release before send these messages to all workers.
+    wake_all = Name("wake")
 
     # Events -----------------------------------------------------------------------------------------------
 

@@ -141,17 +141,14 @@ class TaskQueue(LeasedQueue):
     # -- workers -----------------------------------------------------------------------------------------------
 
     async def depths(self, lanes: Sequence[str]) -> dict[str, LaneDepth]:
-        found = await self._depths(args=lanes)
+        found = await self._depths(args=[self._worker_id, *lanes])
         pairs = zip(found[::2], found[1::2], strict=True)
         return {lane: LaneDepth(n, int(float(first))) for lane, (n, first) in zip(lanes, pairs, strict=True)}
 
     async def claim(self, limits: Mapping[str, int], lease_s: float) -> list[ClaimedTask]:
         """Claim up to `limits[lane]` tasks of each lane, in this order, the oldest of a lane first."""
-        wanted = {lane: limit for lane, limit in limits.items() if limit > 0}
-        if not wanted:
-            return []
         claimed = []
-        for task_id, payload, fence, attempt, _, _, input in await self._claim(wanted, lease_s):
+        for task_id, payload, fence, attempt, _, _, input in await self._claim(limits, lease_s):
             try:
                 claimed.append(ClaimedTask(self._task(payload or b"", input), fence, attempt))
             except UNREADABLE as error:

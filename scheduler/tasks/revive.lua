@@ -18,5 +18,5 @@ redis.call('HSET', REQUEST .. id, 'tier', tier, 'member', member, 'deadline_ms',
   'input', input, 'bytes', bytes)
 redis.call('ZADD', QUEUE .. tier, arrival_ms, member)
 count_waiting(tier, 0, 0, 0)
-redis.call('PUBLISH', WAKE, 'wake')
+wake(tier)
 return {}

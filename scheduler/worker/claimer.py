@@ -7,7 +7,7 @@ another worker has held before.
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from scheduler.clock import Clock
 from scheduler.events.base import EventChannel
@@ -16,13 +16,8 @@ from scheduler.request import Claimed, EventKind, TokenEvent
 from scheduler.store.outage import StoreOutage
 from scheduler.worker.core import WorkerCore
 from scheduler.worker.leases import LEASE_S
-from scheduler.worker.peers import Peers
 from scheduler.worker.request_intake import RequestIntake
 
-# Before a worker with work under way claims new work, it waits, so that an idle worker gets that work first. It waits
-# `YIELD_S` seconds, and `YIELD_S` more for each interactive request that it holds, but at most `MAX_YIELD_S`.
-YIELD_S = 0.0005
-MAX_YIELD_S = 0.01  # seconds
 # Maximum seconds to wait for a wake-up from the queue. After them, the worker claims without a wake-up, because one may
 # have been lost.
 LISTEN_S = 0.5
@@ -59,7 +54,6 @@ class Claimer:
         queue: Queue,
         intake: RequestIntake,
         takeover: Takeover,
-        peers: Peers,
         outage: StoreOutage,
         clock: Clock,
     ) -> None:
@@ -67,11 +61,11 @@ class Claimer:
         self._queue = queue
         self._intake = intake
         self._takeover = takeover
-        self._peers = peers
         self._outage = outage
         self._clock = clock
         self._room = asyncio.Event()
-        self._known_empty = False  # the last claim got fewer requests than it asked for, and nothing was put since
+        self._waits_for: Set[str] | None = None  # the tiers of whose next request the queue tells; None: unknown
+        self._load = 0  # how busy this worker is, as the queue knows it
         self._is_open = True
 
     def note_room(self) -> None:
@@ -81,6 +75,7 @@ class Claimer:
     def close(self) -> None:
         """Claim no more requests. Cancelled requests are still dropped."""
         self._is_open = False
+        self.note_room()
 
     async def run(self) -> None:
         """Claim requests and drop cancelled requests, until this task is cancelled."""
@@ -93,34 +88,33 @@ class Claimer:
                     self._room.clear()
                     room = asyncio.create_task(self._room.wait())
                 if work.done():
-                    work.result()
+                    if work.result() or self._waits_for:
+                        self._waits_for = None
                     work = asyncio.create_task(self._queue.wait_for_work(LISTEN_S))
-                    self._known_empty = False
-                    await self._yield_to_idle_workers()
                 self._intake.drop(self._queue.cancelled())
-                if self._is_open:
-                    await self._outage.attempt(self._claim())
+                await self._outage.attempt(self._claim())
         finally:
             work.cancel()
             room.cancel()
 
-    async def _yield_to_idle_workers(self) -> None:
-        """Wait a moment before a claim if this worker is busy and others are alive.
-
-        New work would wait here, while another worker may be idle.
-        """
-        if not self._peers.is_alone and self._core.is_busy:
-            await self._clock.sleep(min(YIELD_S * (1 + self._core.held.num_interactive), MAX_YIELD_S))
-
     async def _claim(self) -> None:
-        limits = self._core.claim_limits(self._clock.now())
-        if not limits or self._known_empty:
+        """Claim, unless the queue will wake this worker exactly for the tiers that it has room for.
+
+        A worker without work waits as an idle one, so that it is woken before those that are busy. One that was woken
+        without room claims nothing, so that the next one is woken.
+        """
+        held = self._core.held
+        limits = self._core.claim_limits(self._clock.now()) if self._is_open else {}
+        load = 1 + held.num_interactive if len(held) else 0
+        if limits.keys() == self._waits_for and (load or not self._load):
             return
-        claimed = await self._queue.claim(limits, LEASE_S)
+        self._waits_for = None
+        without_room = {tier.name: 0 for tier in held.tiers if tier.name not in limits}
+        claimed = await self._queue.claim({**limits, **without_room}, LEASE_S, load)
         got = Counter(c.request.tier for c in claimed)
-        asked_of_all = len(limits) == len(self._core.held.tiers)
-        self._known_empty = asked_of_all and all(got[tier] < n for tier, n in limits.items())
-        taken_over = {c.request.id: c for c in claimed if self._core.held.must_ask(c)}
+        self._waits_for = {tier for tier, n in limits.items() if got[tier] < n}
+        self._load = load + len(claimed)
+        taken_over = {c.request.id: c for c in claimed if held.must_ask(c)}
         if ready := [c for c in claimed if c.request.id not in taken_over]:
             self._intake.accept(ready)
         if taken_over:

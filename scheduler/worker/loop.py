@@ -83,7 +83,7 @@ def build_loop(
     gateways = GatewayWatch(held, queue, events, intake, checkpointer)
     peers = Peers(queue, registry, outage, clock, worker_id, gateways=gateways)
     takeover = Takeover(queue, events, intake)
-    claimer = Claimer(core, queue, intake, takeover, peers, outage, clock)
+    claimer = Claimer(core, queue, intake, takeover, outage, clock)
     worker = RequestWorker(
         driver, held, queue, intake, claimer, publisher, checkpointer, metrics, report, outage, clock, tracer
     )

@@ -45,7 +45,6 @@ class Peers:
         self._serves_tasks = serves_tasks
         self._gateways = gateways
         self._monitor = HeartbeatMonitor(WORKER_SILENT_S)
-        self.is_alone = True  # whether no other worker was alive at the last check
 
     async def run(self) -> None:
         """Check the other workers and the gateways every `CHECK_S`, until this task is cancelled.
@@ -74,7 +73,6 @@ class Peers:
             requeued = await self._queue.requeue_worker(worker_id)
             log.warning("a worker is silent; its work goes back to the queue", worker=worker_id, count=len(requeued))
             await self._registry.withdraw(worker_id)  # it announces itself again if it wakes up
-        self.is_alone = all(self._monitor.is_silent(worker_id) for worker_id in beats)
 
 
 class GatewayWatch:

@@ -88,15 +88,19 @@ class ScriptedWorker:
     async def run(self) -> None:
         self.gate.set()
         while True:
+            limits = {"realtime": 100, "bulk": 100, "batch": 100} if self.claims else {}
+            for claimed in await self.queue.claim(limits, lease_s=60, load=0):
+                self.served.append(claimed.request)
+                self._serving[claimed.request.id] = asyncio.create_task(self._serve(claimed))
             await self.queue.wait_for_work(60)
             for request_id in self.queue.cancelled():
                 self.cancelled.append(request_id)
                 if (task := self._serving.pop(request_id, None)) is not None:
                     task.cancel()
-            limits = {"realtime": 100, "bulk": 100, "batch": 100} if self.claims else {}
-            for claimed in await self.queue.claim(limits, lease_s=60):
-                self.served.append(claimed.request)
-                self._serving[claimed.request.id] = asyncio.create_task(self._serve(claimed))
+
+    def claim_again(self) -> None:
+        self.claims = True
+        self.queue._wakeups.wake()
 
     async def _serve(self, claimed: Claimed) -> None:
         request = claimed.request

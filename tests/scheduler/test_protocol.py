@@ -199,7 +199,7 @@ class Protocol(RuleBasedStateMachine):
     def claim(self, name: str, limit: int, loses_reply: bool) -> None:
         worker = self.workers[name]
         lost = self.run(self._claim_without_reply(worker.queue, limit)) if loses_reply else []
-        claimed = self.run(worker.queue.claim({"realtime": limit}, LEASE_S))
+        claimed = self.run(worker.queue.claim({"realtime": limit}, LEASE_S, 0))
         assert not lost or {row[0].decode() for row in lost} == {c.request.id for c in claimed}
         for one in claimed:
             self._begin(worker, one)
@@ -207,7 +207,7 @@ class Protocol(RuleBasedStateMachine):
     async def _claim_without_reply(self, queue: RedisQueue, limit: int) -> list[ClaimedRow]:
         queue._lost_claim = f"claim-{next(self.numbers)}"
         return await queue._scripts.claim(
-            queue._worker_id, queue._lost_claim, self.clock.wall_ms(), 10_000, {"realtime": limit}
+            queue._worker_id, queue._lost_claim, self.clock.wall_ms(), 10_000, {"realtime": limit}, 0
         )
 
     def _begin(self, worker: ModelWorker, claimed: Claimed) -> None:

@@ -171,7 +171,8 @@ class CallDriver:
 
     async def _run(self, plan: CallPlan, waiting: Mapping[str, LaneWait]) -> None:
         """Claim the tasks of `plan` and call the endpoint with them."""
-        self._held = await self._queue.claim(plan.limits, LEASE_S)
+        others = {lane: 0 for lane in self._policy.lanes if lane not in plan.limits}
+        self._held = await self._queue.claim({**plan.limits, **others}, LEASE_S)
         self._note_claimed(plan, len(self._held))
         num_planned = sum(plan.limits.values()) - await self._set_aside()
         if not plan.is_isolated and not self._is_worth_it(num_planned):

@@ -117,9 +117,8 @@ async def test_a_tier_with_waiting_requests_is_not_removed(stand: Stand) -> None
     answer = await stand.post("/admin/tiers", without)
     assert error_of(answer) == (409, None, "tiers_refused")
     assert "'bulk' cannot be removed: 1 request waits in its queue" in answer.json()["error"]["message"]
-    stand.worker.claims = True
+    stand.worker.claim_again()
     assert (await stand.post("/admin/tiers", changed(bulk=9))).status_code == 200
-    await stand.post("/v1/chat/completions", body)  # wakes the worker, too
     assert (await waiting).json()["service_tier"] == "flex"
 
 

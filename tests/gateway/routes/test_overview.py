@@ -58,9 +58,7 @@ async def test_the_age_of_a_queue_is_that_of_its_head() -> None:
         clock.shift_s = 7
         tiers = (await overview_of(stand))["tiers"]
         text = (await stand.http.get("/metrics")).text
-        stand.worker.claims = True
-        await stand.worker.queue.put([])
-        stand.worker.queue._wake()
+        stand.worker.claim_again()
         await asking
     assert tiers["bulk"]["waiting"] == 1 and tiers["bulk"]["waiting_prompt_tokens"] > 0
     assert 7 <= tiers["bulk"]["head_waited_s"] < 30

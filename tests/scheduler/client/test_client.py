@@ -168,14 +168,15 @@ def scored(index: int, count: int, of: str = "r") -> TokenEvent:
 @played_by(play)
 async def test_an_answer_with_more_log_probabilities_than_fit_fails_and_its_work_is_cancelled(stage: Stage) -> None:
     async with await stage.submit(make_request("r"), make_request("s")) as stream:
-        await stage.queue.for_worker("w").claim({"realtime": 2}, 10.0)
+        worker = stage.queue.for_worker("w")
+        await worker.claim({"realtime": 2}, 10.0)
         await stage.tell(scored(0, 12), scored(0, 8, "s"))
         assert await stream.receive() == [scored(0, 12), scored(0, 8, "s")]
         await stage.tell(scored(12, 1), scored(13, 1), scored(8, 1, "s"))
         [event] = [event async for event in stream]
     assert (event.request_id, event.index) == ("r", 12)
     assert (event.kind, event.code) == (EventKind.FAILED, ANSWER_TOO_LARGE)
-    assert sorted(stage.queue.cancelled()) == ["r", "s"] and stage.client.num_open == 0
+    assert sorted(worker.cancelled()) == ["r", "s"] and stage.client.num_open == 0
 
 
 @played_by(play)
@@ -196,7 +197,8 @@ async def test_an_answer_for_which_others_leave_no_room_is_told_to_come_again(st
 async def test_an_output_that_diverges_fails_and_its_work_is_cancelled(stage: Stage, other: TokenEvent) -> None:
     """A mixture of two answers, or an answer with a gap, is worse than an error."""
     stream = await stage.submit(make_request("r"))
-    await stage.queue.for_worker("w").claim({"realtime": 1}, 10.0)
+    worker = stage.queue.for_worker("w")
+    await worker.claim({"realtime": 1}, 10.0)
     await stage.tell(tokens(0, 5), tokens(1, 6))
     await stage.tell(other)
     events = await received(stream)
@@ -207,7 +209,7 @@ async def test_an_output_that_diverges_fails_and_its_work_is_cancelled(stage: St
     ]
     assert events[-1].error == "The generation was interrupted and could not be continued."
     assert await stage.queue.cancel(["r"]) == [False], "the queue has forgotten it"
-    assert stage.queue.cancelled() == ["r"], "and the worker was told"
+    assert worker.cancelled() == ["r"], "and the worker was told"
     assert stage.client.num_open == 0
 
 

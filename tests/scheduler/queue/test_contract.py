@@ -8,6 +8,7 @@ import pytest
 
 from scheduler.queue.base import Backlog, Queue, QueueFull, TooFarBehind
 from scheduler.request import Lease, Request
+from scheduler.store.keys import Keys
 from tests.scheduler.queue.harness import START_MS, Handles, ManualClock, ids, lease_of, make_request, may_wait
 from tests.waiting import until
 
@@ -291,11 +292,12 @@ async def test_waiting_and_leased_requests_are_known(handles: Handles) -> None:
 
 
 async def test_a_worker_learns_once_of_each_request_cancelled_under_its_lease(handles: Handles) -> None:
-    worker = handles("w")
+    worker = handles("w#1")
     await quiet(worker)
     await handles().put([make_request("a"), make_request("b")])
     await worker.claim({"realtime": 2}, LEASE_S)
     await handles().cancel(["a", "b"])
+    assert await worker.wait_for_work(30.0) is True
     heard: list[str] = []
 
     def heard_both() -> bool:
@@ -307,31 +309,77 @@ async def test_a_worker_learns_once_of_each_request_cancelled_under_its_lease(ha
     assert worker.cancelled() == []
 
 
-@pytest.mark.parametrize("cause", ["put", "release", "requeue", "cancel waiting", "cancel leased"])
-async def test_wait_for_work_ends_at_once_when_something_happens(
+async def waits(handles: Handles, worker_id: str, load: int = 0) -> Queue:
+    """Return a worker that waits for a request of either tier."""
+    worker = handles(worker_id)
+    await quiet(worker)
+    assert await worker.claim({"realtime": 2, "bulk": 1}, LEASE_S, load) == []
+    return worker
+
+
+@pytest.mark.parametrize("cause", ["put", "release", "requeue"])
+async def test_wait_for_work_ends_at_once_when_there_is_a_request_of_a_tier_that_the_worker_waits_for(
     handles: Handles, clock: ManualClock, cause: str
 ) -> None:
     other = handles("other")
-    await other.put([make_request("a"), make_request("b")])
+    await other.put([make_request("a")])
     [claimed] = await other.claim({"realtime": 1}, LEASE_S)
-    waiter = handles("waiter")
-    await quiet(waiter)
-    waiting = asyncio.create_task(waiter.wait_for_work(30.0))
+    waiting = asyncio.create_task((await waits(handles, "waiter")).wait_for_work(30.0))
     await asyncio.sleep(0)
     match cause:
         case "put":
-            await other.put([make_request("c")])
+            await other.put([make_request("b", "bulk")])
         case "release":
             await other.release([lease_of(claimed)])
         case "requeue":
             clock.advance(LEASE_S)
             await requeue_expired(other)
-        case "cancel waiting":
-            await other.cancel(["b"])
-        case "cancel leased":
-            await other.cancel(["a"])
     async with asyncio.timeout(30):
         assert await waiting is True
+
+
+async def test_the_least_busy_worker_that_waits_is_woken_and_only_this_one(handles: Handles) -> None:
+    workers = [await waits(handles, f"w{load}#1", load) for load in (0, 1, 2)]
+    for n, worker in enumerate(workers):
+        await handles().put([make_request(f"r{n}")])
+        assert await worker.wait_for_work(30.0) is True
+        assert [await other.wait_for_work(0.0) for other in workers] == [False] * 3
+
+
+async def test_a_claim_that_leaves_requests_wakes_the_next_worker(handles: Handles) -> None:
+    first, second = await waits(handles, "w1"), await waits(handles, "w2")
+    await handles().put([make_request(name) for name in "abc"])
+    assert await first.wait_for_work(30.0) is True
+    assert ids(await first.claim({"realtime": 2}, LEASE_S, 0)) == ["a", "b"]
+    assert await second.wait_for_work(30.0) is True
+    assert ids(await second.claim({"realtime": 2}, LEASE_S, 0)) == ["c"]
+    assert await first.wait_for_work(0.0) is False, "it has no room"
+
+
+async def test_a_worker_that_has_no_room_any_more_leaves_the_request_to_the_next_one(handles: Handles) -> None:
+    first, second = await waits(handles, "w1"), await waits(handles, "w2")
+    await handles().put([make_request("a")])
+    assert await first.wait_for_work(30.0) is True
+    assert await first.claim({"realtime": 0, "bulk": 1}, LEASE_S, 0) == []
+    assert await second.wait_for_work(30.0) is True
+    assert ids(await second.claim({"realtime": 1}, LEASE_S, 0)) == ["a"]
+    await handles().put([make_request("b")])
+    assert await first.wait_for_work(0.0) is False, "it waits for bulk only"
+
+
+async def test_a_worker_that_has_ended_is_not_waited_for(handles: Handles) -> None:
+    ended, alive = await waits(handles, "w1"), await waits(handles, "w2")
+    await ended.close()
+    if handles.client is not None:
+        await until(lambda: _has_left(handles, "w1"))
+    await handles().put([make_request("a")])
+    assert await alive.wait_for_work(30.0) is True
+
+
+async def _has_left(handles: Handles, worker_id: str) -> bool:
+    assert handles.client is not None
+    [(_, count)] = await handles.client.pubsub_numsub(Keys.of(handles.client).wake + worker_id)
+    return int(count) == 0
 
 
 async def test_wait_for_work_ends_after_its_timeout(handles: Handles) -> None:

@@ -46,7 +46,9 @@ operations = st.one_of(
         st.none() | st.integers(0, 4),
         st.none() | ahead_limits,
     ),
-    st.tuples(st.just("claim"), worker, st.dictionaries(tier, st.integers(0, 3), min_size=1), lease_s),
+    st.tuples(
+        st.just("claim"), worker, st.dictionaries(tier, st.integers(0, 3), min_size=1), lease_s, st.none() | st.just(1)
+    ),
     st.tuples(st.just("ack"), leases),
     st.tuples(st.just("renew"), leases, lease_s),
     st.tuples(st.just("release"), leases),
@@ -83,8 +85,8 @@ class Trial:
             self.alive.update(i for i, *_ in requests)
         return refused
 
-    async def claim(self, worker: str, limits: dict[str, int], lease_s: float) -> list[Claimed]:
-        claimed = await self.handles(worker).claim(limits, lease_s)
+    async def claim(self, worker: str, limits: dict[str, int], lease_s: float, load: int | None) -> list[Claimed]:
+        claimed = await self.handles(worker).claim(limits, lease_s, load)
         self.granted.extend(Lease(c.request.id, c.fence) for c in claimed)
         return claimed
 

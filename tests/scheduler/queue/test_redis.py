@@ -25,7 +25,7 @@ async def queue(no_leaked_keys: None, redis_client: Redis, clock: ManualClock) -
 
 
 async def subscribers(client: Redis) -> int:
-    [(_, count)] = await client.pubsub_numsub(Keys.of(client).wake)
+    [(_, count)] = await client.pubsub_numsub(Keys.of(client).wake + "w1")
     return int(count)
 
 
@@ -169,9 +169,23 @@ async def test_the_listener_survives_a_lost_connection(queue: RedisQueue, redis_
     await redis_client.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
     assert await queue.wait_for_work(5) is True, "something may have been missed meanwhile"
     await until(lambda: _subscribed(redis_client, 1))
+    await queue.claim({"realtime": 2}, 5, 0)
     await queue.put([make_request("a")])
     assert await queue.wait_for_work(5) is True
+    assert ids(await queue.claim({"realtime": 1}, 5, 0)) == ["a"]
     await queue.cancel(["a"])
+
+
+async def test_gateways_of_the_release_before_wake_a_worker_and_tell_it_what_was_cancelled(
+    queue: RedisQueue, redis_client: Redis
+) -> None:
+    assert await queue.wait_for_work(5) is True  # the subscriptions' own wake-ups
+    while await queue.wait_for_work(0.1):
+        pass
+    await redis_client.publish(Keys.of(redis_client).wake_all, "wake")
+    assert await queue.wait_for_work(5) is True
+    await redis_client.publish(Keys.of(redis_client).wake_all, "cancel:a")
+    await until(lambda: queue.cancelled() == ["a"])
 
 
 async def test_put_and_claim_are_one_call_each(queue: RedisQueue, redis_client: Redis) -> None:

@@ -1,19 +1,21 @@
 """The driver, on the memory queue and the modeled engine, in virtual time."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from engine.interface import EngineDead
+from engine.modeled.engine import ModeledEngine
 from scheduler.control.feedback import UPDATE_S
+from scheduler.drivers.steps.driver import StepDriver
 from scheduler.registry.heartbeat_monitor import CHECK_S, GATEWAY_SILENT_S
 from scheduler.request import UNREADABLE_REQUEST, Claimed, Delivery, EventKind, Lease, TokenEvent
 from scheduler.worker.claimer import LISTEN_S
 from scheduler.worker.leases import LEASE_S
-from tests.scheduler.builders import FAST, expected_tokens, fixed, make_info, make_tiers, preempted, ran
+from tests.scheduler.builders import FAST, expected_tokens, fixed, make_core, make_info, make_tiers, preempted, ran
 from tests.scheduler.world import Answer, World, played_by, run_world
 
 STEP_S = 0.02  # about what a step of a few sequences takes
@@ -50,6 +52,57 @@ async def test_a_request_that_cannot_be_read_fails_with_the_reason_and_the_worke
     assert (end.kind, end.code) == (EventKind.FAILED, UNREADABLE_REQUEST) and "invalid opcode" in end.error
     assert [other.token_ids for other in others] == [expected_tokens(other.request) for other in others]
     assert not world.queue._shared.records
+
+
+# -- wake-ups ----------------------------------------------------------------------------------------------------------
+
+
+@played_by(run_world)
+async def test_a_put_costs_two_claims_however_many_workers_wait(world: World) -> None:
+    calls: list[str] = []
+    for number in range(20):
+        engine = ModeledEngine(make_info(), world.clock.sleep, FAST)
+        worker = world.add_worker(StepDriver(make_core(), engine), engine, f"w{number:02}")
+        record(calls, worker.queue, "claim", lambda *args: "claim")
+        record(calls, worker.queue, "wait_for_work", lambda *args: "wait")
+    await world.clock.sleep(LISTEN_S + 0.1)
+    calls.clear()
+    for number in range(10):
+        await world.ask(f"r{number}", max_tokens=2)
+    num_polls = calls.count("wait") - 10  # all other waits began after a wait without a wake-up
+    assert calls.count("claim") <= 2 * 10 + num_polls
+    assert calls.count("wait") < 10 + 20 * (1 + world.clock.now() / LISTEN_S)
+
+
+@played_by(run_world)
+async def test_an_idle_worker_is_woken_before_a_busy_one(world: World) -> None:
+    engine = ModeledEngine(make_info(), world.clock.sleep, FAST)
+    second = world.add_worker(StepDriver(make_core(), engine), engine, "a second")
+    await world.clock.sleep(0.1)
+    for name in ("first", "later"):  # before the later ones, both workers wait as idle ones again
+        chats = []
+        for number in range(2):
+            chats.append(asyncio.create_task(world.ask(f"{name}-{number}", max_tokens=50)))
+            await world.clock.sleep(0.01)
+        assert (len(world.core.held), len(second.core.held)) == (1, 1)
+        await asyncio.gather(*chats)
+        await world.settle()
+
+
+@pytest.mark.parametrize("drains", [False, True])
+@played_by(run_world)
+async def test_a_worker_that_claims_nothing_more_leaves_what_it_is_woken_for_to_others(
+    world: World, drains: bool
+) -> None:
+    engine = ModeledEngine(make_info(), world.clock.sleep, FAST)
+    full = world.add_worker(StepDriver(make_core(), engine), engine, "a second")
+    await world.clock.sleep(0.1)
+    full.core.claim_limits = lambda now: {}
+    if drains:
+        full.loop.drain()
+    asked_s = world.clock.now()
+    assert (await world.ask("chat")).ttft_s < 0.1, "no poll is waited for"
+    assert world.clock.now() - asked_s < LISTEN_S
 
 
 # -- the way in --------------------------------------------------------------------------------------------------------
@@ -236,8 +289,8 @@ async def test_a_claim_interrupted_by_the_end_leaves_no_lease(world: World) -> N
     queue = worker_queue(world)
     claim = queue.claim
 
-    async def slow_answer(limits: Mapping[str, int], lease_s: float) -> list[Claimed]:
-        claimed: list[Claimed] = await claim(limits, lease_s)
+    async def slow_answer(*args: Any) -> list[Claimed]:
+        claimed: list[Claimed] = await claim(*args)
         await world.clock.sleep(0.2)
         return claimed
 
