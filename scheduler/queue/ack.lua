@@ -5,9 +5,7 @@ for i = 1, #ARGV, 2 do
   local id = ARGV[i]
   local held = holds(id, ARGV[i + 1])
   if held then
-    end_output(id)
-    end_lease(id)
-    redis.call('DEL', REQUEST .. id)
+    forget(id)
   end
   done[#done + 1] = held and 1 or 0
 end

@@ -4,9 +4,7 @@ for i, id in ipairs(ARGV) do
   local key = REQUEST .. id
   local fields, bytes = redis.call('HMGET', key, 'tier', 'member'), size_of(id)
   if fields[1] then
-    end_output(id)
-    local holder = end_lease(id)
-    redis.call('DEL', key)
+    local holder = forget(id)
     if redis.call('ZREM', QUEUE .. fields[1], fields[2]) == 1 then
       local prompt, output = read_member(fields[2])
       count_waiting(fields[1], 0 - prompt, 0 - output, 0 - bytes)

@@ -10,36 +10,48 @@
 local worker, name, now_ms, lease_ms = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local load = tonumber(ARGV[5])
 
-local function reply(leases)
-  local claimed = {}
-  for _, lease in ipairs(leases) do
-    local id, fence, received = unpack(lease)
-    if holds(id, fence) then
-      local fields = redis.call('HMGET', REQUEST .. id, 'payload', 'attempt', 'input')
-      claimed[#claimed + 1] = { id, fields[1], tonumber(fence), tonumber(fields[2]), take_output(id), received, fields[3] }
-    end
+-- Read all that a claim needs of a request; nil if somebody has removed it.
+local function read(id)
+  local payload, attempt, input, part, member, received =
+    unpack(redis.call('HMGET', REQUEST .. id, 'payload', 'attempt', 'input', 'part', 'member', 'received'))
+  if member then
+    local number = string.sub(member, 1, 16)
+    return { id = id, payload = payload, attempt = tonumber(attempt or 0), input = input, output = OUTPUT .. (part or id),
+      number = number, received = received or '0' }
   end
-  return claimed
+end
+
+local function row(request, fence)
+  local output = take_output(request.output, request.number)
+  return { request.id, request.payload, tonumber(fence), request.attempt, output, request.received, request.input }
 end
 
 local last = redis.call('GET', CLAIM .. worker)
-if last then
-  last = cjson.decode(last)
-  if last.name == name then
-    return reply(last.leases)
+if last and string.sub(last, 1, #name) == name then
+  local again = {}
+  for _, lease in ipairs(cjson.decode(string.sub(last, #name + 1))) do
+    local id, fence, received = unpack(lease)
+    if holds(id, fence) then
+      local request = read(id)
+      request.received = received
+      again[#again + 1] = row(request, fence)
+    end
   end
+  return again
 end
 
-local ids, waits_for = {}, {}
+local requests, waits_for = {}, {}
 for i = 6, #ARGV, 2 do
   local tier, limit = ARGV[i], tonumber(ARGV[i + 1])
   local popped = redis.call('ZPOPMIN', QUEUE .. tier, limit)
   local left_prompt, left_output, left_bytes = 0, 0, 0
   for j = 1, #popped, 2 do
     local prompt, output, id = read_member(popped[j])
-    left_prompt, left_output, left_bytes = left_prompt - prompt, left_output - output, left_bytes - size_of(id)
-    if redis.call('EXISTS', REQUEST .. id) == 1 then
-      ids[#ids + 1] = id
+    local request = read(id)
+    left_prompt, left_output = left_prompt - prompt, left_output - output
+    if request then
+      left_bytes = left_bytes - #request.payload
+      requests[#requests + 1] = request
     end
   end
   if #popped > 0 then
@@ -55,23 +67,22 @@ for i = 6, #ARGV, 2 do
   end
 end
 for _, tier in ipairs(waits_for) do
-  redis.call('ZADD', WAITERS .. tier, load + #ids, id_of(worker))
+  redis.call('ZADD', WAITERS .. tier, load + #requests, id_of(worker))
 end
-if #ids == 0 then
+if #requests == 0 then
   return {}
 end
 
-local first = take_fences(#ids, now_ms)
+local first = take_fences(#requests, now_ms)
 local expires_ms = string.format('%.0f', now_ms + lease_ms)
-local leases = {}
-for n, id in ipairs(ids) do
-  local key, fence = REQUEST .. id, string.format('%.0f', first + n - 1)
-  local received = redis.call('HGET', key, 'received') or '0'
-  redis.call('HSET', key, 'fence', fence, 'worker', worker, 'received', '?')
-  redis.call('HINCRBY', key, 'attempt', 1)
+local leases, rows = {}, {}
+for n, request in ipairs(requests) do
+  local id, fence = request.id, string.format('%.0f', first + n - 1)
+  request.attempt = request.attempt + 1
+  redis.call('HSET', REQUEST .. id, 'fence', fence, 'worker', worker, 'received', '?', 'attempt', request.attempt)
   redis.call('ZADD', LEASES, expires_ms, id)
   redis.call('SADD', HELD .. id_of(worker), id)
-  leases[n] = { id, fence, received }
+  leases[n], rows[n] = { id, fence, request.received }, row(request, fence)
 end
-redis.call('SET', CLAIM .. worker, cjson.encode({ name = name, leases = leases }), 'PX', CLAIM_TTL_MS)
-return reply(leases)
+redis.call('SET', CLAIM .. worker, name .. cjson.encode(leases), 'PX', CLAIM_TTL_MS)
+return rows

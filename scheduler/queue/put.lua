@@ -32,7 +32,7 @@ local depth = redis.call('ZCARD', queue)
 if limit >= 0 and depth + #fresh > limit then
   return { 'full', depth }
 end
-local sum_prompt, sum_output, bytes = waiting(tier)
+local sum_prompt, sum_output, bytes = waiting(tier, depth)
 if max_bytes >= 0 and depth > 0 and bytes + fresh_bytes > max_bytes then
   return { 'large', depth, bytes }
 end
@@ -46,7 +46,7 @@ if depth > 0 then
   prompt, output = math.floor(sum_prompt * ahead / depth), math.floor(sum_output * ahead / depth)
 end
 for i = 10, 9 + num_above do
-  local above_prompt, above_output = waiting(ARGV[i])
+  local above_prompt, above_output = waiting(ARGV[i], redis.call('ZCARD', QUEUE .. ARGV[i]))
   prompt, output = prompt + above_prompt, output + above_output
 end
 if ahead > max_ahead or prompt * prompt_s + output * output_s > max_s then
@@ -59,10 +59,8 @@ for n, i in ipairs(fresh) do
   local id, deadline_ms, payload, part = ARGV[i], ARGV[i + 1], ARGV[i + 4], ARGV[i + 5]
   local prompt_tokens, output_tokens = tonumber(ARGV[i + 2]), tonumber(ARGV[i + 3])
   local member = make_member(first + n - 1, prompt_tokens, output_tokens, id)
-  redis.call('HSET', REQUEST .. id, 'tier', tier, 'member', member, 'deadline_ms', deadline_ms, 'payload', payload)
-  if ARGV[i + 6] ~= '' then
-    redis.call('HSET', REQUEST .. id, 'reply_to', ARGV[i + 6])
-  end
+  redis.call('HSET', REQUEST .. id, 'tier', tier, 'member', member, 'deadline_ms', deadline_ms, 'payload', payload,
+    'reply_to', ARGV[i + 6])
   if part ~= '' then
     redis.call('HSET', REQUEST .. id, 'part', part)
     redis.call('PEXPIRE', OUTPUT .. part, OUTPUT_TTL_MS) -- it may wait for long

@@ -78,15 +78,16 @@ local function count_waiting(tier, prompt, output, bytes)
   end
 end
 
--- Return the waiting prompt tokens, output tokens and bytes of a tier.
-local function waiting(tier)
-  if redis.call('EXISTS', QUEUE .. tier) == 0 then
+-- Return the prompt tokens, output tokens and bytes of the `depth` requests that wait in a tier.
+local function waiting(tier, depth)
+  if depth == 0 then
     return 0, 0, 0
   end
-  if redis.call('HEXISTS', WAITING .. tier, 'bytes') == 0 then
-    recount(tier)
-  end
   local sums = redis.call('HMGET', WAITING .. tier, 'prompt', 'output', 'bytes')
+  if not sums[3] then
+    recount(tier)
+    sums = redis.call('HMGET', WAITING .. tier, 'prompt', 'output', 'bytes')
+  end
   return tonumber(sums[1]), tonumber(sums[2]), tonumber(sums[3])
 end
 
@@ -128,24 +129,27 @@ local function writer_of(key)
 end
 
 -- Return the stored output of a request that is claimed. From now on, no request that was put earlier appends to it.
-local function take_output(id)
-  local key, number = output_of(id)
-  local writer = writer_of(key)
-  if writer ~= '' and writer < number then
+local function take_output(key, number)
+  local output = redis.call('GET', key)
+  if output and string.sub(output, 1, 16) < number then
     redis.call('SETRANGE', key, 0, number)
   end
-  return redis.call('GET', key)
+  return output
 end
 
--- Forget the output of a request that ends. That of a part of a job stays for a while, and nobody may append to it.
-local function end_output(id)
+-- Forget a request with its lease and its output. The output of a part of a job stays for a while, and nobody may append
+-- to it. Return the request's holder, if it was leased.
+local function forget(id)
+  local holder = end_lease(id)
   local key, number, is_part = output_of(id)
+  redis.call('DEL', REQUEST .. id)
   if not is_part then
     redis.call('DEL', key)
   elseif writer_of(key) == number then
     redis.call('SETRANGE', key, 0, string.rep('0', #number))
     redis.call('PEXPIRE', key, PART_TTL_MS)
   end
+  return holder
 end
 
 -- Move a request from the sets of leases back to its old place in its tier's set, and wake a worker. No limit is checked:
