@@ -32,6 +32,8 @@ class WorkerPages:
     async def read(self, workers: Iterable[WorkerStatus]) -> dict[str, str]:
         """Return the page of each of these `workers`, by id. Those that do not answer in time are left out."""
         wanted = {w.worker_id: w.page for w in workers if w.worker_id in self._worker_ids and w.page}
+        if not wanted:
+            return {}
         client = httpx.AsyncClient(transport=self._transport, trust_env=False, verify=False, timeout=PAGE_TIMEOUT_S)
         async with client as http:
             texts = await asyncio.gather(*(_read(http, page) for page in wanted.values()))

@@ -78,22 +78,7 @@ def run_process(settings: WorkerSettings, serve: Callable[[WorkerProcess], None]
     disable_created_metrics()  # type: ignore[no-untyped-call]  # else every counter has a second series
     ignore_hangup()
     try:
-        tiers = load_tiers(settings.tiers_path)
-        worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
-        clock, runner, registry = SystemClock(), LoopRunner(settings.drain_s), CollectorRegistry()
-        render = partial(render_worker, registry, worker_id, settings.model_names[0])
-        health, started_ms = WorkerHealth(clock, runner.why_not_ready, render), clock.wall_ms()
-        with (
-            listen(settings.health_host, settings.health_port, "--health-port") as listener,
-            answering(listener, health.answer),
-            traced("worker", worker_id, settings.otel) as tracing,
-        ):
-            host, port = settings.health_host, listener.getsockname()[1]
-            page = f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
-            log.info("the worker has a port of its own", metrics=page)
-            incarnation = f"{started_ms}-{token_hex(4)}"
-            identity = WorkerIdentity(worker_id, settings.model_names, started_ms, incarnation, page)
-            serve(WorkerProcess(settings, tiers, identity, clock, runner, registry, health, tracing))
+        _run(settings, serve)
         return 0
     except (EngineStartError, TierConfigError, StepLogError, TracingError, DuplicateWorker, CannotStart) as error:
         log.error("the worker cannot start", reason=str(error))
@@ -108,6 +93,26 @@ def run_process(settings: WorkerSettings, serve: Callable[[WorkerProcess], None]
     except Exception:
         log.exception("the worker died")
     return 1
+
+
+def _run(settings: WorkerSettings, serve: Callable[[WorkerProcess], None]) -> None:
+    """Call `serve`, beside a thread that answers at the worker's own port."""
+    tiers = load_tiers(settings.tiers_path)
+    worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
+    clock, runner, registry = SystemClock(), LoopRunner(settings.drain_s), CollectorRegistry()
+    render = partial(render_worker, registry, worker_id, settings.model_names[0])
+    health, started_ms = WorkerHealth(clock, runner.why_not_ready, render), clock.wall_ms()
+    with (
+        listen(settings.health_host, settings.health_port, "--health-port") as listener,
+        answering(listener, health.answer),
+        traced("worker", worker_id, settings.otel) as tracing,
+    ):
+        host, port = settings.health_host, listener.getsockname()[1]
+        page = f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
+        log.info("the worker has a port of its own", metrics=page)
+        incarnation = f"{started_ms}-{token_hex(4)}"
+        identity = WorkerIdentity(worker_id, settings.model_names, started_ms, incarnation, page)
+        serve(WorkerProcess(settings, tiers, identity, clock, runner, registry, health, tracing))
 
 
 async def serve_loops(
