@@ -14,6 +14,10 @@ from typing import Protocol
 
 from scheduler.request import Checkpoint, Claimed, Lease, Request
 
+# After a put has woken a worker, further puts into the same queue wake no other one for this long, because that worker
+# claims their requests, too: two round trips on a network.
+WAKE_MS = 2
+
 
 @dataclass(frozen=True, slots=True)
 class QueueFull:
@@ -116,9 +120,9 @@ class LeaseStore(Protocol):
         """Return True as soon as this worker was woken since the last call returned.
 
         Of the workers that wait for a tier (`Queue.claim`), the least busy one is woken when requests of this tier are
-        put or given back, and the next one by a claim that leaves some. The holder of a cancelled request is woken,
-        too. Return False after `timeout_s` seconds without a wake-up. A wake-up may be spurious. A lost one delays the
-        caller by the timeout at most.
+        put (once within `WAKE_MS`) or given back, and the next one by a claim that leaves some. The holder of a
+        cancelled request is woken, too. Return False after `timeout_s` seconds without a wake-up. A wake-up may be
+        spurious. A lost one delays the caller by the timeout at most.
         """
         ...
 

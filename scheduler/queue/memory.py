@@ -8,7 +8,7 @@ import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from scheduler.clock import Clock
-from scheduler.queue.base import AheadLimit, Backlog, QueueFull, TooFarBehind
+from scheduler.queue.base import WAKE_MS, AheadLimit, Backlog, QueueFull, TooFarBehind
 from scheduler.queue.memory_state import Output, Record, Shared
 from scheduler.queue.wakeups import Wakeups
 from scheduler.request import Checkpoint, Claimed, Lease, Request
@@ -50,11 +50,14 @@ class MemoryQueue:
         refusal = shared.refusal(tier, list(fresh.values()), limit, ahead, max_bytes)
         if refusal is not None:
             return refusal
-        first = self._take_numbers(len(fresh))
+        first, now_ms = self._take_numbers(len(fresh)), self._clock.wall_ms()
+        woken_ms = shared.woken_ms.get(tier, 0) if shared.waiting[tier].deadlines_ms else 0
         for number, request in enumerate(fresh.values(), first):
             shared.records[request.id] = record = Record(request, number)
             self._enqueue(record)
-        self._shared.wake(tier)
+        if not 0 <= now_ms - woken_ms < WAKE_MS:
+            shared.woken_ms[tier] = now_ms
+            shared.wake(tier)
         return None
 
     async def claim(self, limits: Mapping[str, int], lease_s: float, load: int | None = None) -> list[Claimed]:

@@ -83,6 +83,7 @@ class Shared:
     sequence: int = 0
     listeners: list[tuple[str, Wakeups]] = field(default_factory=list)  # with their worker ids
     waiters: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))  # by tier: loads of workers
+    woken_ms: dict[str, int] = field(default_factory=dict)  # when a put has woken a worker, by tier
 
     def listeners_of(self, worker_id: str) -> list[Wakeups]:
         return [wakeups for listener, wakeups in self.listeners if listener == worker_id]

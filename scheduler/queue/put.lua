@@ -32,7 +32,7 @@ local depth = redis.call('ZCARD', queue)
 if limit >= 0 and depth + #fresh > limit then
   return { 'full', depth }
 end
-local sum_prompt, sum_output, bytes = waiting(tier, depth)
+local sum_prompt, sum_output, bytes, woken_ms = waiting(tier, depth)
 if max_bytes >= 0 and depth > 0 and bytes + fresh_bytes > max_bytes then
   return { 'large', depth, bytes }
 end
@@ -69,5 +69,11 @@ for n, i in ipairs(fresh) do
   fresh_prompt, fresh_output = fresh_prompt + prompt_tokens, fresh_output + output_tokens
 end
 count_waiting(tier, fresh_prompt, fresh_output, fresh_bytes)
-wake(tier)
+-- A worker that was woken in the last moment is about to claim these requests, too. One that does not react in time is not
+-- waited for.
+local since_ms = now_ms - woken_ms
+if since_ms < 0 or since_ms >= WAKE_MS then
+  redis.call('HSET', WAITING .. tier, 'woken_ms', now_ms)
+  wake(tier)
+end
 return {}

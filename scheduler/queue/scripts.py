@@ -10,14 +10,14 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from scheduler.queue.base import AheadLimit, Backlog, QueueFull, TooFarBehind
+from scheduler.queue.base import WAKE_MS, AheadLimit, Backlog, QueueFull, TooFarBehind
 from scheduler.request import Checkpoint, Lease
 from scheduler.store import keys
 from scheduler.store.scripts import load_script
 
 
-def queue_prelude(names: keys.Keys) -> str:
-    """Return the Lua lines that name the keys of a queue, and lifetimes."""
+def queue_prelude(names: keys.Keys, wake_ms: int = WAKE_MS) -> str:
+    """Return the Lua lines that name the keys of a queue, and lifetimes. A put wakes a worker once within `wake_ms`."""
     lifetimes = {"OUTPUT_TTL_MS": keys.OUTPUT_TTL_S, "PART_TTL_MS": keys.PART_TTL_S, "CLAIM_TTL_MS": keys.CLAIM_TTL_S}
     strings = {"QUEUE": names.queue, "WAITING": names.waiting, "REQUEST": names.request, "OUTPUT": names.output}
     strings |= {"ALONE": names.alone, "CLAIM": names.claim, "LEASES": names.leases, "WAITERS": names.waiters}
@@ -25,6 +25,7 @@ def queue_prelude(names: keys.Keys) -> str:
     strings |= {"WAKE": names.wake}
     lines = [f"local {name} = '{key}'\n" for name, key in strings.items()]
     lines += [f"local {name} = {1000 * seconds:.0f}\n" for name, seconds in lifetimes.items()]
+    lines.append(f"local WAKE_MS = {wake_ms}\n")
     return "".join(lines)
 
 

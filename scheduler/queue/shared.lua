@@ -78,17 +78,18 @@ local function count_waiting(tier, prompt, output, bytes)
   end
 end
 
--- Return the prompt tokens, output tokens and bytes of the `depth` requests that wait in a tier.
+-- Return the prompt tokens, output tokens and bytes of the `depth` requests that wait in a tier, and when one of these puts
+-- has woken a worker (in ms, 0: never).
 local function waiting(tier, depth)
   if depth == 0 then
-    return 0, 0, 0
+    return 0, 0, 0, 0
   end
-  local sums = redis.call('HMGET', WAITING .. tier, 'prompt', 'output', 'bytes')
+  local sums = redis.call('HMGET', WAITING .. tier, 'prompt', 'output', 'bytes', 'woken_ms')
   if not sums[3] then
     recount(tier)
-    sums = redis.call('HMGET', WAITING .. tier, 'prompt', 'output', 'bytes')
+    sums = redis.call('HMGET', WAITING .. tier, 'prompt', 'output', 'bytes', 'woken_ms')
   end
-  return tonumber(sums[1]), tonumber(sums[2]), tonumber(sums[3])
+  return tonumber(sums[1]), tonumber(sums[2]), tonumber(sums[3]), tonumber(sums[4] or 0)
 end
 
 local function holds(id, fence)

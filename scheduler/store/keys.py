@@ -81,7 +81,8 @@ class Keys(Namespace):
     queue = Name("queue:")
 
     # One hash per tier that has waiting requests. The fields `prompt` and `output` are the sums of these tokens over
-    # the tier's sorted set, and `bytes` is the sum of the sizes of the payloads.
+    # the tier's sorted set, `bytes` is the sum of the sizes of the payloads, and `woken_ms` is when a put has last
+    # woken a worker.
     waiting = Name("waiting:")
 
     # One hash per request, from its put until its ack or cancel. Fields: tier, member, deadline_ms, payload (msgpack

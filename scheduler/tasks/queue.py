@@ -59,7 +59,8 @@ class TaskQueue(LeasedQueue):
         self._max_bytes = max_bytes
         self._encode = msgspec.msgpack.Encoder().encode
         self._decoder = msgspec.msgpack.Decoder(Task)
-        prelude = queue_prelude(names) + _record_names(names) + script_text("scheduler.queue", "shared")
+        # A worker that waits for its batch to fill looks at each task that is put.
+        prelude = queue_prelude(names, wake_ms=0) + _record_names(names) + script_text("scheduler.queue", "shared")
 
         def load(name: str, more: str = "") -> AsyncScript:
             return load_script(client, "scheduler.tasks", "record", name, prelude=prelude + more)

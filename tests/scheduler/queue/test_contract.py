@@ -338,12 +338,29 @@ async def test_wait_for_work_ends_at_once_when_there_is_a_request_of_a_tier_that
         assert await waiting is True
 
 
-async def test_the_least_busy_worker_that_waits_is_woken_and_only_this_one(handles: Handles) -> None:
+async def test_the_least_busy_worker_that_waits_is_woken_and_only_this_one(
+    handles: Handles, clock: ManualClock
+) -> None:
     workers = [await waits(handles, f"w{load}#1", load) for load in (0, 1, 2)]
     for n, worker in enumerate(workers):
         await handles().put([make_request(f"r{n}")])
         assert await worker.wait_for_work(30.0) is True
         assert [await other.wait_for_work(0.0) for other in workers] == [False] * 3
+        clock.advance(0.01)
+
+
+async def test_puts_within_a_moment_wake_one_worker_which_claims_them_all(handles: Handles, clock: ManualClock) -> None:
+    first, second = await waits(handles, "w1"), await waits(handles, "w2")
+    for name in "ab":
+        await handles().put([make_request(name)])
+    assert await first.wait_for_work(30.0) is True
+    assert await second.wait_for_work(0.0) is False
+    clock.advance(0.01)  # for this time, the first worker does not react
+    await handles().put([make_request("c")])
+    assert await second.wait_for_work(30.0) is True
+    assert ids(await second.claim({"realtime": 5}, LEASE_S, 0)) == ["a", "b", "c"]
+    await handles().put([make_request("d")])
+    assert await second.wait_for_work(30.0) is True, "its claim has left nothing"
 
 
 async def test_a_claim_that_leaves_requests_wakes_the_next_worker(handles: Handles) -> None:
