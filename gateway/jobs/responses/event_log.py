@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import TimeoutError
+from redis.exceptions import ResponseError, TimeoutError
 
 from gateway.store_keys import EVENTS_KEPT_S, GatewayKeys
 from scheduler.store import connection
@@ -29,14 +29,24 @@ class EventWriter:
         self._ttl_ms = int(ttl_s * 1000)
         self._key = GatewayKeys.of(redis).response_events + response_id
         self._number = 0  # sequence number of the next event
+        self._num_entries = 0
 
     async def write(self, frames: bytes, is_last: bool = False) -> None:
-        """Append frames of events. No comments may be among them."""
+        """Append frames of events. No comments may be among them.
+
+        Ids count the entries, so that followers see what comes after a failover to a server that has lost some, or
+        whose clock is behind. An entry that is sent again, because no reply came, is refused.
+        """
         entry = {b"number": self._number, b"frames": frames, b"last": int(is_last)}
         pipeline = self._redis.pipeline(transaction=True)
-        pipeline.xadd(self._key, entry)  # type: ignore[arg-type]  # its dict type is invariant
+        pipeline.xadd(self._key, entry, id=f"{self._num_entries + 1}-0")  # type: ignore[arg-type]
         pipeline.pexpire(self._key, min(EVENTS_KEPT_S * 1000, self._ttl_ms) if is_last else self._ttl_ms)
-        await pipeline.execute()
+        try:
+            await pipeline.execute()
+        except ResponseError as error:
+            if "equal or smaller" not in str(error):
+                raise
+        self._num_entries += 1
         self._number += frames.count(FRAME_END)
 
 
@@ -62,7 +72,7 @@ async def follow(redis: Redis, response_id: str, after: int, waits: bool) -> Asy
             for entry_id, entry in reply[0][1] if reply else ():
                 last_id, is_last = entry_id, is_last or entry[b"last"] == b"1"
                 first, frames = int(entry[b"number"]), entry[b"frames"]
-                new.append(_after(after, first, frames))  # an entry is there twice if the writer got no reply
+                new.append(_after(after, first, frames))
                 after = max(after, first + frames.count(FRAME_END) - 1)
             if any(new) or not reply:
                 yield after, b"".join(new)  # in one piece: each one takes its time to send

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from redis.exceptions import TimeoutError as StoreSilent
 
 from gateway.jobs.responses import background
-from gateway.jobs.responses.event_log import follow
+from gateway.jobs.responses.event_log import EventWriter, follow
 from gateway.jobs.responses.store import ResponseStore
 from tests.gateway.offline import ShiftedClock
 from tests.gateway.scripted_worker import Scripting
@@ -114,6 +114,18 @@ async def test_a_follower_does_not_wait_for_ever_for_the_store(
     with pytest.raises(StoreSilent):
         async for _ in follow(redis_client, "resp_1", -1, waits=True):
             raise AssertionError("there are no events")
+
+
+async def test_events_have_ids_that_no_clock_makes_and_are_there_once(redis_client: Redis) -> None:
+    """Else a follower would never see what comes after a failover to a server whose clock is behind."""
+    frames = (b"event: a\n\n", b"event: b\n\nevent: c\n\n")
+    for _ in range(2):  # as if the writer had got no reply to the first
+        writer = EventWriter(redis_client, "resp_1", 60.0)
+        for part in frames:
+            await writer.write(part, is_last=part is frames[-1])
+    entries = await redis_client.xrange("tidegate:response:events:resp_1")
+    assert [entry_id for entry_id, _ in entries] == [b"1-0", b"2-0"]
+    assert [new async for _, new in follow(redis_client, "resp_1", 1, waits=False)] == [b"event: c\n\n"]
 
 
 async def test_the_stream_of_a_cancelled_response_ends(redis_client: Redis) -> None:
