@@ -77,15 +77,21 @@ def with_neighbour(arm: str) -> Observation:
     return run(arm, "short-chats", 0.6, DISTURBED_S, neighbour=3.0)
 
 
-def ttft_p99_s(records: Sequence[RequestRecord]) -> float:
-    found = spread(r.ttft_s for r in records if r.ttft_s is not None).p99
+def ttft_p95_s(records: Sequence[RequestRecord]) -> float:
+    """The p99 of 70 chats is the latest one: who comes last in a burst, ± 0.2 s by the step-time model."""
+    found = spread(r.ttft_s for r in records if r.ttft_s is not None).p95
     assert found is not None
     return found
 
 
+def duration_s(record: RequestRecord) -> float:
+    assert record.ended_s is not None
+    return record.ended_s - record.arrived_s
+
+
 def longest_s(observation: Observation) -> float:
     """Return the longest time from a request's arrival to its end."""
-    return max(r.ended_s - r.arrived_s for r in observation.requests if r.ended_s is not None)
+    return max(map(duration_s, observation.requests))
 
 
 def margin_at(observation: Observation, at_s: float) -> float:
@@ -116,10 +122,11 @@ def test_a_burst_of_200_is_served_as_soon_as_without_an_slo() -> None:
 
 
 @pytest.mark.full
-def test_a_busy_neighbour_delays_first_tokens_no_more_than_without_an_slo() -> None:
-    disturbed = [chats(with_neighbour(arm), NEIGHBOUR_COMES_S, NEIGHBOUR_GOES_S) for arm in (OURS, FIRST_COME)]
-    ours_s, without_s = map(ttft_p99_s, disturbed)
-    assert ours_s <= 1.5 * without_s
+def test_a_busy_neighbour_delays_first_tokens_and_answers_no_more_than_without_an_slo() -> None:
+    """Prompts that the slowed engine could not answer in time alone let others pass, and their answers end as early."""
+    ours, without = (chats(with_neighbour(arm), NEIGHBOUR_COMES_S, NEIGHBOUR_GOES_S) for arm in (OURS, FIRST_COME))
+    assert ttft_p95_s(ours) <= 1.5 * ttft_p95_s(without)
+    assert max(map(duration_s, ours)) <= 1.25 * max(map(duration_s, without))
 
 
 def test_five_seconds_after_a_busy_neighbour_first_tokens_are_in_time_again() -> None:
