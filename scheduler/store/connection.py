@@ -7,6 +7,7 @@ Redis 6.2 or newer and with any Valkey.
 import asyncio
 import builtins
 import contextvars
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
@@ -183,7 +184,14 @@ class _Tcp(_OurConnection, Connection):
 
 
 class _Tls(_OurConnection, SSLConnection):
-    pass
+    async def _connect(self) -> None:
+        try:
+            await super()._connect()
+        except ssl.SSLCertVerificationError as error:
+            raise ConnectionError(
+                f"The certificate of {self.host}:{self.port} is not trusted: {error.verify_message}. The store's URL "
+                "needs a name that its certificate has, and ?ssl_ca_certs=FILE with its authority if that is your own."
+            ) from error
 
 
 class _Unix(_OurConnection, UnixDomainSocketConnection):

@@ -1,15 +1,20 @@
 """A proxy to a server whose connections can stall: they stay open, and no byte passes any more."""
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 
 class StallingProxy:
-    """Forwards bytes between its own socket, or its TCP port on 127.0.0.1, and the server's socket."""
+    """Forwards bytes between its own socket, or its TCP port on 127.0.0.1, and the server's socket.
 
-    def __init__(self, server: str, place: Path | int) -> None:
+    With `tls`, clients of its port speak TLS.
+    """
+
+    def __init__(self, server: str, place: Path | int, tls: ssl.SSLContext | None = None) -> None:
+        self._tls = tls
         self._server = server
         self._place = place
         self._pipes: list[asyncio.Task[None]] = []
@@ -32,7 +37,7 @@ class StallingProxy:
     @asynccontextmanager
     async def serving(self) -> AsyncIterator["StallingProxy"]:
         if isinstance(self._place, int):
-            server = await asyncio.start_server(self._connect, "127.0.0.1", self._place)
+            server = await asyncio.start_server(self._connect, "127.0.0.1", self._place, ssl=self._tls)
         else:
             server = await asyncio.start_unix_server(self._connect, self._place)
         async with server:

@@ -1,5 +1,6 @@
 """A real `tidegate serve` for tests, on a free port and in a data directory of the test. The test ends it."""
 
+import asyncio
 import json
 import os
 import random
@@ -89,6 +90,11 @@ class Server:
             return self.is_ready()
 
         wait_for(ready, timeout_s, "the server to be ready")
+
+    async def end(self) -> None:
+        """End the command while the event loop goes on, which a proxy on the way to its store needs."""
+        self.process.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(self.process.wait, 60)
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of the samples of `name` whose labels include `labels`."""

@@ -156,6 +156,5 @@ async def test_failovers_cost_seconds_of_503_and_nothing_that_was_acknowledged(t
             assert await output_of(client, batch_id) == ["line-0"]
         for response_id in clients.responses:
             assert (await client.responses.retrieve(response_id)).status in ("completed", "failed")
-        server.process.send_signal(signal.SIGTERM)  # ends here, because the proxies need this event loop
-        await asyncio.to_thread(server.process.wait, 60)
+        await server.end()
         assert "Traceback" not in server.log.read_text()

@@ -1,6 +1,8 @@
-"""HTTPS of the real processes."""
+"""HTTPS of the real processes, and TLS to their store."""
 
+import asyncio
 import signal
+import ssl
 from pathlib import Path
 
 import httpx
@@ -8,7 +10,9 @@ import pytest
 import trustme
 
 from tests.gateway.http.test_tls import trusting, write_certificate
-from tests.system.server import running, wait_for
+from tests.scheduler.stalling_proxy import StallingProxy
+from tests.system.nonces import ask
+from tests.system.server import free_port, make_client, run_to_end, running, wait_for
 from tidegate.valkey import running_valkey
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(120)]
@@ -38,3 +42,22 @@ def test_a_gateway_serves_https_only_and_reads_a_renewed_certificate_on_sighup(t
             write_certificate(tmp_path, second)
             gateway.process.send_signal(signal.SIGHUP)
             wait_for(lambda: answers(health, second), what="the renewed certificate")
+
+
+async def test_all_parts_reach_a_store_by_tls_and_say_why_they_do_not(tmp_path: Path) -> None:
+    authority, context, port = trustme.CA(), ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), free_port()
+    authority.issue_cert("localhost").configure_cert(context)
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    trustme.CA().cert_pem.write_to_path(tmp_path / "other.pem")
+    address = f"rediss://localhost:{port}?ssl_ca_certs={tmp_path}"
+    with running_valkey(tmp_path / "store") as url:
+        async with StallingProxy(url, port, context).serving():
+            with running(tmp_path / "data", "--redis-url", f"{address}/ca.pem") as server:
+                await asyncio.to_thread(server.wait_until_ready)
+                async with make_client(server) as client:
+                    assert await ask(client, "Abcd-1234") == "Abcd-1234"
+                await server.end()
+            refused = await asyncio.to_thread(run_to_end, "serve", "--port", "0", "--redis-url", f"{address}/other.pem")
+            assert refused.returncode == 78
+            assert "unable to get local issuer certificate" in refused.stderr
+            assert "ssl_ca_certs=FILE" in refused.stderr
