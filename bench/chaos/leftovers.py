@@ -106,9 +106,10 @@ class Leftovers:
         return ", ".join(eternal[:5])
 
     async def _sequences(self) -> str:
-        """Return what the workers still hold, from their metrics."""
-        pages = await WorkerPages(WORKERS).read(await RedisWorkerRegistry(self._site.store).workers())
-        held = [f"{worker} shows no metrics" for worker in WORKERS if worker not in pages]
+        """Return what the workers of this release still hold, from their metrics."""
+        workers = [worker for worker in WORKERS if worker not in self._site.sources]
+        pages = await WorkerPages(workers).read(await RedisWorkerRegistry(self._site.store).workers())
+        held = [f"{worker} shows no metrics" for worker in workers if worker not in pages]
         for text in pages.values():
             for family in text_string_to_metric_families(text):
                 if family.name in HELD:

@@ -52,7 +52,7 @@ class Site:
         self.links: dict[str, Link] = {}
         self.urls: dict[str, str] = {}  # address of each gateway
         self._flags = flags
-        self._sources = sources
+        self.sources = sources
         self._markers: dict[str, str] = {}  # a text that only this part's command line has
         self._cleanup = contextlib.AsyncExitStack()
 
@@ -130,7 +130,7 @@ class Site:
 
     def _part(self, name: str, stage: Stage, command: tuple[str, ...], disk: Mapping[str, str] | None = None) -> Part:
         argv = (sys.executable, "-P", "-m", "tidegate", *command)  # -P: the working directory may be another tree
-        clock = self.clocks.env_of_python(name, self._sources.get(name))
+        clock = self.clocks.env_of_python(name, self.sources.get(name))
         env = {**python_environment(1), **clock, **(disk or {})}
         env[STORE_VARIABLE] = self.links[name].url
         return Part(name, stage, self._argv(name, argv), env)
