@@ -1,19 +1,23 @@
 """The gateway process: what it reads from its settings before it serves."""
 
 import json
+import math
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from pydantic import SecretStr
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError
 
 from gateway.http.metrics import GatewayMetrics
 from gateway.identity import Keyring
 from gateway.protocol.errors import ApiError
 from scheduler.clock import SystemClock
 from scheduler.store.connection import connect
+from scheduler.virtual_time import VirtualClock, run_virtual
 from tidegate.gateway.parts import load_sampling_defaults, make_webhooks
-from tidegate.gateway.process import connection_limits
+from tidegate.gateway.process import REACH_S, connection_limits, reach
 from tidegate.settings.gateway import GatewaySettings
 from tidegate.supervision.process import CannotStart
 
@@ -46,6 +50,32 @@ def test_connections_follow_the_descriptors_and_the_settings() -> None:
     assert (limits.max_connections, limits.max_per_address) == (100, 5)
     assert [limits.exempt(address) for address in ("10.1.2.3", "::1", "11.0.0.1", "")] == [True, True, False, False]
     assert connection_limits(GatewaySettings(max_connections=5000), 1024).max_connections == 512
+
+
+class RefusingStore(Redis):
+    """A store that answers from the `answers_at`-th ping on."""
+
+    def __init__(self, answers_at: float) -> None:
+        self.pings, self.answers_at = 0, answers_at
+
+    async def ping(self, **_: object) -> bool:
+        self.pings += 1
+        if self.pings < self.answers_at:
+            raise ConnectionError("refused")
+        return True
+
+
+def test_a_gateway_waits_a_minute_for_its_store() -> None:
+    async def story() -> None:
+        clock, store = VirtualClock(), RefusingStore(answers_at=3)
+        await reach(store, clock)
+        assert store.pings == 3
+        began_s = clock.now()
+        with pytest.raises(ConnectionError):
+            await reach(RefusingStore(answers_at=math.inf), clock)
+        assert clock.now() - began_s == REACH_S
+
+    run_virtual(story())
 
 
 @pytest.mark.parametrize(

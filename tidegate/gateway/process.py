@@ -16,6 +16,7 @@ import structlog
 import uvicorn
 import uvloop
 from prometheus_client import disable_created_metrics
+from redis.asyncio import Redis
 from redis.exceptions import LockError, RedisError
 
 from gateway.app import create_app
@@ -26,7 +27,7 @@ from gateway.http.server.connection import server_config
 from gateway.http.server.connections import ConnectionLimits, ConnectionTable, default_max_connections
 from gateway.http.server.tls import Certificate, CertificateError, load_certificate
 from gateway.keys.file import KeyringError
-from scheduler.clock import SystemClock
+from scheduler.clock import Clock, SystemClock
 from scheduler.config import TierConfigError, load_tiers
 from scheduler.store import connection
 from scheduler.store.errors import STORE_AWAY
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
+REACH_S = 60.0  # seconds for the store to answer, before the gateway serves
+REACH_PAUSE_S = 1.0
 CHECK_STORAGE_S = 10.0  # seconds for the storage and the store to show their markers, before the gateway serves
 
 
@@ -135,6 +138,7 @@ async def _serve(
             reload_certificate(certificate)
 
     try:
+        await reach(redis, clock)
         await check_storage(gateway.files.tie)
         freeze_heap()
         log.info("the gateway serves", host=settings.host, port=port, tls=certificate is not None)
@@ -146,6 +150,20 @@ async def _serve(
         await redis.aclose()
     log.info("the gateway has drained")
     return 0 if server.started else 1
+
+
+async def reach(redis: Redis, clock: Clock) -> None:
+    """Wait until the store answers. Raises its error if it has not for `REACH_S`."""
+    since_s = clock.now()
+    while True:
+        try:
+            await redis.ping()
+            return
+        except RedisError as error:
+            if clock.now() - since_s >= REACH_S:
+                raise
+            log.warning("the gateway waits for the store", reason=str(error))
+        await clock.sleep(REACH_PAUSE_S)
 
 
 async def check_storage(tie: StorageTie) -> None:
