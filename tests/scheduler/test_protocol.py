@@ -23,41 +23,22 @@ from hypothesis.stateful import (
 )
 from redis.asyncio import Redis
 
-from engine.interface import FinishReason
 from scheduler.client.admission import Admission
 from scheduler.client.open_requests import OpenRequests
 from scheduler.client.token_stream import TokenStream
 from scheduler.queue.redis import RedisQueue
 from scheduler.queue.scripts import ClaimedRow
-from scheduler.request import Checkpoint, Claimed, Delivery, EventKind, Lease, TokenEvent
+from scheduler.request import Checkpoint, Delivery, EventKind, TokenEvent
 from scheduler.store import connection
 from scheduler.store.keys import Keys
 from tests.scheduler.builders import make_request, make_tiers
+from tests.scheduler.model_worker import LEASE_S, MAX_TOKENS, ModelWorker
 from tests.scheduler.queue.harness import START_MS, ManualClock
 
 WORKERS = ("w1", "w2")
-LEASE_S = 10.0
-MAX_TOKENS = 5
 STEPS = 20  # of a history
 worker = st.sampled_from(WORKERS)
 TIERS = make_tiers()
-
-
-@dataclass
-class Held:
-    """What a worker holds of a request."""
-
-    lease: Lease
-    delivery: Delivery
-    tokens: list[int]
-    num_reported: int
-
-
-@dataclass
-class ModelWorker:
-    queue: RedisQueue
-    held: dict[str, Held] = field(default_factory=dict)
-    ended: list[Lease] = field(default_factory=list)  # published, not yet acknowledged
 
 
 @dataclass
@@ -198,66 +179,26 @@ class Protocol(RuleBasedStateMachine):
 
     def claim(self, name: str, limit: int, loses_reply: bool) -> None:
         worker = self.workers[name]
-        lost = self.run(self._claim_without_reply(worker.queue, limit)) if loses_reply else []
+        lost = self.run(self._claim_without_reply(worker, limit)) if loses_reply else []
         claimed = self.run(worker.queue.claim({"realtime": limit}, LEASE_S, 0))
         assert not lost or {row[0].decode() for row in lost} == {c.request.id for c in claimed}
         for one in claimed:
-            self._begin(worker, one)
+            self.newest[one.request.id] = one.fence
+            if question := worker.begin(one):
+                self.messages.append(question)
 
-    async def _claim_without_reply(self, queue: RedisQueue, limit: int) -> list[ClaimedRow]:
-        queue._lost_claim = f"claim-{next(self.numbers)}"
-        return await queue._scripts.claim(
-            queue._worker_id, queue._lost_claim, self.clock.wall_ms(), 10_000, {"realtime": limit}, 0
-        )
-
-    def _begin(self, worker: ModelWorker, claimed: Claimed) -> None:
-        request, lease = claimed.request, Lease(claimed.request.id, claimed.fence)
-        if request.id in worker.held and not request.is_delivered_in_parts:
-            worker.held[request.id].lease = lease
-            self.newest[request.id] = claimed.fence
-            return
-        self.newest[request.id] = claimed.fence
-        worker.held.pop(request.id, None)
-        if claimed.is_taken_over:
-            self.messages.append([TokenEvent(request.id, EventKind.TAKEN_OVER, fence=claimed.fence)])
-            return
-        tokens = list(claimed.output_token_ids)
-        tokens = tokens if len(tokens) < MAX_TOKENS else []
-        reported = (claimed.num_received or 0) if tokens else 0
-        worker.held[request.id] = Held(lease, request.delivery, tokens, reported)
+    async def _claim_without_reply(self, worker: ModelWorker, limit: int) -> list[ClaimedRow]:
+        return await worker.claim_without_reply(limit, f"claim-{next(self.numbers)}", self.clock.wall_ms())
 
     def step(self, name: str, saves: bool, acknowledges: bool) -> None:
         """Generate a token of each request, publish, and acknowledge what has ended, at once or later."""
-        worker, events = self.workers[name], []
-        for held in list(worker.held.values()):
-            self._generate(held)
-            is_end = len(held.tokens) == MAX_TOKENS
-            if is_end or held.delivery is Delivery.EACH_STEP:
-                events.append(self._event(held, is_end))
-            if is_end:
-                worker.ended.append(held.lease)
-                del worker.held[held.lease.request_id]
-        if events:
+        worker = self.workers[name]
+        if events := worker.step(self.numbers, self.prefixes):
             self.messages.append(events)
         if saves:
-            self._save(worker)
+            self.run(worker.save())
         if acknowledges:
             self.acknowledge(name)
-
-    def _generate(self, held: Held) -> None:
-        token = next(self.numbers)
-        self.prefixes[token] = tuple(held.tokens)
-        held.tokens.append(token)
-
-    def _event(self, held: Held, is_end: bool) -> TokenEvent:
-        kind, reason = (EventKind.FINISHED, FinishReason.LENGTH) if is_end else (EventKind.TOKENS, None)
-        index, held.num_reported = held.num_reported, len(held.tokens)
-        lease = held.lease
-        return TokenEvent(lease.request_id, kind, index, tuple(held.tokens[index:]), reason, fence=lease.fence)
-
-    def _save(self, worker: ModelWorker) -> None:
-        written = [Checkpoint(h.lease, 0, tuple(h.tokens)) for h in worker.held.values()]
-        self.run(worker.queue.checkpoint(written))
 
     def acknowledge(self, name: str) -> None:
         worker = self.workers[name]
@@ -274,19 +215,15 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(name=worker)
     def renew(self, name: str) -> None:
-        worker = self.workers[name]
-        leases = [held.lease for held in worker.held.values()]
-        for lease, is_kept in zip(leases, self.run(worker.queue.renew(leases, LEASE_S)), strict=True):
-            if not is_kept:
-                del worker.held[lease.request_id]
+        self.run(self.workers[name].renew())
 
     @rule(name=worker, releases=st.booleans())
     def stop(self, name: str, releases: bool) -> None:
         """End the worker: in order, or at once and without a word."""
         worker = self.workers[name]
         if releases:
-            self._save(worker)
-            self.run(worker.queue.release([held.lease for held in worker.held.values()]))
+            self.run(worker.save())
+            self.run(worker.release())
         self.workers[name] = ModelWorker(self._handle(name))
 
     @rule(name=worker)
