@@ -9,7 +9,7 @@ PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check $(if $(CON
 # Compiled modules are kept, whatever the environment says: the tests take half a minute longer without.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: serve demo test test-all test-bench test-vllm test-vllm-contract conformance chaos fuzz images-check docs release gpu-check lint format constraints clean
+.PHONY: serve demo test test-all test-stores test-bench test-vllm test-vllm-contract conformance chaos fuzz images-check docs release gpu-check lint format constraints clean
 
 serve: $(VENV)/.installed
 	$(BIN)/tidegate serve
@@ -26,7 +26,15 @@ test: lint
 # Everything, before a release: random order, new examples of each property, and what is marked `full`.
 test-all: lint
 	TIDEGATE_TEST_PROFILE=full $(PYTEST) -p randomly
-	$(MAKE) chaos fuzz test-vllm
+	$(MAKE) test-stores chaos fuzz test-vllm
+
+# What the store must do, on a cluster of three and through a Sentinel; `make test` has it on one server.
+ON_STORE := $(PYTEST) -m "not full" tests/scheduler/store tests/scheduler/queue tests/scheduler/events \
+	tests/scheduler/registry tests/scheduler/reload tests/scheduler/tasks tests/scheduler/test_stored_format.py \
+	tests/scheduler/test_protocol.py tests/gateway/keys tests/gateway/files tests/gateway/jobs
+test-stores: $(VENV)/.installed-dev
+	TIDEGATE_TEST_STORE=cluster $(ON_STORE)
+	TIDEGATE_TEST_STORE=sentinel $(ON_STORE)
 
 # The tests of bench/, the laboratory, which is no part of the wheel.
 test-bench: $(VENV)/.installed-dev

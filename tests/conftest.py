@@ -11,15 +11,13 @@ from collections.abc import AsyncIterator, Iterator
 from functools import cache
 
 import pytest
-import redis as sync_redis
 import redis.utils
 import structlog
 from hypothesis import HealthCheck, settings
 from redis.asyncio import Redis
 
 from scheduler.store import connection
-from scheduler.store.keys import Keys
-from tidegate.valkey import running_valkey
+from tests.stores import Store, running_store
 
 # Plain lines: the default of structlog draws tracebacks with all their variables, for seconds.
 structlog.configure(
@@ -38,9 +36,6 @@ settings.load_profile(os.environ.get("TIDEGATE_TEST_PROFILE", "usual"))
 
 redis.utils.get_lib_version = cache(redis.utils.get_lib_version)  # each new connection reads the package's metadata
 
-KEYS = Keys()
-PERMANENT_KEYS = {KEYS.sequence, KEYS.epoch, KEYS.durable, KEYS.probe}
-
 
 def pytest_collection_finish() -> None:
     """Leave all that was imported out of garbage collections, which would take milliseconds each."""
@@ -53,18 +48,20 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
-@pytest.fixture(scope="session")
-def valkey_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with running_valkey(tmp_path_factory.mktemp("valkey")) as url:
-        yield url
+KIND = os.environ.get("TIDEGATE_TEST_STORE", "server")
+
+
+@pytest.fixture(scope="session", autouse=KIND != "server")  # others are started in a loop of their own, before tests'
+def valkey_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    with running_store(KIND, tmp_path_factory.mktemp("valkey")) as store:
+        yield store
 
 
 @pytest.fixture
-def valkey_url(valkey_server: str) -> str:
+def valkey_url(valkey_server: Store) -> str:
     """The URL of an empty store."""
-    with sync_redis.Redis.from_url(valkey_server) as client:
-        client.flushall()
-    return valkey_server
+    valkey_server.empty()
+    return valkey_server.url
 
 
 @pytest.fixture
@@ -75,10 +72,10 @@ async def redis_client(valkey_url: str) -> AsyncIterator[Redis]:
 
 
 @pytest.fixture
-def no_leaked_keys(valkey_url: str) -> Iterator[None]:
+def no_leaked_keys(valkey_server: Store, valkey_url: str) -> Iterator[None]:
     """Fail a test that leaves keys in the store, except last claims and those that keys.py documents as permanent."""
     yield
-    with sync_redis.Redis.from_url(valkey_url) as client:
-        found = (key.decode() for key in client.keys("*"))
-        left = {key for key in found if not key.startswith(KEYS.claim)}
-    assert left <= PERMANENT_KEYS, f"keys left behind: {sorted(left - PERMANENT_KEYS)}"
+    keys = valkey_server.keys
+    left = {key for key in valkey_server.stored() if not key.startswith(keys.claim)}
+    left -= {keys.sequence, keys.epoch, keys.durable, keys.probe}
+    assert not left, f"keys left behind: {sorted(left)}"

@@ -36,10 +36,10 @@ CAUSES = {
     "LOADING": "it is still loading its data",
     "MASTERDOWN": "it is a replica that has lost its primary",
     "BUSY": "it is busy with a script",
-    "MOVED": "it is a node of a cluster that does not have the keys; its URL must begin with redis+cluster://",
+    "MOVED": "it is a node of a cluster that does not have the keys (the URL of a cluster begins with redis+cluster://)",
     "ASK": "its cluster is moving the keys to another node",
     "CLUSTERDOWN": "its cluster is down",
-    "CROSSSLOT": "it is a node of a cluster; its URL must begin with redis+cluster://",
+    "CROSSSLOT": "it is a node of a cluster (the URL of a cluster begins with redis+cluster://)",
 }
 # Codes of a node that is not the primary: the connection, or the name that it was opened with, leads to the wrong node.
 NOT_PRIMARY = frozenset({"READONLY", "UNBLOCKED", "MASTERDOWN", "MOVED", "ASK", "CLUSTERDOWN"})

@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+import pytest
+
 
 class StallingProxy:
     """Forwards bytes between its own socket, or its TCP port on 127.0.0.1, and the server's socket.
@@ -14,6 +16,8 @@ class StallingProxy:
     """
 
     def __init__(self, server: str, place: Path | int, tls: ssl.SSLContext | None = None) -> None:
+        if not server.startswith("unix://"):
+            pytest.skip("the proxy leads to one server")
         self._tls = tls
         self._server = server
         self._place = place

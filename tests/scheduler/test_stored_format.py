@@ -196,7 +196,7 @@ async def test_a_task_that_cannot_be_read_becomes_a_dead_letter_of_its_owner(
     readable, damaged = make_task(b"1"), make_task(b"2", owner="team")
     await tasks.put([readable], limit=10)
     await tasks.put([damaged], limit=10)
-    key = "tidegate:tasks:request:" + damaged.id
+    key = Keys.of(redis_client).tasks.request + damaged.id
     await redis_client.hset(key, "payload", b"\x82\xa5owner\xa4team\xa2id\x01")
     [outline] = await tasks.find([damaged.id])
     assert outline is not None and (outline.task.owner, outline.task.is_readable) == ("team", False)
@@ -215,7 +215,7 @@ async def test_a_task_that_needs_a_later_version_is_left_to_it_with_the_names_of
     payload = msgspec.msgpack.encode(
         {**msgspec.structs.asdict(later), "version": tasks_format.VERSION + 1, "voice": "alto"}
     )
-    await redis_client.hset("tidegate:tasks:request:" + later.id, "payload", payload)
+    await redis_client.hset(Keys.of(redis_client).tasks.request + later.id, "payload", payload)
     assert await tasks.claim({"realtime": 5}, LEASE_S) == []
     [letter] = await tasks.dead("team", 10) or []
     assert letter.error == "It cannot be read: this worker does not know voice."

@@ -14,7 +14,9 @@ from scheduler.store.keys import Keys
 from tests.scheduler.stalling_proxy import StallingProxy
 from tests.waiting import until
 
-STREAM = Keys().events + "g"
+
+def stream_of(client: Redis) -> str:
+    return Keys.of(client).events + "g"
 
 
 @pytest.fixture
@@ -87,14 +89,14 @@ async def test_listening_keeps_the_stream_alive_and_short(
         await channel.publish("g", message(n))
 
     async def trimmed() -> bool:
-        return await redis_client.xlen(STREAM) <= 1
+        return await redis_client.xlen(stream_of(redis_client)) <= 1
 
     await until(trimmed)
     assert received == list(range(50))
-    await redis_client.pexpire(STREAM, 1000)
+    await redis_client.pexpire(stream_of(redis_client), 1000)
 
     async def refreshed() -> bool:
-        return await redis_client.pttl(STREAM) > 1000
+        return await redis_client.pttl(stream_of(redis_client)) > 1000
 
     await until(refreshed)
 
@@ -115,7 +117,7 @@ async def test_a_lost_stream_is_opened_again(
 ) -> None:
     await channel.publish("g", message(1))
     await until(lambda: received == [1])
-    await redis_client.delete(STREAM)
+    await redis_client.delete(stream_of(redis_client))
 
     async def accepted() -> bool:
         return await channel.publish("g", message(2))
@@ -131,15 +133,15 @@ async def test_a_stream_without_a_reader_is_bounded(
     entry = {b"m": b""}
     pipeline = redis_client.pipeline(transaction=False)
     for _ in range(keys.EVENTS_MAXLEN + 500):
-        pipeline.xadd(STREAM, entry)  # type: ignore[arg-type]
+        pipeline.xadd(stream_of(redis_client), entry)  # type: ignore[arg-type]
     await pipeline.execute()
     await channel.publish("g", message(1))
-    assert await redis_client.xlen(STREAM) < keys.EVENTS_MAXLEN + 200
+    assert await redis_client.xlen(stream_of(redis_client)) < keys.EVENTS_MAXLEN + 200
 
 
 async def test_a_message_that_cannot_be_read_is_skipped(
     channel: RedisEventChannel, received: list[int], redis_client: Redis
 ) -> None:
-    await redis_client.xadd(STREAM, {"m": b"\xc1"})
+    await redis_client.xadd(stream_of(redis_client), {"m": b"\xc1"})
     await channel.publish("g", message(7))
     await until(lambda: received == [7])

@@ -15,10 +15,27 @@ from tests.waiting import until
 LEASE_S = 10.0
 
 
-async def quiet(queue: Queue) -> None:
-    """Consume all wake-ups that are still due."""
-    while await queue.wait_for_work(0.03):
-        pass
+async def listening(handles: Handles, worker_id: str) -> Queue:
+    """Return a handle that hears of everything that happens from now on, and of nothing that happened before."""
+    queue, client = handles(worker_id), handles.client
+    await queue.wait_for_work(0.0)  # it begins to listen
+    if client is not None:
+        await until(lambda: _is_heard(handles, worker_id))
+        await client.publish(_channel(handles, worker_id), "cancel:")  # behind the confirmations of its subscription
+        await until(lambda: queue.cancelled() == [""])
+    await queue.wait_for_work(0.0)
+    return queue
+
+
+def _channel(handles: Handles, worker_id: str) -> str:
+    assert handles.client is not None
+    return Keys.of(handles.client).wake + worker_id.partition("#")[0]
+
+
+async def _is_heard(handles: Handles, worker_id: str) -> bool:
+    assert handles.client is not None
+    [(_, count)] = await handles.client.pubsub_numsub(_channel(handles, worker_id))
+    return int(count) > 0
 
 
 async def requeue_expired(queue: Queue) -> list[str]:
@@ -267,8 +284,7 @@ async def test_a_lease_seems_to_be_over_when_the_clock_was_set_back(handles: Han
 
 
 async def test_cancel_of_waiting_leased_and_unknown_requests(handles: Handles) -> None:
-    worker = handles("w")
-    await quiet(worker)
+    worker = await listening(handles, "w")
     await handles().put([make_request("leased")])
     [leased] = await worker.claim({"realtime": 1}, LEASE_S)
     await handles().put([make_request("waiting")])
@@ -292,8 +308,7 @@ async def test_waiting_and_leased_requests_are_known(handles: Handles) -> None:
 
 
 async def test_a_worker_learns_once_of_each_request_cancelled_under_its_lease(handles: Handles) -> None:
-    worker = handles("w#1")
-    await quiet(worker)
+    worker = await listening(handles, "w#1")
     await handles().put([make_request("a"), make_request("b")])
     await worker.claim({"realtime": 2}, LEASE_S)
     await handles().cancel(["a", "b"])
@@ -311,8 +326,7 @@ async def test_a_worker_learns_once_of_each_request_cancelled_under_its_lease(ha
 
 async def waits(handles: Handles, worker_id: str, load: int = 0) -> Queue:
     """Return a worker that waits for a request of either tier."""
-    worker = handles(worker_id)
-    await quiet(worker)
+    worker = await listening(handles, worker_id)
     assert await worker.claim({"realtime": 2, "bulk": 1}, LEASE_S, load) == []
     return worker
 
@@ -394,13 +408,10 @@ async def test_a_worker_that_has_ended_is_not_waited_for(handles: Handles) -> No
 
 
 async def _has_left(handles: Handles, worker_id: str) -> bool:
-    assert handles.client is not None
-    [(_, count)] = await handles.client.pubsub_numsub(Keys.of(handles.client).wake + worker_id)
-    return int(count) == 0
+    return not await _is_heard(handles, worker_id)
 
 
 async def test_wait_for_work_ends_after_its_timeout(handles: Handles) -> None:
-    worker = handles("w")
-    await quiet(worker)
+    worker = await listening(handles, "w")
     assert await worker.wait_for_work(0.01) is False
     assert await worker.wait_for_work(0.0) is False

@@ -4,7 +4,6 @@ import asyncio
 import math
 from dataclasses import dataclass, field
 
-import redis as sync_redis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
@@ -14,6 +13,7 @@ from scheduler.request import Checkpoint, Claimed, Lease
 from scheduler.store import connection
 from scheduler.store.keys import Keys
 from tests.scheduler.queue.harness import START_MS, Handles, ManualClock, make_request
+from tests.stores import Store
 
 TIERS = ("realtime", "bulk", "batch")
 WORKERS = ("w1", "w2")
@@ -208,17 +208,15 @@ async def scenario_with_losses(url: str, done: list[tuple]) -> None:  # type: ig
 
 
 @given(done=st.lists(operations, min_size=5, max_size=30))
-def test_both_queues_agree_and_conserve(valkey_url: str, done: list[tuple]) -> None:  # type: ignore[type-arg]
-    with sync_redis.Redis.from_url(valkey_url) as client:
-        client.flushall()
+def test_both_queues_agree_and_conserve(valkey_server: Store, done: list[tuple]) -> None:  # type: ignore[type-arg]
+    valkey_server.empty()
     with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
-        runner.run(scenario(valkey_url, done))
+        runner.run(scenario(valkey_server.url, done))
 
 
 @settings(max_examples=settings().max_examples // 2)
 @given(done=st.lists(st.one_of(operations, losses), min_size=5, max_size=30))
-def test_the_sums_are_right_whatever_keys_are_lost(valkey_url: str, done: list[tuple]) -> None:  # type: ignore[type-arg]
-    with sync_redis.Redis.from_url(valkey_url) as client:
-        client.flushall()
+def test_the_sums_are_right_whatever_keys_are_lost(valkey_server: Store, done: list[tuple]) -> None:  # type: ignore[type-arg]
+    valkey_server.empty()
     with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
-        runner.run(scenario_with_losses(valkey_url, done))
+        runner.run(scenario_with_losses(valkey_server.url, done))

@@ -3,7 +3,6 @@
 import asyncio
 
 import pytest
-import redis as sync_redis
 from hypothesis import example, given
 from hypothesis import strategies as st
 from redis.asyncio import Redis
@@ -13,6 +12,7 @@ from scheduler.request import Checkpoint, Claimed, Lease
 from scheduler.store import connection, keys
 from scheduler.store.keys import Keys
 from tests.scheduler.queue.harness import Handles, ManualClock, lease_of, make_request
+from tests.stores import Store
 
 LEASE_S = 10.0
 
@@ -238,11 +238,10 @@ UNWRITTEN = ("write", 1, "not yet")  # of the newest claim, so that its tokens a
     ]
 )
 @given(done=st.lists(moves, min_size=8, max_size=40))
-def test_no_output_of_a_part_mixes_two_generations(valkey_url: str, done: list[tuple]) -> None:  # type: ignore[type-arg]
-    with sync_redis.Redis.from_url(valkey_url) as client:
-        client.flushall()
+def test_no_output_of_a_part_mixes_two_generations(valkey_server: Store, done: list[tuple]) -> None:  # type: ignore[type-arg]
+    valkey_server.empty()
     with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
-        runner.run(play_part(valkey_url, done))
+        runner.run(play_part(valkey_server.url, done))
 
 
 # -- who is blamed for a death -----------------------------------------------------------------------------------------

@@ -31,17 +31,19 @@ async def subscribers(client: Redis) -> int:
 
 async def test_a_request_is_stored_under_the_documented_keys(queue: RedisQueue, redis_client: Redis) -> None:
     await queue.put([make_request("a", "bulk", START_MS + 5)])
-    [(member, score)] = await redis_client.zrange("tidegate:queue:bulk", 0, -1, withscores=True)
+    prefix = Keys.of(redis_client).prefix
+    [(member, score)] = await redis_client.zrange(f"{prefix}queue:bulk", 0, -1, withscores=True)
     assert (member[-2:], score) == (b":a", START_MS + 5)
     [claimed] = await queue.claim({"bulk": 1}, 2.5)
-    assert await redis_client.zrange("tidegate:leases", 0, -1, withscores=True) == [(b"a", START_MS + 2500)]
-    assert await redis_client.smembers("tidegate:held:w1") == {b"a"}
-    record = await redis_client.hgetall("tidegate:request:a")
+    assert await redis_client.zrange(f"{prefix}leases", 0, -1, withscores=True) == [(b"a", START_MS + 2500)]
+    assert await redis_client.smembers(f"{prefix}held:w1") == {b"a"}
+    record = await redis_client.hgetall(f"{prefix}request:a")
     assert record[b"worker"] == b"w1"
     assert record[b"fence"] == str(claimed.fence).encode()
     assert record[b"attempt"] == b"1"
     assert await queue.ack([lease_of(claimed)]) == [True]
-    assert set(await redis_client.keys("*")) - {b"tidegate:claim:w1"} == {b"tidegate:sequence", b"tidegate:epoch"}
+    left = {key.decode().removeprefix(prefix) for key in await redis_client.keys("*")}
+    assert left - {"claim:w1"} == {"sequence", "epoch"}
 
 
 async def test_no_key_is_left_however_a_request_ends(queue: RedisQueue, clock: ManualClock) -> None:

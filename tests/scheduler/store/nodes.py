@@ -24,7 +24,7 @@ SERVICE = "tide"
 SENTINEL_CONF = """port {port}
 dir {folder}
 sentinel monitor {service} 127.0.0.1 {primary} 1
-sentinel down-after-milliseconds {service} 2000
+sentinel down-after-milliseconds {service} {down_ms}
 sentinel failover-timeout {service} 2000
 """
 
@@ -56,7 +56,7 @@ class Server:
             self._process.wait(60)
             self._process = None
 
-    def ask(self, *command: str) -> Any:
+    def ask(self, *command: str | int) -> Any:
         """Return the answer of this very server to a command, also while a Sentinel cuts its clients off."""
         with Redis.from_url(self.valkey.url, retry=Retry(ConstantBackoff(0.05), 20)) as client:
             return client.execute_command(*command)
@@ -168,12 +168,11 @@ class Sentinel:
 
 
 @asynccontextmanager
-async def running_sentinel(folder: Path, pair: Pair) -> AsyncIterator[Sentinel]:
-    """Run a Sentinel that knows both of the pair."""
+async def running_sentinel(folder: Path, pair: Pair, down_ms: int = 2000) -> AsyncIterator[Sentinel]:
+    """Run a Sentinel that knows both of the pair, and takes one for dead that has been silent for `down_ms`."""
     port, conf = free_port(), folder / "sentinel.conf"
-    conf.write_text(
-        SENTINEL_CONF.format(port=port, folder=folder, service=SERVICE, primary=pair.primary.port), encoding="utf-8"
-    )
+    values = {"port": port, "folder": folder, "service": SERVICE, "primary": pair.primary.port, "down_ms": down_ms}
+    conf.write_text(SENTINEL_CONF.format(**values), encoding="utf-8")
     process = subprocess.Popen(
         [find_binary(), str(conf), "--sentinel"], stdout=subprocess.DEVNULL, preexec_fn=dies_with_parent()
     )

@@ -14,6 +14,7 @@ from redis.exceptions import TimeoutError as StoreSilent
 from scheduler.store import connection
 from scheduler.store.durability import ROUNDS, durable
 from scheduler.store.errors import NotDurable
+from scheduler.store.keys import Keys
 from tests.scheduler.store.nodes import Server, embedded_server
 from tests.waiting import until
 
@@ -70,7 +71,7 @@ async def test_a_blocking_client_waits_longer_than_any_reply_may_take(redis_clie
     reader = connection.blocking(redis_client, 2.0)
     settings = reader.connection_pool.connection_kwargs
     assert settings["socket_timeout"] == 2.0 + connection.REPLY_TIMEOUT_S
-    assert settings["path"] == redis_client.connection_pool.connection_kwargs["path"]
+    assert settings["route"] is redis_client.connection_pool.connection_kwargs["route"], "it leads to the same server"
     assert redis_client.connection_pool.connection_kwargs["socket_timeout"] == connection.REPLY_TIMEOUT_S
     assert await reader.ping()
     await reader.aclose()
@@ -133,7 +134,7 @@ async def _num_blocked(client: Redis, count: int) -> bool:
 async def test_a_task_that_sends_commands_can_be_cancelled_at_any_moment(redis_client: Redis) -> None:
     async def send_commands() -> None:
         while True:
-            await redis_client.get("key")
+            await redis_client.get(Keys.of(redis_client).probe)
 
     await redis_client.ping()
     for moment in range(300):
@@ -148,5 +149,5 @@ async def test_a_task_that_sends_commands_can_be_cancelled_at_any_moment(redis_c
 
 
 async def test_a_burst_of_commands_waits_for_a_connection(redis_client: Redis) -> None:
-    counts = await asyncio.gather(*(redis_client.incr("burst") for _ in range(1000)))
+    counts = await asyncio.gather(*(redis_client.incr(Keys.of(redis_client).sequence) for _ in range(1000)))
     assert sorted(counts) == list(range(1, 1001))

@@ -77,7 +77,7 @@ async def test_a_task_goes_from_queued_over_running_to_done(
     left = {key.decode() for key in await redis_client.keys("*")}
     assert left == {
         Keys.of(redis_client).tasks.ended + task.id,
-        *(f"tidegate:tasks:{k}" for k in ("sequence", "epoch", "claim:w1")),
+        *(f"{Keys.of(redis_client).tasks.prefix}{k}" for k in ("sequence", "epoch", "claim:w1")),
     }
 
 
@@ -264,7 +264,7 @@ async def test_expiring_ends_what_waits_and_lets_go_on_what_runs(
     assert await queue.end([EndedTask(claimed, claimed.task, b"1")]) == [True]
     await queue.expire([running, waiting])
     assert (await found(queue, running)).state is TaskState.DONE, "an end is final"
-    left = {key.decode() for key in await redis_client.keys("tidegate:tasks:queue:*")}
+    left = {key.decode() for key in await redis_client.keys(Keys.of(redis_client).tasks.queue + "*")}
     assert not left
 
 
