@@ -45,9 +45,9 @@ async def test_too_many_letters_and_old_ones_are_removed(
         await letters.add(letter(f"req_{i}", NOW_MS + i))
     assert await ids(letters) == ["req_4", "req_3", "req_2"]
     assert await letters.count(NOW_MS) == 3
-    key = GatewayKeys().dead_letter
+    key = GatewayKeys.of(redis_client).dead_letter
     assert sorted(await redis_client.keys(key + "*")) == [f"{key}req_{i}".encode() for i in (2, 3, 4)]
-    assert 0 < await redis_client.ttl(GatewayKeys().dead_letters) <= DEAD_LETTER_S
+    assert 0 < await redis_client.ttl(GatewayKeys.of(redis_client).dead_letters) <= DEAD_LETTER_S
 
 
 async def test_a_store_that_takes_no_writes_is_no_error(letters: DeadLetters, redis_client: Redis) -> None:

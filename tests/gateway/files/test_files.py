@@ -9,6 +9,7 @@ import openai
 import pytest
 from redis.asyncio import Redis
 
+from gateway.store_keys import GatewayKeys
 from tests.gateway.offline import OfflineGateway, make_gateway
 
 
@@ -93,13 +94,13 @@ async def test_expiry(gateway: OfflineGateway, redis_client: Redis) -> None:
         await gateway.client.files.retrieve(file.id)
     assert [f.id async for f in gateway.client.files.list()] == [kept]
     assert on_disk(gateway) == {kept}
-    assert await redis_client.zcard("tidegate:files:expiry") == 0
+    assert await redis_client.zcard(GatewayKeys.of(redis_client).files_expiry) == 0
 
 
 async def test_an_expiry_without_a_record_is_dropped(gateway: OfflineGateway, redis_client: Redis) -> None:
-    await redis_client.zadd("tidegate:files:expiry", {"file-evicted": 1.0})
+    await redis_client.zadd(GatewayKeys.of(redis_client).files_expiry, {"file-evicted": 1.0})
     assert await gateway.files.sweep() == 0
-    assert await redis_client.zcard("tidegate:files:expiry") == 0
+    assert await redis_client.zcard(GatewayKeys.of(redis_client).files_expiry) == 0
 
 
 async def test_content_that_is_deleted_during_a_download_request(gateway: OfflineGateway) -> None:

@@ -21,7 +21,6 @@ from gateway.store_keys import GatewayKeys
 from tests.scheduler.queue.harness import ManualClock
 
 DAY_S = 86_400.0
-KEYS = GatewayKeys()
 
 
 class Site:
@@ -29,6 +28,7 @@ class Site:
 
     def __init__(self, redis: Redis, directory: Path) -> None:
         self.redis = redis
+        self.keys = GatewayKeys.of(redis)
         self.clock = ManualClock()
         self.open(LocalStorage(directory))
 
@@ -48,7 +48,7 @@ class Site:
         for path in paths:
             path.write_bytes(b"x")
         await asyncio.gather(*(self.files.add(path, filename="x", purpose="batch", owner=None) for path in paths))
-        await self.redis.hset(KEYS.batch("batch_1"), "status", "in_progress")
+        await self.redis.hset(self.keys.batch("batch_1"), "status", "in_progress")
         (self.files.data_dir / "batches" / "batch_1").mkdir(parents=True)
         self.age()
         return self.contents
@@ -83,11 +83,11 @@ async def lose_everything(site: Site) -> None:
 
 async def lose_the_last_day(site: Site) -> None:
     """Set the store back to what it was before the storage was last seen, without its records."""
-    before = await site.redis.get(KEYS.storage)
+    before = await site.redis.get(site.keys.storage)
     site.clock.advance(DAY_S)
     await site.files.tie.check()
     await site.redis.flushdb()
-    await site.redis.set(KEYS.storage, before)
+    await site.redis.set(site.keys.storage, before)
 
 
 async def become_another(site: Site) -> None:
@@ -155,11 +155,11 @@ async def test_a_storage_without_a_marker_is_tied_if_the_store_knows_its_files(s
 
 async def test_the_tie_holds_through_restarts_and_lost_seconds(site: Site) -> None:
     first = await site.files.tie.check()
-    before = await site.redis.get(KEYS.storage)
+    before = await site.redis.get(site.keys.storage)
     site.clock.advance(60)
     again = await site.files.tie.check()
     assert (again.id, again.tied_s, again.seen_s) == (first.id, first.tied_s, first.seen_s + 60)
-    await site.redis.set(KEYS.storage, before)  # a failover has lost the last write
+    await site.redis.set(site.keys.storage, before)  # a failover has lost the last write
     assert (await site.files.tie.check()).id == first.id
 
 
@@ -169,7 +169,7 @@ async def test_a_tie_that_was_cut_off_is_completed(site: Site, in_storage: bool)
     if not in_storage:
         (site.files.data_dir / NAME).unlink()
     await site.redis.set(
-        KEYS.storage, msgspec.json.encode(Marker(marker.id, marker.tied_s, marker.seen_s, is_new=True))
+        site.keys.storage, msgspec.json.encode(Marker(marker.id, marker.tied_s, marker.seen_s, is_new=True))
     )
     assert (await site.files.tie.check()).id == marker.id
     assert (await site.files.tie.check()).id == marker.id

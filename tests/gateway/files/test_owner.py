@@ -7,6 +7,7 @@ import openai
 import pytest
 from redis.asyncio import Redis
 
+from gateway.store_keys import GatewayKeys
 from tests.gateway.offline import OfflineGateway, keyring, make_gateway
 
 # Names of keys that would lead into another index if they were not quoted.
@@ -50,5 +51,5 @@ async def test_files_of_every_key_expire(gateway: OfflineGateway, redis_client: 
         await gateway.as_key(name).upload(b"x")
     gateway.clock.shift_s = 31 * 86_400
     assert await gateway.files.sweep() == len(NAMES)
-    left = {key.decode() for key in await redis_client.keys("tidegate:file*")}
-    assert {key for key in left if ":was_at:" not in key} == {"tidegate:files:position"}
+    left = {key.decode() for key in await redis_client.keys(f"{GatewayKeys.of(redis_client).prefix}file*")}
+    assert {key for key in left if ":was_at:" not in key} == {GatewayKeys.of(redis_client).files_position}

@@ -86,7 +86,7 @@ async def test_an_owner_with_too_many_bytes_of_answers_loses_the_oldest(
     assert not await ask("d", size=1000) and await ask("d", size=1000), "one answer is kept, however large"
     assert not await ask("b", "ben") and await ask("b", "ben"), "others have room of their own"
     clock.shift_s += IDEMPOTENCY_S
-    records = [key async for key in redis_client.scan_iter(f"{GatewayKeys().idempotency}*")]
+    records = [key async for key in redis_client.scan_iter(f"{GatewayKeys.of(redis_client).idempotency}*")]
     await redis_client.delete(*records)  # as if it were a day later
     assert [await ask(key) for key in ("e", "f")] == [False] * 2
     assert [await ask(key) for key in ("e", "f")] == [True] * 2, "what has expired does not count"
@@ -118,7 +118,7 @@ async def test_answers_survive_a_restart_and_are_forgotten_after_a_day(redis_cli
         file_id = await upload(gateway)
     async with running_gateway(redis_client, tmp_path) as gateway:
         assert await upload(gateway) == file_id
-    [record] = [key async for key in redis_client.scan_iter(f"{GatewayKeys().idempotency}*")]
+    [record] = [key async for key in redis_client.scan_iter(f"{GatewayKeys.of(redis_client).idempotency}*")]
     assert 86_300 < await redis_client.ttl(record) <= 86_400
 
 
@@ -157,7 +157,7 @@ async def test_a_long_request_keeps_its_lease(redis_client: Redis, monkeypatch: 
     running = asyncio.create_task(idempotency.run("k", None, "f", execute))
     await until(lambda: _has_record(redis_client))
     clock.shift_s = int(LEASE_S) - 1
-    [record] = [key async for key in redis_client.scan_iter(f"{GatewayKeys().idempotency}*")]
+    [record] = [key async for key in redis_client.scan_iter(f"{GatewayKeys.of(redis_client).idempotency}*")]
     before = int(await redis_client.hget(record, "lease_ms") or 0)
     await until(lambda: _is_later(redis_client, record, before))
     clock.shift_s = int(LEASE_S) + 1
@@ -170,7 +170,7 @@ async def test_a_long_request_keeps_its_lease(redis_client: Redis, monkeypatch: 
 
 
 async def _has_record(redis: Redis) -> bool:
-    return bool([key async for key in redis.scan_iter(f"{GatewayKeys().idempotency}*")])
+    return bool([key async for key in redis.scan_iter(f"{GatewayKeys.of(redis).idempotency}*")])
 
 
 async def _is_later(redis: Redis, record: bytes, before: int) -> bool:

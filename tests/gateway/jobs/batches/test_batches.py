@@ -9,6 +9,7 @@ import pytest
 import structlog
 from redis.asyncio import Redis
 
+from gateway.store_keys import GatewayKeys
 from tests.gateway.offline import OfflineGateway, jsonl, line, lines, running_gateway
 from tests.waiting import until
 
@@ -55,7 +56,7 @@ async def test_a_batch_runs_to_its_end(gateway: OfflineGateway) -> None:
 
 async def _is_cleared_up(redis: Redis) -> bool:
     """Whether nothing is left to do for any batch."""
-    return await redis.scard("tidegate:batches:unfinished") == 0
+    return await redis.scard(GatewayKeys.of(redis).batches_unfinished) == 0
 
 
 async def test_a_batch_that_is_over_can_be_deleted_and_its_files_stay(
@@ -86,7 +87,8 @@ async def test_records_of_ended_batches_and_their_inputs_expire(gateway: Offline
     await gateway.batches.remove_ended()
     assert [batch.id async for batch in gateway.client.batches.list()] == []
     assert [file.id async for file in gateway.client.files.list()] == [ended.output_file_id]
-    assert not await redis_client.exists("tidegate:batches:ended", f"tidegate:batch:{ended.id}")
+    keys = GatewayKeys.of(redis_client)
+    assert not await redis_client.exists(keys.batches_ended, keys.batch(ended.id))
     assert sum((await gateway.batches.counts_by_status()).values()) == 0
 
 
@@ -97,11 +99,11 @@ async def test_records_that_an_older_version_has_left_expire_as_if_they_had_ende
     await until(lambda: _is_cleared_up(redis_client))
     gateway.completions.permits = asyncio.Semaphore(0)
     running = await gateway.submit(lines(1))
-    await redis_client.delete("tidegate:batches:ended")
+    await redis_client.delete(GatewayKeys.of(redis_client).batches_ended)
     gateway.clock.shift_s = DAY_S // 2
     met_s = gateway.clock.wall_ms() // 1000
     await gateway.batches.remove_ended()
-    dated = await redis_client.zrange("tidegate:batches:ended", 0, -1, withscores=True)
+    dated = await redis_client.zrange(GatewayKeys.of(redis_client).batches_ended, 0, -1, withscores=True)
     assert {name.decode() for name, _ in dated} == {batch.id for batch in ended}
     assert all(end_s >= met_s for _, end_s in dated)
     gateway.clock.shift_s += 31 * DAY_S

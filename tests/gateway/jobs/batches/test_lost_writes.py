@@ -8,6 +8,7 @@ import openai
 import pytest
 from redis.asyncio import Redis
 
+from gateway.store_keys import GatewayKeys
 from scheduler.store.durability import durable
 from scheduler.store.errors import NotDurable
 from tests.gateway.offline import OfflineGateway, jsonl, lines, running_gateway
@@ -55,7 +56,7 @@ async def test_an_upload_that_is_not_durable_is_refused_and_leaves_nothing(
     async def undo() -> bool:
         if said is UNCONFIRMED:
             raise NotDurable
-        return await delete_all(redis_client, "tidegate:file:*")
+        return await delete_all(redis_client, f"{GatewayKeys.of(redis_client).prefix}file:*")
 
     lose("gateway.files.store", undo)
     with pytest.raises(openai.InternalServerError, match=said) as refused:
@@ -73,7 +74,7 @@ async def test_a_batch_that_is_not_durable_is_refused_and_neither_runs_nor_leave
     async def undo() -> bool:
         if said is UNCONFIRMED:
             raise NotDurable
-        return await delete_all(redis_client, "tidegate:batch:*")
+        return await delete_all(redis_client, GatewayKeys.of(redis_client).batch("*"))
 
     file_id = await gateway.upload(jsonl(lines(2)))
     lose("gateway.jobs.batches.store", undo)
@@ -89,7 +90,7 @@ async def test_a_batch_whose_end_is_lost_ends_again_with_all_its_lines(
 ) -> None:
     gateway.completions.permits = asyncio.Semaphore(0)
     batch_id = (await gateway.submit(lines(3))).id
-    record, undone = f"tidegate:batch:{batch_id}", asyncio.Event()
+    record, undone = GatewayKeys.of(redis_client).batch(batch_id), asyncio.Event()
 
     async def undo() -> bool:
         if await redis_client.hget(record, "status") != b"completed":
@@ -106,7 +107,7 @@ async def test_a_batch_whose_end_is_lost_ends_again_with_all_its_lines(
     batch = await gateway.ended(batch_id)
     assert batch.status == "completed"
     assert len(await gateway.read(batch.output_file_id)) == 3
-    assert await redis_client.smembers("tidegate:batches:unfinished") == set()
+    assert await redis_client.smembers(GatewayKeys.of(redis_client).batches_unfinished) == set()
 
 
 async def test_a_cancellation_that_is_lost_is_refused_and_may_be_repeated(
@@ -117,9 +118,9 @@ async def test_a_cancellation_that_is_lost_is_refused_and_may_be_repeated(
     await until(lambda: gateway.completions.running == 2)
 
     async def undo() -> bool:
-        if await redis_client.hget(f"tidegate:batch:{batch_id}", "status") != b"cancelling":
+        if await redis_client.hget(GatewayKeys.of(redis_client).batch(batch_id), "status") != b"cancelling":
             return False
-        await redis_client.hset(f"tidegate:batch:{batch_id}", "status", "in_progress")
+        await redis_client.hset(GatewayKeys.of(redis_client).batch(batch_id), "status", "in_progress")
         return True
 
     lose("gateway.jobs.batches.store", undo)

@@ -14,6 +14,7 @@ from gateway.jobs.batches.lines.output import BATCH_CANCELLED, write_files
 from gateway.jobs.batches.lines.recorder import ResultRecorder
 from gateway.jobs.batches.model import Batch, BatchStatus, LineResult
 from gateway.jobs.batches.store import BatchStore, OwnershipLost
+from gateway.store_keys import GatewayKeys
 from tests.gateway.offline import ShiftedClock, jsonl, lines, running_gateway
 
 BATCH_ID = "batch_1"
@@ -77,7 +78,7 @@ async def test_a_failed_attempt_leaves_no_files(redis_client: Redis, tmp_path: P
     if broken == "disk":
         files = FullDisk(redis_client, tmp_path, ShiftedClock())
     elif broken == "count":
-        await redis_client.delete(f"tidegate:batches:results:{BATCH_ID}")
+        await redis_client.delete(GatewayKeys.of(redis_client).batch_results(BATCH_ID))
     else:
         (tmp_path / first).write_bytes(b"3 1 {" if broken == "short" else b"x" * 100)
     before = sorted((tmp_path / "batches" / BATCH_ID).iterdir())

@@ -19,6 +19,7 @@ from gateway.jobs.batches.lines.output import write_files
 from gateway.jobs.batches.lines.recorder import ResultRecorder
 from gateway.jobs.batches.model import Batch, BatchStatus, LineResult
 from gateway.jobs.batches.store import BatchStore, OwnershipLost
+from gateway.store_keys import GatewayKeys
 from tests.gateway.offline import ShiftedClock
 from tests.waiting import until
 
@@ -137,16 +138,15 @@ class Execution(ResultRecorder):
         del self._left[:count]
 
 
-KEYS = ("tidegate:batch:batch_1", "tidegate:batches:done:batch_1", "tidegate:batches:results:batch_1")
+async def snapshot(redis: Redis) -> dict[str, bytes | None]:
+    keys = GatewayKeys.of(redis)
+    names = [key_of("batch_1") for key_of in (keys.batch, keys.batch_done, keys.batch_results)]
+    return {name: await redis.dump(name) for name in names}
 
 
-async def snapshot(redis: Redis) -> list[bytes | None]:
-    return [await redis.dump(key) for key in KEYS]
-
-
-async def restore(redis: Redis, saved: list[bytes | None]) -> None:
+async def restore(redis: Redis, saved: dict[str, bytes | None]) -> None:
     """Take back what was written to the store since `snapshot`."""
-    for key, value in zip(KEYS, saved, strict=True):
+    for key, value in saved.items():
         await redis.delete(key)
         if value is not None:
             await redis.restore(key, 0, value)

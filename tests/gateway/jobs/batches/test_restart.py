@@ -23,6 +23,7 @@ from gateway.jobs.batches.input.order import ENTRY, order_path
 from gateway.jobs.batches.model import Batch, BatchStatus
 from gateway.jobs.batches.run import LOST_S
 from gateway.jobs.batches.store import BatchStore
+from gateway.store_keys import GatewayKeys
 from scheduler.store import connection
 from tests.gateway.offline import (
     TERMINAL,
@@ -93,7 +94,7 @@ async def test_a_clock_that_was_set_back_does_not_lock_a_batch_of_a_dead_gateway
 
 
 async def let_locks_lapse(redis: Redis) -> None:
-    async for key in redis.scan_iter("tidegate:batches:owner:*"):
+    async for key in redis.scan_iter(GatewayKeys.of(redis).batch_owner("*")):
         await redis.delete(key)
 
 
@@ -154,9 +155,8 @@ async def live(redis: Redis, directory: Path, messages: int, batch_id: str, **op
     client = mortal(redis, lifetime)
     async with running_gateway(client, directory, completions=completions, max_lines_in_flight=3, **options):
         async with asyncio.timeout(30):
-            while not lifetime.over.is_set() and await redis.hget(f"tidegate:batch:{batch_id}", "status") not in [
-                status.encode() for status in TERMINAL
-            ]:
+            over, key = [status.encode() for status in TERMINAL], GatewayKeys.of(redis).batch(batch_id)
+            while not lifetime.over.is_set() and await redis.hget(key, "status") not in over:
                 await asyncio.sleep(0.002)
         lifetime.messages = 0
     with contextlib.suppress(Crashed):
@@ -193,12 +193,12 @@ async def test_a_gateway_that_lost_its_lock_stops(redis_client: Redis, tmp_path:
     async with running_gateway(redis_client, tmp_path, completions=completions, lock_ttl_s=0.3) as gateway:
         created = await gateway.submit(lines(3))
         await until(lambda: completions.running == 3)
-        await redis_client.set(f"tidegate:batches:owner:{created.id}", "another gateway")
+        await redis_client.set(GatewayKeys.of(redis_client).batch_owner(created.id), "another gateway")
         await until(lambda: completions.running == 0)
         for _ in range(3):
             completions.permits.release()
         assert (await gateway.client.batches.retrieve(created.id)).status == "in_progress"
-        await redis_client.delete(f"tidegate:batches:owner:{created.id}")
+        await redis_client.delete(GatewayKeys.of(redis_client).batch_owner(created.id))
         assert (await gateway.ended(created.id)).status == "completed"
 
 
@@ -279,8 +279,8 @@ async def test_a_gateway_may_die_at_any_message_to_the_store(
         async with running_gateway(redis_client, storage.directory, completions=completions, storage=storage) as last:
             await assert_every_line_once(last, batch_id, 12)
         for kind in ("results", "done"):
-            assert await redis_client.keys(f"tidegate:batches:{kind}:*") == []
+            assert await redis_client.keys(f"{GatewayKeys.of(redis_client).prefix}batches:{kind}:*") == []
 
 
 async def _is_over(redis: Redis) -> bool:
-    return not await redis.exists("tidegate:batches:unfinished")
+    return not await redis.exists(GatewayKeys.of(redis).batches_unfinished)

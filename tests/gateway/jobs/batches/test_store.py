@@ -7,6 +7,7 @@ from redis.asyncio import Redis
 
 from gateway.jobs.batches.model import TRANSITIONS, Batch, BatchStatus, LineResult
 from gateway.jobs.batches.store import BatchStore, Moved, OwnershipLost
+from gateway.store_keys import GatewayKeys
 
 S = BatchStatus
 
@@ -86,7 +87,7 @@ async def test_a_group_that_does_not_fit_to_what_the_store_knows_is_refused_whol
 
 
 async def test_a_former_owner_changes_nothing(store: BatchStore, token: str, redis_client: Redis) -> None:
-    await redis_client.delete("tidegate:batches:owner:batch_1")  # as if the lock had expired
+    await redis_client.delete(GatewayKeys.of(redis_client).batch_owner("batch_1"))  # as if the lock had expired
     fresh = await owner_of(store, "batch_1")
     with pytest.raises(OwnershipLost):
         await store.record("batch_1", "r1", 0, 10, [make_result(1)], token)
@@ -109,7 +110,8 @@ async def test_a_batch_that_is_withdrawn_while_another_gateway_runs_it_leaves_no
         with pytest.raises(OwnershipLost):
             await store.record("batch_1", "r1", first, last, [make_result(2)], token)
     assert await store.get("batch_1") is None
-    assert await redis_client.keys("tidegate:batch*:batch_1") == [b"tidegate:batches:owner:batch_1"]
+    keys = GatewayKeys.of(redis_client)
+    assert await redis_client.keys(f"{keys.prefix}batch*:batch_1") == [keys.batch_owner("batch_1").encode()]
 
 
 async def test_forgetting_leaves_only_the_record(store: BatchStore, token: str, redis_client: Redis) -> None:
@@ -117,7 +119,8 @@ async def test_forgetting_leaves_only_the_record(store: BatchStore, token: str, 
     assert await store.move("batch_1", S.FAILED, 101) is Moved.MOVED
     assert await store.forget_work("batch_1", token, 300)
     assert await store.unfinished() == []
-    assert await redis_client.keys("tidegate:batches:*:batch_1") == [b"tidegate:batches:owner:batch_1"]
+    keys = GatewayKeys.of(redis_client)
+    assert await redis_client.keys(f"{keys.prefix}batches:*:batch_1") == [keys.batch_owner("batch_1").encode()]
     assert await store.get("batch_1") is not None
 
 

@@ -14,6 +14,7 @@ from redis.exceptions import TimeoutError as StoreSilent
 from gateway.jobs.responses import background
 from gateway.jobs.responses.event_log import EventWriter, follow
 from gateway.jobs.responses.store import ResponseStore
+from gateway.store_keys import GatewayKeys
 from tests.gateway.offline import ShiftedClock
 from tests.gateway.scripted_worker import Scripting
 from tests.gateway.stand import Stand, running_stand
@@ -123,7 +124,7 @@ async def test_events_have_ids_that_no_clock_makes_and_are_there_once(redis_clie
         writer = EventWriter(redis_client, "resp_1", 60.0)
         for part in frames:
             await writer.write(part, is_last=part is frames[-1])
-    entries = await redis_client.xrange("tidegate:response:events:resp_1")
+    entries = await redis_client.xrange(GatewayKeys.of(redis_client).response_events + "resp_1")
     assert [entry_id for entry_id, _ in entries] == [b"1-0", b"2-0"]
     assert [new async for _, new in follow(redis_client, "resp_1", 1, waits=False)] == [b"event: c\n\n"]
 

@@ -112,7 +112,7 @@ async def test_a_deleted_response_is_gone_also_for_its_conversation(redis_client
         with pytest.raises(openai.BadRequestError) as caught:
             await stand.client.responses.create(model=MODEL, input="two", previous_response_id=created.id)
     assert caught.value.code == "previous_response_not_found"
-    assert await redis_client.hgetall(GatewayKeys().responses_bytes) == {}  # type: ignore[misc]
+    assert await redis_client.hgetall(GatewayKeys.of(redis_client).responses_bytes) == {}  # type: ignore[misc]
 
 
 async def test_without_store_nothing_is_kept(redis_client: Redis) -> None:
@@ -120,7 +120,7 @@ async def test_without_store_nothing_is_kept(redis_client: Redis) -> None:
         created = await stand.client.responses.create(model=MODEL, input="one", store=False)
         with pytest.raises(openai.NotFoundError):
             await stand.client.responses.retrieve(created.id)
-    assert await redis_client.keys("tidegate:response*") == []
+    assert await redis_client.keys(f"{GatewayKeys.of(redis_client).prefix}response*") == []
 
 
 async def test_another_key_does_not_see_a_response(redis_client: Redis) -> None:
@@ -150,7 +150,7 @@ async def test_a_response_without_room_is_answered_and_says_that_it_is_not_store
         with pytest.raises(openai.InternalServerError) as caught:
             await stand.client.responses.create(model=MODEL, input="one", background=True)
         assert caught.value.status_code == 503 and caught.value.response.headers["retry-after"]
-    assert await redis_client.hgetall(GatewayKeys().responses_bytes) == {}  # type: ignore[misc]
+    assert await redis_client.hgetall(GatewayKeys.of(redis_client).responses_bytes) == {}  # type: ignore[misc]
 
 
 def response(number: int, previous: str | None = None, status: str = "completed") -> dict[str, Any]:
@@ -172,7 +172,8 @@ async def test_the_owner_that_has_the_most_makes_room(redis_client: Redis) -> No
     assert of_bob == sorted(of_bob) and 3 < sum(of_bob) < 8
     for n in range(20, 30):
         await store.create(response(n), [{"text": "x" * 600}], "ann")
-    held = {owner: int(size) for owner, size in (await redis_client.hgetall(GatewayKeys().responses_bytes)).items()}  # type: ignore[misc]
+    sizes = await redis_client.hgetall(GatewayKeys.of(redis_client).responses_bytes)  # type: ignore[misc]
+    held = {owner: int(size) for owner, size in sizes.items()}
     assert sum(held.values()) <= 6000 and abs(held[b"ann"] - held[b"bob"]) < 1500, "both have given"
 
 
@@ -204,4 +205,4 @@ async def test_a_conversation_in_use_does_not_lose_its_beginning(redis_client: R
     await store.create(response(4), [], None)
     assert await store.get(first["id"], None) is not None
     assert await store.get(other["id"], None) is None
-    assert await redis_client.hlen("tidegate:responses:sizes") == 3  # type: ignore[misc]
+    assert await redis_client.hlen(GatewayKeys.of(redis_client).responses_sizes) == 3  # type: ignore[misc]

@@ -66,7 +66,7 @@ def told(receiver: Receiver) -> list[tuple[str, str]]:
 
 
 async def _nothing_is_left(redis: Redis) -> bool:
-    return not await redis.exists(GatewayKeys().responses_untold)
+    return not await redis.exists(GatewayKeys.of(redis).responses_untold)
 
 
 async def test_the_official_client_takes_the_event_of_each_end(redis_client: Redis, receiver: Receiver) -> None:
@@ -114,7 +114,7 @@ async def test_another_gateway_tells_of_the_end_if_the_first_one_died_before(
     left = {"id": f"resp_{1:032x}", "status": status, "output": [], "previous_response_id": None, "background": True}
     left["metadata"] = {"webhook": receiver.url}
     await store.create(left, [], None, lease_ms=clock.wall_ms() + 1000)
-    await redis_client.hset(GatewayKeys().responses_untold, left["id"], "")  # type: ignore[misc]
+    await redis_client.hset(GatewayKeys.of(redis_client).responses_untold, left["id"], "")  # type: ignore[misc]
     async with telling(redis_client, clock) as stand:
         looked_after = await create(stand, "wait", receiver)
         clock.shift_s = 2

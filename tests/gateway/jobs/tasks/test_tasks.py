@@ -17,6 +17,7 @@ from gateway.identity import Keyring
 from gateway.jobs.idempotency.store import IdempotencyStore
 from gateway.jobs.tasks import service
 from gateway.jobs.tasks.model import MAX_INPUTS
+from gateway.store_keys import GatewayKeys
 from scheduler.clock import SystemClock
 from scheduler.config import TierSet
 from scheduler.drivers.calls.driver import build_call_loop
@@ -148,7 +149,7 @@ async def test_only_dead_letters_can_be_retried(stand: Stand) -> None:
 
 async def test_a_task_of_a_later_version_is_not_retried_by_this_one(stand: Stand, redis_client: Redis) -> None:
     created = await create(stand, input="x")
-    key = f"tidegate:tasks:request:{created['id']}"
+    key = f"{GatewayKeys.of(redis_client).prefix}tasks:request:{created['id']}"
     fields = msgspec.msgpack.decode(await redis_client.hget(key, "payload") or b"")
     await redis_client.hset(key, "payload", msgspec.msgpack.encode({**fields, "version": VERSION + 1}))
     await TaskQueue(redis_client, SystemClock(), "old").claim({fields["tier"]: 1}, 5)
@@ -312,7 +313,7 @@ async def test_a_repeated_creation_makes_no_second_tasks(
     assert first.status_code == second.status_code == 202
     assert first.json() == second.json()
     assert second.headers["idempotent-replayed"] == "true" and "idempotent-replayed" not in first.headers
-    assert await redis_client.zcard(Keys().tasks.queue + "realtime") == len(ids_of(first))
+    assert await redis_client.zcard(Keys.of(redis_client).tasks.queue + "realtime") == len(ids_of(first))
     other = await stand.post("/v1/tasks", {"input": "another"}, headers=KEY)
     assert (other.status_code, other.json()["error"]["code"]) == (422, "idempotency_key_reused")
 

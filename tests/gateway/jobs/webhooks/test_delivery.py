@@ -69,7 +69,8 @@ def unwrapped(got: tuple[dict[str, str], bytes], secret: str = SECRET) -> Any:
 
 
 async def nothing_waits(redis: Redis) -> bool:
-    return not await redis.keys(f"{GatewayKeys().webhooks_due}*") and not await redis.keys(f"{GatewayKeys().webhook}*")
+    keys = GatewayKeys.of(redis)
+    return not await redis.keys(f"{keys.webhooks_due}*") and not await redis.keys(f"{keys.webhook}*")
 
 
 async def test_the_official_client_takes_the_event_of_each_end(
@@ -219,7 +220,8 @@ async def test_owners_take_turns_when_all_are_full(redis_client: Redis) -> None:
     left = await store.claim(1000, 64, 64, {})
     for event in left:
         await store.remove(event)
-    assert await store.claim(1000, 64, 64, {}) == [] and not await redis_client.exists(GatewayKeys().webhook_owners)
+    assert await store.claim(1000, 64, 64, {}) == []
+    assert not await redis_client.exists(GatewayKeys.of(redis_client).webhook_owners)
 
 
 def test_pauses_grow_and_end() -> None:
