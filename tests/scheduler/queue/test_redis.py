@@ -46,6 +46,20 @@ async def test_a_request_is_stored_under_the_documented_keys(queue: RedisQueue, 
     assert left - {"claim:w1"} == {"sequence", "epoch"}
 
 
+async def test_deployments_on_one_store_do_not_see_each_other(
+    valkey_url: str, queue: RedisQueue, clock: ManualClock
+) -> None:
+    async with connection.connect(f"{valkey_url}?deployment=blue") as client:
+        blue = RedisQueue(client, clock, worker_id="w1")
+        await blue.put([make_request("a")])
+        assert await queue.claim({"realtime": 1}, 5) == []
+        [claimed] = await blue.claim({"realtime": 1}, 5)
+        assert await queue.ack([lease_of(claimed)]) == [False]
+        assert await blue.ack([lease_of(claimed)]) == [True]
+        await blue.close()
+        await client.delete(*await client.keys("*blue*"))  # the numbers, which stay
+
+
 async def test_no_key_is_left_however_a_request_ends(queue: RedisQueue, clock: ManualClock) -> None:
     await queue.put([make_request(name) for name in "abcd"])
     a, b, c = await queue.claim({"realtime": 3}, 5)
