@@ -54,7 +54,6 @@ if ahead > max_ahead or prompt * prompt_s + output * output_s > max_s then
 end
 
 local first = take_numbers(#fresh, now_ms)
-local fresh_prompt, fresh_output = 0, 0
 for n, i in ipairs(fresh) do
   local id, deadline_ms, payload, part = ARGV[i], ARGV[i + 1], ARGV[i + 4], ARGV[i + 5]
   local prompt_tokens, output_tokens = tonumber(ARGV[i + 2]), tonumber(ARGV[i + 3])
@@ -66,14 +65,16 @@ for n, i in ipairs(fresh) do
     redis.call('PEXPIRE', OUTPUT .. part, OUTPUT_TTL_MS) -- it may wait for long
   end
   redis.call('ZADD', queue, deadline_ms, member)
-  fresh_prompt, fresh_output = fresh_prompt + prompt_tokens, fresh_output + output_tokens
+  sum_prompt, sum_output = sum_prompt + prompt_tokens, sum_output + output_tokens
 end
-count_waiting(tier, fresh_prompt, fresh_output, fresh_bytes)
+
 -- A worker that was woken in the last moment is about to claim these requests, too. One that does not react in time is not
 -- waited for.
 local since_ms = now_ms - woken_ms
-if since_ms < 0 or since_ms >= WAKE_MS then
-  redis.call('HSET', WAITING .. tier, 'woken_ms', now_ms)
+local wakes = since_ms < 0 or since_ms >= WAKE_MS
+redis.call('HSET', WAITING .. tier, 'prompt', sum_prompt, 'output', sum_output, 'bytes', bytes + fresh_bytes,
+  'woken_ms', wakes and now_ms or woken_ms)
+if wakes then
   wake(tier)
 end
 return {}
