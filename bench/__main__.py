@@ -18,6 +18,7 @@ from bench.isolation.command import Isolation
 from bench.peers.command import ClosedLoops
 from bench.readme_figures import ReadmeFigures
 from bench.simulator_accuracy import SimulatorAccuracy
+from bench.store import Store
 from loadtest.progress import progress
 from loadtest.running import run_cli
 
@@ -40,7 +41,7 @@ class Bench(BaseSettings):
     Images. images: the images of gateway and worker, built, started with a store, and tried.
 
     Other experiments. simulator-accuracy: a measured run compared with its simulation. readme: the figures of the
-    README, in one sitting.
+    README, in one sitting. store: the store's CPU time for idle workers, requests and a dead worker.
 
     Plots need `pip install 'tidegate[loadtest]'`. `python -m bench.gpu_check` runs the checks that need a GPU."""
 
@@ -62,6 +63,7 @@ class Bench(BaseSettings):
     fuzz: CliSubCommand[Fuzz]
     images: CliSubCommand[Images]
     readme: CliSubCommand[ReadmeFigures]
+    store: CliSubCommand[Store]
 
     def cli_cmd(self) -> None:
         name = next(field for field in type(self).model_fields if getattr(self, field) is not None)
