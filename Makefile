@@ -31,7 +31,8 @@ test-all: lint
 # What the store must do, on a cluster of three and through a Sentinel; `make test` has it on one server.
 ON_STORE := $(PYTEST) -m "not full" tests/scheduler/store tests/scheduler/queue tests/scheduler/events \
 	tests/scheduler/registry tests/scheduler/reload tests/scheduler/tasks tests/scheduler/test_stored_format.py \
-	tests/scheduler/test_protocol.py tests/gateway/keys tests/gateway/files tests/gateway/jobs tests/gateway/test_dead_letters.py
+	tests/scheduler/test_protocol.py tests/gateway/keys tests/gateway/files tests/gateway/jobs tests/gateway/requests \
+	tests/gateway/test_dead_letters.py
 test-stores: $(VENV)/.installed-dev
 	TIDEGATE_TEST_STORE=cluster $(ON_STORE)
 	TIDEGATE_TEST_STORE=sentinel $(ON_STORE)

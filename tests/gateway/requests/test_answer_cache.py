@@ -15,6 +15,7 @@ from engine.interface import FinishReason, SamplingParams
 from gateway.protocol.bodies.schemas import ChatCompletionRequest, CompletionRequest
 from gateway.requests.generate.answer_cache import AnswerCache
 from gateway.requests.tokens.model_files import model_revision
+from gateway.store_keys import GatewayKeys
 from scheduler.request import Delivery, EventKind, Request, TokenEvent
 from tests.gateway.scripted_worker import answer_with
 from tests.gateway.stand import Stand, running_stand
@@ -249,9 +250,9 @@ async def test_a_full_cache_drops_what_expires_first(redis_client: Redis) -> Non
     sizes = [await redis_client.strlen(key) for key in keys]
     kept = [key for key, size in zip(keys, sizes, strict=True) if size]
     assert keys[1] not in kept and keys[3] in kept
-    assert await redis_client.hget("tidegate:cache:sizes", "total") == str(sum(sizes)).encode()
+    assert await redis_client.hget(GatewayKeys.of(redis_client).cache_sizes, "total") == str(sum(sizes)).encode()
     assert sum(sizes) <= 500
-    assert await redis_client.zcard("tidegate:cache:index") == len(kept)
+    assert await redis_client.zcard(GatewayKeys.of(redis_client).cache_index) == len(kept)
     await keep(cache, 5, 99, num_tokens=2000)
     assert [await redis_client.strlen(key) for key in keys] == sizes, "an output larger than the cache changes nothing"
 
@@ -266,7 +267,7 @@ async def test_the_size_stays_right_when_answers_are_replaced_or_expire(redis_cl
     assert isinstance(cache._clock, ManualClock)
     cache._clock.advance(51)
     last = await keep(cache, 4, 50)
-    total = await redis_client.hget("tidegate:cache:sizes", "total")
+    total = await redis_client.hget(GatewayKeys.of(redis_client).cache_sizes, "total")
     assert total == str(await redis_client.strlen(last)).encode()
 
 
