@@ -7,7 +7,7 @@ another worker has held before.
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 
 from scheduler.clock import Clock
 from scheduler.events.base import EventChannel
@@ -18,8 +18,7 @@ from scheduler.worker.core import WorkerCore
 from scheduler.worker.leases import LEASE_S
 from scheduler.worker.request_intake import RequestIntake
 
-# Maximum seconds to wait for a wake-up from the queue. After them, the worker claims without a wake-up, because one may
-# have been lost.
+# Seconds between two looks at the requests that were cancelled.
 LISTEN_S = 0.5
 
 
@@ -56,8 +55,11 @@ class Claimer:
         takeover: Takeover,
         outage: StoreOutage,
         clock: Clock,
+        is_stuck: Callable[[], bool],
     ) -> None:
+        """A worker that `is_stuck` claims nothing."""
         self._core = core
+        self._is_stuck = is_stuck
         self._queue = queue
         self._intake = intake
         self._takeover = takeover
@@ -71,6 +73,12 @@ class Claimer:
     def note_room(self) -> None:
         """Make `run` claim again, because there may be room for more requests."""
         self._room.set()
+
+    def note_depths(self, depths: Mapping[str, int]) -> None:
+        """Claim if requests wait in a tier that this worker waits for: a wake-up was lost. `depths` are by tier."""
+        if any(depths.get(tier) for tier in self._waits_for or ()):
+            self._waits_for = None
+            self.note_room()
 
     def close(self) -> None:
         """Claim no more requests. Cancelled requests are still dropped."""
@@ -88,7 +96,7 @@ class Claimer:
                     self._room.clear()
                     room = asyncio.create_task(self._room.wait())
                 if work.done():
-                    if work.result() or self._waits_for:
+                    if work.result():
                         self._waits_for = None
                     work = asyncio.create_task(self._queue.wait_for_work(LISTEN_S))
                 self._intake.drop(self._queue.cancelled())
@@ -100,13 +108,13 @@ class Claimer:
     async def _claim(self) -> None:
         """Claim, unless the queue will wake this worker exactly for the tiers that it has room for.
 
-        A worker without work waits as an idle one, so that it is woken before those that are busy. One that was woken
-        without room claims nothing, so that the next one is woken.
+        A worker whose load has halved since the last claim claims again, so that it is woken before busier ones. One
+        that was woken without room claims nothing, so that the next one is woken.
         """
         held = self._core.held
-        limits = self._core.claim_limits(self._clock.now()) if self._is_open else {}
+        limits = self._core.claim_limits(self._clock.now()) if self._is_open and not self._is_stuck() else {}
         load = 1 + held.num_interactive if len(held) else 0
-        if limits.keys() == self._waits_for and (load or not self._load):
+        if limits.keys() == self._waits_for and 2 * load >= self._load:
             return
         self._waits_for = None
         without_room = {tier.name: 0 for tier in held.tiers if tier.name not in limits}
@@ -119,3 +127,4 @@ class Claimer:
             self._intake.accept(ready)
         if taken_over:
             await self._takeover.ask(list(taken_over.values()))
+            self.note_room()  # it holds less than the queue knows

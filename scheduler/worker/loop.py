@@ -83,12 +83,12 @@ def build_loop(
     gateways = GatewayWatch(held, queue, events, intake, checkpointer)
     peers = Peers(queue, registry, outage, clock, worker_id, gateways=gateways)
     takeover = Takeover(queue, events, intake)
-    claimer = Claimer(core, queue, intake, takeover, outage, clock)
+    claimer = Claimer(core, queue, intake, takeover, outage, clock, lambda: driver.is_stuck)
     worker = RequestWorker(
         driver, held, queue, intake, claimer, publisher, checkpointer, metrics, report, outage, clock, tracer
     )
     heartbeat = Heartbeat(registry, report, clock, identity)
-    review = ControllerReview(core, queue, metrics, intake, clock)
+    review = ControllerReview(core, queue, claimer, metrics, intake, clock)
     maintenance = Maintenance(heartbeat, outage, clock, lambda: driver.is_stuck, review.run)
     leases = LeaseKeeper(intake, queue, outage, clock, identity)
     return WorkerLoop(worker, queue, leases, peers, maintenance, heartbeat)

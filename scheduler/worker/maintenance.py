@@ -12,6 +12,7 @@ from scheduler.clock import Clock
 from scheduler.control.feedback import UPDATE_S
 from scheduler.queue.base import Queue
 from scheduler.store.outage import StoreOutage
+from scheduler.worker.claimer import Claimer
 from scheduler.worker.core import WorkerCore
 from scheduler.worker.heartbeat import Heartbeat
 from scheduler.worker.metrics import SchedulerMetrics
@@ -58,9 +59,16 @@ class ControllerReview:
     """Lets the controller change its knobs, and logs and counts its decisions."""
 
     def __init__(
-        self, core: WorkerCore, queue: Queue, metrics: SchedulerMetrics, intake: RequestIntake, clock: Clock
+        self,
+        core: WorkerCore,
+        queue: Queue,
+        claimer: Claimer,
+        metrics: SchedulerMetrics,
+        intake: RequestIntake,
+        clock: Clock,
     ) -> None:
         self._core = core
+        self._claimer = claimer
         self._queue = queue
         self._metrics = metrics
         self._intake = intake
@@ -69,7 +77,9 @@ class ControllerReview:
 
     async def run(self) -> None:
         """Do one review."""
-        self._apply(await self._queue.depths([t.name for t in self._core.held.tiers]))
+        depths = await self._queue.depths([t.name for t in self._core.held.tiers])
+        self._apply(depths)
+        self._claimer.note_depths(depths)
         self._intake.changed.set()  # wakes an idle driver, because budgets also change with time
 
     def _apply(self, depths: Mapping[str, int]) -> None:

@@ -64,14 +64,20 @@ async def test_a_put_costs_two_claims_however_many_workers_wait(world: World) ->
         engine = ModeledEngine(make_info(), world.clock.sleep, FAST)
         worker = world.add_worker(StepDriver(make_core(), engine), engine, f"w{number:02}")
         record(calls, worker.queue, "claim", lambda *args: "claim")
-        record(calls, worker.queue, "wait_for_work", lambda *args: "wait")
-    await world.clock.sleep(LISTEN_S + 0.1)
+    await world.clock.sleep(0.1)
     calls.clear()
     for number in range(10):
         await world.ask(f"r{number}", max_tokens=2)
-    num_polls = calls.count("wait") - 10  # all other waits began after a wait without a wake-up
-    assert calls.count("claim") <= 2 * 10 + num_polls
-    assert calls.count("wait") < 10 + 20 * (1 + world.clock.now() / LISTEN_S)
+    assert 10 <= len(calls) <= 2 * 10
+    await world.clock.sleep(60)
+    assert len(calls) <= 2 * 10, "idle workers claim nothing"
+
+
+@played_by(run_world)
+async def test_a_lost_wakeup_delays_a_request_until_the_next_review(world: World) -> None:
+    await world.clock.sleep(0.1)
+    world.queue._shared.waiters.clear()
+    assert (await world.ask("chat")).ttft_s < UPDATE_S + 0.1
 
 
 @played_by(run_world)

@@ -72,6 +72,7 @@ async def test_a_worker_whose_step_does_not_end_looks_dead_and_drops_the_lost_re
     answer = world.answers["chat"]
     assert answer.token_ids == expected_tokens(answer.request)
     assert second.loop.is_stuck
+    assert (await world.ask("later")).ttft_s < 0.1, "no stuck worker claims it"
     assert [w.worker_id for w in world.client.live.engines] == ["worker"]
     second.engine.goes_on.set()
     await world.clock.sleep(5.0)
