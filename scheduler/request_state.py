@@ -94,6 +94,10 @@ class RequestState:
     boosted_to: float | None = None  # the higher priority that the request has while it is urgent
     # Engine time that bulk had used in total when the newest token came, or at the arrival if there is no token yet.
     bulk_seen_s: float = 0.0
+    # What the delay accounts had counted at the arrival, and the engine time that the request's own runs took.
+    fixed_seen_s: float = 0.0
+    delay_seen_s: float = 0.0
+    own_s: float = 0.0
     found_step_s: float = 0.0  # predicted length of the step that ran when the request arrived; 0: no step ran
     attempt: int = 1  # number of the claim, counted from 1
     num_lost_streams: int = 0  # attempts of this worker that failed, in front of a server that plans its own steps

@@ -1,7 +1,7 @@
 """Budgets: how much each tier may do in a step (plain data), and how much work may be thrown away over time."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.step_time.cost import StepCost
 from scheduler.clock import NEVER_S
@@ -17,11 +17,16 @@ class TierBudget:
     max_wait_s: float = 0.0  # the longest time that a new request may wait for other requests to share its first step
     arrival_gap_s: float = NEVER_S  # mean time between two arrivals
     limit: StepLimit = StepLimit()  # the longest time that the step may take with work of this tier
-    # A request of a higher tier awaits its first token: prefills wait, and decodes may add only `limit.extra_share`.
-    decodes_only: bool = False
+    # The time that bulk may add to the interactive part of the step, up to `limit`.
+    added_s: float = NEVER_S
+    decodes_only: bool = False  # a request of a higher tier awaits its first token: prefills wait
     overloaded: bool = False  # first tokens come much too late: prefills run in order, whether they are late or not
     min_share_due: bool = False  # the tier's min share is due, so that the tier is served first in this step
     reserve_blocks: int = 0  # KV blocks that must stay free when a sequence of this tier starts
+
+    def beside(self, interactive_s: float) -> "TierBudget":
+        """Return the budget of a bulk tier in a step whose interactive part takes `interactive_s` seconds."""
+        return replace(self, limit=self.limit.at_most(interactive_s + self.added_s)) if self.added_s < NEVER_S else self
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,13 +85,16 @@ class SLAController:
 
     # -- the inner loop ----------------------------------------------------------------------------------------
 
-    def budgets(self, states: Sequence[RequestState], cost: StepCost, now: float) -> Budgets:
-        """Return the budgets of all tiers for the next step. `states` are the requests of interactive tiers."""
+    def budgets(self, states: Sequence[RequestState], cost: StepCost, now: float, left_s: float = NEVER_S) -> Budgets:
+        """Return the budgets of all tiers for the next step.
+
+        `states` are the requests of interactive tiers. `left_s` is what their delay accounts let bulk add to the step.
+        """
         self._cost, self._overloaded = cost, frozenset()
         if not self._switches.feed_forward:
             return Budgets({t.name: self._fixed_budget(t) for t in self._tiers}, cost)
         work = InteractiveWork.of(states, cost)
-        limits = step_limits(self._traffic(), work, cost, now)
+        limits = step_limits(self._traffic(), work, cost, now, left_s)
         overloaded = (t for t in self._interactive if is_overloaded(t, limits.interactive, work, cost, now))
         self._overloaded = frozenset(tier.name for tier in overloaded)
         self._min_shares.is_overload = bool(self._overloaded)
@@ -106,7 +109,8 @@ class SLAController:
         awaited = work.awaited_priority
         return replace(
             fixed,
-            limit=limits.bulk.towards(limits.urgent, self._min_shares.urgency(tier.name)),
+            limit=limits.bulk,
+            added_s=limits.added_s(self._min_shares.urgency(tier.name)),
             decodes_only=awaited is not None and awaited > tier.priority,
             reserve_blocks=self._reserve.num_blocks if self._interactive else 0,
         )

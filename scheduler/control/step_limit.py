@@ -1,19 +1,18 @@
 """Step limits: the longest predicted time in seconds that a step may take. The controller's inner loop uses them.
 
-Two limits hold at the same time. The hard limit follows from deadlines: a step with interactive decodes must end before
-the first of their next tokens is due. The slowdown limit says how much longer bulk may make a step, in three cases:
+Three limits hold at the same time:
 
-| what interactive requests do | limit of a step with bulk |
+| because of | limit |
 |---|---|
-| nothing: bulk is alone | a request that arrives is delayed by `DELAY_SHARE` of its usual first-token service |
-| decode | the tier's `max_slowdown` times the step without bulk |
-| await a first token | `AWAITED_SHARE` of that slowdown; bulk only decodes |
+| deadlines | a step with interactive decodes ends before the first of their next tokens is due: the hard limit |
+| requests that are there | bulk adds what their delay accounts have left (scheduler/control/delay_account.py) |
+| requests that may arrive | bulk delays them by about `DELAY_SHARE` of the usual time from first step to first token |
 
 All functions are pure: they compute limits from request states, predicted costs and observed rates.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.step_time.cost import StepCost
 from scheduler.clock import NEVER_S
@@ -33,7 +32,6 @@ OVERLOAD = 1.5
 # For bulk tiers.
 # A bulk step may always last this many times the fixed cost of a step, since a shorter step is mostly overhead.
 AMORTISE = 3.0
-AWAITED_SHARE = 0.1  # share of the slowdown of decodes by which bulk may lengthen a step that computes a first token
 # Share of the usual time from first step to first token: the mean delay that bulk may cause to a request that arrives.
 DELAY_SHARE = 0.15
 NO_EVICTION_RESIDUAL = 0.5  # mean share of a running step for which an arrival waits if nothing can be evicted from it
@@ -52,24 +50,15 @@ class StepLimit:
     base_s: float = NEVER_S
     # The tier may add this share of `planned_s`, and this many seconds, even if the step then exceeds `base_s`.
     extra_share: float = 0.0
-    hard_limit_s: float = NEVER_S  # limit of the step with that extra: if it lasts longer, interactive tokens are late
     extra_s: float = 0.0
 
     def total_s(self, planned_s: float) -> float:
         """Return the limit of the step: `base_s`, or the limit with the extra if that is longer."""
-        return max(self.base_s, self.extra_only_s(planned_s))
+        return max(self.base_s, (1 + self.extra_share) * planned_s + self.extra_s)
 
-    def extra_only_s(self, planned_s: float) -> float:
-        """Return the limit for a tier that may add only its extra."""
-        return min((1 + self.extra_share) * planned_s + self.extra_s, self.hard_limit_s)
-
-    def towards(self, other: "StepLimit", share: float) -> "StepLimit":
-        """Return the limit that lies between this one and `other`: this one for a share of 0, `other` for 1."""
-        if share == 0 or self.base_s == NEVER_S:
-            return self
-        base_s = NEVER_S if other.base_s == NEVER_S else (1 - share) * self.base_s + share * other.base_s
-        extra_share = (1 - share) * self.extra_share + share * other.extra_share
-        return StepLimit(base_s, extra_share, self.hard_limit_s)
+    def at_most(self, limit_s: float) -> "StepLimit":
+        """Return this limit, but not above `limit_s`."""
+        return replace(self, base_s=min(self.base_s, limit_s))
 
     def prefills_s(self, planned_s: float, min_share_s: float) -> float:
         """Return the limit for prefills of the tier.
@@ -121,44 +110,44 @@ class InteractiveWork:
         """The highest priority among the requests that await their first token; None if there are none."""
         return max((s.tier.priority for s in self.awaiting), default=None)
 
-    @property
-    def max_slowdown(self) -> float:
-        """The smallest `max_slowdown` among the tiers that have requests; `NEVER_S` if none of them has one."""
-        return min((s.tier.max_slowdown or NEVER_S for s in (*self.decoding, *self.awaiting)), default=NEVER_S)
-
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
     """The limits of one step for each kind of tier that adds work to it."""
 
     interactive: StepLimit
-    bulk: StepLimit
-    urgent: StepLimit  # for a bulk tier with the highest urgency: deadlines of interactive tokens are its only limit
+    bulk: StepLimit  # deadlines of interactive tokens
     min_share: StepLimit  # for a bulk tier whose min share is due
+    alone_s: float = NEVER_S  # what bulk may add to any step, because of requests that may arrive
+    left_s: float = NEVER_S  # what bulk may add by the delay accounts of the requests that are there
+
+    def added_s(self, urgency: float) -> float:
+        """Return the time that a bulk tier may add to the interactive part of the step.
+
+        With an urgency of 1, deadlines of interactive tokens are the only other limit.
+        """
+        added_s = max(0.0, min(self.alone_s, self.left_s))
+        return added_s if added_s == self.alone_s else (1 - urgency) * added_s + urgency * self.alone_s
 
 
-def step_limits(traffic: InteractiveTraffic | None, work: InteractiveWork, cost: StepCost, now: float) -> StepLimits:
-    """Return the limits of the next step. `traffic` is None if no tier is interactive."""
+def step_limits(
+    traffic: InteractiveTraffic | None, work: InteractiveWork, cost: StepCost, now: float, left_s: float
+) -> StepLimits:
+    """Return the limits of the next step.
+
+    `traffic` is None if no tier is interactive. `left_s` is what the delay accounts of the requests in `work` allow.
+    """
     guaranteed = StepLimit(_amortised_s(cost))
     if traffic is None:
-        return StepLimits(StepLimit(), StepLimit(), StepLimit(), guaranteed)
-    alone_s = bulk_alone_s(traffic, cost)
+        return StepLimits(StepLimit(), StepLimit(), guaranteed)
     hard_s = _hard_limit_s(work, traffic, now)
     return StepLimits(
         StepLimit(hard_s, extra_share=PREFILL_EXTRA_SHARE),
-        _bulk_limit(work, work.max_slowdown, alone_s, hard_s, cost),
-        _bulk_limit(work, NEVER_S, alone_s, hard_s, cost),
+        StepLimit(max(cost.step_s, hard_s) if work.decoding else NEVER_S),
         guaranteed,
+        bulk_alone_s(traffic, cost),
+        left_s,
     )
-
-
-def _bulk_limit(work: InteractiveWork, slowdown: float, alone_s: float, hard_s: float, cost: StepCost) -> StepLimit:
-    """Return the limit of bulk that may make the answers of `work` take `slowdown` times as long."""
-    base_s = alone_s
-    if work.decoding:
-        base_s = max(cost.step_s, min(hard_s, slowdown * work.decodes_s, work.decodes_s + alone_s))
-    awaited_share = min(1.0, AWAITED_SHARE * (slowdown - 1)) if work.awaiting else 0.0
-    return StepLimit(base_s, extra_share=awaited_share, hard_limit_s=hard_s)
 
 
 def _hard_limit_s(work: InteractiveWork, traffic: InteractiveTraffic, now: float) -> float:

@@ -51,9 +51,11 @@ def form_batch(
     # The sort is stable, so that all others stay in order of priority.
     for tier in sorted(tiers, key=lambda t: not budgets.tiers[t.name].min_share_due):
         budget = budgets.tiers[tier.name]
+        if not tier.is_interactive:
+            budget = budget.beside(draft.note_interactive())
         # If the step holds no work yet, the tier runs as usual, so that the engine does not stand idle.
         if budget.decodes_only and draft.has_work:
-            if not draft.add_decodes(tier.name, budget, budget.limit.extra_only_s(draft.step_s()), budget.max_num_seqs):
+            if not draft.add_decodes(tier.name, budget, budget.limit.base_s, budget.max_num_seqs):
                 draft.pause(tier.name)
             continue
         if tier.is_interactive:
@@ -89,6 +91,7 @@ class _Draft:
         self._prefill_blocks: set[int] = set()  # digests of the prompts' blocks that bulk prefills of this step compute
         self._blocks = BlockBudget(view, budgets.cost, table.reserved(), table.any_resident)
         self._work_s = 0.0  # predicted time of all runs, without the step's fixed cost
+        self._interactive_s: float | None = None  # predicted time of the step without bulk, as soon as it is known
         self._min_share_s = 0.0  # the part of `_work_s` that serves min shares
         self._preempt: dict[str, PreemptionMode] = {}
         self._resume: list[str] = []
@@ -122,6 +125,12 @@ class _Draft:
     def note_min_share(self) -> None:
         """Record that all work added so far serves min shares."""
         self._min_share_s = self._work_s
+
+    def note_interactive(self) -> float:
+        """Return the predicted time of the step as it was before bulk added anything to it; 0 if it held nothing."""
+        if self._interactive_s is None:
+            self._interactive_s = self.step_s() if self.has_work else 0.0
+        return self._interactive_s
 
     def pause(self, tier: str) -> None:
         """Pause the tier's sequences that ran in the last step. Its other sequences keep their status."""

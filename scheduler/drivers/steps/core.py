@@ -88,6 +88,7 @@ class StepCore:
 
     def _begin(self, state: RequestState) -> None:
         state.bulk_seen_s = self.running.bulk_total_s
+        self.running.open_account(state)
         state.found_step_s = self.running.step_s if self.is_busy else 0.0
         self.isolation.add(state)
         if state.request.sampling.grammar is not None:
@@ -139,7 +140,7 @@ class StepCore:
         `overhead_s` is the time that the host needed for the step in addition to the engine's time.
         """
         report = Report()
-        self._learn(result, report)
+        self._learn(result, overhead_s, report)
         if result.evicted:
             self.held.table.note_evicted(result.evicted, now)
         self._apply_outputs(result, now, report)
@@ -169,10 +170,11 @@ class StepCore:
     def observe_step_time(self, work: StepWork, elapsed_s: float) -> None:
         """Learn the time of a step that the core did not plan, such as a warm-up step at the start."""
         self.step_time.observe(work, elapsed_s)
+        self.running.accounts.step_time.observe(work, elapsed_s)
 
-    def _learn(self, result: StepResult, report: Report) -> None:
+    def _learn(self, result: StepResult, overhead_s: float, report: Report) -> None:
         self._engine_state.update(result)
-        self.running.end(result, report)
+        self.running.end(result, report, overhead_s)
         if report.work is not None:
             report.predicted_s = self.step_time.predict(report.work)
             self.step_time.observe(report.work, result.elapsed_s)

@@ -141,7 +141,8 @@ class Planner:
         return has_slot and has_blocks(state, self._engine_state.view(), below)
 
     def budgets(self, now: float) -> Budgets:
-        return self._controller.budgets(list(self._table.interactive()), self._cost(), now)
+        states = list(self._table.interactive())
+        return self._controller.budgets(states, self._cost(), now, self._running.accounts.left_s(states))
 
     def _cost(self) -> StepCost:
         """Return the predicted costs for the kind of step that is likely to be next: with prefills, or decodes only."""

@@ -9,11 +9,12 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.interface import PreemptionMode, StepEviction, StepPlan, StepResult
+from engine.interface import PreemptionMode, SequenceOutput, StepEviction, StepPlan, StepResult
 from engine.step_time.cost import StepCost, StepWork
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier
 from scheduler.control.budget import TokenBucket
+from scheduler.control.delay_account import DelayAccounts, InteractiveRun
 from scheduler.control.step_limit import MAX_WASTED_SHARE
 from scheduler.holdings.report import Report
 from scheduler.planning.step_eviction import BUCKET_S, StepTiming, weigh_eviction
@@ -42,6 +43,7 @@ class _TrackedStep:
     runs_s: Mapping[str, float]  # predicted cost of the runs, by tier
     sequences: Mapping[str, int]  # number of sequences, by tier
     interactive: frozenset[str]  # the interactive tiers with sequences in the step
+    interactive_states: Mapping[str, RequestState]  # the requests of these tiers in the step, by sequence
     itl_s: float = NEVER_S  # the shortest ITL SLO of these tiers
     accounts: Sequence[tuple[RequestState, float]] = ()  # requests that want a receipt, and the predicted costs
     is_eviction_requested: bool = False
@@ -57,9 +59,18 @@ class _TrackedStep:
             return None
         work = StepWork()
         for output in result.outputs:
-            start = self.num_computed[output.seq_id] + output.num_cached_tokens
-            work.add(output.num_computed_tokens - start, start)
+            work.add(*self._tokens(output))
         return work
+
+    def interactive_runs(self, result: StepResult) -> list[InteractiveRun]:
+        """Return what the step computed of interactive requests."""
+        found = ((self.interactive_states.get(output.seq_id), output) for output in result.outputs)
+        return [(state, *self._tokens(output)) for state, output in found if state is not None]
+
+    def _tokens(self, output: SequenceOutput) -> tuple[int, int]:
+        """Return how many tokens were computed for an output, and how many there were before."""
+        start = self.num_computed[output.seq_id] + output.num_cached_tokens
+        return output.num_computed_tokens - start, start
 
     def used_s(self, elapsed_s: float, was_evicted: bool) -> dict[str, float]:
         """Return the engine time that each tier used: `elapsed_s`, shared in proportion to predicted costs.
@@ -91,6 +102,20 @@ class _TrackedStep:
         fixed_s = self.timing.step_s - sum(self.runs_s.values())
         return min(elapsed_s, scale * (runs_s + fixed_s * min(1.0, elapsed_s / self.itl_s)))
 
+    @property
+    def bulk_share(self) -> float:
+        """The share of the step by which bulk makes it longer, as predicted."""
+        bulk_s = sum(s for tier, s in self.runs_s.items() if tier not in self.interactive)
+        return bulk_s / self.timing.step_s if self.interactive else 1.0
+
+    def enter(self, accounts: DelayAccounts, result: StepResult, overhead_s: float) -> None:
+        """Enter the finished step into the delay accounts."""
+        runs = self.interactive_runs(result)
+        if self.interactive and not self.runs_s.keys() - self.interactive:
+            accounts.add_step(runs, result.elapsed_s, overhead_s, is_typical=self.work(result) is not None)
+        else:
+            accounts.add_shared_step(runs, result.elapsed_s, overhead_s)
+
     def charge(self, used_s: Mapping[str, float]) -> None:
         """Divide the engine time that each tier used among its sequences, in proportion to predicted costs."""
         for state, run_s in self.accounts:
@@ -104,6 +129,7 @@ class RunningStep:
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
+        self.accounts = DelayAccounts()
         self.waste_budget = TokenBucket(BUCKET_S, MAX_WASTED_SHARE, BUCKET_S)
         self.wasted_s = 0.0  # seconds of bulk work thrown away in total
         self.num_evictions = 0  # number of steps from which sequences were evicted
@@ -145,6 +171,7 @@ class RunningStep:
         """
         evictable: list[_Evictable] = []
         interactive: dict[str, Tier] = {}
+        interactive_states: dict[str, RequestState] = {}
         runs_s: defaultdict[str, float] = defaultdict(float)
         kept_runs_s, num_kept = 0.0, 0
         accounts: list[tuple[RequestState, float]] = []
@@ -157,6 +184,7 @@ class RunningStep:
                 accounts.append((state, run_s))
             if tier.is_interactive:
                 interactive[tier.name] = tier
+                interactive_states[run.seq_id] = state
             if tier.is_interactive or tier.name in protected:
                 kept_runs_s += run_s
                 num_kept += 1
@@ -170,7 +198,17 @@ class RunningStep:
         swaps = swaps or any(states[seq_id].status is Status.SWAPPED for seq_id in plan.resume)
         num_computed = {run.seq_id: states[run.seq_id].num_computed_tokens + plan.ahead for run in plan.run}
         self._steps[plan.step_id] = _TrackedStep(
-            plan, num_computed, swaps, timing, evictable, runs_s, sequences, frozenset(interactive), itl_s, accounts
+            plan,
+            num_computed,
+            swaps,
+            timing,
+            evictable,
+            runs_s,
+            sequences,
+            frozenset(interactive),
+            interactive_states,
+            itl_s,
+            accounts,
         )
 
     def evictees(self, newcomer: RequestState, step_eviction: StepEviction, now: float) -> Sequence[str]:
@@ -195,7 +233,16 @@ class RunningStep:
         step.is_eviction_requested, step.wasted_s = True, tradeoff.wasted_s
         return [evictable.seq_id for evictable in step.evictable]
 
-    def end(self, result: StepResult, report: Report) -> None:
+    def open_account(self, state: RequestState) -> None:
+        """Open the delay account of a request that was just claimed."""
+        step = self._oldest
+        if step is None or not step.timing.step_s:
+            self.accounts.open(state, 0.0, 0.0)
+        else:
+            running_s = step.timing.progress(state.arrived_s) * step.timing.step_s
+            self.accounts.open(state, running_s, step.bulk_share)
+
+    def end(self, result: StepResult, report: Report, overhead_s: float = 0.0) -> None:
         """Stop tracking a finished step, and add its work and its use to the report.
 
         A requested eviction that came too late threw no work away, so it takes nothing from the waste budget.
@@ -206,6 +253,7 @@ class RunningStep:
         report.sequences, report.work = step.sequences, step.work(result)
         if not step.timing.step_s:
             return
+        step.enter(self.accounts, result, overhead_s)
         used_s = report.used_s = step.used_s(result.elapsed_s, bool(result.evicted))
         step.charge(used_s)
         if result.evicted:

@@ -1,6 +1,7 @@
 """What the controller's tests are built from: a controller, what it observes, and its outer loop at its usual pace."""
 
 from engine.step_time.cost import StepCost
+from scheduler.clock import NEVER_S
 from scheduler.config import TierSet
 from scheduler.control.budget import TierBudget
 from scheduler.control.controller import SLAController
@@ -15,10 +16,15 @@ BULK = ("bulk", "batch")
 
 
 def budgets_of(
-    controller: SLAController, states: list[RequestState], now: float = 0.0, cost: StepCost = COST
+    controller: SLAController,
+    states: list[RequestState],
+    now: float = 0.0,
+    cost: StepCost = COST,
+    left_s: float = NEVER_S,
 ) -> dict[str, TierBudget]:
+    """`left_s` is what the delay accounts of `states` have left."""
     interactive = [s for s in states if s.tier.is_interactive]
-    return dict(controller.budgets(interactive, cost, now).tiers)
+    return dict(controller.budgets(interactive, cost, now, left_s).tiers)
 
 
 def make_load(kv_usage: float = 0.0, held: dict[str, int] | None = None, **waiting: int) -> Load:

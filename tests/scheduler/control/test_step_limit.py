@@ -21,17 +21,24 @@ def limit_s(
     now: float = 0.0,
     tier: str = "bulk",
 ) -> float:
-    """The limit of a tier's budget, beside interactive `states`."""
-    return budgets_of(controller, states or [], now, cost)[tier].limit.base_s
+    """The limit of a tier's budget, beside interactive `states`. Without them, it is all that bulk adds."""
+    budget = budgets_of(controller, states or [], now, cost)[tier]
+    return budget.limit.base_s if states else budget.beside(0.0).limit.base_s
+
+
+LEFT_S = (-1.0, 0.0, 0.001, 1.0, NEVER_S)
+
+
+def quick_controller() -> SLAController:
+    return SLAController(make_tiers(), StepEviction.ROWS)
 
 
 # -- what depends on the step so far -------------------------------------------------------------------------------
 
 
-def test_the_extra_share_adds_to_a_long_step_up_to_the_hard_limit() -> None:
-    limit = StepLimit(0.1, extra_share=0.5, hard_limit_s=0.4)
-    assert [limit.total_s(planned_s) for planned_s in (0.01, 0.2, 0.3)] == pytest.approx([0.1, 0.3, 0.4])
-    assert limit.extra_only_s(0.01) == pytest.approx(0.015)
+def test_the_extra_share_adds_to_a_long_step() -> None:
+    limit = StepLimit(0.1, extra_share=0.5, extra_s=0.01)
+    assert [limit.total_s(planned_s) for planned_s in (0.01, 0.2, 0.3)] == pytest.approx([0.1, 0.31, 0.46])
 
 
 def test_prefills_add_no_more_to_guaranteed_work_than_it_takes_itself() -> None:
@@ -75,44 +82,29 @@ def test_beside_decodes_the_step_ends_before_the_earliest_next_token_is_due() ->
         assert 0.006 < limit_s(controller, decoding, COST, now=1.0, tier=tier) < 0.012
 
 
-@pytest.mark.parametrize("slowdown", [1.1, 1.5, 3.0])
-def test_beside_decodes_bulk_makes_steps_longer_by_what_the_operator_allows(slowdown: float) -> None:
-    """Up to what the ITL SLO allows."""
-    tiers = make_tiers(realtime={"max_slowdown": slowdown})
-    controller = SLAController(tiers, StepEviction.ROWS)
-    decoding = [make_decode("a", "realtime", tiers=tiers, last_token_s=1.0)]
-    for cost in (StepCost(step_s=0.001), StepCost(step_s=0.05)):
-        decodes_s = cost.step_s + cost.decode(32)
-        bulk_s, hard_s = (limit_s(controller, decoding, cost, 1.0, tier) for tier in ("bulk", "realtime"))
-        assert bulk_s == pytest.approx(min(slowdown * decodes_s, hard_s))
+def test_bulk_adds_what_the_delay_accounts_have_left_and_an_arrival_does_not_notice() -> None:
+    decoding = [make_decode("a", "realtime", last_token_s=1.0)]
+    added = {left_s: budgets_of(quick_controller(), decoding, 1.0, QUICK, left_s)["bulk"].added_s for left_s in LEFT_S}
+    assert [added[left_s] for left_s in LEFT_S[:3]] == [0.0, 0.0, 0.001]
+    assert added[1.0] == added[NEVER_S] == limit_s(quick_controller()), "as much as bulk alone"
 
 
-def test_of_several_tiers_the_one_that_allows_least_limits_bulk_while_it_has_requests() -> None:
-    tiers = make_tiers(strict={"priority": 50, "slo": {"itl_p99_ms": 100}, "max_slowdown": 1.1})
-    controller = SLAController(tiers)
-    loose = make_decode("a", "realtime", last_token_s=1.0)
-    strict = make_decode("b", "strict", tiers=tiers, last_token_s=1.0)
-    assert limit_s(controller, [loose, strict], COST, 1.0) < limit_s(controller, [loose], COST, 1.0)
-
-
-def test_a_first_token_is_slowed_down_less_than_the_answer() -> None:
-    for slowdown in (1.25, 2.0, None):
-        tiers = make_tiers(realtime={"max_slowdown": slowdown})
-        controller = SLAController(tiers)
-        budget = budgets_of(controller, [make_state("rt", tiers=tiers)])["bulk"]
-        assert budget.decodes_only and 0 < budget.limit.extra_share < (slowdown or 2.5) - 1
-        assert budgets_of(controller, [])["bulk"].limit.extra_share == 0, "there is no first token to slow down"
+def test_the_interactive_part_of_a_step_and_what_bulk_adds_stay_inside_the_hard_limit() -> None:
+    bulk = TierBudget(64, limit=StepLimit(0.1), added_s=0.03)
+    assert [bulk.beside(interactive_s).limit.base_s for interactive_s in (0.0, 0.05, 0.08)] == [0.03, 0.08, 0.1]
 
 
 def test_urgent_bulk_may_use_all_that_the_slo_leaves() -> None:
     """The more urgent, the more; a deadline does not make an interactive token late."""
-    controller, found = SLAController(make_tiers(), StepEviction.ROWS), []
+    controller, found = quick_controller(), []
     decoding = [make_decode("a", "realtime", last_token_s=1.0)]
     for urgency in (0.0, 0.5, 1.0):
         controller.set_urgency("bulk", urgency)
-        found.append(limit_s(controller, decoding, COST, 1.0))
-    assert found[0] < found[1] < found[2] == limit_s(controller, decoding, COST, 1.0, "realtime")
-    assert limit_s(controller, decoding, COST, 1.0, "batch") == found[0], "it is the other tier's deadline"
+        of = budgets_of(controller, decoding, 1.0, QUICK, left_s=-1.0)
+        found.append(of["bulk"].added_s)
+    assert 0.0 == found[0] < found[1] < found[2] == limit_s(controller)
+    assert of["batch"].added_s == 0.0, "it is the other tier's deadline"
+    assert of["bulk"].limit.base_s == of["realtime"].limit.base_s
 
 
 # -- what cannot be in time ----------------------------------------------------------------------------------------

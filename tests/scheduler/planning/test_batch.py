@@ -31,10 +31,8 @@ COST = StepCost(step_s=0.01, prefill_token_s=0.001, attend_s=0.0, context_token_
 ATTENDING = StepCost(step_s=0.01, prefill_token_s=0.001, attend_s=1e-6, context_token_s=1e-6, decode_s=0.002)
 
 
-def budget(
-    limit_s: float = NEVER_S, *, extra_share: float = 0.0, hard_limit_s: float = NEVER_S, **changes: Any
-) -> TierBudget:
-    return TierBudget(**{"max_num_seqs": 64, "limit": StepLimit(limit_s, extra_share, hard_limit_s), **changes})
+def budget(limit_s: float = NEVER_S, *, extra_share: float = 0.0, **changes: Any) -> TierBudget:
+    return TierBudget(**{"max_num_seqs": 64, "limit": StepLimit(limit_s, extra_share), **changes})
 
 
 def form(
@@ -177,20 +175,13 @@ def test_prompts_that_can_be_in_time_go_before_a_huge_one_that_cannot() -> None:
 PAUSED = budget(decodes_only=True)
 
 
-def test_decodes_beside_a_first_token_make_no_interactive_token_late() -> None:
-    """An interactive prefill has filled the step up to the next token's deadline: no extra share is left for bulk."""
+def test_decodes_beside_a_first_token_add_what_they_may_and_make_no_interactive_token_late() -> None:
+    """The interactive prefill fills its part of the step: the fixed cost, and 101 tokens."""
     states = [make_state("rt", prompt=200), *(make_decode(f"b{i}") for i in range(9))]
-    full_s = 0.111  # the fixed cost, and 101 tokens
-    beside = ran(form(states, realtime=budget(limit_s=full_s), bulk=budget(decodes_only=True, extra_share=0.03)))
-    assert beside == {"rt": 101, "b0": 1, "b1": 1, "b2": 1}
-    bound = ran(
-        form(
-            states,
-            realtime=budget(limit_s=full_s),
-            bulk=budget(decodes_only=True, extra_share=0.03, hard_limit_s=full_s),
-        )
-    )
-    assert bound == {"rt": 101}
+    full_s = 0.111
+    for limit_s, run in ((NEVER_S, {"rt": 101, "b0": 1, "b1": 1, "b2": 1}), (full_s, {"rt": 101})):
+        bulk = budget(limit_s, decodes_only=True, added_s=0.0035)
+        assert ran(form(states, realtime=budget(full_s), bulk=bulk)) == run
 
 
 def test_bulk_is_not_paused_for_work_that_cannot_start() -> None:

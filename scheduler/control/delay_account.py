@@ -1,0 +1,82 @@
+"""Delay accounts: how long bulk has delayed each interactive request, and how long it may delay it further.
+
+With a `max_slowdown` of s, an answer may take s times as long as without bulk. So a request's account earns s − 1 times
+the time that the request would have taken alone, and pays every second by which bulk has made a step longer since its
+arrival. What is left is what bulk may add to the next step. Every error of a prediction is paid back by later steps, so
+that the slowdown is right at the end of the answer.
+
+Other interactive requests are left out of the time alone: whoever is slowed down meets more of them, in the same
+proportion. The time that a step would have taken without bulk is learned from the steps that had no bulk.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from engine.step_time.cost import StepWork
+from engine.step_time.model import StepTimeModel
+from scheduler.clock import NEVER_S
+from scheduler.request_state import RequestState
+
+InteractiveRun = tuple[RequestState, int, int]  # the request, and the numbers of its new and of its earlier tokens
+
+
+class DelayAccounts:
+    """The accounts of a worker's interactive requests. Times are seconds of engine and host together."""
+
+    def __init__(self) -> None:
+        self.step_time = StepTimeModel()  # of steps without bulk
+        self._fixed_s = 0.0  # total time without bulk that no single request needs: the fixed costs of steps
+        self._delay_s = 0.0  # total time that bulk has added to steps
+
+    def open(self, state: RequestState, running_s: float, bulk_share: float) -> None:
+        """Open the account of a request that arrived `running_s` after the beginning of the running step.
+
+        `bulk_share` is the share of this step that bulk makes. Without a running step, both are 0.
+        """
+        state.fixed_seen_s = self._fixed_s + (1 - bulk_share) * running_s
+        state.delay_seen_s = self._delay_s + bulk_share * running_s
+
+    def add_step(
+        self, runs: Sequence[InteractiveRun], elapsed_s: float, overhead_s: float, *, is_typical: bool
+    ) -> None:
+        """Enter a step without bulk. The model learns from it if its time depends on its work alone (`is_typical`)."""
+        if is_typical:
+            self.step_time.observe(_work(runs), elapsed_s)
+        self._enter(runs, elapsed_s, overhead_s)
+
+    def add_shared_step(self, runs: Sequence[InteractiveRun], elapsed_s: float, overhead_s: float) -> None:
+        """Enter a step with bulk in it. If it has no interactive `runs`, all of it is a delay."""
+        if not runs:
+            self._delay_s += elapsed_s + overhead_s
+            return
+        alone_s = min(elapsed_s, self.step_time.predict(_work(runs)))
+        self._delay_s += elapsed_s - alone_s
+        self._enter(runs, alone_s, overhead_s)
+
+    def left_s(self, states: Iterable[RequestState]) -> float:
+        """Return the time that bulk may add to the next step; inf if no request limits it.
+
+        It is negative where bulk has delayed a request too much. It is at most 0 where a request has not run yet.
+        """
+        left_s = NEVER_S
+        for state in states:
+            if state.tier.max_slowdown is not None:
+                alone_s = self._fixed_s - state.fixed_seen_s + state.own_s
+                delay_s = self._delay_s - state.delay_seen_s
+                left_s = min(left_s, (state.tier.max_slowdown - 1) * alone_s - delay_s)
+        return left_s
+
+    def _enter(self, runs: Sequence[InteractiveRun], alone_s: float, overhead_s: float) -> None:
+        """Divide the time without bulk among the requests in proportion to predicted costs."""
+        cost = self.step_time.cost(mixed=_work(runs).is_mixed)
+        runs_s = [cost.run(num_tokens, context) for _, num_tokens, context in runs]
+        scale = alone_s / cost.step(sum(runs_s))
+        self._fixed_s += max(0.0, alone_s - scale * sum(runs_s)) + overhead_s
+        for (state, _, _), run_s in zip(runs, runs_s, strict=True):
+            state.own_s += scale * run_s
+
+
+def _work(runs: Sequence[InteractiveRun]) -> StepWork:
+    work = StepWork()
+    for _, num_tokens, context in runs:
+        work.add(num_tokens, context)
+    return work
