@@ -10,6 +10,7 @@ that does not fit is left out of the step and keeps its KV. A bulk request does 
 same beginning of a prompt: in the next step, it finds that beginning in the prefix cache.
 """
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from itertools import chain, islice
@@ -51,20 +52,22 @@ def form_batch(
     # The sort is stable, so that all others stay in order of priority.
     for tier in sorted(tiers, key=lambda t: not budgets.tiers[t.name].min_share_due):
         budget = budgets.tiers[tier.name]
-        if not tier.is_interactive:
-            budget = budget.beside(draft.note_interactive())
-        # If the step holds no work yet, the tier runs as usual, so that the engine does not stand idle.
-        if budget.decodes_only and draft.has_work:
-            if not draft.add_decodes(tier.name, budget, budget.limit.base_s, budget.max_num_seqs):
-                draft.pause(tier.name)
-            continue
         if tier.is_interactive:
             # Neither the limit of the step nor the batch size stops a sequence that has begun to answer: it would only
             # be later. Both limit what else runs, and what starts.
             draft.add_decodes(tier.name, budget, NEVER_S, table.num_resident(tier.name))
         else:
-            draft.add_decodes(tier.name, budget, budget.limit.total_s(draft.step_s()), budget.max_num_seqs)
+            budget = budget.beside(draft.interactive_s)
+            # If the step holds no work yet, the tier runs as usual, so that the engine does not stand idle.
+            decodes_only = budget.decodes_only and draft.has_work
+            num_decodes = draft.add_decodes(tier.name, budget, budget.limit.base_s, budget.max_num_seqs)
+            if decodes_only:
+                if not num_decodes:
+                    draft.pause(tier.name)
+                continue
         draft.add_prefills(tier, budget)
+        if tier.is_interactive and draft.has_work:
+            draft.interactive_s = draft.step_s()
         if budget.min_share_due:
             draft.note_min_share()
     return draft.plan(step_id)
@@ -91,7 +94,7 @@ class _Draft:
         self._prefill_blocks: set[int] = set()  # digests of the prompts' blocks that bulk prefills of this step compute
         self._blocks = BlockBudget(view, budgets.cost, table.reserved(), table.any_resident)
         self._work_s = 0.0  # predicted time of all runs, without the step's fixed cost
-        self._interactive_s: float | None = None  # predicted time of the step without bulk, as soon as it is known
+        self.interactive_s = 0.0  # predicted time of the step before bulk adds to it; 0: it holds nothing
         self._min_share_s = 0.0  # the part of `_work_s` that serves min shares
         self._preempt: dict[str, PreemptionMode] = {}
         self._resume: list[str] = []
@@ -125,12 +128,6 @@ class _Draft:
     def note_min_share(self) -> None:
         """Record that all work added so far serves min shares."""
         self._min_share_s = self._work_s
-
-    def note_interactive(self) -> float:
-        """Return the predicted time of the step as it was before bulk added anything to it; 0 if it held nothing."""
-        if self._interactive_s is None:
-            self._interactive_s = self.step_s() if self.has_work else 0.0
-        return self._interactive_s
 
     def pause(self, tier: str) -> None:
         """Pause the tier's sequences that ran in the last step. Its other sequences keep their status."""
@@ -298,10 +295,5 @@ def largest_chunk(wanted: int, context: int, left_s: float, cost: StepCost) -> i
     """
     if wanted < 1 or cost.run(wanted, context) <= left_s:
         return max(0, wanted)
-    if left_s <= 0 or cost.prefill(MIN_CHUNK, context) > left_s:
-        return 0
-    low, high = MIN_CHUNK, wanted
-    while low < high:  # a binary search: prefill() grows with the number of tokens
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if cost.prefill(middle, context) <= left_s else (low, middle - 1)
-    return low
+    fitting = bisect_right(range(MIN_CHUNK, wanted + 1), left_s, key=lambda n: cost.prefill(n, context))
+    return MIN_CHUNK - 1 + fitting if fitting and left_s > 0 else 0
