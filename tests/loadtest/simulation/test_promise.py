@@ -1,0 +1,57 @@
+"""The promise of `max_slowdown`: beside bulk, whole answers take that many times as long as alone."""
+
+import pytest
+
+from loadtest.simulation.cost_card import CostCard
+from loadtest.simulation.observation import RequestRecord
+from loadtest.traffic.scenario import Scenario
+from tests.loadtest.simulation.builders import chats, make_card, make_tiers, run_scenario
+
+LINEAR = {"step_s": 0.006, "prefill_token_s": 4e-4, "attend_s": 1e-8, "context_token_s": 1e-6, "decode_s": 8e-4}
+GPU = {"step_s": 0.0095, "prefill_token_s": 4e-5, "attend_s": 1e-10, "context_token_s": 2e-8, "decode_s": 2e-5}
+CARDS = {
+    "linear": make_card(decode=LINEAR, mixed=LINEAR, num_blocks=20_000),
+    "gpu": make_card(decode=GPU, mixed={**GPU, "step_s": 0.0105}, num_blocks=20_000, sheds="nothing"),
+}
+CHAT = {
+    "role": "interactive",
+    "service_tier": "default",
+    "arrivals": {"rate_per_s": 2},
+    "prompt_tokens": {"min": 32, "max": 128},
+    "output_tokens": 32,
+}
+BULK = {
+    "role": "bulk",
+    "service_tier": "flex",
+    "arrivals": {"streams": 64},
+    "prompt_tokens": {"min": 64, "max": 192},
+    "output_tokens": {"min": 32, "max": 96},
+}
+
+
+def answers(card: CostCard, slowdown: float, seed: int, duration_s: float, **bulk: object) -> dict[str, RequestRecord]:
+    scenario = Scenario.model_validate({"classes": {"chat": CHAT, **bulk}})
+    tiers = make_tiers(realtime={"max_slowdown": slowdown}, bulk={"batch_size": {"min": 1, "start": 64, "max": 64}})
+    observation = run_scenario(scenario, duration_s, tiers=tiers, card=card, seed=seed)
+    return {record.id: record for record in chats(observation)}
+
+
+def measured(card: str, slowdown: float, seed: int, duration_s: float) -> float:
+    """Return how many times as long the chats take beside bulk as alone, all together."""
+    alone = answers(CARDS[card], slowdown, seed, duration_s)
+    beside = answers(CARDS[card], slowdown, seed, duration_s, bulk=BULK)
+    assert alone.keys() == beside.keys()
+    times_s = [[r.ended_s - r.arrived_s for r in of.values() if r.ended_s is not None] for of in (beside, alone)]
+    return sum(times_s[0]) / sum(times_s[1])
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_answers_take_as_long_as_promised(card: str) -> None:
+    assert measured(card, 1.25, seed=1, duration_s=30) == pytest.approx(1.25, abs=0.1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize(("card", "slowdown"), [("linear", 1.05), ("linear", 1.25), ("gpu", 1.05), ("gpu", 1.25)])
+def test_answers_take_as_long_as_promised_whatever_the_promise(card: str, slowdown: float, seed: int) -> None:
+    assert measured(card, slowdown, seed, duration_s=60) == pytest.approx(slowdown, abs=0.1)
