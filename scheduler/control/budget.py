@@ -17,16 +17,20 @@ class TierBudget:
     max_wait_s: float = 0.0  # the longest time that a new request may wait for other requests to share its first step
     arrival_gap_s: float = NEVER_S  # mean time between two arrivals
     limit: StepLimit = StepLimit()  # the longest time that the step may take with work of this tier
-    # The time that bulk may add to the interactive part of the step, up to `limit`.
-    added_s: float = NEVER_S
+    added_s: float = NEVER_S  # the time that bulk may add to the interactive part of the step, up to `limit`
+    alone_s: float = NEVER_S  # the time of a step with bulk if no interactive request can run in it
     decodes_only: bool = False  # a request of a higher tier awaits its first token: prefills wait
     overloaded: bool = False  # first tokens come much too late: prefills run in order, whether they are late or not
     min_share_due: bool = False  # the tier's min share is due, so that the tier is served first in this step
     reserve_blocks: int = 0  # KV blocks that must stay free when a sequence of this tier starts
 
     def beside(self, interactive_s: float) -> "TierBudget":
-        """Return the budget of a bulk tier in a step whose interactive part takes `interactive_s` seconds."""
-        return replace(self, limit=self.limit.at_most(interactive_s + self.added_s)) if self.added_s < NEVER_S else self
+        """Return the budget of a bulk tier in a step whose interactive part takes `interactive_s` seconds.
+
+        If there is no such part, a request may wait for what bulk holds, such as KV blocks: then bulk must go on.
+        """
+        limit_s = interactive_s + self.added_s if interactive_s else self.alone_s
+        return replace(self, limit=self.limit.at_most(limit_s)) if limit_s < NEVER_S else self
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,6 +111,7 @@ class SLAController:
             fixed,
             limit=limits.bulk,
             added_s=limits.added_s(self._min_shares.urgency(tier.name)),
+            alone_s=limits.alone_s,
             decodes_only=awaited is not None and awaited > tier.priority,
             reserve_blocks=self._reserve.num_blocks if self._interactive else 0,
         )

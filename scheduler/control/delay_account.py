@@ -56,10 +56,11 @@ class DelayAccounts:
         """Return the time that bulk may add to the next step; inf if no request limits it.
 
         It is negative where bulk has delayed a request too much. It is at most 0 where a request has not run yet.
+        Requests that await their grammars wait for the host.
         """
         left_s = NEVER_S
         for state in states:
-            if state.tier.max_slowdown is not None:
+            if state.tier.max_slowdown is not None and not state.awaits_grammar:
                 alone_s = self._fixed_s - state.fixed_seen_s + state.own_s
                 delay_s = self._delay_s - state.delay_seen_s
                 left_s = min(left_s, (state.tier.max_slowdown - 1) * alone_s - delay_s)

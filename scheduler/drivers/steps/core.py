@@ -117,6 +117,7 @@ class StepCore:
         state = self._awaiting_grammar.pop(request_id, None)
         if state is not None:
             state.compiled_grammar, state.awaits_grammar = compiled_grammar, False
+            self.running.open_account(state)  # until now, it was not bulk that it waited for
 
     def refuse_grammar(self, request_id: str, reason: str) -> None:
         """Refuse a request whose grammar does not compile. Do nothing if the request is not held any more."""

@@ -90,8 +90,8 @@ def test_bulk_adds_what_the_delay_accounts_have_left_and_an_arrival_does_not_not
 
 
 def test_the_interactive_part_of_a_step_and_what_bulk_adds_stay_inside_the_hard_limit() -> None:
-    bulk = TierBudget(64, limit=StepLimit(0.1), added_s=0.03)
-    assert [bulk.beside(interactive_s).limit.base_s for interactive_s in (0.0, 0.05, 0.08)] == [0.03, 0.08, 0.1]
+    bulk = TierBudget(64, limit=StepLimit(0.1), added_s=0.03, alone_s=0.06)
+    assert [bulk.beside(interactive_s).limit.base_s for interactive_s in (0.0, 0.05, 0.08)] == [0.06, 0.08, 0.1]
 
 
 def test_urgent_bulk_may_use_all_that_the_slo_leaves() -> None:

@@ -172,7 +172,7 @@ def test_prompts_that_can_be_in_time_go_before_a_huge_one_that_cannot() -> None:
 
 # -- pausing -------------------------------------------------------------------------------------------------------
 
-PAUSED = budget(decodes_only=True)
+PAUSED = budget(decodes_only=True, added_s=0.0)
 
 
 def test_decodes_beside_a_first_token_add_what_they_may_and_make_no_interactive_token_late() -> None:
