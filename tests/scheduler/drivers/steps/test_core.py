@@ -52,6 +52,17 @@ def test_bulk_pauses_with_its_kv_on_the_device_and_resumes_in_order() -> None:
     assert all(stepped.tokens(f"b{i}") == expected_tokens(stepped.core.life(f"b{i}").request) for i in range(4))
 
 
+def test_bulk_goes_on_while_a_grammar_is_compiled_and_owes_nothing_for_that_time() -> None:
+    stepped = SteppedCore()
+    stepped.accept(*(make_request(f"b{i}", "bulk", max_tokens=50) for i in range(4)))
+    stepped.step()
+    stepped.accept(make_request("rt", prompt=16, max_tokens=3, grammar="{}"))
+    for _ in range(5):
+        assert len(ran(stepped.step())) == 4
+    stepped.core.note_compiled("rt", object())
+    assert stepped.core.running.accounts.left_s([stepped.core.life("rt")]) == 0
+
+
 # -- preemption never changes the output -------------------------------------------------------------------------------
 
 
