@@ -4,7 +4,9 @@ import msgspec
 import pytest
 
 from engine.interface import FinishReason, TokenLogprobs
-from scheduler.request import ANSWER_TOO_LARGE, EventKind, Lease, TokenEvent
+from scheduler.client.token_stream import TokenStream
+from scheduler.queue.memory import MemoryQueue
+from scheduler.request import ANSWER_TOO_LARGE, Claimed, EventKind, Lease, TokenEvent
 from tests.scheduler.builders import make_request
 from tests.scheduler.client.stage import Stage, finished, play, received, tokens
 from tests.scheduler.world import played_by
@@ -122,6 +124,15 @@ def fenced(event: TokenEvent, fence: int) -> TokenEvent:
     return msgspec.structs.replace(event, fence=fence)
 
 
+async def begun(stage: Stage) -> tuple[TokenStream, MemoryQueue, Claimed]:
+    """Return the stream of a request, its worker, and its claim. The tokens 5 and 6 have come."""
+    stream = await stage.submit(make_request("r"))
+    worker = stage.queue.for_worker("w")
+    [claimed] = await worker.claim({"realtime": 1}, 10.0)
+    await stage.tell(fenced(tokens(0, 5), claimed.fence), fenced(tokens(1, 6), claimed.fence))
+    return stream, worker, claimed
+
+
 @pytest.mark.parametrize(
     "late", [tokens(2, 9), finished(2, 9), TokenEvent("r", EventKind.FAILED, error="…"), tokens(0, 8)]
 )
@@ -129,10 +140,7 @@ def fenced(event: TokenEvent, fence: int) -> TokenEvent:
 async def test_events_of_a_lost_lease_change_nothing_once_another_worker_has_the_request(
     stage: Stage, late: TokenEvent
 ) -> None:
-    stream = await stage.submit(make_request("r"))
-    worker = stage.queue.for_worker("w")
-    [old] = await worker.claim({"realtime": 1}, 10.0)
-    await stage.tell(fenced(tokens(0, 5), old.fence), fenced(tokens(1, 6), old.fence))
+    stream, worker, old = await begun(stage)
     await stage.queue.requeue_worker("w")
     [new] = await worker.claim({"realtime": 1}, 10.0)
     assert new.is_taken_over
@@ -151,10 +159,7 @@ async def test_a_request_whose_tokens_do_not_follow_those_that_came_goes_on_from
     stage: Stage, late: TokenEvent
 ) -> None:
     """The store has lost a message, because too many were waiting, or an earlier claim, in a failover."""
-    stream = await stage.submit(make_request("r"))
-    worker = stage.queue.for_worker("w")
-    [old] = await worker.claim({"realtime": 1}, 10.0)
-    await stage.tell(fenced(tokens(0, 5), old.fence), fenced(tokens(1, 6), old.fence))
+    stream, worker, old = await begun(stage)
     await stage.tell(fenced(late, old.fence), fenced(tokens(4, 9), old.fence))
     await stage.clock.sleep(0.001)
     [continued] = await worker.claim({"realtime": 1}, 10.0)
