@@ -20,7 +20,7 @@ from tests.scheduler.store.nodes import Cluster, server_cluster
 from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(60)
-MAX_AWAY_S = 5.0  # the longest time from a move of the slot to the next write
+MAX_AWAY_S = 20.0  # about a second is usual; without a retry at the right node, it is for ever, or 30 s
 
 
 def move_slot(cluster: Cluster, client: Redis) -> None:
@@ -89,7 +89,7 @@ async def test_a_replica_of_the_cluster_takes_over(tmp_path: Path) -> None:
         await queue.put([make_request("a")])
         await replica.has_all_of(primary)
         primary.send(signal.SIGKILL)
-        async with asyncio.timeout(6 * MAX_AWAY_S):  # a busy machine takes longer
+        async with asyncio.timeout(2 * MAX_AWAY_S):
             while True:
                 with contextlib.suppress(*STORE_AWAY):
                     assert ids(await queue.claim({"realtime": 1}, 5)) == ["a"]
