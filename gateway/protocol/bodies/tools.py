@@ -1,15 +1,17 @@
 """Schemas of the tools that a body offers, of the choice among them, and of the calls in its conversation.
 
-Knows OpenAI's shapes: `tools`, `tool_choice`, and the older `functions` and `function_call`. Does not know how a model
-writes a call.
+Knows OpenAI's shapes: `tools`, `tool_choice`, and the older `functions` and `function_call`; and the tools of vendors'
+own servers, which other APIs have as well. Does not know how a model writes a call.
 """
 
 import json
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 
 from gateway.protocol.bodies.validation import choose
+from gateway.protocol.errors import ApiError, invalid_request
 from gateway.protocol.json_body import Body
 
 MAX_TOOLS = 128  # OpenAI's limit
@@ -34,6 +36,27 @@ class Tool(Body):
         described = {"description": function.description} if function.description is not None else {}
         parameters = function.parameters or {"type": "object", "properties": {}}
         return {"type": "function", "function": {"name": function.name, **described, "parameters": parameters}}
+
+
+class HostedTool(Body):
+    """A tool that runs on a server of its vendor's, such as `web_search`. It is left out: the model never sees it."""
+
+    type: Annotated[str, Field(min_length=1, max_length=64)]
+    name: Annotated[str, Field(max_length=256)] | None = None
+
+
+def names_left_out(tools: Iterable[Body]) -> tuple[str, ...]:
+    """Return how the header `x-tidegate-ignored-parameters` names the tools that are left out."""
+    return tuple(dict.fromkeys(f"tools.{tool.type}" for tool in tools if isinstance(tool, HostedTool)))
+
+
+def hosted_tool_chosen(name: str, param: str = "tool_choice") -> ApiError:
+    """Return the refusal of a choice that names a tool which is left out."""
+    message = (
+        f"Invalid value for '{param}': the tool '{name[:64]}' runs on a server of its vendor's, which this server does "
+        "not have. Choose a function, or leave the tool out."
+    )
+    return invalid_request(message, param, "unsupported_parameter")
 
 
 class FunctionName(Body):
