@@ -10,7 +10,9 @@ from typing import Any, ClassVar
 from gateway.dialects.responses.items import Item
 from gateway.dialects.responses.output import Event, ItemStatus, Output
 from gateway.dialects.responses.request import ResponseRequest
+from gateway.dialects.responses.tools import CustomTool, FunctionTool, NamespaceTool
 from gateway.output.piece import Piece
+from gateway.protocol.bodies.tools import HostedTool
 from gateway.protocol.errors import ApiError
 from gateway.requests.answers.choice import Choice
 from gateway.requests.answers.chunks import Usage, encode_json
@@ -59,7 +61,7 @@ class ResponseHead:
                 "verbosity": (text.verbosity if text else None) or "medium",
             },
             "tool_choice": _dumped(request.tool_choice) or "auto",
-            "tools": [tool.model_dump() | {"strict": bool(tool.strict)} for tool in request.tools or ()],
+            "tools": [_tool(tool) for tool in request.tools or () if not isinstance(tool, HostedTool)],
             "top_logprobs": request.top_logprobs or 0,
             "top_p": _first(request.top_p, self.defaults.top_p),
             "truncation": request.truncation or "disabled",
@@ -80,7 +82,13 @@ class ResponseAnswer:
         self.id = head.id
         self.reports_tokens = report is not None
         reasoning = head.request.reasoning
-        self.output = Output(head.id, report, summaries=reasoning is not None and bool(reasoning.wanted_summary))
+        self.output = Output(
+            head.id,
+            report,
+            summaries=reasoning is not None and bool(reasoning.wanted_summary),
+            seals="reasoning.encrypted_content" in (head.request.include or ()),
+            tools=head.request.offered_tools,
+        )
         self.events = ResponseEvents(self)
         self._final: dict[str, Any] | None = None
 
@@ -197,6 +205,13 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 def _first(value: float | None, default: float) -> float:
     return default if value is None else value
+
+
+def _tool(tool: FunctionTool | CustomTool | NamespaceTool) -> dict[str, Any]:
+    if isinstance(tool, FunctionTool):
+        return tool.model_dump() | {"strict": bool(tool.strict)}
+    inner = {"tools": [_tool(t) for t in tool.tools]} if isinstance(tool, NamespaceTool) else {}
+    return tool.model_dump(exclude={"tools"}, exclude_none=True) | inner
 
 
 def _dumped(choice: Any) -> Any:

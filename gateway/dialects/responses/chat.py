@@ -4,19 +4,14 @@ Knows the fields of both APIs; does not know how a chat is answered. The body is
 parameter of the chat endpoint keeps its meaning and its limits here.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from gateway.dialects.responses.items import Item, text_of
-from gateway.dialects.responses.request import (
-    AllowedTools,
-    FunctionTool,
-    NamedTool,
-    ResponseRequest,
-    TextFormat,
-    ToolChoice,
-)
+from gateway.dialects.responses.request import ResponseRequest, TextFormat
+from gateway.dialects.responses.tools import OfferedTool, chat_choice, chat_name, custom_arguments
 from gateway.protocol.bodies.schemas import ChatCompletionRequest, parse_generation
 from gateway.protocol.errors import ApiError
 
@@ -32,6 +27,11 @@ PATHS = (
 )
 
 
+_TOOL = re.compile(r"tools\[(\d+)\](?:\.function(?:(\.parameters.*)|(.*)))?")  # a path of a chat's tool
+CALLS = ("function_call", "custom_tool_call")
+OUTPUTS = ("function_call_output", "custom_tool_call_output")
+
+
 def chat_request(request: ResponseRequest, items: Sequence[Item]) -> ChatCompletionRequest:
     """Return the chat that answers `request`. `items` is the whole conversation, without the instructions.
 
@@ -41,18 +41,21 @@ def chat_request(request: ResponseRequest, items: Sequence[Item]) -> ChatComplet
     if request.instructions:
         messages = [{"role": "system", "content": request.instructions}, *messages]
     body = {**request.extensions, "model": request.model, "messages": messages, **_options(request)}
-    with in_terms_of_responses():
+    with in_terms_of_responses(request.offered_tools):
         return parse_generation(ChatCompletionRequest, {name: v for name, v in body.items() if v is not None})
 
 
 @contextmanager
-def in_terms_of_responses() -> Iterator[None]:
-    """Raise each `ApiError` of the block with the parameter's path in the Responses API instead of the chat's path."""
+def in_terms_of_responses(tools: Sequence[OfferedTool] = ()) -> Iterator[None]:
+    """Raise each `ApiError` of the block with the parameter's path in the Responses API instead of the chat's path.
+
+    `tools` are the tools of the chat.
+    """
     try:
         yield
     except ApiError as error:
         old = error.param or ""
-        new = _path(old)
+        new = _path(old, tools)
         if new == old:
             raise
         message = error.message.replace(f"'{old}'", f"'{new}'")
@@ -65,15 +68,15 @@ def chat_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
     An assistant's reasoning, text and calls are several items, but become one message.
     """
     messages: list[dict[str, Any]] = []
-    names = {item["call_id"]: item["name"] for item in items if item["type"] == "function_call"}
+    names = {item["call_id"]: _name_in_chat(item) for item in items if item["type"] in CALLS}
     reasoning = ""
     for item in items:
         if item["type"] == "reasoning":
             reasoning = text_of(item["content"] or item["summary"])
             continue
-        if item["type"] == "function_call":
+        if item["type"] in CALLS:
             _add_call(messages, item, reasoning)
-        elif item["type"] == "function_call_output":
+        elif item["type"] in OUTPUTS:
             message = {"role": "tool", "tool_call_id": item["call_id"], "content": text_of(item["output"])}
             name = names.get(item["call_id"])
             messages.append(message if name is None else message | {"name": name})
@@ -87,9 +90,15 @@ def chat_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
 def _add_call(messages: list[dict[str, Any]], item: Item, reasoning: str) -> None:
     if not messages or messages[-1]["role"] != "assistant" or reasoning:
         messages.append(_with_reasoning({"role": "assistant", "content": None}, reasoning))
-    function = {"name": item["name"], "arguments": item["arguments"]}
+    is_custom = item["type"] == "custom_tool_call"
+    arguments = custom_arguments(item["input"]) if is_custom else item["arguments"]
+    function = {"name": _name_in_chat(item), "arguments": arguments}
     call = {"id": item["call_id"], "type": "function", "function": function}
     messages[-1].setdefault("tool_calls", []).append(call)
+
+
+def _name_in_chat(call: Item) -> str:
+    return chat_name(call.get("namespace"), call["name"])
 
 
 def _with_reasoning(message: dict[str, Any], reasoning: str) -> dict[str, Any]:
@@ -97,7 +106,7 @@ def _with_reasoning(message: dict[str, Any], reasoning: str) -> dict[str, Any]:
 
 
 def _options(request: ResponseRequest) -> dict[str, Any]:
-    text = request.text
+    text, tools = request.text, [tool.chat_tool() for tool in request.offered_tools]
     return {
         "max_completion_tokens": request.max_output_tokens,
         "temperature": request.temperature,
@@ -106,9 +115,9 @@ def _options(request: ResponseRequest) -> dict[str, Any]:
         "top_logprobs": request.top_logprobs if request.wants_logprobs else None,
         "response_format": _response_format(text.format) if text and text.format else None,
         "verbosity": text.verbosity if text else None,
-        "tools": [_tool(tool) for tool in request.tools] if request.tools else None,
-        "tool_choice": _tool_choice(request.tool_choice) if request.tools else None,
-        "parallel_tool_calls": request.parallel_tool_calls if request.tools else None,
+        "tools": tools or None,
+        "tool_choice": chat_choice(request.tool_choice),
+        "parallel_tool_calls": request.parallel_tool_calls if tools else None,
         "reasoning_effort": request.reasoning.effort if request.reasoning else None,
         "metadata": request.metadata,
         "service_tier": request.service_tier,
@@ -127,22 +136,12 @@ def _response_format(text: TextFormat) -> dict[str, Any] | None:
     return {"type": text.type, text.type: {name: value for name, value in fields.items() if value is not None}}
 
 
-def _tool(tool: FunctionTool) -> dict[str, Any]:
-    return {"type": tool.type, "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
-
-
-def _tool_choice(choice: ToolChoice) -> str | dict[str, Any] | None:
-    if isinstance(choice, NamedTool):
-        return {"type": "function", "function": {"name": choice.name}}
-    if isinstance(choice, AllowedTools):
-        tools = [{"type": "function", "function": {"name": tool.name}} for tool in choice.tools]
-        return {"type": choice.type, choice.type: {"mode": choice.mode, "tools": tools}}
-    return choice
-
-
-def _path(path: str) -> str:
+def _path(path: str, tools: Sequence[OfferedTool]) -> str:
     for old, new in PATHS:
         if path == old or path.startswith((f"{old}.", f"{old}[")):
             # The messages of a chat are not numbered as the input items are.
             return new if new == "input" else new + path[len(old) :]
-    return path.replace(".function.", ".", 1) if path.startswith(("tools[", "tool_choice.")) else path
+    if (place := _TOOL.fullmatch(path)) and int(place[1]) < len(tools):
+        tool = tools[int(place[1])]
+        return f"{tool.path}.format" if tool.is_custom and place[2] else tool.path + (place[2] or place[3])
+    return path.replace(".function.", ".", 1) if path.startswith("tool_choice.") else path

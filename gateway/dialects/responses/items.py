@@ -6,6 +6,7 @@ chat messages, requests or the store.
 """
 
 import re
+from base64 import b64decode, b64encode
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
@@ -18,7 +19,15 @@ Item = dict[str, Any]
 
 FIRST_INPUT = 0x8000  # number of a response's first input item; output items are numbered from 0
 RESPONSE_PREFIX = "resp_"
-_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}
+_SEAL = "tidegate:"  # begins an `encrypted_content` of this server
 _OWN_ID = re.compile(r"[a-z]+_([0-9a-f]{32})[0-9a-f]{4}")
 
 
@@ -31,6 +40,20 @@ def response_of_item(item: str) -> str | None:
     """Return the id of the response in which this server made the item id `item`; None if it is not such an id."""
     match = _OWN_ID.fullmatch(item)
     return RESPONSE_PREFIX + match[1] if match else None
+
+
+def sealed(text: str) -> str:
+    """Return `text` as an `encrypted_content`, which clients keep and send back. It is encoded, not encrypted: they
+    have seen the text."""
+    return _SEAL + b64encode(text.encode()).decode()
+
+
+def unsealed(content: str) -> str:
+    """Return the text of an `encrypted_content`; an empty text if this server has not made it."""
+    try:
+        return b64decode(content.removeprefix(_SEAL), validate=True).decode() if content.startswith(_SEAL) else ""
+    except ValueError:
+        return ""
 
 
 class TextPart(Body):
@@ -74,21 +97,32 @@ class MessageItem(Body):
         return {"id": self.id or own_id, "type": self.type, "role": self.role, "content": content, "status": status}
 
 
-class FunctionCallItem(Body):
-    type: Literal["function_call"]
+class CallItem(Body):
+    """A call of a tool: its name, and the namespace if the tool is in one."""
+
     call_id: Annotated[Text, Field(min_length=1)]
     name: Annotated[Text, Field(min_length=1)]
-    arguments: Text
+    namespace: Text | None = None
     id: Text | None = None
     status: Status = None
 
     def kept(self, own_id: str) -> Item:
-        fields = self.model_dump(include={"type", "call_id", "name", "arguments"})
+        fields = self.model_dump(exclude={"id", "status"}, exclude_none=True)
         return {"id": self.id or own_id, **fields, "status": self.status or "completed"}
 
 
-class FunctionCallOutputItem(Body):
-    type: Literal["function_call_output"]
+class FunctionCallItem(CallItem):
+    type: Literal["function_call"]
+    arguments: Text
+
+
+class CustomToolCallItem(CallItem):
+    type: Literal["custom_tool_call"]
+    input: Text
+
+
+class CallOutputItem(Body):
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Annotated[Text, Field(min_length=1)]
     output: TextOrParts
     id: Text | None = None
@@ -101,14 +135,18 @@ class FunctionCallOutputItem(Body):
 
 
 class ReasoningItem(Body):
+    """The reasoning of an answer. Clients that keep no text of it send its `encrypted_content` back."""
+
     type: Literal["reasoning"]
     id: Text | None = None
     summary: Parts = []
     content: Parts | None = None
+    encrypted_content: Text | None = None
 
     def kept(self, own_id: str) -> Item:
         summary = [{"type": "summary_text", "text": _text_of(part)} for part in self.summary]
-        content = [{"type": "reasoning_text", "text": _text_of(part)} for part in self.content or []]
+        texts = [_text_of(part) for part in self.content or []] or [unsealed(self.encrypted_content or "")]
+        content = [{"type": "reasoning_text", "text": text} for text in texts if text]
         return {"id": self.id or own_id, "type": self.type, "summary": summary, "content": content}
 
 
@@ -117,7 +155,7 @@ class ItemReference(Body):
     id: Text
 
 
-KINDS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+KINDS = (*_PREFIXES, "item_reference")
 
 
 def _item_tag(value: Any) -> str | None:
@@ -131,7 +169,9 @@ def _item_tag(value: Any) -> str | None:
 InputItem = Annotated[
     Annotated[MessageItem, Tag("<message>")]
     | Annotated[FunctionCallItem, Tag("<function_call>")]
-    | Annotated[FunctionCallOutputItem, Tag("<function_call_output>")]
+    | Annotated[CallOutputItem, Tag("<function_call_output>")]
+    | Annotated[CustomToolCallItem, Tag("<custom_tool_call>")]
+    | Annotated[CallOutputItem, Tag("<custom_tool_call_output>")]
     | Annotated[ReasoningItem, Tag("<reasoning>")]
     | Annotated[ItemReference, Tag("<item_reference>")],
     Discriminator(

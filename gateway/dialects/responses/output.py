@@ -4,11 +4,12 @@ Knows pieces and OpenAI's items and events; does not know streams, requests or t
 sequence numbers where they are framed (gateway/dialects/responses/answer.py).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gateway.dialects.responses.items import Item, item_id
+from gateway.dialects.responses.items import Item, item_id, sealed
+from gateway.dialects.responses.tools import OfferedTool, custom_input
 from gateway.output.piece import Piece, ToolCallDelta
 from gateway.requests.answers.token_report import TokenReport
 
@@ -20,23 +21,29 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 class _Growing:
     """The item that gets the next output. An output has at most one such item, and it is the last one."""
 
-    kind: Literal["message", "reasoning", "function_call"]
+    kind: Literal["message", "reasoning", "function_call", "custom_tool_call"]
     id: str
     position: int  # index in the response's output
-    call: ToolCallDelta = field(default_factory=lambda: ToolCallDelta(0))  # the first delta of a function call
+    call: dict[str, Any] = field(default_factory=dict)  # of a call: its id and the name of its tool
     text: str = ""  # text of a message, or of reasoning, or the arguments of a call
     logprobs: list[dict[str, Any]] = field(default_factory=list)  # of the tokens of a message, if requested
     is_summary: bool = False  # the reasoning is shown as its own summary
+    is_sealed: bool = False  # the reasoning is also shown as `encrypted_content`
 
     def item(self, status: ItemStatus) -> Item:
         """Return the item as a JSON object. An item in progress has no content yet, as in OpenAI's events."""
         begun = status == "in_progress"
-        if self.kind == "function_call":
-            call = {"call_id": self.call.id, "name": self.call.name, "arguments": "" if begun else self.text}
-            return {"id": self.id, "type": self.kind, "status": status, **call}
+        if self.call:
+            given = {"input": self.input} if self.kind == "custom_tool_call" else {"arguments": self.text}
+            given = dict.fromkeys(given, "") if begun else given
+            return {"id": self.id, "type": self.kind, "status": status, **self.call, **given}
         content = [] if begun else [self.part(self.text, self.logprobs)]
         if self.kind == "reasoning":
-            shown = {"summary": content, "content": []} if self.is_summary else {"summary": [], "content": content}
+            shown: Item = (
+                {"summary": content, "content": []} if self.is_summary else {"summary": [], "content": content}
+            )
+            if self.is_sealed:
+                shown["encrypted_content"] = None if begun else sealed(self.text)
             return {"id": self.id, "type": self.kind, "status": status, **shown}
         return {"id": self.id, "type": self.kind, "status": status, "role": "assistant", "content": content}
 
@@ -46,9 +53,14 @@ class _Growing:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
     @property
+    def input(self) -> str:
+        """The input of a custom tool."""
+        return custom_input(self.text) if self.text else ""
+
+    @property
     def place(self) -> dict[str, Any]:
         place = {"item_id": self.id, "output_index": self.position}
-        if self.kind == "function_call":
+        if self.call:
             return place
         return place | ({"summary_index": 0} if self.is_summary else {"content_index": 0})
 
@@ -69,12 +81,23 @@ class Output:
     """The output of the response `response_id`. `items` holds the finished items.
 
     `report` is None if the client asked for no log probabilities. They are reported of text only. With `summaries`,
-    reasoning is shown as its own summary: nothing here could write a shorter one.
+    reasoning is shown as its own summary: nothing here could write a shorter one. With `seals`, it is shown as
+    `encrypted_content` as well. `tools` are the tools that may be called; calls of others keep their names.
     """
 
-    def __init__(self, response_id: str, report: TokenReport | None = None, *, summaries: bool = False) -> None:
+    def __init__(
+        self,
+        response_id: str,
+        report: TokenReport | None = None,
+        *,
+        summaries: bool = False,
+        seals: bool = False,
+        tools: Iterable[OfferedTool] = (),
+    ) -> None:
         self._response_id = response_id
         self._summaries = summaries
+        self._seals = seals
+        self._tools = {tool.chat_name: tool for tool in tools}
         self._report = report
         self._growing: _Growing | None = None
         self.items: list[Item] = []
@@ -96,7 +119,9 @@ class Output:
         for delta in piece.tool_calls:
             if delta.id:
                 yield from self._begin_call(delta)
-            if delta.arguments:
+            if self._current.kind == "custom_tool_call":
+                self._current.text += delta.arguments  # its input is reported at its end: before, it is cut JSON
+            elif delta.arguments:
                 yield from self._add("response.function_call_arguments.delta", delta.arguments)
 
     def finish(self, status: ItemStatus) -> Iterator[Event]:
@@ -114,12 +139,18 @@ class Output:
             return
         yield from self._end("completed")
         is_summary = self._summaries and kind == "reasoning"
-        yield self._open(_Growing(kind, self._next_id(kind), len(self.items), is_summary=is_summary))
+        item = _Growing(kind, self._next_id(kind), len(self.items), is_summary=is_summary, is_sealed=self._seals)
+        yield self._open(item)
         yield self._event(f"{self._current.part_event}.added", part=self._current.part(""))
 
     def _begin_call(self, delta: ToolCallDelta) -> Iterator[Event]:
         yield from self._end("completed")
-        yield self._open(_Growing("function_call", self._next_id("function_call"), len(self.items), delta))
+        tool = self._tools.get(delta.name)
+        name = {"name": delta.name} if tool is None else tool.own_name
+        kind: Literal["function_call", "custom_tool_call"] = "function_call"
+        if tool is not None and tool.is_custom:
+            kind = "custom_tool_call"
+        yield self._open(_Growing(kind, self._next_id(kind), len(self.items), {"call_id": delta.id, **name}))
 
     def _open(self, growing: _Growing) -> Event:
         self._growing = growing
@@ -135,7 +166,11 @@ class Output:
         if growing is None:
             return
         if growing.kind == "function_call":
-            yield self._event("response.function_call_arguments.done", name=growing.call.name, arguments=growing.text)
+            name = growing.call["name"]
+            yield self._event("response.function_call_arguments.done", name=name, arguments=growing.text)
+        elif growing.kind == "custom_tool_call":
+            yield self._event("response.custom_tool_call_input.delta", delta=growing.input)
+            yield self._event("response.custom_tool_call_input.done", input=growing.input)
         else:
             logprobs = {"logprobs": growing.logprobs} if growing.kind == "message" else {}
             yield self._event(f"{growing.text_event}.done", text=growing.text, **logprobs)

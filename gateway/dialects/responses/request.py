@@ -7,18 +7,19 @@ are refused by name. Fields that are no parameter of the Responses API are kept 
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import ConfigDict, Field, Tag, field_validator, model_validator
 
 from gateway.dialects.responses.items import InputItem
+from gateway.dialects.responses.tools import OfferedTool, ToolChoice, Tools, hosted_choice, offered
 from gateway.protocol.bodies.messages import MAX_PIECES, Text, count_pieces
 from gateway.protocol.bodies.options import GenerationBody, Whole
 from gateway.protocol.bodies.schemas import ChatCompletionRequest
+from gateway.protocol.bodies.tools import hosted_tool_chosen, names_left_out
 from gateway.protocol.bodies.unsupported import unknown_names
 from gateway.protocol.bodies.validation import choose, text_or_list
 from gateway.protocol.errors import invalid_request, invalid_value, unsupported_parameter
 from gateway.protocol.json_body import Body, parse
 
-MAX_TOOLS = 128
 # Parameters of /v1/chat/completions that have another name here.
 MOVED = {
     "messages": "input",
@@ -33,56 +34,6 @@ MOVED = {
 }
 # Parameters of the Responses API that are not built.
 NOT_BUILT = ("conversation", "prompt", "context_management", "moderation", "image")
-
-
-def _only_functions(value: Any) -> Any:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind != "function":
-        raise ValueError(f"tools of type '{kind[:64]}' are not served here, only tools of type 'function'")
-    return value
-
-
-class FunctionTool(Body):
-    type: Literal["function"]
-    name: Annotated[Text, Field(min_length=1)]
-    description: Text | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-Tools = Annotated[
-    list[Annotated[FunctionTool, BeforeValidator(_only_functions)]], Field(max_length=MAX_TOOLS, fail_fast=True)
-]
-
-
-class NamedTool(Body):
-    type: Literal["function"]
-    name: Annotated[Text, Field(min_length=1)]
-
-
-class AllowedTools(Body):
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
-
-
-def _choice_tag(value: Any) -> str | None:
-    if not isinstance(value, dict):
-        return "<mode>"
-    kind = value.get("type")
-    return f"<{kind}>" if kind in ("function", "allowed_tools") else None
-
-
-ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"] | None, Tag("<mode>")]
-    | Annotated[NamedTool, Tag("<function>")]
-    | Annotated[AllowedTools, Tag("<allowed_tools>")],
-    Discriminator(
-        _choice_tag,
-        custom_error_type="tool_choice",
-        custom_error_message="Must be none, auto, required, or an object of type function or allowed_tools",
-    ),
-]
 
 
 class TextFormat(Body):
@@ -184,6 +135,11 @@ class ResponseRequest(GenerationBody):
         return {name: value for name, value in (self.model_extra or {}).items() if name not in self._ignored}
 
     @property
+    def offered_tools(self) -> list[OfferedTool]:
+        """The tools that the model may call, in their order."""
+        return list(offered(self.tools))
+
+    @property
     def wants_logprobs(self) -> bool:
         return "message.output_text.logprobs" in (self.include or ()) or bool(self.top_logprobs)
 
@@ -211,7 +167,7 @@ def parse_response_request(body: dict[str, Any]) -> ResponseRequest:
         if body.get(name) is not None and body.get(name) is not False:
             raise unsupported_parameter(name)
     request = parse(ResponseRequest, body)
-    if ignored := unknown_names(body, KNOWN):
+    if ignored := (*unknown_names(body, KNOWN), *names_left_out(request.tools or ())):
         request._ignored = ignored
     _check_together(request)
     return request
@@ -222,6 +178,8 @@ def _check_together(request: ResponseRequest) -> None:
     if request.stream_options is not None and not request.stream:
         message = "The 'stream_options' parameter is only allowed when 'stream' is enabled."
         raise invalid_value("stream_options", message)
+    if (hosted := hosted_choice(request.tool_choice)) is not None:
+        raise hosted_tool_chosen(hosted)
     if request.background and request.store is False:
         raise invalid_value("background", "Background responses must be stored: leave out 'store' or set it to true.")
     if not request.input and request.previous_response_id is None:

@@ -62,7 +62,7 @@ class NewResponse:
         conversation = [*await self._conversations.before(self._request, owner), *self._items]
         answer_as = partial(self._answer, response_id, self._clock.wall_ms() // 1000)
         prepare = partial(self._completions.prepare, placement=placement, answer_as=answer_as)
-        with in_terms_of_responses():
+        with in_terms_of_responses(self._request.offered_tools):
             if self._request.truncation == "auto":
                 self._prepared = await _longest_that_fits(self._request, conversation, prepare)
             else:

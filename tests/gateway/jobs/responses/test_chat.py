@@ -1,5 +1,6 @@
 """The translation of /v1/responses into a chat, without a server."""
 
+import json
 from typing import Any
 
 import pytest
@@ -7,9 +8,37 @@ import pytest
 from gateway.dialects.responses.chat import _options, chat_messages, in_terms_of_responses
 from gateway.dialects.responses.items import Item, ItemReference, item_id
 from gateway.dialects.responses.request import parse_response_request
+from gateway.dialects.responses.tools import custom_input
 from gateway.protocol.errors import ApiError
 
 RESPONSE = "resp_" + "0123456789abcdef" * 2
+
+
+RUN = {"type": "function", "name": "run", "description": "Run it.", "parameters": {"type": "object"}}
+# As an agent sends them: a tool of OpenAI's server, a function, and a namespace with a function and a custom tool.
+AGENT_TOOLS: list[Any] = [
+    {"type": "web_search", "external_web_access": False},
+    {"type": "function", "name": "shell", "strict": False},
+    {
+        "type": "namespace",
+        "name": "team",
+        "description": "Other agents.",
+        "tools": [
+            RUN,
+            {
+                "type": "custom",
+                "name": "note",
+                "format": {"type": "grammar", "syntax": "regex", "definition": "a+|b"},
+            },
+        ],
+    },
+    {
+        "type": "custom",
+        "name": "patch",
+        "description": "Edit.",
+        "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'},
+    },
+]
 
 
 def kept(items: list[dict[str, Any]]) -> list[Item]:
@@ -99,14 +128,92 @@ def test_allowed_tools_keep_their_mode() -> None:
         ("messages[3].content", "input"),
         ("max_completion_tokens", "max_output_tokens"),
         ("response_format.json_schema.schema", "text.format.schema"),
-        ("tools[1].function.parameters", "tools[1].parameters"),
+        ("tools[0].function.parameters", "tools[1].parameters"),
+        ("tools[1].function.name", "tools[2].tools[0].name"),
+        ("tools[2].function.parameters", "tools[2].tools[1].format"),
+        ("tools", "tools"),
         ("tool_choice.function.name", "tool_choice.name"),
         ("reasoning_effort", "reasoning.effort"),
         ("seed", "seed"),
     ],
 )
 def test_errors_of_the_chat_name_the_parameter_of_the_response(path: str, here: str) -> None:
-    with pytest.raises(ApiError) as caught, in_terms_of_responses():
+    tools = parse_response_request({"model": "m", "input": "hi", "tools": AGENT_TOOLS}).offered_tools
+    with pytest.raises(ApiError) as caught, in_terms_of_responses(tools):
         raise ApiError(400, f"Invalid value for '{path}': no.", param=path, code="invalid_value")
     assert caught.value.param == here
     assert caught.value.message == f"Invalid value for '{here}': no."
+
+
+def test_tools_of_agents_become_functions() -> None:
+    request = parse_response_request({"model": "m", "input": "hi", "tools": AGENT_TOOLS})
+    functions = {tool["function"]["name"]: tool["function"] for tool in _options(request)["tools"]}
+    assert list(functions) == ["shell", "team__run", "team__note", "patch"]
+    assert functions["shell"] == {"name": "shell", "strict": False}
+    assert functions["team__run"]["description"] == "Other agents.\n\nRun it."
+    assert functions["team__note"]["strict"] is True, "the regular expression is enforced"
+    assert functions["team__note"]["parameters"]["properties"] == {"input": {"type": "string", "pattern": "^(?:a+|b)$"}}
+    assert functions["patch"]["strict"] is False
+    assert functions["patch"]["description"] == 'Edit.\n\nThe input must match this lark grammar:\nstart: "x"'
+    assert request.ignored_names == ("tools.web_search",)
+
+
+@pytest.mark.parametrize(
+    ("choice", "in_chat"),
+    [
+        ({"type": "custom", "name": "patch"}, {"type": "function", "function": {"name": "patch"}}),
+        (
+            {"type": "function", "name": "run", "namespace": "team"},
+            {"type": "function", "function": {"name": "team__run"}},
+        ),
+    ],
+)
+def test_a_choice_names_the_function(choice: dict[str, Any], in_chat: dict[str, Any]) -> None:
+    request = parse_response_request({"model": "m", "input": "hi", "tools": AGENT_TOOLS, "tool_choice": choice})
+    assert _options(request)["tool_choice"] == in_chat
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": "web_search"},
+        {"type": "mcp", "server_label": "x"},
+        {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]},
+    ],
+)
+def test_a_choice_of_a_tool_that_is_left_out_is_refused(choice: dict[str, Any]) -> None:
+    with pytest.raises(ApiError, match=f"'{choice.get('tools', [choice])[0]['type']}' runs on a server") as caught:
+        parse_response_request({"model": "m", "input": "hi", "tools": AGENT_TOOLS, "tool_choice": choice})
+    assert (caught.value.status, caught.value.param) == (400, "tool_choice")
+
+
+def test_calls_of_agents_tools_are_read_back() -> None:
+    messages = chat_messages(
+        kept(
+            [
+                {"type": "function_call", "call_id": "c1", "namespace": "team", "name": "run", "arguments": "{}"},
+                {"type": "custom_tool_call", "call_id": "c2", "name": "patch", "input": 'say "é"\n'},
+                {"type": "function_call_output", "call_id": "c1", "output": "1"},
+                {"type": "custom_tool_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "2"}]},
+            ]
+        )
+    )
+    functions = [call["function"] for call in messages[0]["tool_calls"]]
+    assert functions[0] == {"name": "team__run", "arguments": "{}"}
+    assert functions[1]["name"] == "patch" and json.loads(functions[1]["arguments"]) == {"input": 'say "é"\n'}
+    assert [(message["name"], message["content"]) for message in messages[1:]] == [("team__run", "1"), ("patch", "2")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ('{"input": "a\\nb"}', "a\nb"),
+        ('{"input": "cut', "cut"),
+        ('{"input": {"a": 1}}', '{"a": 1}'),
+        ('{"other": 1}', ""),
+        ("[1]", "[1]"),
+        ("no JSON", "no JSON"),
+    ],
+)
+def test_the_input_of_a_custom_tool(arguments: str, text: str) -> None:
+    assert custom_input(arguments) == text

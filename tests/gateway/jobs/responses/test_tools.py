@@ -3,10 +3,14 @@
 import json
 from typing import Any
 
+import pytest
 from redis.asyncio import Redis
 
 from engine.interface import TokenLogprobs
+from gateway.protocol.bodies.unsupported import IGNORED_HEADER
 from scheduler.request import Request, TokenEvent
+from tests.gateway import scripted_worker
+from tests.gateway.jobs.responses.test_chat import AGENT_TOOLS
 from tests.gateway.routes.test_tools import ADD, CALL, stand, tokenizer
 from tests.gateway.scripted_worker import answer_with, token_by_token
 from tests.gateway.stand import running_stand
@@ -109,3 +113,44 @@ async def test_log_probabilities_are_those_of_the_text_only() -> None:
     assert part.logprobs[0].top_logprobs[0].logprob == -0.5
     deltas = [entry.token for event in events if event.type == "response.output_text.delta" for entry in event.logprobs]
     assert deltas == ["b", "c"]
+
+
+async def test_the_tools_of_an_agent_and_their_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scripted_worker, "CONTEXT", 2048)
+    calls = [("team__run", {"a": 1}), ("patch", {"input": "*** Begin\n+x\n"})]
+    written = [{"name": name, "arguments": arguments} for name, arguments in calls]
+    async with stand("\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in written)) as running:
+        asked: Any = {"model": MODEL, "tools": AGENT_TOOLS}
+        raw = await running.client.responses.with_raw_response.create(input="go", **asked)
+        response = raw.parse()
+        stream = await running.client.responses.create(input="go", stream=True, **asked)
+        events = [event async for event in stream]
+        outputs = [
+            {"type": "function_call_output", "call_id": response.output[0].call_id, "output": "ran"},  # type: ignore
+            {"type": "custom_tool_call_output", "call_id": response.output[1].call_id, "output": "done"},  # type: ignore
+        ]
+        items: Any = ["go", *response.output, *outputs]
+        items[0] = {"role": "user", "content": "go"}
+        await running.client.responses.create(input=[i if isinstance(i, dict) else i.to_dict() for i in items], **asked)
+        prompt = text_of(running.worker.served[-1].prompt_token_ids)
+    assert raw.headers[IGNORED_HEADER] == "tools.web_search"
+    assert [tool.type for tool in response.tools] == ["function", "namespace", "custom"]
+    run, patch = response.output
+    assert run.type == "function_call" and (run.namespace, run.name) == ("team", "run")
+    assert patch.type == "custom_tool_call" and (patch.name, patch.input) == ("patch", "*** Begin\n+x\n")
+    kinds = [event.type for event in events if event.type.startswith("response.custom")]
+    assert kinds == ["response.custom_tool_call_input.delta", "response.custom_tool_call_input.done"]
+    assert "<tool_call>team__run a=1</tool_call>" in prompt
+    assert "<|im_start|>tool patch\ndone<|im_end|>" in prompt
+
+
+async def test_reasoning_goes_to_the_client_and_back_as_encrypted_content() -> None:
+    async with stand("<think>Hm, hm.</think>It is 3.") as running:
+        asked: Any = {"model": MODEL, "store": False, "include": ["reasoning.encrypted_content"]}
+        response = await running.client.responses.create(input="1 + 2?", **asked)
+        reasoning = response.output[0].to_dict() | {"content": None}
+        foreign = {"type": "reasoning", "summary": [], "encrypted_content": "gAAAA"}
+        items: Any = [reasoning, response.output[1].to_dict(), foreign, {"role": "user", "content": "Sure?"}]
+        await running.client.responses.create(input=items, **asked)
+        prompt = text_of(running.worker.served[-1].prompt_token_ids)
+    assert prompt.startswith("<|im_start|>assistant\n<think>Hm, hm.</think>It is 3.<|im_end|><|im_start|>user\nSure?")
