@@ -23,6 +23,7 @@ class AnswerOptions:
     decodes: bool = True  # false: the answer has no text
     hides_reasoning: bool = False  # whether the tokens of the reasoning are not reported
     reports_tokens: bool = False
+    reports_end: bool = False  # whether a token that ends the output is reported, as /v1/completions of vLLM does
     reports_ids: bool = False  # of all tokens, also of those whose text is not shown
     echo: bool = False
     only_prompt: bool = False
@@ -52,7 +53,8 @@ class AnswerOptions:
             choice.first = self._first(tokenizer, prompt_ids, prompt_text)
         if self.reports_tokens or self.reports_ids:
             num_before = len(choice.first.text) if choice.first is not None else 0
-            choice.tracker = TokenTracker(num_before, self.reports_ids or not self.decodes)
+            reports_all = self.reports_ids or not self.decodes
+            choice.tracker = TokenTracker(num_before, reports_all=reports_all, reports_end=self.reports_end)
         return choice
 
     def _hidden_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
@@ -85,6 +87,7 @@ def answer_options(request: AnyRequest) -> AnswerOptions:
         decodes=request.detokenize is not False,
         hides_reasoning=isinstance(request, ChatCompletionRequest) and request.include_reasoning is False,
         reports_tokens=request.num_logprobs is not None or request.chooses_best,
+        reports_end=completion is not None,
         reports_ids=bool(request.return_token_ids),
         echo=completion is not None and bool(completion.echo),
         only_prompt=completion is not None and completion.max_tokens == 0,

@@ -19,13 +19,15 @@ class TokenTracker:
     """The tokens of one growing output that the client may see. `offset` is the number of characters before the output.
 
     A token is reported when some of its text is shown. So the tokens of a stop string, and the token that ends the
-    output, are not reported. With `reports_all`, every token is reported at once, also those whose text is not shown.
+    output, are not reported. With `reports_end`, tokens that show no text are reported, too, unless a stop string cut
+    them off. With `reports_all`, every token is reported at once.
     """
 
-    def __init__(self, offset: int = 0, reports_all: bool = False) -> None:
+    def __init__(self, offset: int = 0, *, reports_all: bool = False, reports_end: bool = False) -> None:
         self._num_decoded = offset
         self._num_shown = offset
         self._reports_all = reports_all
+        self._reports_end = reports_end
         self._waiting: deque[ReportedToken] = deque()
 
     def add(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
@@ -37,10 +39,11 @@ class TokenTracker:
         self._num_decoded += num_decoded
         self._num_shown += num_shown
 
-    def pop_reportable(self) -> list[ReportedToken]:
-        """Return the tokens that can be reported now, and forget them."""
+    def pop_reportable(self, is_end: bool = False) -> list[ReportedToken]:
+        """Return the tokens that can be reported now, and forget them. `is_end`: the output has ended by itself."""
         waiting, taken = self._waiting, []
-        while waiting and (self._reports_all or waiting[0].text_offset < self._num_shown):
+        reports_all = self._reports_all or (is_end and self._reports_end)
+        while waiting and (reports_all or waiting[0].text_offset < self._num_shown):
             taken.append(waiting.popleft())
         return taken
 
@@ -83,7 +86,7 @@ class Choice:
         self.prompt_logprobs = self.prompt_logprobs or event.prompt_logprobs
         piece = self._generated(event) if self.parser is None else self._feed_parser(self.parser, event)
         if self.tracker is not None:
-            piece.tokens = self.tracker.pop_reportable()
+            piece.tokens = self.tracker.pop_reportable(self.finish_reason is not None and not self.stopped_early)
         return piece if self.first is None else self._after_first(self.first, piece)
 
     @property

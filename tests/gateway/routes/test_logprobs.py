@@ -144,6 +144,27 @@ async def test_echo_comes_before_the_output() -> None:
     assert streamed[0]["choices"][0]["logprobs"] == choices[0]["logprobs"]
 
 
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [(END, FinishReason.STOP), (END, FinishReason.LENGTH), (token_ids("😀")[0], FinishReason.LENGTH)],
+)
+async def test_each_generated_token_has_an_entry_even_if_it_shows_no_text(end: int, reason: FinishReason) -> None:
+    """lm-eval takes `token_logprobs[ctxlen:-1]` as the continuation's, so the last entry must be the generated token's.
+
+    The token may end the output, be skipped as a special one, or be a part of a character.
+    """
+    prompt = list(token_ids("the tide"))
+    body = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
+    async with running_stand(answer("", end, reason=reason)) as stand:
+        found = (await stand.post("/v1/completions", {"model": MODEL, **body})).json()["choices"][0]["logprobs"]
+        chunks = await chunks_of(stand, "/v1/completions", body)
+    assert found["token_logprobs"] == [None, *(logprob_of(t) for t in (*prompt[1:], end))]
+    assert len(found["top_logprobs"]) == len(found["tokens"]) == len(prompt) + 1
+    assert found["text_offset"][-1] == len("the tide")
+    parts = [c["choices"][0]["logprobs"] for c in chunks if c["choices"][0]["logprobs"]]
+    assert [value for part in parts for value in part["token_logprobs"]] == found["token_logprobs"]
+
+
 async def test_a_prompt_is_scored_without_output() -> None:
     body = {"model": MODEL, "prompt": "the tide", "echo": True, "logprobs": 0, "max_tokens": 0}
     async with running_stand(answer("!")) as stand:
