@@ -42,6 +42,7 @@ CLIENTS = (
     Client("llama-index", "llama_index_client.py", ("llama-index-llms-openai-like",)),
     Client("litellm", "litellm_client.py", ("litellm[proxy]",)),
     Client("litellm-proxy", "litellm_proxy.py", ("litellm[proxy]",)),
+    Client("lm-eval", "lm_eval_client.py", ("lm-eval[api,hf]",)),
     Client("node", "node_clients.mjs", ("openai", "ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "zod")),
     Client("browser", "browser_page.mjs", ("openai", "playwright-core")),
 )
@@ -76,7 +77,8 @@ def versions(client: Client, folder: Path) -> str:
         return ", ".join(names)
     listed = _run([str(folder / "bin" / "pip"), "list", "--format=freeze", "--disable-pip-version-check"], folder)
     wanted = {package.split("[")[0] for package in client.packages}
-    return ", ".join(line.replace("==", " ") for line in listed.splitlines() if line.split("==")[0] in wanted)
+    lines = [line.split("==") for line in listed.splitlines()]
+    return ", ".join(" ".join(line) for line in lines if line[0].replace("_", "-") in wanted)
 
 
 def _install_commands(client: Client, folder: Path) -> list[Sequence[str]]:

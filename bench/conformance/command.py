@@ -23,7 +23,8 @@ from loadtest.reporting.writers import publish
 from loadtest.running import ends_on_sigterm, one_sentence, print_progress, run_to_end, running_server
 
 SCRIPT_TIMEOUT_S = 300.0
-SERVER_FLAGS = ("--allowed-origins", "*")  # the browser's page is of another origin
+# The browser's page is of another origin, and lm-eval's scores are compared with transformers' in float32.
+SERVER_FLAGS = ("--allowed-origins", "*", "--dtype", "float32")
 
 
 @dataclass(frozen=True, slots=True)
