@@ -1,6 +1,6 @@
 """The grammar that a body asks for, in any of the parameters that fix the format of the output text.
 
-Knows OpenAI's `response_format`, vLLM's `structured_outputs` and `guided_*`; does not know tools, reasoning or models.
+Knows the parameters of `Formats`; does not know tools, reasoning or models.
 """
 
 import json
@@ -24,6 +24,11 @@ from gateway.protocol.errors import ApiError, invalid_value, unsupported_paramet
 from gateway.protocol.json_body import parse
 
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+# The parameters that say one kind of format each, as the fields of `StructuredOutputs` that mean the same.
+_KINDS = {
+    **{"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"},
+    **{"json_schema": "json", "regex": "regex", "ebnf": "grammar", "grammar": "grammar"},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +46,20 @@ def is_constrained(request: GenerationRequest) -> bool:
 def constraint_of(request: GenerationRequest) -> Constraint | None:
     """Return the constraint of `request`; None if there is none.
 
-    Raises `ApiError` 400 if there are several, or if the grammar cannot be used.
+    Several parameters may ask for the same format; the first of them decides how strictly its schema is read.
+    Raises `ApiError` 400 if they ask for several formats, or if the grammar cannot be used.
     """
-    requested = _requested(request)
-    if not requested:
-        return None
-    (param, wanted), *others = requested.items()
-    if others:
-        raise invalid_value(others[0][0], f"Invalid value for '{others[0][0]}': it cannot be used with '{param}'.")
-    try:
-        return Constraint(param, checked(_source(param, wanted)))
-    except GrammarError as error:
-        raise unusable(param, error) from None
+    found: Constraint | None = None
+    for param, wanted in _requested(request).items():
+        try:
+            source = _source(param, wanted)
+            found = found or Constraint(param, checked(source))
+        except GrammarError as error:
+            raise unusable(param, error) from None
+        if _format(source) != _format(found.source):
+            reason = f"it asks for another format than '{found.param}'; send one of them"
+            raise invalid_value(param, f"Invalid value for '{param}': {reason}.")
+    return found
 
 
 def unusable(param: str, error: GrammarError) -> ApiError:
@@ -60,18 +67,27 @@ def unusable(param: str, error: GrammarError) -> ApiError:
 
 
 def _requested(request: GenerationRequest) -> dict[str, Any]:
-    """Return the requested formats by parameters. The older parameters are returned as `StructuredOutputs`."""
+    """Return the requested formats by parameters. Those of one kind are returned as `StructuredOutputs`."""
     requested: dict[str, Any] = {}
     if request.response_format is not None and request.response_format.type != "text":
         requested["response_format"] = request.response_format
     if request.structured_outputs is not None:
         requested["structured_outputs"] = request.structured_outputs
-    for kind in ("json", "regex", "choice", "grammar"):
-        value = getattr(request, f"guided_{kind}")
-        if value is not None:
-            pattern = request.guided_whitespace_pattern
-            requested[f"guided_{kind}"] = StructuredOutputs.model_validate({kind: value, "whitespace_pattern": pattern})
+    pattern = request.guided_whitespace_pattern
+    for param, kind in _KINDS.items():
+        value = getattr(request, param)
+        if value is not None and value != "":
+            requested[param] = StructuredOutputs.model_validate({kind: value, "whitespace_pattern": pattern})
     return requested
+
+
+def _format(source: Source) -> Mapping[str, Any]:
+    """Return `source` without what it says of keywords that cannot be enforced."""
+    schema = source.get("json_schema")
+    if schema is None:
+        return source
+    style = {key: value for key, value in schema["x-guidance"].items() if key not in ("lenient", "coerce_one_of")}
+    return {"json_schema": {**schema, "x-guidance": style}}
 
 
 def _source(param: str, wanted: Any) -> Source:
@@ -80,7 +96,7 @@ def _source(param: str, wanted: Any) -> Source:
     if isinstance(wanted, StructuralTagFormat):
         return _structural_tag(wanted)
     if isinstance(wanted, JsonObjectFormat):
-        return json_source(_ANY_OBJECT, lenient=False)
+        return json_source(_ANY_OBJECT if wanted.schema_ is None else wanted.schema_, lenient=True)
     assert isinstance(wanted, JsonSchemaFormat)
     schema = wanted.json_schema.schema_
     return json_source(_ANY_OBJECT if schema is None else schema, lenient=wanted.json_schema.strict is not True)

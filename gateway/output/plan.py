@@ -14,6 +14,7 @@ from gateway.output.model_format import ModelFormat
 from gateway.output.parser import FormatParser, ParserSettings
 from gateway.output.tools.tool_choice import Finish, OfferedTools, offered_tools
 from gateway.output.tools.tool_grammar import CallGrammar, Started, after_reasoning
+from gateway.protocol.bodies.output_format import Formats
 from gateway.protocol.bodies.schemas import AnyRequest, ChatCompletionRequest, CompletionRequest
 from gateway.protocol.errors import invalid_value
 
@@ -45,12 +46,7 @@ PLAIN = OutputPlan()
 
 
 # The fields that concern this module. Most bodies have none of them, and are told apart at the cost of a set operation.
-_FIELDS = frozenset(
-    {
-        *("tools", "tool_choice", "functions", "function_call", "reasoning_effort"),
-        *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-    }
-)
+_FIELDS = frozenset({"tools", "tool_choice", "functions", "function_call", "reasoning_effort", *Formats.model_fields})
 
 
 def has_grammar(request: AnyRequest) -> bool:

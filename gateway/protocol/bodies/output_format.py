@@ -1,6 +1,8 @@
 """Schemas of the parameters that fix the format of the output text.
 
-Knows OpenAI's `response_format`, vLLM's `structured_outputs` and vLLM's older `guided_*`; does not know grammars.
+Knows OpenAI's `response_format` (with llama.cpp's `schema` in it), vLLM's `structured_outputs`, and the parameters that
+say one kind of format each: vLLM's older `guided_*`, SGLang's `json_schema`, `regex` and `ebnf`, and llama.cpp's
+`json_schema` and `grammar`. Does not know grammars.
 """
 
 from typing import Annotated, Any, Literal
@@ -11,7 +13,8 @@ from gateway.protocol.bodies.validation import choose
 from gateway.protocol.json_body import Body
 
 MAX_CHOICES_LENGTH = 2**16  # characters of all texts of a `choice` together
-Grammar = Annotated[str, Field(min_length=1, max_length=2**16)]
+MAX_LENGTH = 2**16  # characters of a grammar
+Grammar = Annotated[str, Field(min_length=1, max_length=MAX_LENGTH)]
 Choices = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=2**12)]], Field(min_length=1, max_length=2**12, fail_fast=True)
 ]
@@ -19,7 +22,7 @@ Schema = dict[str, Any]
 
 
 class JsonSchema(Body):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None  # OpenAI requires it
     description: str | None = None
     schema_: Schema | None = Field(default=None, alias="schema")
     strict: bool | None = None
@@ -31,6 +34,7 @@ class TextFormat(Body):
 
 class JsonObjectFormat(Body):
     type: Literal["json_object"]
+    schema_: Schema | None = Field(default=None, alias="schema")
 
 
 class JsonSchemaFormat(Body):
@@ -89,3 +93,20 @@ class StructuredOutputs(Body):
         if self.choice is not None and sum(map(len, self.choice)) > MAX_CHOICES_LENGTH:
             raise ValueError(f"choice must have at most {MAX_CHOICES_LENGTH} characters in all")
         return self
+
+
+class Formats(Body):
+    """The parameters of a body that fix the format of its output."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | Schema | None = None
+    guided_regex: Grammar | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Grammar | None = None
+    guided_whitespace_pattern: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    json_schema: str | Schema | None = None
+    # Clients of llama.cpp send empty texts for none.
+    regex: Annotated[str, Field(max_length=MAX_LENGTH)] | None = None
+    ebnf: Annotated[str, Field(max_length=MAX_LENGTH)] | None = None
+    grammar: Annotated[str, Field(max_length=MAX_LENGTH)] | None = None

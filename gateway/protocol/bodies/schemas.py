@@ -16,7 +16,7 @@ from pydantic import Field, Tag, field_validator
 
 from gateway.protocol.bodies.messages import MAX_PIECES, Message, StopText, Text, TokenIds, count_pieces, tag_of
 from gateway.protocol.bodies.options import INT64, Count, GenerationBody, NumTop, Options, Whole
-from gateway.protocol.bodies.output_format import Choices, Grammar, ResponseFormat, Schema, StructuredOutputs
+from gateway.protocol.bodies.output_format import Formats
 from gateway.protocol.bodies.tools import (
     MAX_TOOLS,
     FunctionChoice,
@@ -40,7 +40,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(GenerationBody, Options):
+class GenerationRequest(GenerationBody, Options, Formats):
     """The fields that the bodies of both endpoints have in common."""
 
     max_tokens: Annotated[int, Field(ge=1, le=2**31), Whole] | None = None
@@ -57,13 +57,6 @@ class GenerationRequest(GenerationBody, Options):
     deadline_ms: Annotated[int, Field(ge=1, le=2**53), Whole] | None = None  # maximum ms from arrival to the last token
     # An extension of vLLM: requests share cached KV only if they have the same salt.
     cache_salt: Annotated[Text, Field(min_length=1, max_length=1024)] | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None  # an extension of vLLM, as the older `guided_…`
-    guided_json: str | Schema | None = None
-    guided_regex: Grammar | None = None
-    guided_choice: Choices | None = None
-    guided_grammar: Grammar | None = None
-    guided_whitespace_pattern: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -192,7 +185,7 @@ R = TypeVar("R", bound=GenerationRequest)
 # The parameters that a template or a grammar gets as JSON.
 WRITTEN = (
     *("tools", "functions", "documents", "chat_template_kwargs"),
-    *("response_format", "structured_outputs", "guided_json"),
+    *("response_format", "structured_outputs", "guided_json", "json_schema"),
 )
 
 

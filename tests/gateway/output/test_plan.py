@@ -118,12 +118,37 @@ LISTED = {
         ({"guided_regex": "a+"}, "aa", "b"),
         ({"guided_choice": ["a", "ab"]}, "ab", "b"),
         ({"guided_grammar": 'root ::= "a" | "b"'}, "b", "c"),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, '{"a": 5}', '{"a": "5"}'),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, '{"a": 5}', '{"a": "5"}'),
+        ({"json_schema": SCHEMA}, '{"a": 5}', '{"a": "5"}'),
+        ({"json_schema": json.dumps(SCHEMA)}, '{"a": 5}', '{"a": "5"}'),
+        ({"regex": "a+"}, "aa", "b"),
+        ({"ebnf": 'root ::= "a" | "b"'}, "b", "c"),
+        ({"grammar": 'root ::= [a-c]+ " " num\nnum ::= [0-9]{2}'}, "abc 12", "abc 1"),
+        ({"grammar": 'start: "a" b\nb: "c"+'}, "acc", "a"),
         ({"guided_json": SCHEMA, "guided_whitespace_pattern": "[ ]*"}, '{   "a": 5}', '{\n"a": 5}'),
     ],
 )
 def test_formats_of_the_text(body: dict[str, Any], good: str, bad: str) -> None:
     for made in (plan(**body), completion(**body)):
         assert allows(made, good) and not allows(made, bad)
+
+
+def test_one_format_in_several_spellings() -> None:
+    same = {"response_format": JSON_SCHEMA, "guided_json": SCHEMA, "json_schema": json.dumps(SCHEMA)}
+    strict = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+    for body in (same, {**same, "response_format": strict}, {"regex": "a", "guided_regex": "a"}):
+        assert plan(**body).grammar == plan(**dict([next(iter(body.items()))])).grammar
+    other = {"response_format": JSON_SCHEMA, "guided_json": SCHEMA, "json_schema": {}}
+    assert refused(**other) == (
+        "json_schema",
+        "Invalid value for 'json_schema': it asks for another format than 'response_format'; send one of them.",
+    )
+
+
+def test_empty_texts_ask_for_no_format() -> None:
+    assert plan(grammar="", regex="", ebnf="").grammar is None  # as llama.cpp's clients send them
+    assert completion(grammar="").grammar is None
 
 
 UNIQUE = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
@@ -186,7 +211,7 @@ BROKEN = {"type": "object", "properties": {"a": {"type": "foo"}}}
             "response_format",
             "forced tool call",
         ),
-        ({"guided_regex": "a", "guided_json": {}}, "guided_regex", "cannot be used with 'guided_json'"),
+        ({"guided_regex": "a", "guided_json": {}}, "guided_regex", "another format than 'guided_json'"),
         ({"guided_regex": "(a"}, "guided_regex", "invalid regex"),
         ({"guided_grammar": "start: foo"}, "guided_grammar", 'unknown name: "foo"'),
         ({"guided_grammar": "nothing"}, "guided_grammar", "cannot be enforced"),
@@ -221,5 +246,9 @@ def test_each_field_of_the_plan_makes_a_plan() -> None:
         {"guided_regex": "a"},
         {"guided_choice": ["a"]},
         {"guided_grammar": 'start: "a"'},
+        {"json_schema": {}},
+        {"regex": "a"},
+        {"ebnf": 'root ::= "a"'},
+        {"grammar": 'start: "a"'},
     ):
         assert plan(**fields) is not PLAIN, fields
