@@ -11,13 +11,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from threading import Thread
 from typing import Protocol
 
 from engine.interface import EngineDead, EngineInfo, PlanError, StepEviction, StepPlan, StepResult
-
-_POLL_S = 0.0001  # seconds between two checks of whether the running step has finished, while no plan arrives
 
 
 class Stepper(Protocol):
@@ -37,11 +35,8 @@ class Stepper(Protocol):
         """True if `finalize` would return without waiting."""
         ...
 
-    def call_when_finished(self, callback: Callable[[], None]) -> bool:
-        """From now on, call `callback` whenever a step has finished, on any thread.
-
-        Return False if the stepper cannot tell; `is_finished` is then read again and again.
-        """
+    def call_when_finished(self, callback: Callable[[], None]) -> None:
+        """From now on, call `callback` whenever a launched step may have finished or failed, on any thread."""
         ...
 
     def finalize(self) -> StepResult: ...
@@ -172,9 +167,8 @@ class EngineThread:
         flight, because no further step may be launched then. After an error, `launched` holds the replies of the steps
         that have no result.
         """
-        is_told = stepper.call_when_finished(lambda: self._inbox.put(_Signal.STEP_FINISHED))
-        poll_s = None if is_told else _POLL_S
-        while (message := self._wait(stepper, poll_s) if launched else self._inbox.get()) is not _Signal.CLOSE:
+        stepper.call_when_finished(lambda: self._inbox.put(_Signal.STEP_FINISHED))
+        while (message := self._inbox.get()) is not _Signal.CLOSE:
             if isinstance(message, _Submitted):
                 launched.append(message.reply)
                 try:
@@ -185,15 +179,6 @@ class EngineThread:
                 _finalize(stepper, launched)
         while launched:
             _finalize(stepper, launched)
-
-    def _wait(self, stepper: Stepper, poll_s: float | None) -> "_Submitted | _Signal":
-        """Return the next message, or STEP_FINISHED if the oldest launched step finishes before a message arrives."""
-        while True:
-            try:
-                return self._inbox.get(timeout=poll_s)
-            except Empty:
-                if stepper.is_finished:
-                    return _Signal.STEP_FINISHED
 
 
 def _finalize(stepper: Stepper, launched: "deque[_Reply]") -> None:
@@ -229,4 +214,4 @@ class _Submitted:
 
 class _Signal(Enum):
     CLOSE = auto()
-    STEP_FINISHED = auto()  # the oldest launched step has finished
+    STEP_FINISHED = auto()  # a launched step may have finished

@@ -92,10 +92,9 @@ class VllmStepper:
         """True if `finalize` would return without waiting."""
         return bool(self._results) or (bool(self._started) and all(b.done() for b in self._started[0].batches))
 
-    def call_when_finished(self, callback: Callable[[], None]) -> bool:
+    def call_when_finished(self, callback: Callable[[], None]) -> None:
         """From now on, call `callback` whenever a batch has been computed, on the thread that waited for it."""
         self._on_computed = callback
-        return True
 
     def finalize(self) -> StepResult:
         """Wait for the oldest step and return its result."""

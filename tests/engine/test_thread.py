@@ -17,9 +17,9 @@ INFO = EngineInfo("none", max_model_len=8, vocab_size=4, block_size=4, num_block
 
 
 class FakeStepper:
-    """Calls `answer(plan)` when a step is launched; records the threads it ran on. Steps end when `let_finish` is set.
+    """Calls `answer(plan)` when a step is launched; records the threads it ran on. Steps end with `finish`.
 
-    With `steps_ahead`, a step may be launched while another one has not ended.
+    With `steps_ahead`, a step may be launched while another one has not ended. Without, steps end by themselves.
     """
 
     def __init__(self, answer: Callable[[StepPlan], None] = lambda plan: None, **info: Any) -> None:
@@ -29,9 +29,11 @@ class FakeStepper:
         self.has_ended = False
         self.evictions: list[tuple[int, set[str]]] = []
         self.launched: list[int] = []
-        self.let_finish = threading.Event()
+        self.device_error: Exception | None = None
+        self._let_finish = threading.Event()
+        self._on_finished: Callable[[], None] = lambda: None
         if not self.info.steps_ahead:
-            self.let_finish.set()
+            self._let_finish.set()
         self._answer = answer
         self._in_flight: deque[int] = deque()
 
@@ -50,13 +52,23 @@ class FakeStepper:
 
     @property
     def is_finished(self) -> bool:
-        return self.let_finish.is_set()
+        if self.device_error is not None:
+            raise self.device_error
+        return self._let_finish.is_set()
 
-    def call_when_finished(self, callback: Callable[[], None]) -> bool:
-        return False
+    def call_when_finished(self, callback: Callable[[], None]) -> None:
+        self._on_finished = callback
+
+    def finish(self, error: Exception | None = None) -> None:
+        """Let all steps end, or fail with `error`."""
+        self.device_error = error
+        self._let_finish.set()
+        self._on_finished()
 
     def finalize(self) -> StepResult:
-        wait_for(self.let_finish)
+        wait_for(self._let_finish)
+        if self.device_error is not None:
+            raise self.device_error
         return StepResult(self._in_flight.popleft())
 
     def evict(self, step_id: int, seq_ids: Collection[str]) -> None:
@@ -192,13 +204,13 @@ async def test_an_async_plan_is_launched_while_the_step_before_it_runs() -> None
         engine.submit(StepPlan(2, ahead=True))
         while launcher.launched != [1, 2]:
             await asyncio.sleep(0)
-        launcher.let_finish.set()
+        launcher.finish()
         assert [(await engine.collect()).step_id for _ in range(2)] == [1, 2]
 
 
 async def test_closing_finalizes_launched_steps() -> None:
     launcher = FakeStepper(steps_ahead=1)
-    launcher.let_finish.set()
+    launcher.finish()
     async with running(launcher) as engine:
         engine.submit(StepPlan(1))
         engine.submit(StepPlan(2, ahead=True))
@@ -224,11 +236,29 @@ async def test_an_error_of_a_launch_is_raised_for_its_own_step_or_the_one_before
     async with running(launcher) as engine:
         engine.submit(StepPlan(1))
         if not waits:
-            launcher.let_finish.set()
+            launcher.finish()
             assert (await engine.collect()).step_id == 1
         engine.submit(StepPlan(2, ahead=True))
         with pytest.raises(kind):
             await engine.collect()
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+async def test_an_error_of_the_device_while_steps_run_ends_the_engine(num_steps: int) -> None:
+    """With one step, the thread asks whether it has finished; with two, it waits for the first one."""
+    launcher = FakeStepper(steps_ahead=1)
+    async with running(launcher) as engine:
+        for step_id in range(num_steps):
+            engine.submit(StepPlan(step_id, ahead=step_id > 0))
+        while len(launcher.launched) < num_steps:
+            await asyncio.sleep(0)
+        launcher.finish(RuntimeError("an illegal memory access"))
+        for _ in range(2):
+            with pytest.raises(EngineDead, match="a step failed.*illegal memory access|the engine has stopped"):
+                await engine.collect()
+        with pytest.raises(EngineDead, match="illegal memory access"):
+            engine.check_alive()
+    assert launcher.num_closed == 1
 
 
 async def test_an_eviction_is_for_the_oldest_step_in_flight() -> None:

@@ -5,6 +5,9 @@ yet, the row holds a placeholder, which says which row of the previous step samp
 they are copied; does not know sequences.
 """
 
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+
 import torch
 from torch import Tensor
 
@@ -12,28 +15,41 @@ from torch import Tensor
 class SampledTokens:
     """The sampled token ids of one step, on the device and on the host.
 
-    `ids` is the tensor (rows,) on the device. An id below 0 marks a row with broken logits.
+    `ids` is the tensor (rows,) on the device. An id below 0 marks a row with broken logits. `waiter` has one thread,
+    which waits until the copy to the host is complete. So an error of the device is raised by `wait`, and nobody asks
+    the device again and again.
     """
 
-    def __init__(self, ids: Tensor) -> None:
+    def __init__(self, ids: Tensor, waiter: Executor) -> None:
         self.ids = ids
-        self._host, self._event = ids, None
+        self._host = ids
+        self._copied: Future[None] = Future()
         if ids.device.type == "cuda":
             self._host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
             self._host.copy_(ids, non_blocking=True)
-            # The event is recorded right after the copy, so that `wait` waits for the copy and not for later work.
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+            # The event is recorded right after the copy, so that nobody waits for later work. The stream is named,
+            # because the thread's current device may be another one. A blocking event does not keep a core busy.
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(ids.device))
+            self._copied = waiter.submit(event.synchronize)
+        else:
+            self._copied.set_result(None)
 
     @property
     def are_known(self) -> bool:
         """True if `wait` would return without waiting."""
-        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+        return self._copied.done()
+
+    def call_when_known(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when the copy is complete or has failed, on the waiter's thread or at once."""
+        self._copied.add_done_callback(lambda _: callback())
 
     def wait(self) -> list[int | None]:
-        """Wait for the copy and return the ids as a list; the item of a row with broken logits is None."""
-        if self._event is not None:
-            self._event.synchronize()
+        """Wait for the copy and return the ids as a list; the item of a row with broken logits is None.
+
+        Raises the errors of the device.
+        """
+        self._copied.result()
         return [token_id if token_id >= 0 else None for token_id in self._host.tolist()]
 
 

@@ -8,6 +8,7 @@ it runs (`EngineThread`).
 
 from collections import deque
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -67,6 +68,8 @@ class TorchEngine:
         self._in_flight: deque[InFlightStep] = deque()  # launched, not finalized; oldest first
         self._results: deque[StepResult] = deque()  # of finalized steps; oldest first
         self._finalized_s = 0.0  # time by `perf_counter` at which the newest step was finalized
+        self._waiter = ThreadPoolExecutor(1, thread_name_prefix="device")
+        self._on_finished: Callable[[], None] = lambda: None
         self._eviction = EvictionRequest()
         pipeline = SamplingPipeline(info, sampler)
         self.grammars = pipeline.grammars
@@ -118,9 +121,9 @@ class TorchEngine:
         """True if `finalize` would return without waiting."""
         return bool(self._results) or (bool(self._in_flight) and self._in_flight[0].tokens.are_known)
 
-    def call_when_finished(self, callback: Callable[[], None]) -> bool:
-        """Return False: a CUDA event calls nobody."""
-        return False
+    def call_when_finished(self, callback: Callable[[], None]) -> None:
+        """From now on, call `callback` whenever the device has finished a launched step, on the thread that waited."""
+        self._on_finished = callback
 
     def finalize(self) -> StepResult:
         """Wait for the oldest launched step and return its result."""
@@ -136,7 +139,8 @@ class TorchEngine:
         self._eviction.request(step_id, seq_ids)
 
     def close(self) -> None:
-        """Do nothing: the memory is freed with the engine."""
+        """End the thread that waits for the device; the memory is freed with the engine."""
+        self._waiter.shutdown()
 
     def _copy_swapped(self) -> None:
         if self._swap is not None and len(self._table.copies):
@@ -159,7 +163,7 @@ class TorchEngine:
             logits = self._runner.run(batch, previous)
             assert logits is not None
             rows = [SamplingRow(c.sequence.sampling, c.sequence.num_output_tokens) for c in batch.sampled_chunks]
-            tokens = SampledTokens(sample_ids(logits, rows))
+            tokens = SampledTokens(sample_ids(logits, rows), self._waiter)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -170,6 +174,7 @@ class TorchEngine:
                 self._table.launch(chunk, None)
         for row, chunk in enumerate(batch.sampled_chunks):
             self._table.launch(chunk, placeholder(row))
+        tokens.call_when_known(self._on_finished)
         return True
 
     def _finalize_all(self) -> None:
