@@ -56,7 +56,9 @@ class TokenStream:
         self._received: dict[str, list[int]] = {r.id: [] for r in requests}
         self._max_tokens = {r.id: r.sampling.max_tokens for r in requests}
         self._fences: dict[str, int] = {}  # the newest fence of an event, by request
-        self._num_told: dict[str, int] = {}  # how many tokens a new claim was last told to go on from, by request
+        self._delivered_fences: dict[str, int] = {}  # the fence of the newest event that was delivered, by request
+        self._starts: dict[str, int] = {}  # where the next claim was told to start, by request; or it starts at 0
+        self._contradicted_at: dict[str, int] = {}  # that start, if the claim before it did not follow, by request
         self._unfinished = set(self._received)
         self._failed: list[str] = []  # ids of requests that this stream has failed and must still cancel
         self._events: list[TokenEvent] = []  # events that were not received yet
@@ -130,8 +132,19 @@ class TokenStream:
         and differ. A worker that was told the received tokens, and then contradicts the same ones, cannot go on.
         """
         num_received = len(self._received[event.request_id])
-        is_told = self._num_told.get(event.request_id) == num_received
-        return event.fence > 0 and (event.index > num_received or (self._contradicts(event) and not is_told))
+        is_told = self._contradicted_at.get(event.request_id) == num_received
+        contradicts = (self._contradicts(event) and not is_told) or self._starts_late(event)
+        return event.fence > 0 and (event.index > num_received or contradicts)
+
+    def _starts_late(self, event: TokenEvent) -> bool:
+        """Return whether the first tokens of a claim do not start where a claim may start.
+
+        Then tokens before them were lost on the way, and these may differ from the received ones.
+        """
+        request_id = event.request_id
+        is_first = event.fence != self._delivered_fences.get(request_id)
+        has_tokens = event.kind in (EventKind.TOKENS, EventKind.FINISHED)
+        return is_first and has_tokens and event.index not in (0, self._starts.get(request_id))
 
     def received(self, event: TokenEvent) -> Checkpoint:
         """Return all tokens of a request that have arrived, for the holder of the lease under which `event` was made.
@@ -140,9 +153,10 @@ class TokenStream:
         """
         request_id, fence = event.request_id, event.fence
         tokens = tuple(self._received[request_id])
+        self._starts[request_id] = len(tokens)
         if event.kind is not EventKind.TAKEN_OVER:  # such a question may come again
             self._fences[request_id] = fence + 1
-            self._num_told[request_id] = len(tokens)
+            self._contradicted_at[request_id] = len(tokens)
         return Checkpoint(Lease(request_id, fence), 0, tokens)
 
     def has_all(self, request_id: str) -> bool:
@@ -153,6 +167,7 @@ class TokenStream:
         """Add `event` to the stream, without the tokens that were received before."""
         if event.request_id not in self._unfinished:
             return
+        self._delivered_fences[event.request_id] = event.fence
         follows = event.index <= len(self._received[event.request_id]) and not self._contradicts(event)
         new = self._without_repeats(event) if follows else self._fail_diverged(event.request_id)
         if not (new.token_ids or new.is_last):

@@ -169,6 +169,23 @@ async def test_a_request_whose_tokens_do_not_follow_those_that_came_goes_on_from
     assert [t for event in await received(stream) for t in event.token_ids] == [5, 6, 7]
 
 
+@pytest.mark.parametrize("late", [tokens(1, 8), tokens(2, 8), finished(2, 8)])
+@played_by(play)
+async def test_a_new_claim_whose_first_tokens_were_lost_is_not_mixed_with_the_received_ones(
+    stage: Stage, late: TokenEvent
+) -> None:
+    """The store has lost the claim and its first message; what comes next would fit to the received tokens."""
+    stream, worker, old = await begun(stage)
+    await stage.queue.requeue_worker("w")
+    [new] = await worker.claim({"realtime": 1}, 10.0)
+    await stage.tell(fenced(late, new.fence))
+    await stage.clock.sleep(0.001)
+    [continued] = await worker.claim({"realtime": 1}, 10.0)
+    assert (continued.output_token_ids, continued.num_received) == ((5, 6), 2)
+    await stage.tell(fenced(finished(2, 7), continued.fence))
+    assert [t for event in await received(stream) for t in event.token_ids] == [5, 6, 7]
+
+
 @played_by(play)
 async def test_a_worker_that_contradicts_the_tokens_that_it_was_told_fails_the_request(stage: Stage) -> None:
     """An upstream that cannot continue an answer begins it again each time."""
