@@ -6,10 +6,15 @@
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+
+from redis.asyncio import Redis
 
 from engine.interface import StepPlan
 from engine.native.execution.torch_engine import TorchEngine
 from tidegate import cli, serve
+from tidegate.settings.commands import ServeSettings
+from tidegate.supervision.keeper import Part
 
 DEADLY_PROMPT = (9,) * 7
 
@@ -30,15 +35,14 @@ def kill_in_deadly_steps() -> None:
 
 def serve_with_deadly_workers() -> None:
     """Let `serve` start this program as its worker."""
-    command = serve._command
+    usual_parts = serve.served_parts
 
-    def own_command(name: str, *arguments: object) -> tuple[str, ...]:
-        usual = command(name, *arguments)  # type: ignore[arg-type]
-        if name != "worker":
-            return usual
-        return tuple("tests.system.deadly_worker" if part == "tidegate" else part for part in usual)
+    def own_parts(settings: ServeSettings, client: Redis) -> list[Part]:
+        worker, gateway = usual_parts(settings, client)
+        argv = tuple("tests.system.deadly_worker" if part == "tidegate" else part for part in worker.argv)
+        return [replace(worker, argv=argv), gateway]
 
-    serve._command = own_command
+    serve.served_parts = own_parts
 
 
 if __name__ == "__main__":

@@ -123,6 +123,13 @@ async def output_of(client: AsyncOpenAI, batch_id: str) -> list[str]:
     return sorted(json.loads(line)["custom_id"] for line in output.splitlines())
 
 
+async def end_of(client: AsyncOpenAI, response_id: str) -> str | None:
+    """Wait for the end of a background response. Return its status."""
+    while (response := await client.responses.retrieve(response_id)).status in ("queued", "in_progress"):
+        await asyncio.sleep(0.1)
+    return response.status
+
+
 async def test_failovers_cost_seconds_of_503_and_nothing_that_was_acknowledged(tmp_path: Path) -> None:
     async with AsyncExitStack() as site:
         pair = site.enter_context(server_pair(tmp_path))
@@ -155,6 +162,6 @@ async def test_failovers_cost_seconds_of_503_and_nothing_that_was_acknowledged(t
         for batch_id in clients.batches:
             assert await output_of(client, batch_id) == ["line-0"]
         for response_id in clients.responses:
-            assert (await client.responses.retrieve(response_id)).status in ("completed", "failed")
+            assert await end_of(client, response_id) in ("completed", "failed")
         await server.end()
         assert "Traceback" not in server.log.read_text()
