@@ -73,7 +73,8 @@ class PagedAttention:
         self._kernels = kernels
         self._step: StepTensors | None = None
         self._boundary: Boundary | None = None
-        self.decodes_in_kernels = kernels is not None  # becomes False when a layer's shape is not supported
+        # Becomes False when torch's operators attend. These gather whole blocks, with slots that are not written yet.
+        self.in_kernels = kernels is not None
 
     def begin(self, step: StepTensors, boundary: Boundary | None = None) -> None:
         """Set the step of the next forward pass. The pass calls `boundary` before each layer."""
@@ -167,7 +168,7 @@ class PagedAttention:
         """Return the attention (rows, heads, head_dim) of a group of decodes with queries (heads, rows, head_dim)."""
         kernels = self._kernels_for(query, layer)
         if kernels is None:
-            self.decodes_in_kernels = False
+            self.in_kernels = False
             return decode(layer, group, query, scoring)
         paged = PagedRows(layer.slots, group.block_table, group.context_lens, self._cache.block_size)
         return kernels.paged_decode(_dense(query), layer.shape.num_kv_heads, paged, scoring)
@@ -187,6 +188,7 @@ class PagedAttention:
             attended = kernels.paged_prefill(dense, layer.shape.num_kv_heads, chunks, scoring)
             if attended is not None:
                 return [attended]
+        self.in_kernels = False
         return [
             prefill(layer, chunk, query[:, chunk.rows], key[:, chunk.rows], value[:, chunk.rows], scoring)
             for chunk in group.chunks

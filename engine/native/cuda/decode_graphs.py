@@ -26,7 +26,7 @@ from engine.native.batch.tensors import DecodeTensors, StepTensors
 from engine.native.cuda.pinned_ring import PinnedRing
 from engine.native.kv.cache import KVCache
 
-_MAX_ROWS = 256  # rows of the largest graph
+_MAX_ROWS = 512  # rows of the largest graph
 _TOKEN, _POSITION, _SLOT, _CONTEXT, _TABLE = range(5)  # columns
 _TOLERANCE = 0.02  # allowed error of a graph's logits, as a share of the largest logit
 
@@ -49,9 +49,12 @@ class CaptureFailure(Exception):
 
 
 def bucket_sizes(max_rows: int) -> list[int]:
-    """Return the sizes of the graphs to capture, in rows, ascending. The last is `max_rows`, but at most 256."""
+    """Return the sizes of the graphs to capture, in rows, ascending. The last is `max_rows`, but at most `_MAX_ROWS`.
+
+    Padding adds less than 8 rows up to 256, and less than 32 above.
+    """
     max_rows = min(max_rows, _MAX_ROWS)
-    return [size for size in (1, 2, 4, *range(8, _MAX_ROWS + 1, 8)) if size < max_rows] + [max_rows]
+    return [size for size in (1, 2, 4, *range(8, 256, 8), *range(256, _MAX_ROWS, 32)) if size < max_rows] + [max_rows]
 
 
 def _capture_order(sizes: Sequence[int]) -> list[int]:
@@ -156,10 +159,12 @@ class DecodeGraphs:
     def _fill(self, batch: StepBatch, size: int) -> None:
         """Send the inputs of `batch`, padded to `size` rows, to the device.
 
-        Entries of a block table past the end of its context are never read, so they are not filled.
+        Only the columns that some row of the step uses are sent. Entries of a block table past the end of its context
+        are never read.
         """
-        buffer = self._next_lines(size)
+        buffer = self._next_lines(size, max(group.block_table.shape[1] for group in batch.decode_groups))
         lines = buffer.numpy()
+        lines[:, _TABLE:] = 0
         used = lines[: batch.num_rows]
         used[:, _TOKEN], used[:, _POSITION], used[:, _SLOT] = batch.token_ids, batch.positions, batch.slot_ids
         for group in batch.decode_groups:
@@ -171,17 +176,23 @@ class DecodeGraphs:
 
     def _fill_for_trial(self, size: int) -> None:
         """Send `size` rows with a context of one token to the device; each has its own block if there are enough."""
-        buffer = self._next_lines(size)
+        buffer = self._next_lines(size, 1)
         lines, blocks = buffer.numpy(), np.arange(size) % self._cache.num_blocks
         lines[:, _TOKEN], lines[:, _POSITION], lines[:, _CONTEXT] = np.arange(size) % 7 + 1, 0, 1
         lines[:, _SLOT], lines[:, _TABLE] = blocks * self._cache.block_size, blocks
         self._send(buffer)
 
-    def _next_lines(self, size: int) -> Tensor:
-        """Return the next host buffer, (size, columns) int64, for `size` rows of a step; it may hold old data."""
-        return self._ring.next_buffer(size * self._rows.shape[1]).view(size, -1)
+    def _next_lines(self, size: int, num_blocks: int) -> Tensor:
+        """Return the next host buffer, (size, columns) int64, for `size` rows with block tables of `num_blocks` blocks.
+
+        It may hold old data.
+        """
+        return self._ring.next_buffer(size * (_TABLE + num_blocks)).view(size, -1)
 
     def _send(self, lines: Tensor) -> None:
         """Start to copy `lines` (size, columns), int64, from the host to the device."""
-        self._rows[: len(lines)].copy_(lines, non_blocking=True)
+        # Copied as a whole first: a copy between host and device that is not contiguous may wait for the device.
+        uploaded = torch.empty_like(lines, device=self._rows.device, pin_memory=False)
+        uploaded.copy_(lines, non_blocking=True)
+        self._rows[: len(lines), : lines.shape[1]] = uploaded
         self._ring.mark_sent()

@@ -84,9 +84,9 @@ class ModelRunner:
 
     def _run_eagerly(self, batch: StepBatch, previous: Tensor | None, running: RunningChunks | None) -> Tensor | None:
         uploaded = self._uploaded(batch)
-        if batch.unfilled_blocks:
-            # Attention reads slots that are not written yet, and masks them. But if a former holder of the block has
-            # left a NaN in a slot, the mask does not remove the NaN.
+        if batch.unfilled_blocks and not self.attention.in_kernels:
+            # Torch's operators read slots that are not written yet, and mask them. But if a former holder of the block
+            # has left a NaN in a slot, the mask does not remove the NaN. Kernels do not read these slots.
             self._cache.clear(uploaded.unfilled_blocks)
         if previous is not None:
             uploaded.step.token_ids = fill_in(uploaded.step.token_ids, previous)

@@ -15,13 +15,15 @@ from engine.sequences.sequence_table import Chunk, Outcome
 Outcomes = dict[str, Outcome]  # by sequence id
 
 _TOO_LARGE = Outcome(failure="not enough memory to compute a single token of it")
-# Parts of the messages with which torch and its libraries report that memory ran out in a plain `RuntimeError`.
+# Parts of the messages with which libraries report that memory ran out in a plain `RuntimeError`: CUDA and Triton,
+# cuBLAS and cuDNN, and CPU allocators. cuBLAS cannot make its handle where memory is short.
 _OUT_OF_MEMORY_TEXTS = (
+    "out of memory",
+    "_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",
     "can't allocate memory",
     "not enough memory",
     "std::bad_alloc",
-    "CUDA error: out of memory",
-    "_ALLOC_FAILED",
 )
 
 

@@ -130,11 +130,11 @@ class HeadRows:
 
 
 def _allocate(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor of this size with undefined contents.
+    """Return a tensor of zeros of this size.
 
     On a CPU the tensor is in anonymous memory, where pages that are never used are never committed.
     """
     if device.type != "cpu":
-        return torch.empty(size, dtype=dtype, device=device)
+        return torch.zeros(size, dtype=dtype, device=device)
     memory = mmap.mmap(-1, prod(size) * dtype.itemsize)
     return torch.frombuffer(memory, dtype=dtype).view(size)

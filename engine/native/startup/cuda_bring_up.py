@@ -97,7 +97,7 @@ def graph_bytes(sizes: Sequence[int], max_blocks: int, step_bytes: int) -> int:
     any kind, including its logits.
     """
     lines = max(sizes) * (max_blocks + 8) * 8
-    return lines + 2 * step_bytes + len(sizes) * _GRAPH_BYTES
+    return 2 * lines + 2 * step_bytes + len(sizes) * _GRAPH_BYTES
 
 
 def capture_graphs(
@@ -132,7 +132,7 @@ def _graph_maker(runner: ModelRunner, device: torch.device) -> Callable[[], "Cud
     pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def make() -> CudaGraph:
-        if not runner.attention.decodes_in_kernels:  # shapes of torch's operators depend on the contexts
+        if not runner.attention.in_kernels:  # shapes of torch's operators depend on the contexts
             raise CaptureFailure("attention of some layers uses torch's operators")
         return CudaGraph(pool, stream)
 

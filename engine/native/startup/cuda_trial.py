@@ -16,10 +16,11 @@ from engine.native.kv.cache import KVCache, LayerShape
 from engine.native.model.probe import LayerSpec
 
 _BLOCK_SIZE = 16  # tokens
-_NUM_BLOCKS = 6
 _WINDOW = 9  # tokens
-_CONTEXTS = (40, 7)  # tokens in the context of each decode row
-_CHUNK = (3, 22)  # position of the prefill chunk's first token, and of the token after its last
+# Tokens in the context of each decode row. The first is long enough to be computed in several splits, which are merged.
+_CONTEXTS = (700, 40, 7)
+_CHUNK = (150, 220)  # position of the prefill chunk's first token, and of the token after its last
+_NUM_BLOCKS = sum(-(-length // _BLOCK_SIZE) for length in (*_CONTEXTS, _CHUNK[1]))
 # Largest allowed difference from the results of torch's operators, by dtype. The results are about 1.
 _TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
@@ -69,8 +70,11 @@ def _error(
 
 
 def _trial_step(device: torch.device) -> StepTensors:
-    """Return a step of two decode rows and one prefill chunk. The KV blocks of its sequences are not in order."""
-    tables = np.array([[4, 1, 3], [5, 5, 5]])
+    """Return a step of decode rows and one prefill chunk. The KV blocks of its sequences are not in order."""
+    order = np.random.default_rng(0).permutation(_NUM_BLOCKS)
+    counts = [-(-length // _BLOCK_SIZE) for length in (*_CONTEXTS, _CHUNK[1])]
+    *decoded, prefilled = np.split(order, np.cumsum(counts)[:-1])
+    tables = np.stack([np.pad(table, (0, counts[0] - len(table)), mode="edge") for table in decoded])
     contexts = np.array(_CONTEXTS)
     start, end = _CHUNK
     num_rows = len(contexts) + end - start
@@ -82,7 +86,7 @@ def _trial_step(device: torch.device) -> StepTensors:
         logit_rows=zeros[:0],
         sampled_chunks=(),
         decode_groups=(DecodeGroup(0, len(contexts), tables, contexts),),
-        prefill_chunks=(PrefillChunk(len(contexts), start, end, np.array([2, 0])),),
+        prefill_chunks=(PrefillChunk(len(contexts), start, end, prefilled),),
     )
     upload = upload_step(batch, _NUM_BLOCKS, _BLOCK_SIZE, lambda arrays: to_cpu(arrays).to(device))
     return upload.step

@@ -27,8 +27,10 @@ def test_sizes_grow_with_the_batch_and_end_at_the_largest() -> None:
     assert bucket_sizes(8) == [1, 2, 4, 8]
     assert bucket_sizes(40) == [1, 2, 4, 8, 16, 24, 32, 40]
     assert bucket_sizes(30) == [1, 2, 4, 8, 16, 24, 30]
-    assert bucket_sizes(256) == bucket_sizes(1000)
     assert len(bucket_sizes(256)) == 35
+    assert bucket_sizes(300)[-4:] == [248, 256, 288, 300]
+    assert bucket_sizes(512) == bucket_sizes(1000)
+    assert len(bucket_sizes(512)) == 43
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3", "gpt2"])
@@ -76,6 +78,18 @@ def test_steps_with_a_prefill_and_larger_steps_do_not_use_graphs(make_engine: Ma
     logits = graphs.run(packed(Run("s0", 1), Run("s1", 1)))
     assert logits is not None
     assert logits.shape == (2, VOCAB_SIZE)
+
+
+def test_only_columns_that_a_step_uses_are_sent(make_engine: MakeEngine) -> None:
+    """A graph has room for the longest block tables, of which most steps use little."""
+    engine, graphs, _ = with_graphs(make_engine("llama", optimize=False), [4])
+    sizes: list[int] = []
+    next_buffer = graphs._ring.next_buffer
+    graphs._ring.next_buffer = lambda size: sizes.append(size) or next_buffer(size)  # type: ignore[method-assign,func-returns-value]
+    driven = drive(engine, [make_new("a", [1, 2, 3], max_tokens=8)])
+    # The first token comes from the prefill. Blocks have 4 tokens, and tables begin at column 4.
+    assert len(driven["a"].output) == 8
+    assert sizes == [4 * (4 + -(-context // 4)) for context in range(4, 11)]
 
 
 def test_sizes_are_captured_largest_first_then_powers_of_2(make_engine: MakeEngine) -> None:

@@ -149,7 +149,7 @@ def test_an_engine_with_the_kernels_gives_the_tokens_of_generate(
     driven = drive(engine, news, random_chunks(rng, 9), arrivals_a_step=2)
     expected = {seq_id: generate(model_directory(name)[1], prompt, 3) for seq_id, prompt in prompts.items()}
     assert {seq_id: tuple(d.output) for seq_id, d in driven.items()} == expected
-    assert engine._runner.attention.decodes_in_kernels
+    assert engine._runner.attention.in_kernels
 
 
 @pytest.mark.full

@@ -145,6 +145,8 @@ def test_errors_that_torch_raises_when_memory_runs_out() -> None:
     assert is_out_of_memory(MemoryError())
     assert is_out_of_memory(CUDA_ERROR)
     assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate`"))
+    assert is_out_of_memory(RuntimeError("Triton Error [CUDA]: out of memory"))
     assert is_out_of_memory(RuntimeError("std::bad_alloc"))
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not is_out_of_memory(ValueError("can't allocate memory"))
