@@ -20,7 +20,7 @@ from gateway.http.server.draining import RefuseWhileDraining
 from gateway.protocol import error_handlers
 from gateway.protocol.json_body import MAX_BODIES, BodyReader
 from gateway.protocol.openapi import described
-from gateway.routes import chat, models, ops, pages, responses, tokenize
+from gateway.routes import chat, messages, models, ops, pages, responses, tokenize
 from gateway.routes.dependencies import Administrator, WrongKeys, authenticated, request_counted
 from gateway.routes.jobs import batches, files, tasks, uploads
 from gateway.routes.operators import admin, dead_letters, keys, overview
@@ -66,13 +66,13 @@ def create_app(gateway: Gateway) -> FastAPI:
         app.include_router(pages.docs)
     for routes in (admin, overview, keys, dead_letters):
         app.include_router(routes.router, tags=["admin"], dependencies=[Administrator], responses=NOT_ADMIN)
-    for routes in (chat, models, tokenize):
+    for routes in (chat, messages, models, tokenize):
         app.include_router(routes.router)
     app.include_router(responses.router, dependencies=[Depends(authenticated)])
     for routes in (files, uploads, batches, tasks):
         app.include_router(routes.router, dependencies=[Depends(authenticated), Depends(request_counted)])
     parts = (
-        *(ops, admin, overview, keys, dead_letters, chat, models, tokenize),
+        *(ops, admin, overview, keys, dead_letters, chat, messages, models, tokenize),
         *(files, uploads, batches, tasks, responses),
     )
     error_handlers.install(app, [route for part in parts for route in part.router.routes])

@@ -66,7 +66,7 @@ class RequestContext:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = request_id
+                headers["x-request-id"] = headers["request-id"] = request_id  # the latter is Anthropic's name
                 headers["openai-processing-ms"] = str(round(1000 * (self._clock.now() - began_s)))
                 headers["openai-version"] = OPENAI_VERSION
                 headers["x-content-type-options"] = "nosniff"  # no browser takes an uploaded file for a page
@@ -80,7 +80,7 @@ class RequestContext:
         except Exception:  # a bug; only this handler turns unexpected exceptions into an answer
             log.exception("request_failed")
             if status == CLIENT_CLOSED:
-                await error_response(internal_error())(scope, receive, send_with_headers)
+                await error_response(internal_error(), scope)(scope, receive, send_with_headers)
         finally:
             if scope["state"].get("hung_up"):  # a stream has already sent status 200 when its client hangs up
                 status = CLIENT_CLOSED
@@ -124,7 +124,7 @@ class BodyLimit:
             return
         announced = Headers(scope=scope).get("content-length", "")
         if announced.isdecimal() and int(announced[:20]) > self._max_bytes:
-            await error_response(too_large(self._max_bytes))(scope, receive, send)
+            await error_response(too_large(self._max_bytes), scope)(scope, receive, send)
             return
         received = 0
 

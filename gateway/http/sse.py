@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.http.disconnect import ClientDisconnected, until_disconnect
+from gateway.protocol.error_shapes import error_body, speaks_anthropic
 from gateway.protocol.errors import ApiError, internal_error, store_failed
 from scheduler.store.errors import STORE_AWAY
 
@@ -32,9 +33,10 @@ SEND_TIMEOUT_S = 60.0  # seconds in which a client must accept one write; otherw
 Write = Callable[[bytes], Awaitable[None]]
 
 
-def error_frame(error: ApiError) -> bytes:
+def error_frame(error: ApiError, scope: Scope) -> bytes:
     """Return the last frame of a stream that fails. The stream sends no `[DONE]` after this frame."""
-    return b"data: " + msgspec.json.encode(error.body()) + b"\n\n"
+    name = b"event: error\n" if speaks_anthropic(scope) else b""
+    return name + b"data: " + msgspec.json.encode(error_body(error, scope)) + b"\n\n"
 
 
 class EventStreamResponse(Response):
@@ -75,12 +77,12 @@ class EventStreamResponse(Response):
 
         try:
             async with until_disconnect(receive):
-                await self._guarded(write)
+                await self._guarded(write, scope)
                 await write(b"", more=False)
         except ClientDisconnected:
             self._on_disconnect()
 
-    async def _guarded(self, write: Write) -> None:
+    async def _guarded(self, write: Write, scope: Scope) -> None:
         try:
             await self._produce(write)
         except Exception as error:
@@ -91,4 +93,4 @@ class EventStreamResponse(Response):
             if not isinstance(error, ApiError):  # the middleware cannot answer it, because the headers have been sent
                 log.exception("stream_failed")
                 error = internal_error()
-            await write(error_frame(error))
+            await write(error_frame(error, scope))

@@ -51,6 +51,18 @@ _COUNTS = object_of(total=NUMBER, completed=NUMBER, failed=NUMBER)
 
 SCHEMAS: dict[str, Schema] = {
     "Error": object_of(error=object_of(message=TEXT, type=TEXT, param=MAYBE_TEXT, code=MAYBE_TEXT)),
+    "AnthropicError": object_of(type=fixed("error"), error=object_of(type=TEXT, message=TEXT), request_id=MAYBE_TEXT),
+    "Message": object_of(
+        id=TEXT,
+        type=fixed("message"),
+        role=fixed("assistant"),
+        model=TEXT,
+        content=array(object_of(type=fixed("text", "thinking", "tool_use"))),
+        stop_reason=TEXT,
+        stop_sequence=MAYBE_TEXT,
+        usage=object_of(input_tokens=NUMBER, cache_read_input_tokens=NUMBER, output_tokens=NUMBER),
+    ),
+    "MessageTokens": object_of(input_tokens=NUMBER),
     "ChatCompletion": object_of(
         id=TEXT,
         object=fixed("chat.completion"),
@@ -184,6 +196,8 @@ ANSWERS: dict[tuple[str, str], Schema] = {
     ("delete", "/v1/responses/{response_id}"): json_of("Deleted"),
     ("get", "/v1/responses/{response_id}/input_items"): json_of("InputItemList"),
     ("post", "/v1/responses/input_tokens"): json_of("InputTokens"),
+    ("post", "/v1/messages"): json_of("Message") | SSE,
+    ("post", "/v1/messages/count_tokens"): json_of("MessageTokens"),
     ("get", "/v1/models"): json_of("ModelList"),
     ("get", "/v1/models/{model}"): json_of("Model"),
     ("post", "/v1/files"): json_of("File"),

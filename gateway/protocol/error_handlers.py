@@ -1,4 +1,4 @@
-"""Answer every expected error of an application with OpenAI's error object."""
+"""Answer every expected error of an application with the error object of the client's API."""
 
 from collections.abc import Sequence
 
@@ -7,10 +7,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match
+from starlette.types import Scope
 
 from gateway.files.disk import DiskFull
 from gateway.files.store import QuotaExceeded
 from gateway.protocol.bodies.validation import first_fault
+from gateway.protocol.error_shapes import error_body
 from gateway.protocol.errors import ApiError, disk_full, files_quota_exceeded, invalid_request, store_failed
 from gateway.protocol.unknown_paths import unknown_url
 from scheduler.store.errors import STORE_AWAY
@@ -37,8 +39,8 @@ def from_http_exception(request: Request, error: HTTPException, routes: Sequence
     return ApiError(error.status_code, str(error.detail), kind, headers=error.headers)
 
 
-def error_response(error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
+def error_response(error: ApiError, scope: Scope) -> JSONResponse:
+    return JSONResponse(error_body(error, scope), status_code=error.status, headers=error.headers)
 
 
 def install(app: FastAPI, routes: Sequence[BaseRoute] = ()) -> None:
@@ -49,26 +51,26 @@ def install(app: FastAPI, routes: Sequence[BaseRoute] = ()) -> None:
 
     async def on_api_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ApiError)
-        return error_response(error)
+        return error_response(error, request.scope)
 
     async def on_validation_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
         fault = first_fault(error.errors(), skip=("body", "query", "path", "header", "form"))
-        return error_response(invalid_request(fault.message, fault.param, fault.code))
+        return error_response(invalid_request(fault.message, fault.param, fault.code), request.scope)
 
     async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        return error_response(from_http_exception(request, error, routes))
+        return error_response(from_http_exception(request, error, routes), request.scope)
 
     async def on_store_failure(request: Request, error: Exception) -> JSONResponse:
-        return error_response(store_failed(error))
+        return error_response(store_failed(error), request.scope)
 
     async def on_full_disk(request: Request, error: Exception) -> JSONResponse:
-        return error_response(disk_full())
+        return error_response(disk_full(), request.scope)
 
     async def on_full_quota(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, QuotaExceeded)
-        return error_response(files_quota_exceeded(error.used_bytes, error.quota_bytes))
+        return error_response(files_quota_exceeded(error.used_bytes, error.quota_bytes), request.scope)
 
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(DiskFull, on_full_disk)

@@ -68,6 +68,13 @@ def invalid_json() -> ApiError:
     return invalid_request("The body is not valid JSON in UTF-8.", code="invalid_json")
 
 
+class ContextLengthExceeded(ApiError):
+    """The prompt does not fit into the context. `num_tokens` is None if the prompt is too long to be counted."""
+
+    num_tokens: int | None = None
+    limit: int = 0
+
+
 def context_length_exceeded(limit: int, param: str, prompt: int | None, output: int | None) -> ApiError:
     """Return the error for a prompt that does not fit into the model's context of `limit` tokens.
 
@@ -83,7 +90,9 @@ def context_length_exceeded(limit: int, param: str, prompt: int | None, output: 
         return invalid_request(message, param, "context_length_exceeded")
     requested = "" if output is None else f" and {output} more for the completion"
     message = f"This model's maximum context length is {limit} tokens, but the prompt has {counted}{requested}."
-    return invalid_request(message, param, "context_length_exceeded")
+    error = ContextLengthExceeded(400, message, param=param, code="context_length_exceeded")
+    error.num_tokens, error.limit = prompt, limit
+    return error
 
 
 def invalid_api_key() -> ApiError:

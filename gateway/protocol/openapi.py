@@ -13,6 +13,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from gateway.protocol.answer_schemas import ANSWERS, FOLLOWERS, SCHEMAS, json_of
+from gateway.protocol.error_shapes import ANTHROPIC_PATHS
 
 METHODS = frozenset({"get", "post", "delete"})
 ERRORS = {"4XX": "The request is refused.", "5XX": "The server cannot answer now."}
@@ -37,7 +38,7 @@ def _complete(operation: dict[str, Any], method: str, path: str) -> None:
         responses.setdefault(status, {"description": description})
     for status, response in responses.items():
         if status[0] in "45":
-            response["content"] = json_of("Error")
+            response["content"] = json_of("AnthropicError" if path.startswith(ANTHROPIC_PATHS) else "Error")
     if (method, path) in ANSWERS:
         success["content"] = ANSWERS[method, path]
     if path == "/ready":

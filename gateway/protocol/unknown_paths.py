@@ -15,7 +15,7 @@ OPENAI = """
     answers assistants audio chatkit classifications containers conversations edits embeddings engines evals fine-tunes
     fine_tuning images moderations organization projects realtime search skills threads vector_stores videos
 """
-OTHERS = "classify messages pooling rerank score"  # the same, of vLLM and Anthropic
+OTHERS = "classify pooling rerank score"  # the same, of vLLM
 NOT_SERVED = frozenset((OPENAI + OTHERS).split())
 # Likeness from which a served path counts as the one that was meant, on difflib's scale from 0 to 1.
 MIN_LIKENESS = 0.85

@@ -34,16 +34,16 @@ router = APIRouter(tags=["completions"])
 @router.post("/v1/chat/completions", openapi_extra=json_body(ChatCompletionRequest))
 async def create_chat_completion(request: Request, key: Caller) -> Response:
     """Answer a conversation with one JSON object, or with server-sent events if `stream` is true."""
-    return await _deliver(request, "/v1/chat/completions", key)
+    return await deliver(request, "/v1/chat/completions", key)
 
 
 @router.post("/v1/completions", openapi_extra=json_body(CompletionRequest))
 async def create_completion(request: Request, key: Caller) -> Response:
     """Continue one or many prompts. The answer is one JSON object, or server-sent events if `stream` is true."""
-    return await _deliver(request, "/v1/completions", key)
+    return await deliver(request, "/v1/completions", key)
 
 
-async def _deliver(request: Request, path: str, key: ApiKey | None) -> Response:
+async def deliver(request: Request, path: str, key: ApiKey | None) -> Response:
     """Read a body of the endpoint `path`, submit the request in its tier, and return the response.
 
     If the request is refused, the function raises `ApiError` before any header is sent.

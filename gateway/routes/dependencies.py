@@ -66,7 +66,7 @@ async def authenticated(request: Request) -> ApiKey | None:
     if keyring.is_open and (origin := _other_origin(request)) and not gateway.allowed_origins.allows(origin):
         raise foreign_origin(origin)
     try:
-        key = keyring.authenticate(request.headers.get("authorization"))
+        key = keyring.authenticate(_authorization(request))
     except ApiError:
         await _slow_down(request)
         raise
@@ -74,6 +74,12 @@ async def authenticated(request: Request) -> ApiKey | None:
         structlog.contextvars.bind_contextvars(key=key.name)
         request.state.key_name = key.name
     return key
+
+
+def _authorization(request: Request) -> str | None:
+    """Return the value of `Authorization`. A key in `x-api-key`, as of Anthropic's clients, counts as a Bearer's."""
+    key = request.headers.get("x-api-key")
+    return request.headers.get("authorization", None if key is None else f"Bearer {key}")
 
 
 Caller = Annotated[ApiKey | None, Depends(authenticated)]

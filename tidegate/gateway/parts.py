@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 
 from demo_model.location import demo_model_path
 from gateway.dead_letters import DeadLetters
+from gateway.dialects.messages.endpoint import add_messages
 from gateway.files.object_storage import open_storage
 from gateway.files.storage import Storage
 from gateway.files.store import FileStore
@@ -158,6 +159,7 @@ def build_gateway(
     )
     max_body_bytes = settings.max_body_mb * 2**20
     webhooks = make_webhooks(settings, redis, keyring, clock, metrics)
+    add_messages(completions)
     responses = make_responses(settings, redis, completions, clock, webhooks)
 
     async def announce(batch: Batch) -> None:

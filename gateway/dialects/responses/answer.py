@@ -156,9 +156,9 @@ class ResponseEvents:
     def piece(self, index: int, piece: Piece, usage: Usage | None = None) -> bytes:
         return b"".join([self._frame(event) for event in self._answer.output.feed(piece)])
 
-    def closing(self, index: int, finish_reason: str | None, usage: Usage | None = None) -> bytes:
-        self._finish_reason = finish_reason
-        events = self._answer.output.finish(item_status(finish_reason))
+    def closing(self, choice: Choice, usage: Usage | None = None) -> bytes:
+        self._finish_reason = choice.finish_reason
+        events = self._answer.output.finish(item_status(choice.finish_reason))
         return b"".join([self._frame(event) for event in events])
 
     def end(self, usage: Usage) -> bytes:

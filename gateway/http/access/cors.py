@@ -10,10 +10,9 @@ from collections.abc import Sequence
 import structlog
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.protocol.error_handlers import error_response
 from gateway.protocol.errors import foreign_origin
 
 log = structlog.get_logger(__name__)
@@ -22,6 +21,7 @@ METHODS = ("DELETE", "GET", "HEAD", "POST")
 # The headers that scripts may read. `*` stands for all others; browsers before 2022 do not know it.
 EXPOSED_HEADERS = (
     "x-request-id",
+    "request-id",
     "openai-processing-ms",
     "openai-version",
     "retry-after",
@@ -86,7 +86,8 @@ class Cors(CORSMiddleware):
         if self.is_allowed_origin(origin):
             return super().preflight_response(request_headers)
         log.info("preflight_refused", origin=origin[:200])
-        return error_response(foreign_origin(origin))
+        refusal = foreign_origin(origin)
+        return JSONResponse(refusal.body(), refusal.status)
 
 
 def _origin(entry: str) -> str:

@@ -66,10 +66,10 @@ class HostCheck:
             hosts = Headers(scope=scope).getlist("host") or [""] * (scope["http_version"] == "1.0")
             if len(hosts) != 1 or not HOST.fullmatch(hosts[0]):
                 message = "A request must have exactly one `Host` header, with a host name and perhaps a port."
-                await error_response(invalid_request(message, code="invalid_http"))(scope, receive, send)
+                await error_response(invalid_request(message, code="invalid_http"), scope)(scope, receive, send)
                 return
             if self._is_open() and (len(hosts[0]) > MAX_HOST or not self._allowed.allows(hosts[0])):
-                await error_response(host_not_allowed(hosts[0]))(scope, receive, send)
+                await error_response(host_not_allowed(hosts[0]), scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

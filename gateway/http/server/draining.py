@@ -54,4 +54,4 @@ async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
         await send(message)
 
     reason = rejection.draining()
-    await error_response(unavailable(f"{reason.message} {reason.advice}"))(scope, receive, closing)
+    await error_response(unavailable(f"{reason.message} {reason.advice}"), scope)(scope, receive, closing)

@@ -12,7 +12,7 @@ with an error in every item would exhaust the process.
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, Tag, field_validator
+from pydantic import Field, PrivateAttr, Tag, field_validator
 
 from gateway.protocol.bodies.messages import MAX_PIECES, Message, StopText, Text, TokenIds, count_pieces, tag_of
 from gateway.protocol.bodies.options import INT64, Count, GenerationBody, NumTop, Options, Whole
@@ -43,6 +43,8 @@ class StreamOptions(Body):
 class GenerationRequest(GenerationBody, Options, Formats):
     """The fields that the bodies of both endpoints have in common."""
 
+    _limit_shrinks: bool = PrivateAttr(False)
+
     max_tokens: Annotated[int, Field(ge=1, le=2**31), Whole] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31), Whole] | None = None
     n: Annotated[int, Field(ge=1, le=128), Whole] | None = None
@@ -57,6 +59,11 @@ class GenerationRequest(GenerationBody, Options, Formats):
     deadline_ms: Annotated[int, Field(ge=1, le=2**53), Whole] | None = None  # maximum ms from arrival to the last token
     # An extension of vLLM: requests share cached KV only if they have the same salt.
     cache_salt: Annotated[Text, Field(min_length=1, max_length=1024)] | None = None
+
+    @property
+    def limit_shrinks(self) -> bool:
+        """Whether a maximum of output tokens that does not fit into the context is lowered, and not refused."""
+        return self._limit_shrinks
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -110,7 +110,7 @@ class CalledFunction(Body):
         Templates write the arguments as JSON or go through them, so they would encode a text twice, or fail. If the
         arguments are not the JSON of an object, the object has one key, `invalid_arguments`, with the text.
         """
-        return {"name": self.name, "arguments": _as_object(self.arguments)}
+        return {"name": self.name, "arguments": as_object(self.arguments)}
 
 
 class ToolCall(Body):
@@ -123,7 +123,8 @@ class ToolCall(Body):
         return {**id, "type": "function", "function": self.function.for_template()}
 
 
-def _as_object(arguments: str | dict[str, Any]) -> dict[str, Any]:
+def as_object(arguments: str | dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call as an object. A text that is no object in JSON is its `invalid_arguments`."""
     if isinstance(arguments, dict):
         return arguments
     if not arguments.strip():

@@ -1,8 +1,7 @@
 """The format of an answer, as the completion service needs it: one whole object, or the frames of a stream.
 
-gateway/requests/answers/openai_objects.py has the formats of the two completion endpoints, and
-gateway/dialects/responses/ has the format of /v1/responses. Knows choices and pieces; does not know how tokens become
-pieces.
+gateway/requests/answers/openai_objects.py has the formats of the two completion endpoints, and gateway/dialects/ those
+of /v1/responses and /v1/messages. Knows choices and pieces; does not know how tokens become pieces.
 """
 
 from collections.abc import Sequence
@@ -30,8 +29,8 @@ class StreamEncoder(Protocol):
         """Return the frames of a piece that is not empty."""
         ...
 
-    def closing(self, index: int, finish_reason: str | None, usage: Usage | None = None) -> bytes:
-        """Return the frames that end a choice."""
+    def closing(self, choice: Choice, usage: Usage | None = None) -> bytes:
+        """Return the frames that end a choice, which has its finish reason."""
         ...
 
     def end(self, usage: Usage) -> bytes:

@@ -11,6 +11,7 @@ import msgspec
 
 from gateway.http.sse import DONE
 from gateway.output.piece import Piece, ToolCallDelta
+from gateway.requests.answers.choice import Choice
 from gateway.requests.answers.token_report import TokenReport
 
 encode_json = msgspec.json.encode
@@ -130,8 +131,8 @@ class ChunkEncoder:
         extra, top = (ids, prompt_ids) if self._form.is_chat else (ids + prompt_ids, b"")
         return encode_json(logprobs), extra, top
 
-    def closing(self, index: int, finish_reason: str | None, usage: Usage | None = None) -> bytes:
-        return self._frame(index, self._form.closing, encode_json(finish_reason), usage)
+    def closing(self, choice: Choice, usage: Usage | None = None) -> bytes:
+        return self._frame(choice.index, self._form.closing, encode_json(choice.finish_reason), usage)
 
     def end(self, usage: Usage) -> bytes:
         """Return the last frames. With `include_usage`, a chunk without choices reports the usage of the answer."""

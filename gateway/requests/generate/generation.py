@@ -250,7 +250,7 @@ class Generation:
             if piece:
                 frames.append(chunks.piece(choice.index, piece, usage))
             if choice.finish_reason is not None:
-                frames.append(chunks.closing(choice.index, choice.finish_reason, usage))
+                frames.append(chunks.closing(choice, usage))
         return b"".join(frames)
 
     def _with_receipt(self, last_frames: bytes) -> bytes:

@@ -146,6 +146,6 @@ def _max_tokens(request: AnyRequest, num_ids: int, limits: ModelLimits) -> int:
         raise invalid_value(param, f"Invalid value for '{param}': it must not be empty.")
     if room < 1:
         raise context_length_exceeded(limits.max_model_len, param, num_ids, requested)
-    if requested is not None and requested > room:
+    if requested is not None and requested > room and not request.limit_shrinks:
         raise context_length_exceeded(limits.max_model_len, request.output_limit_name, num_ids, requested)
-    return min(default, room) if requested is None else requested
+    return min(default if requested is None else requested, room)

@@ -22,6 +22,7 @@ INLINE_CHARS = 8_000  # characters, about 2 ms of encoding; longer input is enco
 LONG_CHARS = 2**16  # characters, about 25 ms of encoding
 TEXT_CHARS = 50  # fixed cost of each text (call and template), as the number of characters that cost the same time
 _PLAIN_CHAT: Mapping[str, Any] = {}  # the values of a chat that has only messages
+_TEMPLATE_FAULTS = (TemplateError, TypeError, ValueError, KeyError, RecursionError)
 MAX_IDS = 2**20  # token ids of one text; to return them takes 20 ms, in which no other thread runs
 CUT_MARGIN = 64  # tokens beside a cut, which may not be those of the whole text
 
@@ -91,6 +92,19 @@ class Tokenizer:
     def chat_template(self) -> str:
         """The text of the chat template; empty if the model has none."""
         return self._template or ""
+
+    @cached_property
+    def _takes_late_system(self) -> bool:
+        """Whether the chat template writes a system message that comes after others.
+
+        Some templates refuse it, and some write no system message but the first.
+        """
+        turns = (("user", "a"), ("assistant", "b"), ("system", "late"), ("user", "c"))
+        messages = [{"role": role, "content": content} for role, content in turns]
+        try:
+            return "late" in self._pretrained.apply_chat_template(messages, tokenize=False)
+        except _TEMPLATE_FAULTS:
+            return False
 
     def generation_prompt(self, values: Mapping[str, Any]) -> str:
         """Return what the chat template writes at the end of a prompt, as the beginning of the assistant's answer.
@@ -195,10 +209,12 @@ class Tokenizer:
             raise ChatTemplateError("This model has no chat template. Use /v1/completions.")
         if not self._knows_developer:
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
+        if any(m["role"] == "system" for m in messages[1:]) and "chat_template" not in values:
+            messages = messages if self._takes_late_system else _with_system_first(messages)
         try:
             values = {"add_generation_prompt": True, **values}
             text: str = self._pretrained.apply_chat_template(messages, tokenize=False, **values)
-        except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
+        except _TEMPLATE_FAULTS as error:
             raise ChatTemplateError(_template_message(error)) from error
         return text
 
@@ -219,6 +235,12 @@ class Tokenizer:
         """Return a part of `text` that has its first or its last `num_tokens` tokens."""
         num_chars = (num_tokens + CUT_MARGIN) * self._longest_token
         return text[:num_chars] if keeps_first else text[-num_chars:]
+
+
+def _with_system_first(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return `messages` with all system messages as one, before the others."""
+    texts = [m["content"] for m in messages if m["role"] == "system"]
+    return [{"role": "system", "content": "\n".join(texts)}, *(m for m in messages if m["role"] != "system")]
 
 
 def _size(texts: Sequence[str]) -> int:

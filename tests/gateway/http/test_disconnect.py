@@ -66,7 +66,7 @@ async def test_other_cancellations_and_timeouts_stay_what_they_are() -> None:
 async def respond(connection: Connection, produce: Any, send_timeout_s: float = 60) -> list[str]:
     gone: list[str] = []
     response = EventStreamResponse(produce, lambda: gone.append("gone"), send_timeout_s)
-    scope: Scope = {"type": "http"}
+    scope: Scope = {"type": "http", "path": "/", "headers": []}
     await response(scope, connection.receive, connection.send)
     return gone
 

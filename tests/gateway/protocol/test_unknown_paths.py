@@ -25,7 +25,6 @@ NOT_SERVED = [
     ("POST", "/v1/conversations"),
     ("GET", "/v1/chat/completions/chatcmpl-1"),
     ("GET", "/v1/organization/usage/completions"),
-    ("POST", "/v1/messages"),
     ("POST", "/rerank"),
 ]
 MISTAKEN = [
@@ -51,7 +50,7 @@ async def test_endpoints_of_openai_that_are_not_served_name_those_that_are() -> 
             error = error_of(await stand.http.request(method, path), 400)
             assert (error["type"], error["code"]) == ("invalid_request_error", "endpoint_not_served"), path
             assert error["message"].startswith(f"{method} {path} is not served here.")
-            assert "/v1/chat/completions, /v1/completions, /v1/files, /v1/models" in error["message"]
+            assert "/v1/chat/completions, /v1/completions, /v1/files, /v1/messages" in error["message"]
 
 
 async def test_mistakes_in_a_url_get_a_hint() -> None:
