@@ -11,6 +11,7 @@ from pydantic import Field, Tag, field_validator, model_validator
 from gateway.dialects.messages.blocks import Content, TextOrBlocks
 from gateway.protocol.bodies.messages import MAX_PIECES, StopText, Text, count_pieces
 from gateway.protocol.bodies.options import Options, Whole
+from gateway.protocol.bodies.output_format import Formats
 from gateway.protocol.bodies.tools import MAX_TOOLS, HostedTool, ToolName
 from gateway.protocol.bodies.unsupported import HARMLESS
 from gateway.protocol.bodies.validation import choose
@@ -20,6 +21,7 @@ from gateway.protocol.json_body import Body
 EXTENSIONS = frozenset(
     {
         *(Options.model_fields.keys() - {"prompt_logprobs", "return_tokens_as_token_ids", "return_token_ids"}),
+        *(Formats.model_fields.keys() - {"response_format"}),
         *("seed", "cache_salt", "deadline_ms", "priority", "chat_template", "chat_template_kwargs", "documents"),
         *HARMLESS,
     }
