@@ -110,6 +110,7 @@ class ControllerSwitches(_Strict):
     feed_forward: bool = True  # limit each step by the next-token deadlines of interactive sequences
     feedback: bool = True  # move batch size and max-wait according to the observed latencies
     shed: bool = True  # evict bulk from a running step when an interactive request arrives, if that pays
+    measure_slowdown: bool = False  # withhold bulk in short random slots, and compare
 
 
 class Tier(_Strict):

@@ -98,6 +98,7 @@ class RequestState:
     fixed_seen_s: float = 0.0
     delay_seen_s: float = 0.0
     own_s: float = 0.0
+    in_slot: bool | None = None  # whether it arrived in a slot without bulk (`SlowdownMeter`); None: it does not count
     found_step_s: float = 0.0  # predicted length of the step that ran when the request arrived; 0: no step ran
     attempt: int = 1  # number of the claim, counted from 1
     num_lost_streams: int = 0  # attempts of this worker that failed, in front of a server that plans its own steps

@@ -33,12 +33,12 @@ from scheduler.worker.loop import WorkerLoop, build_loop
 WARM_UP_S = 1.0  # seconds for the warm-up steps of a worker
 MODEL_NAMES = ("model",)
 
-BuildCore = Callable[[TierSet, EngineInfo], StepCore]
+BuildCore = Callable[[TierSet, EngineInfo, Callable[[], float]], StepCore]
 
 
-def build_core(tiers: TierSet, info: EngineInfo) -> StepCore:
+def build_core(tiers: TierSet, info: EngineInfo, draw: Callable[[], float] = lambda: 0.5) -> StepCore:
     """Return the shipped scheduler core. Its step-time model has not observed any step of its engine yet."""
-    return StepCore(tiers, info, SLAController(tiers, info.step_eviction, info.num_layers))
+    return StepCore(tiers, info, SLAController(tiers, info.step_eviction, info.num_layers), draw=draw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,8 @@ async def start_deployment(setting: Setting, observation: Observation) -> Deploy
     for number in range(setting.workers):
         record = EngineRecord()
         engine = _build_engine(setting, clock, begins_s, number, record)
-        core = setting.build_core(setting.tiers, engine.info)
+        draw = random.Random(1_000_033 * setting.seed + number).random
+        core = setting.build_core(setting.tiers, engine.info, draw)
         metrics = WatchedMetrics(setting.tiers, observation, number, clock, begins_s)
         identity = WorkerIdentity(f"worker-{number}", MODEL_NAMES, clock.wall_ms())
         loop = build_loop(

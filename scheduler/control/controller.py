@@ -160,6 +160,11 @@ class SLAController:
         return self._engine_eviction if self._switches.shed else StepEviction.NOTHING
 
     @property
+    def measures_slowdown(self) -> bool:
+        """Whether bulk is withheld in slots, to measure how it slows interactive requests down."""
+        return self._switches.measure_slowdown and bool(self._interactive)
+
+    @property
     def _can_evict(self) -> bool:
         return self.step_eviction is not StepEviction.NOTHING
 

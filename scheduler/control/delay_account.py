@@ -40,7 +40,7 @@ class DelayAccounts:
     ) -> None:
         """Enter a step without bulk. The model learns from it if its time depends on its work alone (`is_typical`)."""
         if is_typical:
-            self.step_time.observe(_work(runs), elapsed_s)
+            self.step_time.observe(step_work(runs), elapsed_s)
         self._enter(runs, elapsed_s, overhead_s)
 
     def add_shared_step(self, runs: Sequence[InteractiveRun], elapsed_s: float, overhead_s: float) -> None:
@@ -48,7 +48,7 @@ class DelayAccounts:
         if not runs:
             self._delay_s += elapsed_s + overhead_s
             return
-        alone_s = min(elapsed_s, self.step_time.predict(_work(runs)))
+        alone_s = min(elapsed_s, self.step_time.predict(step_work(runs)))
         self._delay_s += elapsed_s - alone_s
         self._enter(runs, alone_s, overhead_s)
 
@@ -68,7 +68,7 @@ class DelayAccounts:
 
     def _enter(self, runs: Sequence[InteractiveRun], alone_s: float, overhead_s: float) -> None:
         """Divide the time without bulk among the requests in proportion to predicted costs."""
-        cost = self.step_time.cost(mixed=_work(runs).is_mixed)
+        cost = self.step_time.cost(mixed=step_work(runs).is_mixed)
         runs_s = [cost.run(num_tokens, context) for _, num_tokens, context in runs]
         scale = alone_s / cost.step(sum(runs_s))
         self._fixed_s += max(0.0, alone_s - scale * sum(runs_s)) + overhead_s
@@ -76,7 +76,7 @@ class DelayAccounts:
             state.own_s += scale * run_s
 
 
-def _work(runs: Sequence[InteractiveRun]) -> StepWork:
+def step_work(runs: Sequence[InteractiveRun]) -> StepWork:
     work = StepWork()
     for _, num_tokens, context in runs:
         work.add(num_tokens, context)

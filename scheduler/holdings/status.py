@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from engine.step_time.cost import StepCost
 from scheduler.control.explanation import TierOutputs
+from scheduler.control.slowdown import Slowdown
 from scheduler.request_state import RequestState, Status
 
 
@@ -41,6 +42,8 @@ class CoreStatus:
     wasted_s: float = 0.0  # sum: engine time whose work these evictions threw away
     # Sum: engine time that interactive tiers take from urgent bulk; None: not known, as the steps are a server's own.
     interactive_s: float | None = None
+    # What slots without bulk show, by tier and kind of latency ("ttft" or "e2e"). None: there is too little data.
+    slowdowns: Mapping[tuple[str, str], Slowdown | None] = field(default_factory=dict)
 
 
 def count_by_status(states: Iterable[RequestState]) -> TierCounts:

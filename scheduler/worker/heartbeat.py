@@ -187,6 +187,10 @@ class RequestReport:
         for tier, report in explained["tiers"].items():
             report["requests"] = asdict(status.held[tier])
             report["engine_s"] = status.used_s.get(tier, 0.0)
+        for (tier, kind), slowdown in status.slowdowns.items():
+            if tier in explained["tiers"]:
+                found = explained["tiers"][tier].setdefault("bulk_slowdown", {})
+                found[kind] = None if slowdown is None else asdict(slowdown)
         return {
             "at_ms": wall_ms,
             "kv_usage": status.kv_usage,

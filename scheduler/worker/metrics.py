@@ -6,6 +6,7 @@ decisions. The registry is injected, so that two workers in one process (tests, 
 
 import math
 from collections.abc import Iterable, Mapping
+from itertools import product
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -81,6 +82,14 @@ class SchedulerMetrics:
             "1 while first tokens would come much too late: the tier is served in order.",
             "tier",
         )
+        self._slowdown = gauge(
+            "bulk_slowdown_ratio",
+            "How many times as long it takes because of bulk, measured by slots without bulk, with its 95 % interval.",
+            "tier",
+            "metric",
+            "bound",
+        )
+        self._max_slowdown = gauge("max_slowdown_ratio", "The tier's max_slowdown.", "tier")
         self._missing = gauge(
             "missing_deadlines", "Bulk requests on this worker that cannot end by their deadlines any more.", "tier"
         )
@@ -121,6 +130,7 @@ class SchedulerMetrics:
                 self._preempted.labels(tier.name, mode)
             for reason in ("stop", "length", "failed", "cancelled"):
                 self._finished.labels(tier.name, reason)
+            _set_or_remove(self._max_slowdown, (tier.name,), tier.max_slowdown)
             targets = {"ttft": tier.slo.ttft_p99_ms, "itl": tier.slo.itl_p99_ms}
             for metric, target_ms in targets.items():
                 target_s = None if target_ms is None else target_ms / 1000
@@ -134,8 +144,18 @@ class SchedulerMetrics:
         for name in set(self._tiers.tiers) - set(tiers.tiers):
             held = (self._waiting, self._running, self._paused, self._swapped)
             knobs = (self._max_wait, self._batch_size, self._batch_tokens, self._margin)
-            for gauge in (*held, *knobs, self._overloaded, self._missing, self._arriving, self._attainment):
+            for gauge in (
+                *held,
+                *knobs,
+                self._overloaded,
+                self._missing,
+                self._arriving,
+                self._attainment,
+                self._max_slowdown,
+            ):
                 gauge.remove(name)
+            for metric, bound in product(("ttft", "e2e"), ("value", "low", "high")):
+                self._slowdown.remove(name, metric, bound)
             for metric in ("ttft", "itl"):
                 self._target.remove(name, metric, "0.99")
                 self._observed.remove(name, metric, "0.99")
@@ -187,6 +207,10 @@ class SchedulerMetrics:
             self._swapped.labels(tier).set(held.swapped)
             self._record_outputs(tier, status.outputs[tier])
             self._missing.labels(tier).set(status.missing_deadlines.get(tier, 0))
+        for key, slowdown in status.slowdowns.items():
+            for bound in ("value", "low", "high"):
+                value = None if slowdown is None else getattr(slowdown, bound)
+                _set_or_remove(self._slowdown, (*key, bound), value)
         for key, count in status.preemptions.items():
             self._count_up(self._preempted.labels(*key), ("preempted", *key), count)
         for tier, count in status.recomputed_tokens.items():

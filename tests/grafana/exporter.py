@@ -17,6 +17,7 @@ from gateway.http.metrics import GatewayMetrics
 from scheduler.config import load_tiers
 from scheduler.control.explanation import TierOutputs
 from scheduler.control.knobs import Decision
+from scheduler.control.slowdown import Slowdown
 from scheduler.drivers.calls.metrics import CALL_OUTCOMES, TaskMetrics
 from scheduler.holdings.report import Ended, PrefixLookup, Reaction, Report
 from scheduler.request_state import Sample
@@ -58,6 +59,7 @@ class Worker:
         )
         self._rounds += 1
         outputs = TierOutputs(8, 0.02, 0.1, ttft_p99_s=0.2, itl_p99_s=0.05, attainment=0.99, is_overloaded=self._faulty)
+        slowdown = Slowdown(1.5, 1.4, 1.6, 100) if self._faulty else Slowdown(1.2, 1.15, 1.26, 100)
         status = replace(
             self._core.status(0.0),
             outputs=dict.fromkeys(TIERS.tiers, outputs),
@@ -67,6 +69,7 @@ class Worker:
             num_step_evictions=self._rounds,
             wasted_s=0.02 * self._rounds,
             missing_deadlines=dict.fromkeys(TIERS.tiers, 1),
+            slowdowns={("realtime", kind): slowdown for kind in ("ttft", "e2e")},
         )
         self.metrics.record_state(status, dict.fromkeys(TIERS.tiers, 7))
         self._serve_some_tasks()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import random
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -96,7 +97,8 @@ def upstream_config(settings: WorkerSettings) -> UpstreamConfig:
 async def _serve(process: WorkerProcess, engine: Engine, progress: StartProgress) -> None:
     settings, clock, runner = process.settings, process.clock, process.runner
     controller = SLAController(process.tiers, engine.info.step_eviction, engine.info.num_layers)
-    core = StepCore(process.tiers, engine.info, controller, worker_id=process.identity.worker_id)
+    worker_id = process.identity.worker_id
+    core = StepCore(process.tiers, engine.info, controller, worker_id=worker_id, draw=random.Random(worker_id).random)
     with signals_call(runner.end), open_step_log(settings.step_log, engine.info) as step_log:
         with progress.phase("measuring steps"):
             await teach(engine, core, clock)

@@ -20,6 +20,7 @@ export function tiersOf(document) {
       ttftSloS: ttftMs ? ttftMs / 1000 : null,
       itlSloS: itlMs ? itlMs / 1000 : null,
       isInteractive: Boolean(ttftMs || itlMs),
+      maxSlowdown: tier.max_slowdown ?? null,
     };
   });
   return tiers.sort((a, b) => b.priority - a.priority);
@@ -41,10 +42,24 @@ export function summaryOf(tier, state) {
     ttftS: worst((report) => report.signals.ttft_p99_s, Math.max),
     itlS: worst((report) => report.signals.itl_p99_s, Math.max),
     attainment: worst((report) => report.signals.attainment, Math.min),
+    slowdowns: { ttft: slowest(reports, "ttft"), e2e: slowest(reports, "e2e") },
     minShare: worst((report) => report.signals.floor_share, Math.max),
     predictedS: state.predicted_ttft_s[tier] ?? null,
     knobs: reports[0]?.knobs ?? null,
   };
+}
+
+/** Return the measured slowdown of a kind of latency on the worker where it is certain to be the largest; null: unknown. */
+function slowest(reports, kind) {
+  const known = reports.map((report) => report.bulk_slowdown?.[kind]).filter(Boolean);
+  return known.length ? known.reduce((a, b) => (b.low > a.low ? b : a)) : null;
+}
+
+const slowdownLabel = (promise) => `Times as long because of bulk${promise ? `, at most ${promise} promised` : ""}`;
+
+function slowdownText({ ttft, e2e }) {
+  const text = ({ value, low, high }) => `${value.toFixed(2)} (${low.toFixed(2)}–${high.toFixed(2)})`;
+  return [ttft && `first token ${text(ttft)}`, e2e && `answers ${text(e2e)}`].filter(Boolean).join(", ") || "not measured yet";
 }
 
 export class TierCards {
@@ -96,6 +111,7 @@ class TierCard {
       tier.ttftSloS && ["ttftS", "First token, p99", tier.ttftSloS],
       tier.itlSloS && ["itlS", "Gap of tokens, p99", tier.itlSloS],
       tier.isInteractive && ["attainment", "Requests that met all targets", null],
+      tier.isInteractive && ["slowdowns", slowdownLabel(tier.maxSlowdown), null, false],
       !tier.isInteractive && ["predictedS", "Predicted first token", null, false],
       !tier.isInteractive && ["minShare", "Min share of engine time", null],
     ];
@@ -124,6 +140,7 @@ class TierCard {
     this.#meters.get("ttftS")?.showTime(summary.ttftS);
     this.#meters.get("itlS")?.showTime(summary.itlS);
     this.#meters.get("attainment")?.showShare(summary.attainment, "no request has ended lately", true);
+    this.#meters.get("slowdowns")?.showText(slowdownText(summary.slowdowns));
     this.#meters.get("predictedS")?.showTime(summary.predictedS, "not predicted");
     this.#meters.get("minShare")?.showShare(summary.minShare, "none");
     for (const [name, , text] of KNOBS) say(this.#knobs.get(name), knobText(summary.knobs?.[name], text));
@@ -158,6 +175,10 @@ class Meter {
     const isMissed = value > this.#slo;
     const text = `${seconds(value)} of ${seconds(this.#slo)}${isMissed ? ", missed" : ""}`;
     this.#show(value / this.#slo, text, isMissed ? "bad" : "good", value);
+  }
+
+  showText(text) {
+    this.#show(0, text, "");
   }
 
   showShare(value, unknown, isGoal = false) {

@@ -5,11 +5,11 @@ the SLA controller in `apply` and `review`. Knows tiers and tokens; does not kno
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from engine.interface import EngineInfo, StepPlan, StepResult
+from engine.interface import EngineInfo, SequenceOutput, StepPlan, StepResult
 from engine.step_time.cost import StepWork
 from engine.step_time.model import StepTimeModel
 from scheduler.config import TierSet
@@ -37,12 +37,13 @@ class StepCore:
         controller: SLAController,
         step_time: StepTimeModel | None = None,
         worker_id: str = "",
+        draw: Callable[[], float] = lambda: 0.5,
     ) -> None:
-        """`worker_id` is the name of the worker in receipts."""
+        """`worker_id` is the name of the worker in receipts. `draw` returns a random number in [0, 1)."""
         self.held = Holdings(tiers, engine, controller, self._begin, self._drop, worker_id=worker_id)
         self.controller = controller
         self.step_time = step_time or StepTimeModel()
-        self.running = RunningStep(engine.num_layers)
+        self.running = RunningStep(engine.num_layers, draw)
         self._engine = engine
         self._states = self.held.table.states
         self._engine_state = EngineState(engine)
@@ -73,6 +74,7 @@ class StepCore:
             recomputed_tokens=self.planner.recomputed_tokens,
             num_step_evictions=self.running.num_evictions,
             wasted_s=self.running.wasted_s,
+            slowdowns=self.running.slowdown.readings(),
         )
 
     def explain(self, now: float) -> dict[str, Any]:
@@ -89,6 +91,7 @@ class StepCore:
     def _begin(self, state: RequestState) -> None:
         state.bulk_seen_s = self.running.bulk_total_s
         self.running.open_account(state)
+        self.running.slowdown.note_arrival(state, beside_bulk=self.running.has_bulk)
         state.found_step_s = self.running.step_s if self.is_busy else 0.0
         self.isolation.add(state)
         if state.request.sampling.grammar is not None:
@@ -141,7 +144,7 @@ class StepCore:
         `overhead_s` is the time that the host needed for the step in addition to the engine's time.
         """
         report = Report()
-        self._learn(result, overhead_s, report)
+        self._learn(result, overhead_s, report, now)
         if result.evicted:
             self.held.table.note_evicted(result.evicted, now)
         self._apply_outputs(result, now, report)
@@ -159,7 +162,7 @@ class StepCore:
                 self._states[seq_id].num_shared_blocks = num_shared
         for output in result.outputs:
             if not engine.is_abandoned(output.seq_id):
-                self.held.outputs.add(self._states[output.seq_id], output, self.running.bulk_total_s, now, report)
+                self._add_output(self._states[output.seq_id], output, now, report)
             elif output.finish_reason is not None:
                 engine.forget_abandoned(output.seq_id)
         for failure in result.failures:
@@ -168,14 +171,20 @@ class StepCore:
             else:
                 self.held.fail(self._states[failure.seq_id], failure.reason, now, report)
 
+    def _add_output(self, state: RequestState, output: SequenceOutput, now: float, report: Report) -> None:
+        awaited = state.awaits_first_token
+        self.held.outputs.add(state, output, self.running.bulk_total_s, now, report)
+        if awaited and not state.awaits_first_token:
+            self.running.slowdown.note_first_token(state, now)
+
     def observe_step_time(self, work: StepWork, elapsed_s: float) -> None:
         """Learn the time of a step that the core did not plan, such as a warm-up step at the start."""
         self.step_time.observe(work, elapsed_s)
         self.running.accounts.step_time.observe(work, elapsed_s)
 
-    def _learn(self, result: StepResult, overhead_s: float, report: Report) -> None:
+    def _learn(self, result: StepResult, overhead_s: float, report: Report, now: float) -> None:
         self._engine_state.update(result)
-        self.running.end(result, report, overhead_s)
+        self.running.end(result, report, overhead_s, self.held.table.interactive(), now)
         if report.work is not None:
             report.predicted_s = self.step_time.predict(report.work)
             self.step_time.observe(report.work, result.elapsed_s)

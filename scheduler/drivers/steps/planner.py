@@ -21,7 +21,6 @@ from scheduler.drivers.steps.engine_state import EngineState
 from scheduler.drivers.steps.isolation import Isolation
 from scheduler.drivers.steps.running_step import RunningStep
 from scheduler.holdings.holdings import Holdings
-from scheduler.holdings.request_table import RequestTable
 from scheduler.planning.batch import form_batch
 from scheduler.planning.batching_delay import idle_until_s
 from scheduler.planning.kv_budget import EngineView, has_blocks
@@ -62,7 +61,7 @@ class Planner:
         budgets = self.budgets(now)
         plan = self._form(budgets, now)
         plan = replace(plan, abort=self._engine_state.pop_aborts())
-        self.idle_until_s = idle_until_s(self._held.tiers, self._table, budgets, now) if plan.is_empty else NEVER_S
+        self.idle_until_s = self._idle_until_s(budgets, now) if plan.is_empty else NEVER_S
         if not plan.is_empty:
             self._min_shares_served = frozenset(name for name, budget in budgets.tiers.items() if budget.min_share_due)
             self._isolation.note_plan(plan)
@@ -75,19 +74,21 @@ class Planner:
         The other kind of step is taken if nothing can run in the first.
         """
         view, aborts = self._engine_state.view(), frozenset(self._engine_state.aborts)
+        withheld = self._withholds_bulk(now)
+        tiers = [tier for tier in self._held.tiers if tier.is_interactive or not withheld]
 
         def form(tiers: Sequence[Tier], barred: Container[str]) -> StepPlan:
             return form_batch(self._next_step_id, view, tiers, self._table, budgets, now, barred, self._prefixes)
 
         def shared() -> StepPlan:
             # If a request came back before its old sequence is aborted, it starts in the step after the abort.
-            return form(self._held.tiers, aborts.union(self._isolation.held_back()))
+            return form(tiers, aborts.union(self._isolation.held_back()))
 
         def single(state: RequestState) -> StepPlan:
             return form((state.tier,), self._table.states.keys() - {state.id})
 
         alone = self._isolation.next_alone()
-        if alone is None or alone.id in aborts:
+        if alone is None or alone.id in aborts or alone.tier not in tiers:
             return shared()
         if self._isolation.is_turn:
             plan = single(alone)
@@ -108,10 +109,24 @@ class Planner:
             or self._held.num_refused
         ):
             return None
-        plan = async_plan(running, self._next_step_id, self._engine_state.view(), self._table)
+        withheld = self._withholds_bulk(now)
+        if withheld and self._running.has_bulk:
+            return None
+        states = list(self._table.interactive() if withheld else self._table)
+        plan = async_plan(running, self._next_step_id, self._engine_state.view(), states)
         if plan is not None:
             self._enter(plan, now)
         return plan
+
+    def _withholds_bulk(self, now: float) -> bool:
+        is_on = self._controller.measures_slowdown
+        return self._running.slowdown.withholds(is_on, self._table.interactive(), now)
+
+    def _idle_until_s(self, budgets: Budgets, now: float) -> float:
+        """Return the time at which a batching delay or a slot without bulk ends, whichever is first."""
+        until_s = idle_until_s(self._held.tiers, self._table, budgets, now)
+        slot_s = self._running.slowdown.until_s
+        return min(until_s, slot_s) if slot_s > now else until_s
 
     def evictees_for(self, request_ids: Iterable[str], now: float) -> Sequence[str]:
         """Return the sequences to evict from the step in flight so that one of these requests starts sooner.
@@ -180,15 +195,14 @@ class Planner:
         self._table.update(state)
 
 
-def async_plan(running: StepPlan, step_id: int, view: EngineView, table: RequestTable) -> StepPlan | None:
+def async_plan(running: StepPlan, step_id: int, view: EngineView, states: list[RequestState]) -> StepPlan | None:
     """Return the plan that follows `running`: one more token for each of its sequences that can continue.
 
     It is made before the result of `running` is known, so that the device does not wait for the host between two steps.
     Sequences that are certain to end with `running` are left out. Return None if there is anything to decide: unless
-    all requests in `table` decode in the running step, and there are blocks for their next tokens. `table` and `view`
-    show the state before the result of `running`.
+    all requests in `states` decode in the running step, and there are blocks for their next tokens. `states` and `view`
+    are as before the result of `running`.
     """
-    states = list(table)
     in_step = {run.seq_id for run in running.run}
     if len(states) != len(in_step) or any(s.id not in in_step or not s.is_decode for s in states):
         return None

@@ -6,7 +6,7 @@ nothing to the engine. With async scheduling, a second step may wait in the engi
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.interface import PreemptionMode, SequenceOutput, StepEviction, StepPlan, StepResult
@@ -15,6 +15,7 @@ from scheduler.clock import NEVER_S
 from scheduler.config import Tier
 from scheduler.control.budget import TokenBucket
 from scheduler.control.delay_account import DelayAccounts, InteractiveRun
+from scheduler.control.slowdown import SlowdownMeter
 from scheduler.control.step_limit import MAX_WASTED_SHARE
 from scheduler.holdings.report import Report
 from scheduler.planning.step_eviction import BUCKET_S, StepTiming, weigh_eviction
@@ -108,10 +109,15 @@ class _TrackedStep:
         bulk_s = sum(s for tier, s in self.runs_s.items() if tier not in self.interactive)
         return bulk_s / self.timing.step_s if self.interactive else 1.0
 
-    def enter(self, accounts: DelayAccounts, result: StepResult, overhead_s: float) -> None:
-        """Enter the finished step into the delay accounts."""
-        runs = self.interactive_runs(result)
-        if self.interactive and not self.runs_s.keys() - self.interactive:
+    @property
+    def has_bulk(self) -> bool:
+        return bool(self.runs_s.keys() - self.interactive)
+
+    def enter(
+        self, accounts: DelayAccounts, runs: Sequence[InteractiveRun], result: StepResult, overhead_s: float
+    ) -> None:
+        """Enter the finished step into the delay accounts. `runs` are its interactive runs."""
+        if self.interactive and not self.has_bulk:
             accounts.add_step(runs, result.elapsed_s, overhead_s, is_typical=self.work(result) is not None)
         else:
             accounts.add_shared_step(runs, result.elapsed_s, overhead_s)
@@ -127,9 +133,11 @@ class _TrackedStep:
 class RunningStep:
     """The submitted steps whose results have not come yet. The oldest of them is the running step."""
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, draw: Callable[[], float]) -> None:
+        """`draw` returns a random number in [0, 1)."""
         self._num_layers = num_layers
         self.accounts = DelayAccounts()
+        self.slowdown = SlowdownMeter(draw, self.accounts.step_time)
         self.waste_budget = TokenBucket(BUCKET_S, MAX_WASTED_SHARE, BUCKET_S)
         self.wasted_s = 0.0  # seconds of bulk work thrown away in total
         self.num_evictions = 0  # number of steps from which sequences were evicted
@@ -146,6 +154,11 @@ class RunningStep:
     @property
     def is_any(self) -> bool:
         return bool(self._steps)
+
+    @property
+    def has_bulk(self) -> bool:
+        """Whether any submitted step has sequences without a latency SLO."""
+        return any(step.has_bulk for step in self._steps.values())
 
     @property
     def plan(self) -> StepPlan | None:
@@ -242,8 +255,17 @@ class RunningStep:
             running_s = step.timing.progress(state.arrived_s) * step.timing.step_s
             self.accounts.open(state, running_s, step.bulk_share)
 
-    def end(self, result: StepResult, report: Report, overhead_s: float = 0.0) -> None:
-        """Stop tracking a finished step, and add its work and its use to the report.
+    def end(
+        self,
+        result: StepResult,
+        report: Report,
+        overhead_s: float = 0.0,
+        present: Iterable[RequestState] = (),
+        now: float = 0.0,
+    ) -> None:
+        """Stop tracking a step that ends now, and add its work and its use to the report.
+
+        `present` are the interactive requests. `overhead_s` is the host's time for the step.
 
         A requested eviction that came too late threw no work away, so it takes nothing from the waste budget.
         """
@@ -253,7 +275,9 @@ class RunningStep:
         report.sequences, report.work = step.sequences, step.work(result)
         if not step.timing.step_s:
             return
-        step.enter(self.accounts, result, overhead_s)
+        runs = step.interactive_runs(result)
+        step.enter(self.accounts, runs, result, overhead_s)
+        self.slowdown.add_step(runs, present, result.elapsed_s + overhead_s, now, has_bulk=step.has_bulk)
         used_s = report.used_s = step.used_s(result.elapsed_s, bool(result.evicted))
         step.charge(used_s)
         if result.evicted:

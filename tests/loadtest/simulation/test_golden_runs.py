@@ -5,7 +5,7 @@ noise and its step times are known, so that the text is the same on every machin
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,9 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-def build_core(tiers: TierSet, info: EngineInfo) -> StepCore:
+def build_core(tiers: TierSet, info: EngineInfo, draw: Callable[[], float]) -> StepCore:
     step_time = KnownStepTime(CARD.step_cost(mixed=True))
-    return StepCore(tiers, info, SLAController(tiers, info.step_eviction, info.num_layers), step_time)
+    return StepCore(tiers, info, SLAController(tiers, info.step_eviction, info.num_layers), step_time, draw=draw)
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -8,7 +8,7 @@ from tests.scheduler.builders import make_decode, make_state, make_table, make_t
 
 def plan_after(states: list[RequestState], running: str, **view: int) -> StepPlan | None:
     plan = StepPlan(4, run=tuple(Run(name, 1) for name in running))
-    return async_plan(plan, 5, make_view(**view), make_table(make_tiers(), states))
+    return async_plan(plan, 5, make_view(**view), list(make_table(make_tiers(), states)))
 
 
 def test_decodes_continue_in_their_order() -> None:

@@ -43,6 +43,8 @@ GAUGES = {
     "tidegate_arrivals_per_second",
     "tidegate_kv_reserve_blocks",
     "tidegate_step_time_error_ratio",
+    "tidegate_bulk_slowdown_ratio",
+    "tidegate_max_slowdown_ratio",
 }
 COUNTERS = {
     "tidegate_slo_misses",

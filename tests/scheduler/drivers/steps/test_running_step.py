@@ -17,7 +17,7 @@ NEWCOMER = make_state("new", "realtime")
 
 
 def begin(*states: RequestState, protected: tuple[str, ...] = ()) -> RunningStep:
-    running = RunningStep(num_layers=30)
+    running = RunningStep(num_layers=30, draw=lambda: 0.5)
     plan = StepPlan(0, run=tuple(Run(s.id, 1) for s in states))
     running.begin(plan, {s.id: s for s in states}, COST, 0.0, protected)
     return running
@@ -100,7 +100,7 @@ def test_bulk_time_includes_the_fixed_cost_of_steps_without_interactive_work() -
 
 
 def test_an_async_step_does_not_replace_the_running_one() -> None:
-    running = RunningStep(num_layers=30)
+    running = RunningStep(num_layers=30, draw=lambda: 0.5)
     for step_id, state in enumerate((RT, BULK[0])):
         running.begin(StepPlan(step_id, run=(Run(state.id, 1),)), {state.id: state}, COST, 0.0, ())
     assert list(end(running, result()).used_s) == ["realtime"]
