@@ -12,7 +12,7 @@ from gateway.dialects.responses.answer import ResponseAnswer, ResponseHead
 from gateway.dialects.responses.chat import chat_request, in_terms_of_responses
 from gateway.dialects.responses.items import RESPONSE_PREFIX, Item
 from gateway.dialects.responses.request import ResponseRequest
-from gateway.jobs.responses.conversation import MANY_ITEMS, Conversations, turns_of, without_turns_before
+from gateway.jobs.responses.history import MANY_ITEMS, History, turns_of, without_turns_before
 from gateway.jobs.responses.run import ResponseRun
 from gateway.jobs.responses.store import ResponseStore
 from gateway.protocol.bodies.schemas import ChatCompletionRequest
@@ -38,13 +38,13 @@ class NewResponse:
         self,
         request: ResponseRequest,
         completions: CompletionService,
-        conversations: Conversations,
+        history: History,
         store: ResponseStore | None,
         clock: Clock,
     ) -> None:
         self._request = request
         self._completions = completions
-        self._conversations = conversations
+        self._history = history
         self._store = store
         self._clock = clock
         self._items: list[Item] = []  # of its own input
@@ -58,8 +58,8 @@ class NewResponse:
         """
         response_id = RESPONSE_PREFIX + placement.request_id.removeprefix("req_")
         owner = self.owner = placement.owner
-        self._items = await self._conversations.input_of(self._request, response_id, owner)
-        conversation = [*await self._conversations.before(self._request, owner), *self._items]
+        self._items = await self._history.input_of(self._request, response_id, owner)
+        conversation = [*await self._history.before(self._request, owner), *self._items]
         answer_as = partial(self._answer, response_id, self._clock.wall_ms() // 1000)
         prepare = partial(self._completions.prepare, placement=placement, answer_as=answer_as)
         with in_terms_of_responses(self._request.offered_tools):

@@ -15,9 +15,9 @@ from gateway.fairness import UnderWay
 from gateway.http.sse import PING, Write
 from gateway.jobs.responses import background
 from gateway.jobs.responses.background import BackgroundRuns
-from gateway.jobs.responses.conversation import Conversations
 from gateway.jobs.responses.creation import NewResponse
 from gateway.jobs.responses.event_log import EventWriter, follow
+from gateway.jobs.responses.history import History
 from gateway.jobs.responses.response_ends import Announcer, ResponseEnds
 from gateway.jobs.responses.store import NoRoom, ResponseStore, StoredResponse
 from gateway.protocol.errors import invalid_value, too_many_followers, too_many_responses
@@ -52,7 +52,7 @@ class ResponseService:
         self._clock = clock
         self._redis = redis
         self._store = store
-        self._conversations = Conversations(store)
+        self._history = History(store)
         self._background = None if store is None else BackgroundRuns(store, clock, drain_s)
         self._ends = None if announcer is None or redis is None else ResponseEnds(redis, announcer, clock)
         self._followers = UnderWay(MAX_FOLLOWERS, MAX_FOLLOWERS_OF_KEY)  # of responses that are still generated
@@ -69,7 +69,7 @@ class ResponseService:
     def new(self, request: ResponseRequest) -> NewResponse:
         """Return the response that `request` asks for. It is neither prepared nor submitted yet."""
         store = self._store if request.store is not False else None
-        return NewResponse(request, self._completions, self._conversations, store, self._clock)
+        return NewResponse(request, self._completions, self._history, store, self._clock)
 
     async def enqueue(self, new: NewResponse) -> None:
         """Store a prepared response as queued, before it is submitted: nothing may run that nobody could find.

@@ -9,7 +9,7 @@ import pytest
 from redis.asyncio import Redis
 
 from gateway.identity import Keyring
-from gateway.jobs.responses import conversation
+from gateway.jobs.responses import history
 from gateway.jobs.responses.store import ResponseStore
 from gateway.store_keys import GatewayKeys
 from tests.gateway.offline import ShiftedClock, keyring
@@ -91,7 +91,7 @@ async def test_the_responses_of_referred_items_are_bounded(
         created = [await stand.client.responses.create(model=MODEL, input="x" * 90) for _ in range(3)]
         references: Any = [{"type": "item_reference", "id": response.output[0].id} for response in created]
         await stand.client.responses.create(model=MODEL, input=references)
-        monkeypatch.setattr(conversation, "MAX_BYTES", 700)
+        monkeypatch.setattr(history, "MAX_BYTES", 700)
         await stand.client.responses.create(model=MODEL, input=references[:1])
         with pytest.raises(openai.BadRequestError) as caught:
             await stand.client.responses.create(model=MODEL, input=references)

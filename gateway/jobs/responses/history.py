@@ -16,7 +16,7 @@ MANY_ITEMS = 256  # items that take several ms; more are worked on in a thread
 NOT_STORED = "This server stores no responses. Send the whole conversation as 'input' instead."
 
 
-class Conversations:
+class History:
     """A reader of conversations. `store` is None if this server stores no responses."""
 
     def __init__(self, store: ResponseStore | None) -> None:
