@@ -45,8 +45,8 @@ class GatewayKeys(Namespace):
     batches_unfinished_of = Name("batches:unfinished_of")  # set of those, and of some that are over; for each owner
     batches_by_status = Name("batches:by_status")  # hash: the number of batches by status
 
-    # Responses. Their lifetime is a setting.
-    response = Name("response:")  # hash: owner, previous, status, input, output, head, lease_ms
+    # Responses and conversations. Their lifetime is a setting.
+    response = Name("response:")  # hash: owner, previous, status, input, output, head, lease_ms, version
     response_events = Name("response:events:")  # stream of a background response's events
     responses_of = Name("responses:of:")  # sorted set of an owner's ids, by their expiry in ms
     responses_sizes = Name("responses:sizes")  # hash: the bytes of each response

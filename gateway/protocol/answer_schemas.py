@@ -91,6 +91,7 @@ SCHEMAS: dict[str, Schema] = {
         background=FLAG,
     ),
     "InputItem": object_of(id=TEXT, type=TEXT),
+    "Conversation": object_of(id=TEXT, object=fixed("conversation"), created_at=NUMBER, metadata=ANY_OBJECT),
     "InputTokens": object_of(object=fixed("response.input_tokens"), input_tokens=NUMBER),
     "Model": object_of(
         {"max_model_len": MAYBE_NUMBER}, id=TEXT, object=fixed("model"), created=NUMBER, owned_by=TEXT, root=TEXT
@@ -198,6 +199,14 @@ ANSWERS: dict[tuple[str, str], Schema] = {
     ("post", "/v1/responses/input_tokens"): json_of("InputTokens"),
     ("post", "/v1/messages"): json_of("Message") | SSE,
     ("post", "/v1/messages/count_tokens"): json_of("MessageTokens"),
+    ("post", "/v1/conversations"): json_of("Conversation"),
+    ("get", "/v1/conversations/{conversation_id}"): json_of("Conversation"),
+    ("post", "/v1/conversations/{conversation_id}"): json_of("Conversation"),
+    ("delete", "/v1/conversations/{conversation_id}"): json_of("Deleted"),
+    ("get", "/v1/conversations/{conversation_id}/items"): json_of("InputItemList"),
+    ("post", "/v1/conversations/{conversation_id}/items"): json_of("InputItemList"),
+    ("get", "/v1/conversations/{conversation_id}/items/{item_id}"): json_of("InputItem"),
+    ("delete", "/v1/conversations/{conversation_id}/items/{item_id}"): json_of("Conversation"),
     ("get", "/v1/models"): json_of("ModelList"),
     ("get", "/v1/models/{model}"): json_of("Model"),
     ("post", "/v1/files"): json_of("File"),
@@ -241,5 +250,11 @@ FOLLOWERS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
     ("post", "/v1/tasks"): {"task_id": ("retrieve_task", "cancel_task", "delete_task", "retry_task")},
     ("post", "/v1/responses"): {
         "response_id": ("retrieve_response", "cancel_response", "delete_response", "list_input_items"),
+    },
+    ("post", "/v1/conversations"): {
+        "conversation_id": (
+            *("retrieve_conversation", "update_conversation", "delete_conversation"),
+            *("list_conversation_items", "create_conversation_items"),
+        ),
     },
 }

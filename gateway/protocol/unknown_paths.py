@@ -12,7 +12,7 @@ from gateway.protocol.errors import ApiError, invalid_request
 
 # First parts, behind /v1, of the paths of OpenAI's endpoints that this server does not serve, also of retired ones.
 OPENAI = """
-    answers assistants audio chatkit classifications containers conversations edits embeddings engines evals fine-tunes
+    answers assistants audio chatkit classifications containers edits embeddings engines evals fine-tunes
     fine_tuning images moderations organization projects realtime search skills threads vector_stores videos
 """
 OTHERS = "classify pooling rerank score"  # the same, of vLLM

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
 
+from gateway.dialects.responses.items import Item
 from gateway.dialects.responses.request import ResponseRequest, parse_response_request
 from gateway.http.sse import EventStreamResponse
 from gateway.identity import ApiKey, resolve_tier
@@ -29,6 +30,10 @@ from gateway.routes.jobs.idempotency import idempotency_key, once
 from gateway.state import gateway_of
 
 router = APIRouter(tags=["responses"])
+
+Limit = Annotated[int, Query(ge=1, le=100)]
+Order = Literal["asc", "desc"]
+After = str | None
 
 
 @router.post("/v1/responses", openapi_extra=json_body(ResponseRequest))
@@ -148,12 +153,17 @@ async def list_input_items(
     request: Request,
     owner: Owner,
     response_id: str,
-    limit: Annotated[int, Query(ge=1, le=100)] = 20,
-    order: Literal["asc", "desc"] = "desc",
-    after: str | None = None,
+    limit: Limit = 20,
+    order: Order = "desc",
+    after: After = None,
 ) -> Response:
     """List the input items of a stored response, page by page. Earlier turns of the conversation are not listed."""
-    items = _existing(await gateway_of(request).responses.get(response_id, owner), response_id).input
+    found = _existing(await gateway_of(request).responses.get(response_id, owner), response_id)
+    return item_page(found.input, limit, order, after)
+
+
+def item_page(items: list[Item], limit: int, order: Literal["asc", "desc"], after: str | None) -> Response:
+    """Return a page of `items`, which are in the order of the conversation, behind the item `after`."""
     items = items[::-1] if order == "desc" else items
     ids = [item["id"] for item in items]
     if after is not None and after not in ids:

@@ -60,6 +60,7 @@ PARTS: dict[str, list[dict[str, Any]]] = {
         {"input": ITEMS[:4]},
         {"input": ITEMS, "stream": True},
         {"previous_response_id": "resp_" + "0" * 32, "store": True, "truncation": "auto"},
+        {"conversation": {"id": "conv_" + "0" * 32}},
         {"background": True, "stream": True, "include": ["message.output_text.logprobs"], "top_logprobs": 2},
         {"text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}, "max_output_tokens": 8},
         {"tools": [{"type": "function", **FUNCTION}], "tool_choice": {"type": "function", "name": "get_weather"}},

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from gateway.protocol.bodies.messages import MAX_PIECES, RefusalPart, Text, part_tag
+from gateway.protocol.bodies.messages import MAX_PIECES, RefusalPart, Text, count_pieces, part_tag
 from gateway.protocol.bodies.validation import choose, text_or_list
 from gateway.protocol.json_body import Body
 
@@ -87,6 +87,7 @@ class MessageItem(Body):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: TextOrParts
+    phase: Text | None = None  # of an assistant's message: `commentary` or `final_answer`
     id: Text | None = None
     status: Status = None
 
@@ -94,7 +95,9 @@ class MessageItem(Body):
         parts = [TextPart(type="text", text=self.content)] if isinstance(self.content, str) else self.content
         content = [_kept_part(part, self.role == "assistant") for part in parts]
         status = self.status or "completed"
-        return {"id": self.id or own_id, "type": self.type, "role": self.role, "content": content, "status": status}
+        phase = {} if self.phase is None else {"phase": self.phase}
+        named = {"id": self.id or own_id, "type": self.type, "role": self.role, **phase}
+        return {**named, "content": content, "status": status}
 
 
 class CallItem(Body):
@@ -180,6 +183,13 @@ InputItem = Annotated[
         custom_error_message=f"this server takes items of the types {', '.join(KINDS)}",
     ),
 ]
+
+
+def few_pieces(value: Any) -> Any:
+    """Refuse a list of items with too many items and parts. Anything else is returned as it is."""
+    if isinstance(value, list) and count_pieces(value, ("content", "output", "summary")) > MAX_PIECES:
+        raise ValueError(f"must have at most {MAX_PIECES} items and content parts in all")
+    return value
 
 
 def text_of(value: str | list[dict[str, Any]]) -> str:

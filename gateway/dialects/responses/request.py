@@ -7,11 +7,11 @@ are refused by name. Fields that are no parameter of the Responses API are kept 
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, Tag, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, Tag, field_validator, model_validator
 
-from gateway.dialects.responses.items import InputItem
+from gateway.dialects.responses.items import InputItem, few_pieces
 from gateway.dialects.responses.tools import OfferedTool, ToolChoice, Tools, hosted_choice, offered
-from gateway.protocol.bodies.messages import MAX_PIECES, Text, count_pieces
+from gateway.protocol.bodies.messages import Text
 from gateway.protocol.bodies.options import GenerationBody, Whole
 from gateway.protocol.bodies.schemas import ChatCompletionRequest
 from gateway.protocol.bodies.tools import hosted_tool_chosen, names_left_out
@@ -33,7 +33,7 @@ MOVED = {
     "logprobs": "include",
 }
 # Parameters of the Responses API that are not built.
-NOT_BUILT = ("conversation", "prompt", "context_management", "moderation", "image")
+NOT_BUILT = ("prompt", "context_management", "moderation", "image")
 
 
 class TextFormat(Body):
@@ -97,6 +97,17 @@ Input = Annotated[
 ]
 
 
+class ConversationName(Body):
+    id: Text
+
+
+def _as_object(value: Any) -> Any:
+    return {"id": value} if isinstance(value, str) else value
+
+
+Conversation = Annotated[ConversationName, BeforeValidator(_as_object)]
+
+
 class ResponseRequest(GenerationBody):
     model_config = ConfigDict(extra="allow")
 
@@ -121,13 +132,9 @@ class ResponseRequest(GenerationBody):
     background: bool | None = None
     background_options: dict[str, Any] | None = None  # hints of how soon an answer is needed; `service_tier` says it
     previous_response_id: Text | None = None
+    conversation: Conversation | None = None  # in a body also its id alone
 
-    @field_validator("input", mode="before")
-    @classmethod
-    def _few_pieces(cls, value: Any) -> Any:
-        if isinstance(value, list) and count_pieces(value, ("content", "output", "summary")) > MAX_PIECES:
-            raise ValueError(f"must have at most {MAX_PIECES} items and content parts in all")
-        return value
+    _few_pieces = field_validator("input", mode="before")(few_pieces)
 
     @property
     def extensions(self) -> dict[str, Any]:
@@ -182,5 +189,7 @@ def _check_together(request: ResponseRequest) -> None:
         raise hosted_tool_chosen(hosted)
     if request.background and request.store is False:
         raise invalid_value("background", "Background responses must be stored: leave out 'store' or set it to true.")
-    if not request.input and request.previous_response_id is None:
+    if request.conversation is not None and request.previous_response_id is not None:
+        raise invalid_value("conversation", "Use either 'conversation' or 'previous_response_id', not both.")
+    if not request.input and request.previous_response_id is None and request.conversation is None:
         raise invalid_value("input", "Invalid value for 'input': it must not be empty.")

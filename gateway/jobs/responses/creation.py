@@ -12,6 +12,7 @@ from gateway.dialects.responses.answer import ResponseAnswer, ResponseHead
 from gateway.dialects.responses.chat import chat_request, in_terms_of_responses
 from gateway.dialects.responses.items import RESPONSE_PREFIX, Item
 from gateway.dialects.responses.request import ResponseRequest
+from gateway.jobs.responses.conversations import Conversations
 from gateway.jobs.responses.history import MANY_ITEMS, History, turns_of, without_turns_before
 from gateway.jobs.responses.run import ResponseRun
 from gateway.jobs.responses.store import ResponseStore
@@ -39,12 +40,14 @@ class NewResponse:
         request: ResponseRequest,
         completions: CompletionService,
         history: History,
+        conversations: Conversations,
         store: ResponseStore | None,
         clock: Clock,
     ) -> None:
         self._request = request
         self._completions = completions
         self._history = history
+        self._conversations = conversations
         self._store = store
         self._clock = clock
         self._items: list[Item] = []  # of its own input
@@ -71,7 +74,7 @@ class NewResponse:
 
     def run(self, generation: Generation) -> ResponseRun:
         """Return the run of the response, which was submitted."""
-        return ResponseRun(generation, self._items, self.owner, self._store)
+        return ResponseRun(generation, self._items, self.owner, self._store, self._conversations)
 
     async def store_queued(self, lease_ms: int) -> dict[str, Any]:
         """Store the response as queued, and return it. It was prepared."""

@@ -6,7 +6,15 @@ Knows items and the store; does not know chat messages or tokens.
 import asyncio
 from collections.abc import Sequence
 
-from gateway.dialects.responses.items import FIRST_INPUT, Item, ItemReference, MessageItem, item_id
+from gateway.dialects.responses.items import (
+    FIRST_INPUT,
+    RESPONSE_PREFIX,
+    InputItem,
+    Item,
+    ItemReference,
+    MessageItem,
+    item_id,
+)
 from gateway.dialects.responses.request import ResponseRequest
 from gateway.jobs.responses.store import NoConversation, ResponseStore
 from gateway.protocol.errors import ApiError, invalid_request, invalid_value
@@ -23,18 +31,23 @@ class History:
         self._store = store
 
     async def before(self, request: ResponseRequest, owner: str | None) -> list[Item]:
-        """Return the items of the conversation that `request` continues. Raises `ApiError` 400 if there is none."""
-        previous = request.previous_response_id
+        """Return the items that come before those of `request`: of earlier responses, or of its conversation.
+
+        Raises `ApiError` 400 if there are none.
+        """
+        previous, param = request.previous_response_id, "previous_response_id"
+        if request.conversation is not None:
+            previous, param = request.conversation.id, "conversation"
         if previous is None:
             return []
-        param = "previous_response_id"
         if self._store is None:
             raise invalid_value(param, NOT_STORED)
+        if previous.startswith(RESPONSE_PREFIX) != (param == "previous_response_id"):
+            raise _not_found(param, previous)
         found = await self._store.conversation(previous, owner, MAX_BYTES)
         match found:
             case NoConversation("missing", missing):
-                message = f"Previous response with id '{missing[:200]}' not found."
-                raise invalid_request(message, param, "previous_response_not_found")
+                raise _not_found(param, missing)
             case NoConversation("running", running):
                 raise invalid_value(param, f"The response '{running}' has not ended yet. Wait for it, or cancel it.")
             case NoConversation():
@@ -44,18 +57,22 @@ class History:
                 return found
 
     async def input_of(self, request: ResponseRequest, response_id: str, owner: str | None) -> list[Item]:
-        """Return the items of the input. Each reference is replaced by the item to which it refers.
-
-        Raises `ApiError` 404 if there is no such item.
-        """
+        """Return the items of the input, as `kept` does."""
         given = [MessageItem(role="user", content=request.input)] if isinstance(request.input, str) else request.input
+        return await self.kept(given, response_id, owner)
+
+    async def kept(self, given: Sequence[InputItem], record_id: str, owner: str | None) -> list[Item]:
+        """Return the items of a body with ids, which are made of `record_id`.
+
+        Each reference is replaced by the item to which it refers. Raises `ApiError` 404 if there is no such item.
+        """
         referred = await self._referred([item.id for item in given if isinstance(item, ItemReference)], owner)
 
         def kept() -> list[Item]:
             return [
                 referred[item.id]
                 if isinstance(item, ItemReference)
-                else item.kept(item_id(response_id, item.type, FIRST_INPUT + number))
+                else item.kept(item_id(record_id, item.type, FIRST_INPUT + number))
                 for number, item in enumerate(given)
             ]
 
@@ -77,6 +94,13 @@ class History:
             message = f"Item with id '{missing[:200]}' not found. Items are kept only of responses that are stored."
             raise ApiError(404, message, param="input")
         return found
+
+
+def _not_found(param: str, missing: str) -> ApiError:
+    if param == "conversation":
+        return ApiError(404, f"Conversation with id '{missing[:200]}' not found.", param=param)
+    message = f"Previous response with id '{missing[:200]}' not found."
+    return invalid_request(message, param, "previous_response_not_found")
 
 
 def turns_of(items: Sequence[Item]) -> list[int]:

@@ -11,6 +11,7 @@ import structlog
 from gateway.dialects.responses.answer import ResponseAnswer
 from gateway.dialects.responses.items import Item
 from gateway.http.sse import PING, Write
+from gateway.jobs.responses.conversations import Conversations
 from gateway.jobs.responses.event_log import EventWriter
 from gateway.jobs.responses.store import NoRoom, ResponseStore
 from gateway.protocol.errors import ApiError, internal_error, store_failed
@@ -34,7 +35,12 @@ class ResponseRun:
     """
 
     def __init__(
-        self, stream: Generation, items: Sequence[Item], owner: str | None, store: ResponseStore | None
+        self,
+        stream: Generation,
+        items: Sequence[Item],
+        owner: str | None,
+        store: ResponseStore | None,
+        conversations: Conversations,
     ) -> None:
         assert isinstance(stream.answer, ResponseAnswer)
         self.answer = stream.answer
@@ -42,6 +48,7 @@ class ResponseRun:
         self._items = items
         self._owner = owner
         self._store = store
+        self._conversations = conversations
         self._is_end_stored = False
 
     @property
@@ -102,6 +109,8 @@ class ResponseRun:
         """Store the end and report it. The events of a cancelled response end without a last event."""
         self._add_receipt()
         self._is_end_stored = self._is_end_stored or await store.update(self.answer.ending)
+        if self._is_end_stored:
+            await self._add_to_conversation(self.answer.ending)
         await writer.write(self.answer.events.last() if self._is_end_stored else b"", is_last=True)
         if self._is_end_stored:
             await tell(self.answer.ending, self._owner)
@@ -124,7 +133,18 @@ class ResponseRun:
         if (receipt := self._stream.receipt) is not None:
             self.answer.ending["tidegate"] = receipt
 
+    async def _add_to_conversation(self, response: dict[str, Any]) -> None:
+        """Add the response's input and output to its conversation, if it has one and has not failed."""
+        conversation, items = response["conversation"], [*self._items, *response["output"]]
+        if conversation is None or response["status"] == "failed":
+            return
+        try:
+            await self._conversations.append(conversation["id"], items, self._owner)
+        except ApiError as error:  # it was generated, so the client gets it
+            log.warning("a response is not in its conversation", response_id=self.answer.id, reason=error.message)
+
     async def _create(self, response: dict[str, Any]) -> None:
+        await self._add_to_conversation(response)
         if self._store is None:
             return
         try:

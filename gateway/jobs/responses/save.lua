@@ -1,9 +1,10 @@
 -- Write fields of a response. Redis itself removes expired records; here they are also removed from the sums.
 -- While all responses together have more than the limit, those go that expire next, of the owner that has the most. What
 -- is being generated stays. It has as much room again, because nothing goes for a response that may yet be refused.
--- KEYS: record. ARGV: id, owner; 'new', or 'running' to write only if the response is queued or in progress; now and
---   expiry in ms; limit in bytes; then the name and the value of each field. The owner is '' for 'running'.
--- Returns 1 if the fields were written, 0 if the response is not running any more, and -1 if there is no room.
+-- KEYS: record. ARGV: id, owner; 'new', or 'running' to write only if the response is queued or in progress, or a number
+--   to write only if the record still has this version; now and expiry in ms; limit in bytes; then the name and the value
+--   of each field. The owner is '' for 'running'.
+-- Returns 1 if the fields were written, 0 if they were not because of that, and -1 if there is no room.
 local record = KEYS[1]
 local id, owner, guard, now_ms, expires_ms = unpack(ARGV)
 local limit = tonumber(ARGV[6])
@@ -13,6 +14,11 @@ if guard == 'running' then
     return 0
   end
   owner = redis.call('HGET', record, 'owner')
+elseif guard ~= 'new' then
+  local own, version = unpack(redis.call('HMGET', record, 'owner', 'version'))
+  if own ~= owner or (version or '0') ~= guard then
+    return 0
+  end
 end
 local fields = {}
 for i = 7, #ARGV, 2 do

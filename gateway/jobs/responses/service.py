@@ -10,11 +10,13 @@ from typing import Any
 from redis.asyncio import Redis
 
 from gateway.dialects.responses.answer import last_event
+from gateway.dialects.responses.items import RESPONSE_PREFIX
 from gateway.dialects.responses.request import ResponseRequest, parse_response_request
 from gateway.fairness import UnderWay
 from gateway.http.sse import PING, Write
 from gateway.jobs.responses import background
 from gateway.jobs.responses.background import BackgroundRuns
+from gateway.jobs.responses.conversations import Conversations
 from gateway.jobs.responses.creation import NewResponse
 from gateway.jobs.responses.event_log import EventWriter, follow
 from gateway.jobs.responses.history import History
@@ -53,6 +55,7 @@ class ResponseService:
         self._redis = redis
         self._store = store
         self._history = History(store)
+        self.conversations = Conversations(store, self._history, clock)
         self._background = None if store is None else BackgroundRuns(store, clock, drain_s)
         self._ends = None if announcer is None or redis is None else ResponseEnds(redis, announcer, clock)
         self._followers = UnderWay(MAX_FOLLOWERS, MAX_FOLLOWERS_OF_KEY)  # of responses that are still generated
@@ -69,7 +72,7 @@ class ResponseService:
     def new(self, request: ResponseRequest) -> NewResponse:
         """Return the response that `request` asks for. It is neither prepared nor submitted yet."""
         store = self._store if request.store is not False else None
-        return NewResponse(request, self._completions, self._history, store, self._clock)
+        return NewResponse(request, self._completions, self._history, self.conversations, store, self._clock)
 
     async def enqueue(self, new: NewResponse) -> None:
         """Store a prepared response as queued, before it is submitted: nothing may run that nobody could find.
@@ -98,15 +101,20 @@ class ResponseService:
 
         A response whose generation was lost with its gateway has the status `failed`.
         """
-        found = await self._store.get(response_id, owner) if self._store is not None else None
+        store = self._store_of(response_id)
+        found = await store.get(response_id, owner) if store is not None else None
         if found is None or not found.is_running or not self._seems_lost(found):
             return found
         await self._clock.sleep(2 * background.RENEW_S)  # after a clock's jump, a renewed lease may seem to be over
-        again = await self._store.get(response_id, owner) if self._store is not None else None
+        again = await store.get(response_id, owner) if store is not None else None
         if again is None or not again.is_running or again.lease_ms != found.lease_ms:
             return again
         fault = {"code": "server_error", "message": LOST}
         return await self._replace(found, {"status": "failed", "error": fault}, owner)
+
+    def _store_of(self, response_id: str) -> ResponseStore | None:
+        """Return the store, if this can be the id of a response: conversations are kept there as well."""
+        return self._store if response_id.startswith(RESPONSE_PREFIX) else None
 
     def _seems_lost(self, found: StoredResponse) -> bool:
         """Return whether the lease has ended, or ends later than any lease does, because a clock was set back."""
@@ -126,7 +134,8 @@ class ResponseService:
 
         A response that is still generated ends soon: its gateway notices that the record is gone.
         """
-        if self._store is None or not await self._store.delete(response_id, owner):
+        store = self._store_of(response_id)
+        if store is None or not await store.delete(response_id, owner):
             return False
         assert self._background is not None
         self._background.cancel(response_id)

@@ -24,16 +24,20 @@ from scheduler.store.scripts import load_script
 
 NO_ROOM = -1  # an answer of the script `save`
 RUNNING = ("queued", "in_progress")
-_FIELDS = ("owner", "input", "output", "head", "lease_ms")
+_FIELDS = ("owner", "input", "output", "head", "lease_ms", "version")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response as it is stored. `lease_ms` is the time until which its generation is known to go on (Unix ms)."""
+    """A response as it is stored. `lease_ms` is the time until which its generation is known to go on (Unix ms).
+
+    `version` is the number of times that `replace` has changed it.
+    """
 
     response: dict[str, Any]
     input: list[Item]
     lease_ms: int
+    version: int = 0
 
     @property
     def is_running(self) -> bool:
@@ -92,14 +96,25 @@ class ResponseStore:
         """Replace a response that is queued or in progress. Return False if it is neither: it has ended, or is gone."""
         return await self._write(response, "running", None, {})
 
+    async def replace(self, changed: StoredResponse, owner: str | None, max_bytes: int) -> bool:
+        """Write `changed`, unless somebody else has changed the record since it was read. Return whether it was.
+
+        Raises `NoRoom`, also if its items have more than `max_bytes`.
+        """
+        items = msgspec.json.encode(changed.input)
+        if len(items) > max_bytes:
+            raise NoRoom
+        fields = {"input": items, "version": changed.version + 1}
+        return await self._write(changed.response, str(changed.version), owner, fields)
+
     async def get(self, response_id: str, owner: str | None) -> StoredResponse | None:
         """Return the response; None if `owner` has no such response."""
         found: list[Any] = await self._redis.hmget(self._keys.response + response_id, list(_FIELDS))
-        own, items, output, head, lease_ms = found
+        own, items, output, head, lease_ms, version = found
         if own is None or text(own) != (owner or ""):
             return None
         response = msgspec.json.decode(head) | {"output": msgspec.json.decode(output)}
-        return StoredResponse(response, msgspec.json.decode(items), int(lease_ms))
+        return StoredResponse(response, msgspec.json.decode(items), int(lease_ms), int(version or 0))
 
     async def delete(self, response_id: str, owner: str | None) -> bool:
         """Remove a response. Return False if `owner` has no such response."""

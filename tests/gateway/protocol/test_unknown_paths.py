@@ -50,7 +50,7 @@ async def test_endpoints_of_openai_that_are_not_served_name_those_that_are() -> 
             error = error_of(await stand.http.request(method, path), 400)
             assert (error["type"], error["code"]) == ("invalid_request_error", "endpoint_not_served"), path
             assert error["message"].startswith(f"{method} {path} is not served here.")
-            assert "/v1/chat/completions, /v1/completions, /v1/files, /v1/messages" in error["message"]
+            assert "/v1/chat/completions, /v1/completions, /v1/conversations, /v1/files" in error["message"]
 
 
 async def test_mistakes_in_a_url_get_a_hint() -> None:

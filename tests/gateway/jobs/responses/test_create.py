@@ -71,7 +71,6 @@ async def test_an_answer_cut_by_its_limit_is_incomplete() -> None:
         ({"max_tokens": 3}, "max_tokens", "'max_output_tokens'"),
         ({"response_format": {"type": "json_object"}}, "response_format", "'text.format'"),
         ({"n": 2}, "n", "one answer"),
-        ({"conversation": "conv_1"}, "conversation", "not supported"),
         ({"prompt": {"id": "p"}}, "prompt", "not supported"),
         ({"stream_options": {"include_obfuscation": False}}, "stream_options", "'stream'"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format", "'schema'"),
