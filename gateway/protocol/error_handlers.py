@@ -28,6 +28,9 @@ def from_http_exception(request: Request, error: HTTPException, routes: Sequence
     where = f"{request.method} {request.url.path[:200]}"
     if error.status_code == 404:
         return unknown_url(where, request.scope["path"], routes)
+    if error.status_code == 405 and request.headers.get("upgrade", "").lower() == "websocket":
+        message = "There is no WebSocket here. POST the request with 'stream', and read server-sent events."
+        return ApiError(426, message, code="websocket_not_supported", headers={"upgrade": "HTTP/1.1"})
     if error.status_code == 405:
         message = f"Not allowed to {request.method} on {request.url.path[:200]}."
         fitting = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]

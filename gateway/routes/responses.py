@@ -12,7 +12,7 @@ import msgspec
 from fastapi import APIRouter, Query, Request, Response
 
 from gateway.dialects.responses.items import Item
-from gateway.dialects.responses.request import ResponseRequest, parse_response_request
+from gateway.dialects.responses.request import ResponseRequest, parse_compaction, parse_response_request
 from gateway.http.sse import EventStreamResponse
 from gateway.identity import ApiKey, resolve_tier
 from gateway.jobs.responses.creation import NewResponse
@@ -106,6 +106,15 @@ async def count_input_tokens(request: Request, key: Caller, owner: Owner) -> dic
         new = gateway_of(request).responses.new(body)
         prepared = await new.prepare(Placement(tier, "auto", request.state.request_id, owner))
     return {"object": "response.input_tokens", "input_tokens": len(prepared.requests[0].prompt_token_ids)}
+
+
+@router.post("/v1/responses/compact", openapi_extra=json_body(ResponseRequest))
+async def compact_response(request: Request, key: Caller) -> Response:
+    """Return a conversation as its user's messages and a summary of all the rest, for the input of later requests."""
+    async with hold_object(request, parse_compaction) as body:
+        new = gateway_of(request).responses.new_compaction(body)
+        generation = await submit(request, body, key, new.prepare)
+    return await send_answer(request, body, new.run(generation))
 
 
 @router.get("/v1/responses/{response_id}")

@@ -66,6 +66,7 @@ PARTS: dict[str, list[dict[str, Any]]] = {
         {"tools": [{"type": "function", **FUNCTION}], "tool_choice": {"type": "function", "name": "get_weather"}},
         {"reasoning": {"effort": "low", "summary": "auto"}, "instructions": "Be brief.", "metadata": {"a": "b"}},
     ],
+    "/v1/responses/compact": [{"input": ITEMS}, {"previous_response_id": "resp_" + "0" * 32, "input": None}],
     "/tokenize": [{"messages": HISTORY, "prompt": None, "add_special_tokens": False}, {"return_token_strs": True}],
     "/detokenize": [{"tokens": [1, 2, 3]}],
 }
@@ -73,6 +74,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": HI},
     "/v1/completions": {"prompt": "hi"},
     "/v1/responses": {"input": "hi"},
+    "/v1/responses/compact": {"input": "hi"},
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": []},
 }

@@ -113,9 +113,11 @@ class ResponseAnswer:
         if item_status(finish_reason) == "incomplete":
             reason = "content_filter" if finish_reason == "content_filter" else "max_output_tokens"
             details = {"incomplete_details": {"reason": reason}}
-            self._final = self._object("incomplete", self.output.items, usage=_usage(usage), **details)
+            self._final = self._object("incomplete", self.output.items, usage=usage_object(usage), **details)
         else:
-            self._final = self._object("completed", self.output.items, usage=_usage(usage), completed_at=self._now_s())
+            self._final = self._object(
+                "completed", self.output.items, usage=usage_object(usage), completed_at=self._now_s()
+            )
         return self._final
 
     def failed(self, error: ApiError) -> dict[str, Any]:
@@ -196,7 +198,7 @@ def item_status(finish_reason: str | None) -> ItemStatus:
     return "incomplete" if finish_reason in ("length", "content_filter") else "completed"
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def usage_object(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from gateway.dialects.responses.items import Item, text_of
+from gateway.dialects.responses.items import Item, text_of, unsealed
 from gateway.dialects.responses.request import ResponseRequest, TextFormat
 from gateway.dialects.responses.tools import OfferedTool, chat_choice, chat_name, custom_arguments
 from gateway.protocol.bodies.schemas import ChatCompletionRequest, parse_generation
@@ -28,6 +28,7 @@ PATHS = (
 
 
 _TOOL = re.compile(r"tools\[(\d+)\](?:\.function(?:(\.parameters.*)|(.*)))?")  # a path of a chat's tool
+SUMMARY = "Summary of our conversation so far:"  # stands before the text of a compaction
 CALLS = ("function_call", "custom_tool_call")
 OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
@@ -80,6 +81,9 @@ def chat_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
             message = {"role": "tool", "tool_call_id": item["call_id"], "content": text_of(item["output"])}
             name = names.get(item["call_id"])
             messages.append(message if name is None else message | {"name": name})
+        elif item["type"] == "compaction":
+            text = f"{SUMMARY}\n{unsealed(item['encrypted_content'])}"
+            messages.append({"role": "assistant", "content": text})
         else:
             message = {"role": item["role"], "content": text_of(item["content"])}
             messages.append(_with_reasoning(message, reasoning) if item["role"] == "assistant" else message)

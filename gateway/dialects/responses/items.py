@@ -9,7 +9,7 @@ import re
 from base64 import b64decode, b64encode
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 
 from gateway.protocol.bodies.messages import MAX_PIECES, RefusalPart, Text, count_pieces, part_tag
 from gateway.protocol.bodies.validation import choose, text_or_list
@@ -26,6 +26,7 @@ _PREFIXES = {
     "function_call_output": "fco",
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
+    "compaction": "cmp",
 }
 _SEAL = "tidegate:"  # begins an `encrypted_content` of this server
 _OWN_ID = re.compile(r"[a-z]+_([0-9a-f]{32})[0-9a-f]{4}")
@@ -153,6 +154,24 @@ class ReasoningItem(Body):
         return {"id": self.id or own_id, "type": self.type, "summary": summary, "content": content}
 
 
+class CompactionItem(Body):
+    """An item of /v1/responses/compact: a summary that stands for a part of the conversation."""
+
+    type: Literal["compaction"]
+    encrypted_content: Text
+    id: Text | None = None
+
+    @field_validator("encrypted_content")
+    @classmethod
+    def _own(cls, value: str) -> str:
+        if not unsealed(value):
+            raise ValueError("was not made by this server's /v1/responses/compact: send the conversation itself")
+        return value
+
+    def kept(self, own_id: str) -> Item:
+        return {"id": self.id or own_id, "type": self.type, "encrypted_content": self.encrypted_content}
+
+
 class ItemReference(Body):
     type: Literal["item_reference"] | None = None
     id: Text
@@ -176,6 +195,7 @@ InputItem = Annotated[
     | Annotated[CustomToolCallItem, Tag("<custom_tool_call>")]
     | Annotated[CallOutputItem, Tag("<custom_tool_call_output>")]
     | Annotated[ReasoningItem, Tag("<reasoning>")]
+    | Annotated[CompactionItem, Tag("<compaction>")]
     | Annotated[ItemReference, Tag("<item_reference>")],
     Discriminator(
         _item_tag,

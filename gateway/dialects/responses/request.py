@@ -180,6 +180,20 @@ def parse_response_request(body: dict[str, Any]) -> ResponseRequest:
     return request
 
 
+def parse_compaction(body: dict[str, Any]) -> ResponseRequest:
+    """Return a body of /v1/responses/compact as the request whose conversation is to be compacted.
+
+    Raises `ApiError` 400 as `parse_response_request` does, and for what a compaction has not.
+    """
+    if body.get("model") is None:
+        raise invalid_request("Missing required parameter: 'model'.", "model", "missing_required_parameter")
+    for name in ("stream", "background", "conversation"):
+        if body.get(name):
+            raise unsupported_parameter(name)
+    items = [] if body.get("input") is None else body["input"]
+    return parse_response_request({**body, "input": items})
+
+
 def _check_together(request: ResponseRequest) -> None:
     """Refuse values that are valid alone, but not together."""
     if request.stream_options is not None and not request.stream:

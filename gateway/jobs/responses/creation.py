@@ -26,7 +26,7 @@ from gateway.requests.prepare.placement import Placement
 from gateway.requests.prepare.prepared import PreparedRequest
 from scheduler.clock import Clock
 
-Prepare = Callable[[ChatCompletionRequest], Awaitable[PreparedRequest]]
+Prepare = Callable[[list[Item]], Awaitable[PreparedRequest]]
 
 
 class NewResponse:
@@ -64,12 +64,15 @@ class NewResponse:
         self._items = await self._history.input_of(self._request, response_id, owner)
         conversation = [*await self._history.before(self._request, owner), *self._items]
         answer_as = partial(self._answer, response_id, self._clock.wall_ms() // 1000)
-        prepare = partial(self._completions.prepare, placement=placement, answer_as=answer_as)
+
+        async def prepare(items: list[Item]) -> PreparedRequest:
+            return await self._completions.prepare(await chat_of(self._request, items), placement, answer_as)
+
         with in_terms_of_responses(self._request.offered_tools):
             if self._request.truncation == "auto":
-                self._prepared = await _longest_that_fits(self._request, conversation, prepare)
+                self._prepared = await longest_that_fits(conversation, prepare)
             else:
-                self._prepared = await prepare(await _chat(self._request, conversation))
+                self._prepared = await prepare(conversation)
         return self._prepared
 
     def run(self, generation: Generation) -> ResponseRun:
@@ -104,17 +107,17 @@ class NewResponse:
         return ResponseAnswer(head, lambda: self._clock.wall_ms() // 1000, report)
 
 
-async def _chat(request: ResponseRequest, items: list[Item]) -> ChatCompletionRequest:
+async def chat_of(request: ResponseRequest, items: list[Item]) -> ChatCompletionRequest:
     make = partial(chat_request, request, items)
     return await asyncio.to_thread(make) if len(items) > MANY_ITEMS else make()
 
 
-async def _longest_that_fits(request: ResponseRequest, conversation: list[Item], prepare: Prepare) -> PreparedRequest:
+async def longest_that_fits(conversation: list[Item], prepare: Prepare) -> PreparedRequest:
     """Return `conversation` as it is submitted, without the first turns that do not fit into the context."""
 
     async def attempt(start: int) -> PreparedRequest | ApiError:
         try:
-            return await prepare(await _chat(request, without_turns_before(conversation, start)))
+            return await prepare(without_turns_before(conversation, start))
         except ApiError as error:
             if error.code != "context_length_exceeded":
                 raise

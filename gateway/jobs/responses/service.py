@@ -16,6 +16,7 @@ from gateway.fairness import UnderWay
 from gateway.http.sse import PING, Write
 from gateway.jobs.responses import background
 from gateway.jobs.responses.background import BackgroundRuns
+from gateway.jobs.responses.compaction import NewCompaction
 from gateway.jobs.responses.conversations import Conversations
 from gateway.jobs.responses.creation import NewResponse
 from gateway.jobs.responses.event_log import EventWriter, follow
@@ -73,6 +74,10 @@ class ResponseService:
         """Return the response that `request` asks for. It is neither prepared nor submitted yet."""
         store = self._store if request.store is not False else None
         return NewResponse(request, self._completions, self._history, self.conversations, store, self._clock)
+
+    def new_compaction(self, request: ResponseRequest) -> NewCompaction:
+        """Return the compaction that `request` asks for. It is neither prepared nor submitted yet."""
+        return NewCompaction(request, self._completions, self._history, self._clock)
 
     async def enqueue(self, new: NewResponse) -> None:
         """Store a prepared response as queued, before it is submitted: nothing may run that nobody could find.

@@ -22,7 +22,7 @@ NOT_SERVED = [
     ("GET", "/v1/realtime"),
     ("POST", "/v1/videos"),
     ("GET", "/v1/containers/c/files"),
-    ("POST", "/v1/conversations"),
+    ("POST", "/v1/containers"),
     ("GET", "/v1/chat/completions/chatcmpl-1"),
     ("GET", "/v1/organization/usage/completions"),
     ("POST", "/rerank"),

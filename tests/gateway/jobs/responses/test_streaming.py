@@ -83,3 +83,12 @@ async def test_a_client_that_hangs_up_cancels_the_generation() -> None:
         await stream.close()
         await until(lambda: stand.waiting == 0)
         await until(lambda: bool(stand.worker.cancelled))
+
+
+async def test_a_websocket_is_refused_with_the_way_out() -> None:
+    headers = {"connection": "upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
+    async with running_stand() as stand:
+        answer = await stand.http.get("/v1/responses", headers=headers)
+        plain = await stand.http.get("/v1/responses")
+    assert (answer.status_code, plain.status_code) == (426, 405)
+    assert "server-sent events" in answer.json()["error"]["message"]
