@@ -4,6 +4,7 @@ Knows logits, sampling parameters and output positions; does not know sequences 
 own row, seed and position, not on other rows of the batch, on preemption or on the worker.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import log
 from typing import Protocol
@@ -46,13 +47,24 @@ class SamplingRow:
         return self.params.top_k > 0 or self.params.top_p < 1 or self.params.min_p > 0
 
 
-def sample(logits: Tensor, rows: list[SamplingRow]) -> list[int | None]:
-    """Return a token id per row of `logits` (rows, vocab); None for a row with NaN or +inf, or with -inf only."""
-    return [token_id if token_id >= 0 else None for token_id in sample_ids(logits, rows).tolist()]
+# A sampler whose token ids (rows,), int64, stay on the device of the logits; -1 in place of None.
+DeviceSampler = Callable[[Tensor, list[SamplingRow]], Tensor]
+
+
+def on_host(sampler: DeviceSampler) -> Sampler:
+    """Return the sampler that waits for the token ids of `sampler`."""
+
+    def sample_on_host(logits: Tensor, rows: list[SamplingRow]) -> list[int | None]:
+        return [token_id if token_id >= 0 else None for token_id in sampler(logits, rows).tolist()]
+
+    return sample_on_host
 
 
 def sample_ids(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
-    """Return the sampled token ids (rows,), int64, on the device of `logits`; -1 if `sample` would return None."""
+    """Return a token id per row of `logits` (rows, vocab): (rows,), int64, on their device.
+
+    It is -1 for a row with NaN or +inf, or with -inf only.
+    """
     best, token_ids = logits.max(dim=-1)  # propagates NaN
     drawn = [i for i, row in enumerate(rows) if not row.is_greedy]
     if len(drawn) == len(rows):
@@ -61,6 +73,9 @@ def sample_ids(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
         index = torch.tensor(drawn, device=logits.device)
         token_ids = token_ids.index_copy(0, index, _draw(logits[index], [rows[i] for i in drawn]))
     return torch.where(best.isfinite(), token_ids, -1)
+
+
+sample = on_host(sample_ids)
 
 
 def _draw(logits: Tensor, rows: list[SamplingRow]) -> Tensor:

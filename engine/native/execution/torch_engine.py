@@ -30,7 +30,7 @@ from engine.native.execution.oom_split import PiecewiseComputation, is_out_of_me
 from engine.native.execution.step import StepComputation
 from engine.native.kv.swap import SwapSpace
 from engine.native.sampling.pipeline import SamplingPipeline
-from engine.sampling.sampler import Sampler, SamplingRow, sample, sample_ids
+from engine.sampling.sampler import DeviceSampler, Sampler, SamplingRow, sample, sample_ids
 from engine.sampling.sequence_state import BROKEN_LOGITS
 from engine.sequences.sequence_table import Chunk, Outcome, SequenceTable, output_of
 
@@ -59,6 +59,7 @@ class TorchEngine:
         swap: SwapSpace | None = None,
         *,
         sampler: Sampler = sample,
+        device_sampler: DeviceSampler = sample_ids,
         prefix_cache: bool = True,
     ) -> None:
         self.info = info
@@ -68,6 +69,7 @@ class TorchEngine:
         self._in_flight: deque[InFlightStep] = deque()  # launched, not finalized; oldest first
         self._results: deque[StepResult] = deque()  # of finalized steps; oldest first
         self._finalized_s = 0.0  # time by `perf_counter` at which the newest step was finalized
+        self._device_sampler = device_sampler
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="device")
         self._on_finished: Callable[[], None] = lambda: None
         self._eviction = EvictionRequest()
@@ -163,7 +165,7 @@ class TorchEngine:
             logits = self._runner.run(batch, previous)
             assert logits is not None
             rows = [SamplingRow(c.sequence.sampling, c.sequence.num_output_tokens) for c in batch.sampled_chunks]
-            tokens = SampledTokens(sample_ids(logits, rows), self._waiter)
+            tokens = SampledTokens(self._device_sampler(logits, rows), self._waiter)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -24,7 +24,8 @@ from engine.native.model.layer_kernels import LayerKernels
 from engine.native.model.loader import first_line
 from engine.native.model.probe import LayerSpec
 from engine.native.startup import fusion
-from engine.native.startup.cuda_trial import find_fault
+from engine.native.startup.cuda_trial import find_fault, sampler_fault
+from engine.sampling.sampler import DeviceSampler, sample_ids
 
 _CAPTURE_S = 15.0  # time limit for capturing graphs at start, seconds
 _GRAPH_BYTES = 8 << 20  # device memory of a captured graph besides its tensors
@@ -59,6 +60,22 @@ def kernels_or_fault(
     except Exception as error:  # compiler, driver or architecture may fail in any way
         return first_line(error)
     return kernels if fault is None else fault
+
+
+def working_sampler(vocab_size: int, dtype: torch.dtype, device: torch.device) -> DeviceSampler:
+    """Return the Triton sampler, or torch's operators if it does not work here; the reason is logged."""
+    try:
+        from engine.native.cuda.sampler import TritonSampler
+
+        sampler = TritonSampler(PinnedRing(device).upload)
+        with torch.cuda.device(device):
+            fault = sampler_fault(sampler, vocab_size, dtype, device)
+    except Exception as error:  # compiler, driver or architecture may fail in any way
+        fault = first_line(error)
+    if fault is None:
+        return sampler
+    structlog.get_logger(__name__).warning("no sampling kernel: torch's operators are used", reason=fault)
+    return sample_ids
 
 
 def optimize_for_cuda(model: nn.Module, runner: ModelRunner, info: EngineInfo) -> None:

@@ -1,19 +1,22 @@
-"""Compare attention kernels with torch's operators on this device, once, before the engine uses the kernels.
+"""Compare kernels of attention and sampling with torch's operators on this device, before the engine uses them.
 
-Knows a small step and two ways to compute its attention; does not know what the engine does with the result.
+Knows small steps and two ways to compute each; does not know what the engine does with the result.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
+from engine.interface import SamplingParams
 from engine.native.attention.kernels import AttentionKernels
 from engine.native.attention.paged import PagedAttention
 from engine.native.batch.packing import DecodeGroup, PrefillChunk, StepBatch
 from engine.native.batch.tensors import StepTensors, to_cpu, upload_step
 from engine.native.kv.cache import KVCache, LayerShape
 from engine.native.model.probe import LayerSpec
+from engine.sampling.sampler import DeviceSampler, SamplingRow, sample_ids
 
 _BLOCK_SIZE = 16  # tokens
 _WINDOW = 9  # tokens
@@ -21,6 +24,13 @@ _WINDOW = 9  # tokens
 _CONTEXTS = (700, 40, 7)
 _CHUNK = (150, 220)  # position of the prefill chunk's first token, and of the token after its last
 _NUM_BLOCKS = sum(-(-length // _BLOCK_SIZE) for length in (*_CONTEXTS, _CHUNK[1]))
+_SAMPLED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.5, "top_k": 40, "top_p": 0.8},
+    {"temperature": 1.0, "min_p": 0.05},
+)
 # Largest allowed difference from the results of torch's operators, by dtype. The results are about 1.
 _TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
@@ -42,6 +52,21 @@ def find_fault(
         if not error <= _TOLERANCES[dtype]:
             return f"they are {error:.2g} off for KV heads of {shape.head_dim}{', with a window' * has_window}"
     return None
+
+
+@torch.inference_mode()
+def sampler_fault(sampler: DeviceSampler, vocab_size: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return a text that says how `sampler` differs from torch's operators; None if it does not.
+
+    Sums round in another order, which can move a row's number to the next token: one row may differ.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows = [SamplingRow(SamplingParams(max_tokens=1, seed=seed, **p), seed) for seed in range(4) for p in _SAMPLED]
+    logits = 3 * torch.randn(len(rows), vocab_size, generator=generator)
+    logits[0, -1] = torch.nan
+    logits = logits.to(device, dtype)
+    num_wrong = int((sampler(logits, rows) != sample_ids(logits, rows)).sum())
+    return f"it chooses other tokens in {num_wrong} of {len(rows)} rows" if num_wrong > 1 else None
 
 
 def _error(

@@ -40,10 +40,11 @@ from engine.native.startup.cuda_bring_up import (
     graph_bytes,
     optimize_for_cuda,
     working_kernels,
+    working_sampler,
 )
 from engine.native.startup.fusion import is_same_model, trial_logits
 from engine.progress import Progress
-from engine.sampling.sampler import sample
+from engine.sampling.sampler import DeviceSampler, on_host, sample_ids
 
 _SMALL_MODEL = 10_000_000  # a model with fewer parameters is small; see `_set_threads`
 
@@ -66,8 +67,11 @@ def build_native_engine(config: EngineConfig, progress: Progress) -> TorchEngine
             _capture_graphs(runner, info, loaded, kernels, memory)
     info = replace(info, step_eviction=_step_eviction(runner, info, loaded, kernels))
     _log(info, loaded, memory)
-    sampler = sample if kernels.library is None else CpuSampler(kernels.library)
-    engine = TorchEngine(info, runner, memory.swap, sampler=sampler, prefix_cache=config.prefix_cache)
+    on_device = _device_sampler(info, loaded, kernels)
+    sampler = on_host(on_device) if kernels.library is None else CpuSampler(kernels.library)
+    engine = TorchEngine(
+        info, runner, memory.swap, sampler=sampler, device_sampler=on_device, prefix_cache=config.prefix_cache
+    )
     engine.grammars.load()
     return engine
 
@@ -275,6 +279,12 @@ def _capture_graphs(runner: ModelRunner, info: EngineInfo, loaded: _Loaded, kern
     graphs = capture_graphs(runner, memory.cache, info, kernels.graph_sizes, memory.graph_bytes, loaded.device)
     if graphs is not None:
         runner.use_graphs(graphs)
+
+
+def _device_sampler(info: EngineInfo, loaded: _Loaded, kernels: _Kernels) -> DeviceSampler:
+    if kernels.attention is None or loaded.device.type != "cuda":
+        return sample_ids
+    return working_sampler(info.vocab_size, loaded.dtype, loaded.device)
 
 
 def _step_eviction(runner: ModelRunner, info: EngineInfo, loaded: _Loaded, kernels: _Kernels) -> StepEviction:

@@ -22,8 +22,9 @@ HEADS = {"BLOCK_SIZE": 16, "HEAD_DIM": 128, "PADDED_DIM": 128, "GROUP": 4, "KV_H
 # Types of the arguments that are not pointers to numbers of the model's dtype.
 KINDS = {
     **dict.fromkeys(("block_table", "block_tables", "context_lens", "extents", "slot_ids"), "*i64"),
-    **dict.fromkeys(("partial", "partial_state", "sinks"), "*fp32"),
+    **dict.fromkeys(("partial", "partial_state", "sinks", "rules"), "*fp32"),
     **dict.fromkeys(("scaling", "softcap", "eps", "query_eps", "key_eps"), "fp32"),
+    "vocab": "i32",
     **dict.fromkeys(("window", "num_slots", "row_stride", "head_stride", "table_stride", "num_splits"), "i32"),
 }
 
@@ -73,3 +74,12 @@ def test_layers() -> None:
     rotate = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "PADDED_DIM": 128, "ROTARY": 128}
     rotate |= {"HAS_QUERY_NORM": True, "HAS_KEY_NORM": False}
     assert compile_for_sm90(kernels.rotate_and_write_kernel, "bf16", 1, rotate).asm["cubin"]
+
+
+@pytest.mark.parametrize(("element", "shift"), mostly_full([("bf16", 16), ("fp16", 13), ("fp32", 0)], ("bf16", 16)))
+def test_sampling(element: str, shift: int) -> None:
+    from engine.native.cuda import triton_sampling as kernels
+
+    compiled = compile_for_sm90(kernels.sample_kernel, element, 8, {"SHIFT": shift, "TILE": 4096})
+    assert compiled.asm["cubin"]
+    assert "ld.local" not in compiled.asm["ptx"]  # nothing is spilled

@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from engine.interface import SamplingParams
 from engine.native.attention.kernels import AttentionKernels, HeadShape, Scoring
+from engine.native.batch.tensors import to_cpu
 from engine.native.kv.cache import LayerShape
 from engine.native.model.layer_kernels import LayerKernels
 from engine.native.model.probe import LayerSpec
 from engine.native.startup.cuda_bring_up import fuse_with_kernels
-from engine.native.startup.cuda_trial import find_fault
+from engine.native.startup.cuda_trial import find_fault, sampler_fault
+from engine.sampling.sampler import SamplingRow, sample_ids
 from tests.engine.conftest import MakeEngine, ModelDirectory
 from tests.engine.drive import drive, make_new, random_chunks
 from tests.engine.models import VOCAB_SIZE, generate
@@ -93,6 +96,47 @@ def test_attention(kernels: AttentionKernels, case: Any) -> None:
 
 def test_a_nan_in_a_context_affects_its_own_row_only(kernels: AttentionKernels) -> None:
     check_nan(kernels, torch.float32, DEVICE)
+
+
+SAMPLING = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "top_k": 1},
+    {"temperature": 0.5},
+    {"temperature": 2.0, "top_p": 0.3},
+    {"temperature": 1.0, "top_p": 0.0001},
+    {"temperature": 0.7, "top_k": 5},
+    {"temperature": 1.0, "top_k": 50, "top_p": 0.9},
+    {"temperature": 1.0, "top_k": 10_000, "min_p": 0.1},
+    {"temperature": 1e-3, "top_p": 0.9, "min_p": 0.5},
+]
+
+
+@pytest.mark.parametrize(
+    ("vocab", "dtype"), mostly_full(product((7, 300, 9000), (*DTYPES, torch.float16)), (300, torch.bfloat16))
+)
+def test_sampling_is_that_of_the_definition(vocab: int, dtype: torch.dtype) -> None:
+    """Also with equal logits, of which a bfloat16 has many, and rows that cannot be sampled."""
+    from engine.native.cuda.sampler import TritonSampler
+
+    sampler = TritonSampler(lambda arrays: to_cpu(arrays).to(DEVICE))
+    rows = [SamplingRow(SamplingParams(max_tokens=1, seed=seed, **p), seed) for seed in range(3) for p in SAMPLING]  # type: ignore[arg-type]
+    logits = 3 * torch.randn(len(rows), vocab, generator=torch.Generator().manual_seed(vocab))
+    logits[4, 2], logits[5, 3], logits[6] = torch.nan, torch.inf, -torch.inf
+    logits[7, : vocab // 2] = -torch.inf
+    logits[8] = 1.5
+    logits = logits.to(DEVICE, dtype)
+    chosen = sampler(logits, rows).tolist()
+    assert chosen == sample_ids(logits, rows).tolist()
+    assert chosen[4:7] == [-1, -1, -1]
+
+
+def test_a_sampler_that_works_has_no_fault_and_a_broken_one_has() -> None:
+    from engine.native.cuda.sampler import TritonSampler
+
+    sampler = TritonSampler(lambda arrays: to_cpu(arrays).to(DEVICE))
+    assert sampler_fault(sampler, 500, torch.bfloat16, torch.device(DEVICE)) is None
+    found = sampler_fault(lambda logits, rows: sampler(logits, rows) + 1, 500, torch.bfloat16, torch.device(DEVICE))
+    assert found == "it chooses other tokens in 20 of 20 rows"
 
 
 @pytest.mark.parametrize(("dtype", "n"), mostly_full(product(DTYPES, (7, 64, 1500)), (torch.bfloat16, 7)))
