@@ -15,7 +15,10 @@ from engine.native.cuda.triton_kernels import DOT_DTYPES, decode_merge_kernel, d
 _MAX_HEAD_DIM = 256
 _MAX_GROUP = 64  # query heads per KV head
 _MIN_TILE = 16  # smallest side of a matrix product on tensor cores
-_TILE_BYTES = 16 << 10  # bytes of a tile of keys; three tiles of keys and values in flight take 96 KiB of shared memory
+_TILE_BYTES = 16 << 10  # bytes of a tile of keys
+# Triton's number of stages of the loop over tiles. With fewer, it loads a tile of keys and values only after the tile
+# before was computed. The two tiles take at most 73 KiB of shared memory, which every GPU since sm_80 has.
+DECODE_STAGES = 5
 _MAX_SPLITS = 32  # largest number of parts of one context; a separate program computes each part
 _PROGRAMS_PER_PROCESSOR = 4  # programs to start per streaming multiprocessor
 
@@ -77,6 +80,7 @@ class TritonKernels:
             HAS_SOFTCAP=scoring.softcap is not None,
             HAS_WINDOW=scoring.window is not None,
             DOT_DTYPE=_dot_dtype(query),
+            num_stages=DECODE_STAGES,
         )
         decode_merge_kernel[(rows, heads)](
             partial,
