@@ -153,16 +153,33 @@ class SchedulerClient:
             return rejection.draining()
         if not self._has_engine(requests[0].tier):
             await self.live.look()
+            await self._wait_for_start(requests[0])
+        if self.is_draining:
+            return rejection.draining()
         if not self._has_engine(requests[0].tier):
             if (refusal := self._cancellations.refusal) is not None:  # then workers cannot announce themselves
                 raise StoreRefused(refusal.cause)
-            return rejection.no_engine()
+            return rejection.no_engine(self.live.starting)
         ticket = self._admission.begin(requests, self._clock.now(), self._clock.wall_ms())
         if isinstance(ticket, Rejected):
             return ticket
         stream = TokenStream(self.cancel, requests, self._held_logprobs)
         reply = await self._put(ticket, stream)
         return self._admission.settle(ticket, reply) or stream
+
+    async def _wait_for_start(self, request: Request) -> None:
+        """Wait for an engine while a worker starts, for as long as a request of this tier may wait for a first token.
+
+        The live workers are read meanwhile, so this reads nothing itself.
+        """
+        tier = self.tiers.tiers.get(request.tier)
+        left_s = (request.deadline_ms - self._clock.wall_ms()) / 1000
+        limit_s = left_s if tier is None or tier.ttft_limit_s is None else min(left_s, tier.ttft_limit_s)
+        end_s = self._clock.now() + limit_s
+        while self.live.is_starting and not self._has_engine(request.tier) and not self.is_draining:
+            if self._clock.now() >= end_s:
+                return
+            await self._clock.sleep(CHECK_S)
 
     async def _put(self, ticket: Ticket, stream: TokenStream) -> QueueFull | TooFarBehind | None:
         request_ids = [request.id for request in ticket.requests]

@@ -11,7 +11,7 @@ import structlog
 from scheduler.clock import Clock
 from scheduler.registry.base import WorkerRegistry
 from scheduler.registry.heartbeat_monitor import CHECK_S, WORKER_SILENT_S, HeartbeatMonitor
-from scheduler.registry.worker_status import WorkerStatus
+from scheduler.registry.worker_status import WorkerStart, WorkerStatus
 from scheduler.store.errors import StoreRefused
 
 log = structlog.get_logger()
@@ -19,6 +19,7 @@ log = structlog.get_logger()
 # Bulk requests and tasks are still accepted for this many seconds after the last worker was seen, because it may be
 # restarting.
 WORKER_GRACE_S = 20.0
+START_GAP_S = 2.0  # longest time from the end of a start's reports to the worker's first heartbeat
 
 
 class LiveWorkers:
@@ -29,6 +30,8 @@ class LiveWorkers:
         self._listed: list[WorkerStatus] = []  # the newest statuses, also of workers that have died since
         self.engines: list[WorkerStatus] = []  # workers with an engine
         self.endpoints: list[WorkerStatus] = []  # workers with a static endpoint, which serve tasks
+        self.starting: list[WorkerStart] = []  # workers that start; read only while there is no engine
+        self._start_seen_s: float | None = None
         self._engine_seen_s: float | None = None
         self._endpoint_seen_s: float | None = None
         self._num_reads_without = 0  # reads in a row that found no worker with an engine
@@ -43,6 +46,7 @@ class LiveWorkers:
         if not beats.keys() <= {w.worker_id for w in self._listed}:
             self._listed = await self._registry.workers()
         self._note(beats)
+        await self._note_starts()
         self._num_reads_without = 0 if self.engines else self._num_reads_without + 1
 
     async def look(self) -> None:
@@ -52,6 +56,7 @@ class LiveWorkers:
         """
         self._listed = await self._registry.workers()
         self._note({w.worker_id: w.at_ms for w in self._listed})
+        await self._note_starts()
 
     async def reporting(self) -> list[WorkerStatus]:
         """Read the statuses. Return those of the workers with an engine that were not silent at the last read."""
@@ -69,6 +74,16 @@ class LiveWorkers:
         if self.engines:
             self._engine_seen_s = self._clock.now()
 
+    async def _note_starts(self) -> None:
+        self.starting = [] if self.engines else await self._registry.starting()
+        if self.starting:
+            self._start_seen_s = self._clock.now()
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether a worker starts, or has ended its start and is about to serve."""
+        return self._is_recent(self._start_seen_s, START_GAP_S)
+
     @property
     def num_unreadable(self) -> int:
         """The number of workers whose heartbeats cannot be read, as those of another version."""
@@ -84,8 +99,8 @@ class LiveWorkers:
         """Whether a worker for tasks is alive, or was so lately and may be restarting."""
         return bool(self.endpoints) or self._is_recent(self._endpoint_seen_s)
 
-    def _is_recent(self, seen_s: float | None) -> bool:
-        return seen_s is not None and self._clock.now() - seen_s < WORKER_GRACE_S
+    def _is_recent(self, seen_s: float | None, grace_s: float = WORKER_GRACE_S) -> bool:
+        return seen_s is not None and self._clock.now() - seen_s < grace_s
 
     def were_away(self, seconds: float) -> bool:
         """Return whether no worker with an engine has been alive for so long.

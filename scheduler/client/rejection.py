@@ -6,13 +6,13 @@ most of them would be refused again: so each rejection also has a spread, over w
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
 from scheduler.config import Tier
 from scheduler.queue.base import QueueFull
-from scheduler.registry.worker_status import WorkerStatus
+from scheduler.registry.worker_status import WorkerStart, WorkerStatus
 
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 120.0  # the openai client does not retry if it is asked to wait longer
@@ -124,8 +124,12 @@ def too_late(tier: Tier, predicted_s: float, left_s: float, own_s: float) -> Rej
     return replace(_rejected(RejectReason.DEADLINE, message, predicted_s - left_s), is_final=True)
 
 
-def no_engine() -> Rejected:
-    return _rejected(RejectReason.NO_ENGINE, "No engine is running at the moment.", RESTART_S)
+def no_engine(starting: Sequence[WorkerStart] = ()) -> Rejected:
+    """Return the rejection of a request that no engine can serve. `starting` are the workers that start."""
+    message = "No engine is running at the moment."
+    if starting:
+        message = f"No engine is ready yet: a worker is {starting[0].phase}, for {_text(starting[0].seconds)} so far."
+    return _rejected(RejectReason.NO_ENGINE, message, RESTART_S)
 
 
 def no_task_worker() -> Rejected:

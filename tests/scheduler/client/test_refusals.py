@@ -2,15 +2,16 @@
 
 import asyncio
 from collections.abc import Awaitable
+from functools import partial
 
 import pytest
 
 from scheduler.client.client import SchedulerClient
-from scheduler.client.live_workers import WORKER_GRACE_S
+from scheduler.client.live_workers import START_GAP_S, WORKER_GRACE_S
 from scheduler.client.rejection import Rejected, RejectReason
 from scheduler.client.token_stream import TokenStream
 from scheduler.registry.heartbeat_monitor import CHECK_S
-from scheduler.registry.worker_status import TierCapacity, TierStatus
+from scheduler.registry.worker_status import TierCapacity, TierStatus, WorkerStart
 from tests.scheduler.builders import make_request, make_tiers
 from tests.scheduler.client.stage import Stage, play, refused
 from tests.scheduler.world import played_by
@@ -102,3 +103,58 @@ async def test_bulk_waits_a_while_for_a_restarting_engine_and_interactive_reques
     await stage.submit(make_request("r", "bulk"))
     await stage.clock.sleep(2)
     assert (await refused(stage, make_request("b", "bulk"))).reason is RejectReason.NO_ENGINE
+
+
+# -- workers that start --------------------------------------------------------------------------------------------
+
+LOADING = WorkerStart("w", "loading the model", 3.0)
+
+
+async def report_start(stage: Stage) -> None:
+    while True:
+        await stage.registry.announce_start(LOADING)
+        await stage.clock.sleep(1.0)
+
+
+@played_by(partial(play, worker=False))
+async def test_a_request_waits_for_a_worker_that_starts(stage: Stage) -> None:
+    starting = asyncio.create_task(report_start(stage))
+    await stage.clock.sleep(CHECK_S)
+    waiting = asyncio.create_task(stage.submit(make_request("r")))
+    await stage.clock.sleep(5.0)
+    assert not waiting.done()
+    starting.cancel()
+    await stage.registry.withdraw_start("w")
+    await stage.clock.sleep(START_GAP_S / 2)
+    await stage.announce()
+    await stage.clock.sleep(2 * CHECK_S)
+    async with await waiting:
+        assert await stage.depth() == 1
+
+
+@played_by(partial(play, worker=False))
+async def test_the_wait_for_a_start_ends_with_the_tiers_patience(stage: Stage) -> None:
+    starting = asyncio.create_task(report_start(stage))
+    stage.client.reconfigure(make_tiers(realtime={"admission": {"patience_ms": 10_000}}))
+    await stage.clock.sleep(CHECK_S)
+    began_s = stage.clock.now()
+    rejected = await refused(stage)
+    assert stage.clock.now() - began_s == pytest.approx(10.0, abs=CHECK_S)
+    assert rejected.reason is RejectReason.NO_ENGINE
+    assert rejected.message == "No engine is ready yet: a worker is loading the model, for 3 s so far."
+    starting.cancel()
+    await stage.registry.withdraw_start("w")
+    await stage.clock.sleep(START_GAP_S + CHECK_S)
+    began_s = stage.clock.now()
+    await refused(stage)
+    assert stage.clock.now() == began_s, "nothing starts"
+
+
+@played_by(partial(play, worker=False))
+async def test_who_waits_for_a_start_is_refused_when_the_server_drains(stage: Stage) -> None:
+    await stage.registry.announce_start(LOADING)
+    waiting = asyncio.create_task(refused(stage))
+    await stage.clock.sleep(CHECK_S)
+    stage.client.drain()
+    await stage.clock.sleep(2 * CHECK_S)
+    assert (await waiting).reason is RejectReason.DRAINING
