@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from gateway.protocol.errors import invalid_api_key, invalid_value
 from scheduler.config import Tier, TierSet
 
-REQUEST_SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast")  # the openai client may send these
+# Names that mean the same as another one, unless a tier has them.
+ALIASES = {"fast": "priority", "ultrafast": "priority", "standard": "default"}
+REQUEST_SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", *ALIASES)  # the openai client may send these
 RESPONSE_SERVICE_TIERS = ("default", "flex", "scale", "priority")  # the openai client's response types accept these
 # Bytes of a digest by which a keyring finds the keys to compare with, so that its time does not grow with their number.
 # How long this takes tells at most these bytes of the digest of what the caller has sent, which he knows anyway.
@@ -128,10 +130,12 @@ def resolve_tier(service_tier: str | None, key: ApiKey | None, tiers: TierSet) -
     If `key` may not use this tier, return the highest tier that `key` may use. Raises `ApiError` 400 if `service_tier`
     is unknown.
     """
+    reported = ALIASES.get(service_tier or "", service_tier)
+    if tiers.for_service_tier(service_tier or "") is None:
+        service_tier = reported
     tier = _requested_tier(service_tier, key, tiers)
     if key is not None and not key.may_use(tier):
         tier = next(t for t in tiers.by_priority if key.may_use(t))
-    reported = "priority" if service_tier == "fast" else service_tier
     if reported in RESPONSE_SERVICE_TIERS and tier is tiers.for_service_tier(service_tier or ""):
         return ResolvedTier(tier, reported)
     return ResolvedTier(tier, service_tier_of(tier))

@@ -36,6 +36,8 @@ def make_key(*tiers: str, default: str | None = None) -> ApiKey:
         ("gold", "gold", "priority"),
         ("priority", "gold", "priority"),
         ("fast", "gold", "priority"),
+        ("ultrafast", "gold", "priority"),
+        ("standard", "middle", "default"),
         ("flex", "middle", "default"),
         ("scale", "middle", "default"),
     ],
