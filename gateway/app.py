@@ -22,7 +22,7 @@ from gateway.protocol.json_body import MAX_BODIES, BodyReader
 from gateway.protocol.openapi import described
 from gateway.routes import chat, conversations, messages, models, ops, pages, responses, tokenize
 from gateway.routes.dependencies import Administrator, WrongKeys, authenticated, request_counted
-from gateway.routes.jobs import batches, files, tasks, uploads
+from gateway.routes.jobs import batches, files, message_batches, tasks, uploads
 from gateway.routes.operators import admin, dead_letters, keys, overview
 from gateway.routes.operators.sla_feed import SlaFeed
 from gateway.state import Gateway
@@ -69,11 +69,11 @@ def create_app(gateway: Gateway) -> FastAPI:
     for routes in (chat, messages, models, tokenize):
         app.include_router(routes.router)
     app.include_router(responses.router, dependencies=[Depends(authenticated)])
-    for routes in (files, uploads, batches, tasks, conversations):
+    for routes in (files, uploads, batches, message_batches, tasks, conversations):
         app.include_router(routes.router, dependencies=[Depends(authenticated), Depends(request_counted)])
     parts = (
         *(ops, admin, overview, keys, dead_letters, chat, messages, models, tokenize),
-        *(files, uploads, batches, tasks, responses, conversations),
+        *(files, uploads, batches, message_batches, tasks, responses, conversations),
     )
     error_handlers.install(app, [route for part in parts for route in part.router.routes])
     return app

@@ -41,7 +41,7 @@ HOUSES = {
     "gateway/requests": "tokens → answers → prepare → generate",
     "gateway/jobs": "batches idempotency responses tasks uploads webhooks",
     "gateway/jobs/batches": "completion_window input → model → token_quota turns → store → forecast → lines → run"
-    " → maintenance → service → retry",
+    " → maintenance → service → message_batches retry",
     "scheduler": "clock config request virtual_time → store → queue events registry reload"
     " → request_state tasks → deadlines → client control → holdings → planning worker → drivers",
     "engine": "interface config progress → grammar step_time sequences streaming thread → sampling"

@@ -62,6 +62,20 @@ SCHEMAS: dict[str, Schema] = {
         stop_sequence=MAYBE_TEXT,
         usage=object_of(input_tokens=NUMBER, cache_read_input_tokens=NUMBER, output_tokens=NUMBER),
     ),
+    "MessageBatch": object_of(
+        id=TEXT,
+        type=fixed("message_batch"),
+        processing_status=fixed("in_progress", "canceling", "ended"),
+        request_counts=object_of(processing=NUMBER, succeeded=NUMBER, errored=NUMBER, canceled=NUMBER, expired=NUMBER),
+        created_at=TEXT,
+        expires_at=TEXT,
+        ended_at=MAYBE_TEXT,
+        results_url=MAYBE_TEXT,
+    ),
+    "MessageBatchList": object_of(
+        data=array(reference("MessageBatch")), has_more=FLAG, first_id=MAYBE_TEXT, last_id=MAYBE_TEXT
+    ),
+    "DeletedMessageBatch": object_of(id=TEXT, type=fixed("message_batch_deleted")),
     "MessageTokens": object_of(input_tokens=NUMBER),
     "ChatCompletion": object_of(
         id=TEXT,
@@ -215,6 +229,12 @@ ANSWERS: dict[tuple[str, str], Schema] = {
     ("post", "/v1/conversations/{conversation_id}/items"): json_of("InputItemList"),
     ("get", "/v1/conversations/{conversation_id}/items/{item_id}"): json_of("InputItem"),
     ("delete", "/v1/conversations/{conversation_id}/items/{item_id}"): json_of("Conversation"),
+    ("post", "/v1/messages/batches"): json_of("MessageBatch"),
+    ("get", "/v1/messages/batches"): json_of("MessageBatchList"),
+    ("get", "/v1/messages/batches/{message_batch_id}"): json_of("MessageBatch"),
+    ("post", "/v1/messages/batches/{message_batch_id}/cancel"): json_of("MessageBatch"),
+    ("delete", "/v1/messages/batches/{message_batch_id}"): json_of("DeletedMessageBatch"),
+    ("get", "/v1/messages/batches/{message_batch_id}/results"): {"application/x-jsonl": {}},
     ("get", "/v1/models"): json_of("ModelList"),
     ("get", "/v1/models/{model}"): json_of("Model"),
     ("post", "/v1/files"): json_of("File"),
@@ -255,6 +275,9 @@ FOLLOWERS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
     },
     ("post", "/v1/uploads"): {"upload_id": ("add_upload_part", "complete_upload", "cancel_upload")},
     ("post", "/v1/batches"): {"batch_id": ("retrieve_batch", "cancel_batch", "delete_batch")},
+    ("post", "/v1/messages/batches"): {
+        "message_batch_id": ("retrieve_messages_batch", "cancel_messages_batch", "delete_messages_batch"),
+    },
     ("post", "/v1/tasks"): {"task_id": ("retrieve_task", "cancel_task", "delete_task", "retry_task")},
     ("post", "/v1/responses"): {
         "response_id": ("retrieve_response", "cancel_response", "delete_response", "list_input_items"),

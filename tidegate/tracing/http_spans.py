@@ -14,7 +14,7 @@ from gateway.http.trace import CURRENT_TRACE, RequestTrace
 from tidegate.tracing.spans import FIRST_ERROR, PROPAGATOR, add_child, fail, name_by_operation, traceparent_of
 
 # Endpoints whose requests are traced. All others answer from memory or the store.
-GENERATING_PATHS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses"))
+GENERATING_PATHS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"))
 TRACED_PATHS = GENERATING_PATHS | {"/v1/batches", "/v1/tasks"}
 
 

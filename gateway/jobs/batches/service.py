@@ -118,7 +118,7 @@ class BatchService:
             self._lines,
             LineWindow(MAX_LINES_IN_FLIGHT, self._share_of, MAX_BODIES * max_body_bytes),
             TokenQuota(redis, self._keyring, count_tokens),
-            self._rules,
+            self.rules,
             clock,
             on_end if tracer is None else _traced(on_end, tracer),
         )
@@ -175,7 +175,7 @@ class BatchService:
             with noticing_full_disk():
                 await self._files.storage.copy(content_name(file.id), input_name(batch_id))
                 path = await self._files.storage.fetch(input_name(batch_id))
-                scan = await offload(path, scan_input, self._rules(new.endpoint))
+                scan = await offload(path, scan_input, self.rules(new.endpoint))
             batch = new.to_batch(batch_id, self._now_s(), scan.size)
             batch = replace(batch, input_sha256=file.sha256, traceparent=CURRENT_TRACE.get().traceparent or None)
             infeasible = await self.forecasts.infeasible(batch)
@@ -243,7 +243,8 @@ class BatchService:
         lock = self._store.owner_lock(batch_id, self._lock_ttl_s)
         return BatchRun(batch_id, lock, self._run_parts, self._scans.pop(batch_id, None))
 
-    def _rules(self, endpoint: str) -> InputRules:
+    def rules(self, endpoint: str) -> InputRules:
+        """Return what the lines of a batch of `endpoint` must keep to."""
         return InputRules(endpoint, tuple(self._model_names), self._max_lines, self._max_body_bytes)
 
     def _share_of(self, owner: str | None) -> KeyShare:

@@ -33,7 +33,7 @@ router = APIRouter()
 
 BEST_EFFORT_KEY = "x-tidegate-best-effort"  # of a batch's metadata, for clients that cannot send other fields
 TOO_MANY_RETRY_S = 10.0  # seconds after which a key with too many batches may try again
-Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"]
 Window = Annotated[str, AfterValidator(checked_window), Field(examples=["24h", "15m", "7d"])]
 Tokens = Annotated[int, Field(ge=0, le=2**53)]
 
@@ -95,7 +95,7 @@ class EstimateRequest(Body):
 @router.post("/v1/batches", openapi_extra=json_body(CreateBatchRequest))
 async def create_batch(request: Request, caller: Caller, owner: Owner) -> Response:
     batches = gateway_of(request).batches
-    _check_tier(request, caller)
+    check_tier(request, caller)
     digest = hashlib.sha256()
     body = await read_object(request, partial(parse, CreateBatchRequest), digest.update)
     gateway_of(request).webhooks.check(body.metadata, caller)
@@ -105,9 +105,9 @@ async def create_batch(request: Request, caller: Caller, owner: Owner) -> Respon
         if isinstance(created, InputProblem):
             raise invalid_request(created.message, "input_file_id")
         if isinstance(created, Infeasible):
-            raise _infeasible(created)
+            raise infeasible(created)
         if isinstance(created, TooManyBatches):
-            raise _too_many(created)
+            raise too_many(created)
         return JSONResponse(await _described(batches, created))
 
     return await once(request, owner, digest.hexdigest(), create)
@@ -117,7 +117,7 @@ async def create_batch(request: Request, caller: Caller, owner: Owner) -> Respon
 async def estimate_batch(request: Request, caller: Caller, owner: Owner) -> dict[str, Any]:
     """Say what a batch would take, before anything is uploaded."""
     batches = gateway_of(request).batches
-    _check_tier(request, caller)
+    check_tier(request, caller)
     body = await read_object(request, partial(parse, EstimateRequest))
     new = NewBatch("", body.endpoint, owner, body.completion_window)
     return {
@@ -177,7 +177,7 @@ async def _described(batches: BatchService, batch: Batch) -> dict[str, Any]:
     return batch.to_json() | {"tidegate": extension}
 
 
-def _infeasible(found: Infeasible) -> ApiError:
+def infeasible(found: Infeasible) -> ApiError:
     feasible = (
         "No completion_window is long enough at present. Make it smaller"
         if found.earliest_window is None
@@ -190,7 +190,7 @@ def _infeasible(found: Infeasible) -> ApiError:
     return invalid_request(message, "completion_window", "completion_window_infeasible")
 
 
-def _too_many(found: TooManyBatches) -> ApiError:
+def too_many(found: TooManyBatches) -> ApiError:
     message = (
         f"This API key has {found.limit} batches that are not over, and may have no more. Wait until one of them ends, "
         "cancel some (POST /v1/batches/{batch_id}/cancel), or put more requests into one batch."
@@ -198,7 +198,7 @@ def _too_many(found: TooManyBatches) -> ApiError:
     return ApiError(429, message, "batches", code="rate_limit_exceeded", headers=retry_after(TOO_MANY_RETRY_S))
 
 
-def _check_tier(request: Request, caller: ApiKey | None) -> None:
+def check_tier(request: Request, caller: ApiKey | None) -> None:
     """Refuse a key that may not use the batch tier."""
     tiers = gateway_of(request).tiers
     tier = tiers[tiers.batch_tier]

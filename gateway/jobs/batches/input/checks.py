@@ -12,7 +12,8 @@ from gateway.jobs.batches.input.lines import MAX_NUMBER
 
 MAX_LINES = 100_000  # twice as many as in OpenAI's Batch API
 MAX_ERRORS = 100  # of those that are reported; after them, the rest of the file is not checked
-SERVICE_TIERS = (None, "auto", "default", "flex")  # of a line's body; another one would promise what a batch has not
+# Of a line's body; another one would promise what a batch has not.
+SERVICE_TIERS = (None, "auto", "default", "standard_only", "flex")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The part of a line's body that the model reads: the prompt, as bytes to compare and as texts to count.
 
-Knows the fields of the three endpoints; does not know chat templates or tokens.
+Knows the fields of the endpoints; does not know chat templates or tokens.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ import msgspec
 
 # The fields that make the prompt, in the order in which chat templates write them. Lines with different cache salts
 # share nothing, so the salt comes first.
-PROMPT_FIELDS = ("cache_salt", "tools", "instructions", "messages", "prompt", "input")
+PROMPT_FIELDS = ("cache_salt", "tools", "instructions", "system", "messages", "prompt", "input")
 OUTPUT_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 

@@ -44,16 +44,18 @@ def answered_line(batch_id: str, line: BatchLine, request_id: str, status: int, 
     if status != 200:
         return LineResult(line.number, False, text)
     usage = body.get("usage") or {}
-    # /v1/responses has other names than the completion endpoints.
+    # /v1/responses and /v1/messages have other names than the completion endpoints.
     read, written = ("input", "output") if "input_tokens" in usage else ("prompt", "completion")
+    details = (usage.get(f"{read}_tokens_details") or {}) | (usage.get(f"{written}_tokens_details") or {})
+    apart = usage.get("cache_read_input_tokens") or 0  # of /v1/messages, whose input tokens are without them
     return LineResult(
         line.number,
         True,
         text,
-        input_tokens=usage.get(f"{read}_tokens", 0),
-        cached_tokens=(usage.get(f"{read}_tokens_details") or {}).get("cached_tokens") or 0,
+        input_tokens=usage.get(f"{read}_tokens", 0) + apart,
+        cached_tokens=details.get("cached_tokens") or apart,
         output_tokens=usage.get(f"{written}_tokens", 0),
-        reasoning_tokens=(usage.get(f"{written}_tokens_details") or {}).get("reasoning_tokens") or 0,
+        reasoning_tokens=details.get("reasoning_tokens") or details.get("thinking_tokens") or 0,
     )
 
 
