@@ -1,26 +1,35 @@
 """The endpoints GET /v1/models and /v1/models/{id}: the names, limits and capabilities of the model that is served.
 
 Beside OpenAI's fields, a model has those that clients of vLLM (`max_model_len`, `root`, `parent`, `permission`),
-OpenRouter (`context_length`) and Mistral (`capabilities`) read. Both endpoints also answer HEAD, without a body.
+OpenRouter (`context_length`) and Mistral (`capabilities`) read. Anthropic's clients get the objects of its API. Both
+endpoints also answer HEAD, without a body.
 """
 
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 
+from gateway.protocol.error_shapes import speaks_anthropic
 from gateway.protocol.errors import model_not_found
 from gateway.routes.dependencies import Caller
 from gateway.state import Gateway, gateway_of
 
 router = APIRouter(tags=["models"])
 
+YES, NO = {"supported": True}, {"supported": False}
+
 
 @router.head("/v1/models", include_in_schema=False)
 @router.get("/v1/models")
 async def list_models(request: Request, key: Caller) -> dict[str, Any]:
     gateway = gateway_of(request)
-    return {"object": "list", "data": [_model(gateway, name) for name in gateway.model.names]}
+    names = gateway.model.names
+    if speaks_anthropic(request.scope):
+        ends = {"first_id": names[0], "last_id": names[-1]}
+        return {"data": [_anthropic_model(gateway, name) for name in names], "has_more": False, **ends}
+    return {"object": "list", "data": [_model(gateway, name) for name in names]}
 
 
 @router.head("/v1/models/{model:path}", include_in_schema=False)
@@ -31,7 +40,7 @@ async def retrieve_model(request: Request, model: str, key: Caller) -> dict[str,
         raise HTTPException(404)  # /v1/models/: its answer names /v1/models
     if model not in gateway.model.names:
         raise model_not_found(model)
-    return _model(gateway, model)
+    return _anthropic_model(gateway, model) if speaks_anthropic(request.scope) else _model(gateway, model)
 
 
 def _model(gateway: Gateway, name: str) -> dict[str, Any]:
@@ -55,6 +64,32 @@ def _model(gateway: Gateway, name: str) -> dict[str, Any]:
             "vision": False,
         },
         "permission": [_permission(name, gateway.created)],
+    }
+
+
+def _anthropic_model(gateway: Gateway, name: str) -> dict[str, Any]:
+    """Return the object of one name as Anthropic's API has it. Its clients read the limits and the capabilities."""
+    context = gateway.completions.limits().max_model_len
+    reasons = {"supported": gateway.model.format.reasoning is not None}
+    return {
+        "id": name,
+        "type": "model",
+        "display_name": name,
+        "created_at": f"{datetime.fromtimestamp(gateway.created, UTC):%Y-%m-%dT%H:%M:%SZ}",
+        "lifecycle": "active",
+        "max_input_tokens": context,
+        "max_tokens": context,
+        "capabilities": {
+            **{name: NO for name in ("citations", "code_execution", "context_management", "image_input", "pdf_input")},
+            "batch": YES,
+            "structured_outputs": YES,
+            "server_tools": {**NO, "code_execution": NO, "web_search": NO},
+            "effort": {**reasons, **dict.fromkeys(("low", "medium", "high", "xhigh", "max"), reasons)},
+            "thinking": {
+                **reasons,
+                "types": {**dict.fromkeys(("adaptive", "enabled", "between_tools"), reasons), "disabled": YES},
+            },
+        },
     }
 
 
