@@ -67,6 +67,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     traceparent: str = ""  # W3C trace context of the gateway's span; empty: the request is not traced
 
     version: int = 0  # the lowest `VERSION` that a worker must know to serve the request
+    owner: str = ""  # name of the caller's API key; the keys of a tier share the engine
 
     @property
     def is_delivered_in_parts(self) -> bool:

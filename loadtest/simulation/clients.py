@@ -197,6 +197,7 @@ class SimulatedClients:
             deadline_ms=arrival_ms + deadline_ms,
             reply_to=self._client.gateway_id,
             version=VERSION,
+            owner=offered.owner,
         )
 
     def _now_s(self) -> float:

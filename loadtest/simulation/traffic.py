@@ -111,6 +111,7 @@ class OfferedRequest:
     output_tokens: int
     seed: int
     deadline_s: float | None = None
+    owner: str = ""  # name of the API key that sends it
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +150,11 @@ def scenario_traffic(scenario: Scenario, tiers: TierSet, duration_s: float, seed
     loops = []
     for name, traffic in scenario.classes.items():
         if isinstance(traffic.arrivals, ClosedLoop):
-            plan = _offered(classes[name], plan_closed_loop(traffic, seed, round_), prompts)
+            plan = _offered(classes[name], traffic.key, plan_closed_loop(traffic, seed, round_), prompts)
             loops.append(RequestLoop(name, traffic.arrivals.streams, plan, traffic.role == "interactive"))
         else:
-            arrivals += _offered(classes[name], plan_open_loop(traffic, duration_s, seed, round_), prompts)
+            planned = plan_open_loop(traffic, duration_s, seed, round_)
+            arrivals += _offered(classes[name], traffic.key, planned, prompts)
     arrivals.sort(key=lambda r: r.at_s)
     return Traffic(classes, arrivals, loops, shares)
 
@@ -238,7 +240,8 @@ class _Prompts:
         return prompt
 
 
-def _offered(tier: str, plan: Iterable[PlannedRequest], prompts: _Prompts) -> Iterator[OfferedRequest]:
+def _offered(tier: str, owner: str, plan: Iterable[PlannedRequest], prompts: _Prompts) -> Iterator[OfferedRequest]:
     for p in plan:
         name, prompt = p.traffic_class, prompts.planned(p)
-        yield OfferedRequest(f"{name}-{p.index}", name, tier, p.at_s, prompt, p.output_tokens, p.prompt_seed)
+        request_id, output = f"{name}-{p.index}", p.output_tokens
+        yield OfferedRequest(request_id, name, tier, p.at_s, prompt, output, p.prompt_seed, owner=owner)

@@ -102,6 +102,7 @@ class TrafficClass(Strict):
     # Isolation compares interactive classes while bulk classes run with interactive classes alone.
     role: Role
     service_tier: str | None = None  # the request field of this name; None: the field is left out
+    key: str = ""  # name of the API key that sends the class, in simulations: keys of a tier share the engine
     arrivals: OpenLoop | ClosedLoop
     prompt_tokens: Lengths  # without the shared prefix, if there is one
     output_tokens: Lengths

@@ -182,6 +182,7 @@ class Preparation:
             "reply_to": self._client.gateway_id,
             "version": VERSION,
             "delivery": delivery_of(request, tier),
+            "owner": placement.owner or "",
             "cache_salt": cache_salt(placement.owner, request.cache_salt),
             "is_seeded": request.seed is not None,
             "wants_receipt": placement.receipt_for is not None,
