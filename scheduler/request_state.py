@@ -21,6 +21,7 @@ class Sample:
     tier: str
     seconds: float
     bulk_s: float = 0.0  # the part of `seconds` that the engine spent on bulk
+    yielded: bool = False  # of a request that yields: nothing for the controller to learn from
 
 
 class Status(Enum):
@@ -46,6 +47,10 @@ TRANSITIONS: dict[Status, frozenset[Status]] = {
     Status.FAILED: frozenset(),
     Status.CANCELLED: frozenset(),
 }
+
+
+# How much lower the priority of a request is while it yields: above all lower tiers.
+YIELDED = 0.25
 
 
 class IllegalTransition(Exception):
@@ -92,6 +97,7 @@ class RequestState:
     num_evictions: int = 0  # number of steps that it was taken out of while they ran
     engine_s: float = 0.0  # its part of the steps' engine time, if it wants a receipt
     boosted_to: float | None = None  # the higher priority that the request has while it is urgent
+    yields: bool = False  # an interactive request that runs as bulk does for now (scheduler/planning/yielding.py)
     # Engine time that bulk had used in total when the newest token came, or at the arrival if there is no token yet.
     bulk_seen_s: float = 0.0
     # What the delay accounts had counted at the arrival, and the engine time that the request's own runs took.
@@ -158,7 +164,14 @@ class RequestState:
 
     @property
     def priority(self) -> float:
-        return self.tier.priority if self.boosted_to is None else max(self.boosted_to, self.tier.priority)
+        if self.boosted_to is not None:
+            return max(self.boosted_to, self.tier.priority)
+        return self.tier.priority - YIELDED * self.yields
+
+    @property
+    def is_protected(self) -> bool:
+        """Whether steps are planned for the request's SLO: it is interactive, and yields to nobody."""
+        return self.tier.is_interactive and not self.yields
 
     @property
     def deadline_s(self) -> float:
@@ -260,13 +273,13 @@ class RequestState:
             self.first_token_s = now
             return [
                 Sample("queue", tier, self.first_scheduled_s - self.arrived_s),
-                Sample("ttft", tier, now - self.arrived_s, bulk_s),
-                Sample("service", tier, now - self.first_scheduled_s),
+                Sample("ttft", tier, now - self.arrived_s, bulk_s, self.yields),
+                Sample("service", tier, now - self.first_scheduled_s, yielded=self.yields),
             ]
         target_ms = self.tier.slo.itl_p99_ms
         self.gaps += 1
         self.gaps_missed += target_ms is not None and (now - last_s) * 1000 > target_ms
-        return [Sample("itl", tier, now - last_s, bulk_s)]
+        return [Sample("itl", tier, now - last_s, bulk_s, self.yields)]
 
     def report_tokens(self, now: float) -> tuple[int, ...]:
         """Return the output tokens that have not been sent yet, and mark them as sent at `now`."""

@@ -1,7 +1,7 @@
 """Budgets: how much each tier may do in a step (plain data), and how much work may be thrown away over time."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from engine.step_time.cost import StepCost
 from scheduler.clock import NEVER_S
@@ -38,6 +38,8 @@ class Budgets:
     """The budgets of all tiers for one step, and the predicted costs from which the budgets were computed."""
 
     tiers: Mapping[str, TierBudget]
+    # Of the requests that yield, by interactive tier. Not empty if there are any.
+    yielding: Mapping[str, TierBudget] = field(default_factory=dict, kw_only=True)
     cost: StepCost
 
 

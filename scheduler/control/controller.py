@@ -25,6 +25,7 @@ from scheduler.control.knobs import Decision, TierKnobs
 from scheduler.control.kv_reserve import KVReserve
 from scheduler.control.min_share import MinShares
 from scheduler.control.step_limit import (
+    FIRST_STEP_SHARE,
     NO_EVICTION_RESIDUAL,
     InteractiveTraffic,
     InteractiveWork,
@@ -36,7 +37,7 @@ from scheduler.control.step_limit import (
 from scheduler.control.tier_stats import TierStats
 from scheduler.control.windows import SlidingWindow
 from scheduler.deadlines import deadline_s
-from scheduler.request_state import RequestState
+from scheduler.request_state import YIELDED, RequestState
 
 OVERHEAD_WEIGHT = 0.05  # weight of the newest step in the mean of the host time that a step takes besides engine time
 # Share of the time until the next token is due that is kept in reserve. The margin is what would have kept 99 % of the
@@ -93,12 +94,15 @@ class SLAController:
         self._cost, self._overloaded = cost, frozenset()
         if not self._switches.feed_forward:
             return Budgets({t.name: self._fixed_budget(t) for t in self._tiers}, cost)
-        work = InteractiveWork.of(states, cost)
+        protected = [state for state in states if not state.yields]
+        work = InteractiveWork.of(protected, cost)
         limits = step_limits(self._traffic(), work, cost, now, left_s)
         overloaded = (t for t in self._interactive if is_overloaded(t, limits.interactive, work, cost, now))
         self._overloaded = frozenset(tier.name for tier in overloaded)
         self._min_shares.is_overload = bool(self._overloaded)
-        return Budgets({t.name: self._budget(t, limits, work, now) for t in self._tiers}, cost)
+        any_yield = len(protected) < len(states)
+        yielding = {t.name: self._bulk_budget(t, limits, work) for t in self._interactive} if any_yield else {}
+        return Budgets({t.name: self._budget(t, limits, work, now) for t in self._tiers}, cost, yielding=yielding)
 
     def _budget(self, tier: Tier, limits: StepLimits, work: InteractiveWork, now: float) -> TierBudget:
         fixed = self._fixed_budget(tier)
@@ -106,28 +110,41 @@ class SLAController:
             return self._interactive_budget(tier, replace(fixed, limit=limits.interactive), work, now)
         if self._min_shares.is_due(tier.name, limits.min_share.base_s):
             return replace(fixed, limit=limits.min_share, min_share_due=True)
-        awaited = work.awaited_priority
+        budget = self._bulk_budget(tier, limits, work)
+        return replace(budget, reserve_blocks=self._reserve.num_blocks if self._interactive else 0)
+
+    def _bulk_budget(self, tier: Tier, limits: StepLimits, work: InteractiveWork) -> TierBudget:
+        """Return the budget of a bulk tier, or of the requests of an interactive tier that yield."""
+        awaited, own = work.awaited_priority, tier.priority - YIELDED * tier.is_interactive
         return replace(
-            fixed,
+            self._fixed_budget(tier),
             limit=limits.bulk,
-            added_s=limits.added_s(self._min_shares.urgency(tier.name)),
+            added_s=limits.added_s(0.0 if tier.is_interactive else self._min_shares.urgency(tier.name)),
             alone_s=limits.alone_s,
-            decodes_only=awaited is not None and awaited > tier.priority,
-            reserve_blocks=self._reserve.num_blocks if self._interactive else 0,
+            decodes_only=awaited is not None and awaited > own,
         )
 
     def _interactive_budget(self, tier: Tier, budget: TierBudget, work: InteractiveWork, now: float) -> TierBudget:
         """Return `budget` without the limits that keep SLOs, as far as they cannot be kept.
 
         If a first token is late, the batch size does not hold it back. If the tier is overloaded, its prefills run in
-        order, and may add as much as the TTFT SLO to the step.
+        order, and may make the step longer.
         """
         if any(s.tier.name == tier.name and deadline_s(s) < now for s in work.awaiting):
             budget = replace(budget, max_num_seqs=tier.pinned.batch_size or tier.batch_size.max)
         if tier.name in self._overloaded:
-            limit = replace(budget.limit, extra_s=(tier.slo.ttft_p99_ms or 0) / 1000)
+            limit = replace(budget.limit, extra_s=self._overload_extra_s(tier))
             budget = replace(budget, overloaded=True, limit=limit)
         return budget
+
+    def _overload_extra_s(self, tier: Tier) -> float:
+        """Return how much longer prefills of an overloaded tier make a step: its TTFT SLO, because it is efficient.
+
+        If requests of a higher tier arrive, the step is short enough for them to be in time.
+        """
+        above = [t for t in self._interactive if t.priority > tier.priority and self._stats[t.name].rate_per_s > 0]
+        shares_ms = [FIRST_STEP_SHARE * t.slo.ttft_p99_ms for t in above if t.slo.ttft_p99_ms is not None]
+        return min([tier.slo.ttft_p99_ms or 0.0, *shares_ms]) / 1000
 
     def _fixed_budget(self, tier: Tier) -> TierBudget:
         """Return the part of a budget that does not depend on the step."""

@@ -34,6 +34,7 @@ class DelayAccounts:
         """
         state.fixed_seen_s = self._fixed_s + (1 - bulk_share) * running_s
         state.delay_seen_s = self._delay_s + bulk_share * running_s
+        state.own_s = 0.0
 
     def add_step(
         self, runs: Sequence[InteractiveRun], elapsed_s: float, overhead_s: float, *, is_typical: bool

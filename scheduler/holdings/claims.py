@@ -24,7 +24,6 @@ def claim_limits(
     tiers: Sequence[Tier],
     table: RequestTable,
     budgets: Budgets,
-    max_step_tokens: int,
     ending: Mapping[str, int] | None = None,
     held_back: Mapping[str, int] | None = None,
 ) -> dict[str, int]:
@@ -39,29 +38,21 @@ def claim_limits(
         num_ending = ending.get(tier.name, 0) if ending else 0
         budget = budgets.tiers[tier.name]
         num_held_back = min(held_back.get(tier.name, 0), budget.max_num_seqs) if held_back else 0
-        limit = _claim_limit(tier, table, budget, max_step_tokens, num_ending, num_held_back)
+        limit = _claim_limit(tier, table, budget, num_ending, num_held_back)
         if limit > 0:
             limits[tier.name] = limit
     return limits
 
 
-def _claim_limit(
-    tier: Tier, table: RequestTable, budget: TierBudget, max_step_tokens: int, num_ending: int, num_held_back: int
-) -> int:
+def _claim_limit(tier: Tier, table: RequestTable, budget: TierBudget, num_ending: int, num_held_back: int) -> int:
     free = budget.max_num_seqs - table.count(tier.name) + num_ending + num_held_back
     num_waiting = max(0, table.num_waiting(tier.name) - num_held_back)
     if tier.is_interactive:
-        free = max(free, -num_waiting)  # a few are always claimed, so that the worker notices when they are late
-        if num_waiting <= PREFETCH + num_ending:
-            return free + PREFETCH
-        return min(free + PREFETCH, PREFETCH) if _waiting_tokens(table, tier.name) < max_step_tokens else 0
+        # A few are always claimed, so that the worker notices when they are late.
+        return PREFETCH + max(free, -num_waiting)
     if budget.decodes_only:
         return min(free, KNOWN_WAITING - num_waiting) if tier.can_be_urgent else 0
     return free
-
-
-def _waiting_tokens(table: RequestTable, tier: str) -> int:
-    return sum(state.num_uncomputed for state in table.waiting(tier))
 
 
 def reason_to_give_up(claimed: Claimed, max_attempts: int) -> str:

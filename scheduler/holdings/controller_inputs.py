@@ -49,7 +49,7 @@ class ControllerInputs:
     def tell_requests(self, report: Report, now: float) -> None:
         """Tell the controller about the latencies and the ended requests in `report`."""
         for sample in report.samples:
-            if sample.kind in LATENCIES:
+            if sample.kind in LATENCIES and not sample.yielded:
                 self._controller.observe_latency(sample.tier, sample.kind, sample.seconds, now, sample.bulk_s)
         for end in report.ended:
             self._controller.observe_end(end.tier, end.met_slo, now)

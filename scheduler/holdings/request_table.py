@@ -5,7 +5,7 @@ their orders; decides nothing. `StepCore` owns the table. The core and its parts
 entry of a state may have changed. All other code only reads the table.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -35,6 +35,7 @@ class _TierIndex:
     decodes: OrderedDict[str, RequestState] = field(default_factory=OrderedDict)
     prefills: dict[str, RequestState] = field(default_factory=dict)
     not_resident: "SortedDict[_NotResidentKey, RequestState]" = field(default_factory=SortedDict)
+    owners: Counter[str] = field(default_factory=Counter)  # number of requests, by the name of their key
 
     @property
     def num_resident(self) -> int:
@@ -60,6 +61,7 @@ class RequestTable:
         self._preemption_exhausted: dict[str, RequestState] = {}  # residents that keep room for all their tokens
         self._last_run: Sequence[str] = ()
         self._boosted: frozenset[str] = frozenset()
+        self._yielding: frozenset[str] = frozenset()
 
     # -- all requests ------------------------------------------------------------------------------------------
 
@@ -77,6 +79,10 @@ class RequestTable:
     def count(self, tier: str) -> int:
         index = self._index[tier]
         return index.num_resident + len(index.not_resident)
+
+    def num_owners(self, tier: str) -> int:
+        """Return how many API keys have requests of the tier in the table."""
+        return len(self._index[tier].owners)
 
     def tiers_held(self) -> Iterator[str]:
         """Return the names of the tiers that have requests in the table."""
@@ -109,6 +115,20 @@ class RequestTable:
         self._boosted = frozenset(request_ids)
         for request_id in self._boosted:
             self._states[request_id].boosted_to = priority
+
+    def set_yielding(self, request_ids: Collection[str]) -> list[RequestState]:
+        """Let these requests yield, and no others. Return those that yield no longer."""
+        ended = [self._states[i] for i in self._yielding if i not in request_ids and i in self._states]
+        for state in ended:
+            state.yields = False
+        self._yielding = frozenset(request_ids)
+        for request_id in self._yielding:
+            self._states[request_id].yields = True
+        return ended
+
+    def num_yielding(self, tier: str) -> int:
+        """Return the number of the tier's resident sequences that yield."""
+        return sum(state.yields for state in self._index[tier].residents()) if self._yielding else 0
 
     def prefills(self, tier: str) -> list[RequestState]:
         """Return the tier's resident sequences that still have prefill tokens to compute, sorted by deadline."""
@@ -171,6 +191,7 @@ class RequestTable:
         self._states[state.id] = state
         self._entries[state.id] = (group, key)
         index = self._index[state.tier.name]
+        index.owners[state.request.owner] += 1
         if group is _Group.NOT_RESIDENT:
             index.not_resident[key] = state
             return
@@ -182,6 +203,9 @@ class RequestTable:
         del self._states[state.id]
         group, key = self._entries.pop(state.id)
         index = self._index[state.tier.name]
+        index.owners[state.request.owner] -= 1
+        if not index.owners[state.request.owner]:
+            del index.owners[state.request.owner]
         if group is _Group.NOT_RESIDENT:
             del index.not_resident[key]
         else:

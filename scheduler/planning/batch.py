@@ -52,24 +52,12 @@ def form_batch(
     # The sort is stable, so that all others stay in order of priority.
     for tier in sorted(tiers, key=lambda t: not budgets.tiers[t.name].min_share_due):
         budget = budgets.tiers[tier.name]
-        if tier.is_interactive:
-            # Neither the limit of the step nor the batch size stops a sequence that has begun to answer: it would only
-            # be later. Both limit what else runs, and what starts.
-            draft.add_decodes(tier.name, budget, NEVER_S, table.num_resident(tier.name))
-        else:
-            budget = budget.beside(draft.interactive_s)
-            # If the step holds no work yet, the tier runs as usual, so that the engine does not stand idle.
-            decodes_only = budget.decodes_only and draft.has_work
-            num_decodes = draft.add_decodes(tier.name, budget, budget.limit.base_s, budget.max_num_seqs)
-            if decodes_only:
-                if not num_decodes:
-                    draft.pause(tier.name)
-                continue
-        draft.add_prefills(tier, budget)
-        if tier.is_interactive and draft.has_work:
-            draft.interactive_s = draft.step_s()
-        if budget.min_share_due:
-            draft.note_min_share()
+        if not tier.is_interactive:
+            draft.add_bulk(tier, budget)
+            continue
+        draft.add_interactive(tier, budget)
+        if budgets.yielding:
+            draft.add_bulk(tier, budgets.yielding[tier.name])
     return draft.plan(step_id)
 
 
@@ -95,6 +83,7 @@ class _Draft:
         self._blocks = BlockBudget(view, budgets.cost, table.reserved(), table.any_resident)
         self._work_s = 0.0  # predicted time of all runs, without the step's fixed cost
         self.interactive_s = 0.0  # predicted time of the step before bulk adds to it; 0: it holds nothing
+        self._yielding = False  # whether requests are added that yield, instead of those that do not
         self._min_share_s = 0.0  # the part of `_work_s` that serves min shares
         self._preempt: dict[str, PreemptionMode] = {}
         self._resume: list[str] = []
@@ -129,18 +118,45 @@ class _Draft:
         """Record that all work added so far serves min shares."""
         self._min_share_s = self._work_s
 
+    def add_interactive(self, tier: Tier, budget: TierBudget) -> None:
+        """Add the requests of an interactive tier that yield to nobody.
+
+        Neither the limit of the step nor the batch size stops a sequence that has begun to answer: it would only be
+        later. Both limit what else runs, and what starts.
+        """
+        self._yielding = False
+        self.add_decodes(tier.name, budget, NEVER_S, self._table.num_resident(tier.name))
+        self.add_prefills(tier, budget)
+        if self.has_work:
+            self.interactive_s = self.step_s()
+
+    def add_bulk(self, tier: Tier, budget: TierBudget) -> None:
+        """Add the requests of a bulk tier, or those of an interactive tier that yield, as far as they may."""
+        self._yielding = tier.is_interactive
+        budget = budget.beside(self.interactive_s)
+        # If the step holds no work yet, the tier runs as usual, so that the engine does not stand idle.
+        decodes_only = budget.decodes_only and self.has_work
+        slots = budget.max_num_seqs - self._num_run[tier.name]
+        self.add_decodes(tier.name, budget, budget.limit.base_s, slots)
+        if not decodes_only:
+            self.add_prefills(tier, budget)
+        elif not self._num_run[tier.name]:
+            self.pause(tier.name)
+        if budget.min_share_due:
+            self.note_min_share()
+
     def pause(self, tier: str) -> None:
         """Pause the tier's sequences that ran in the last step. Its other sequences keep their status."""
         for state in self._table.last_run(tier):
             if state.status is Status.RUNNING and state.id not in self._preempt:
                 self._preempt[state.id] = PreemptionMode.PAUSE
 
-    def add_decodes(self, tier: str, budget: TierBudget, limit_s: float, slots: int) -> int:
-        """Add a token for each decode of a tier that fits; return how many. The longest ago run comes first."""
+    def add_decodes(self, tier: str, budget: TierBudget, limit_s: float, slots: int) -> None:
+        """Add a token for each decode of a tier that fits. The longest ago run comes first."""
         for state in self._table.decodes(tier):
             if slots <= 0 or self._tokens_left_of(tier, budget) < 1:
                 break
-            if state.id in self._preempt or state.id in self._barred:
+            if state.id in self._preempt or state.id in self._barred or state.yields != self._yielding:
                 continue
             seconds = self._cost.decode(state.num_computed_tokens)
             if self._run and self.step_s(seconds) > limit_s:
@@ -150,7 +166,6 @@ class _Draft:
                 slots -= 1
             else:
                 self._lacks_blocks = True
-        return self._num_run[tier]
 
     def add_prefills(self, tier: Tier, budget: TierBudget) -> None:
         """Add prefill chunks of the tier.
@@ -163,10 +178,10 @@ class _Draft:
         """
         limit_s = budget.limit.prefills_s(self.step_s(), 0.0 if budget.min_share_due else self._min_share_s)
         pending = self._pending(tier, budget)
-        if not tier.is_interactive:
+        if self._yielding or not tier.is_interactive:
             self._fill(tier.name, pending, budget, limit_s, in_order=True)
             return
-        pending = islice(pending, MAX_SORTED)
+        pending = islice((state for state in pending if not state.yields), MAX_SORTED)
         first, last = split_prefills(pending, self._cost, self._now, is_overload=budget.overloaded)
         first_s = first_limit_s(limit_s, self.step_s()) if last else limit_s
         is_open = self._fill(tier.name, first, budget, first_s)
@@ -191,6 +206,8 @@ class _Draft:
         slots = budget.max_num_seqs - self._num_run[tier]
         for state in pending:
             if state.awaits_grammar or state.id in self._preempt or state.id in self._barred:
+                continue
+            if state.yields != self._yielding:
                 continue
             if not state.is_resident and not (is_open and self._may_start(tier, budget)):
                 is_open = False
@@ -220,9 +237,12 @@ class _Draft:
         return self._free_slots(tier, budget) > 0 and not self._lacks_blocks
 
     def _free_slots(self, tier: str, budget: TierBudget) -> int:
-        """Return how many sequences of the tier may still start or come back."""
+        """Return how many sequences of the tier may still start or come back.
+
+        Those that yield keep their slots from each other only: they make room for all others.
+        """
         held = self._table.num_resident(tier) + self._num_started[tier] - self._num_preempted[tier]
-        return budget.max_num_seqs - held
+        return budget.max_num_seqs - held + (0 if self._yielding else self._table.num_yielding(tier))
 
     def _tokens_left_of(self, tier: str, budget: TierBudget) -> int:
         return min(self._tokens_left, budget.max_tokens - self._num_tokens[tier])

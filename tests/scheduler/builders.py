@@ -95,6 +95,7 @@ def make_request(
     urgent_ms: int = 0,
     job_part: str = "",
     version: int = VERSION,
+    owner: str = "",
     **sampling: Any,
 ) -> Request:
     """`prompt` is the token ids, or their number."""
@@ -114,6 +115,7 @@ def make_request(
         urgent_ms=urgent_ms,
         job_part=job_part,
         version=version,
+        owner=owner,
     )
 
 

@@ -85,8 +85,7 @@ class StepCore:
     def claim_limits(self, now: float) -> dict[str, int]:
         ending = self.running.ending(self._states, self._engine.max_model_len)
         held_back = Counter(state.tier.name for state in self.isolation.held_back().values())
-        budgets, max_tokens = self.planner.budgets(now), self._engine.max_step_tokens
-        return claim_limits(self.held.tiers, self.held.table, budgets, max_tokens, ending, held_back)
+        return claim_limits(self.held.tiers, self.held.table, self.planner.budgets(now), ending, held_back)
 
     def _begin(self, state: RequestState) -> None:
         state.bulk_seen_s = self.running.bulk_total_s

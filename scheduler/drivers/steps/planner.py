@@ -25,6 +25,7 @@ from scheduler.planning.batch import form_batch
 from scheduler.planning.batching_delay import idle_until_s
 from scheduler.planning.kv_budget import EngineView, has_blocks
 from scheduler.planning.prompt_prefixes import PromptPrefixes
+from scheduler.planning.yielding import Yielding
 from scheduler.request_state import RequestState, Status
 
 
@@ -50,6 +51,7 @@ class Planner:
         self._running = running
         self._isolation = isolation
         self._prefixes = PromptPrefixes(engine)
+        self._yielding = Yielding()
         self._next_step_id = 0
         self._min_shares_served: frozenset[str] = frozenset()  # tiers whose min share the newest plan serves
         self.idle_until_s = NEVER_S  # if the newest plan was empty: the time at which the first batching delay ends
@@ -135,9 +137,10 @@ class Planner:
         """
         if not self._running.is_any:
             return ()
+        self._let_yield()
         for request_id in request_ids:
             state = self._table.states.get(request_id)
-            if state is not None and state.tier.is_interactive and self._could_start(state):
+            if state is not None and state.is_protected and self._could_start(state):
                 evictees = self._running.evictees(state, self._controller.step_eviction, now)
                 if evictees:
                     return evictees
@@ -150,14 +153,25 @@ class Planner:
         """
         if state.awaits_grammar:
             return False
-        slots = self._controller.max_num_seqs(state.tier.name)
-        below = (s for t in self._held.tiers if t.priority < state.priority for s in self._table.of_tier(t.name))
+        slots = self._controller.max_num_seqs(state.tier.name) + self._table.num_yielding(state.tier.name)
+        below = (s for t in self._held.tiers for s in self._table.of_tier(t.name) if s.priority < state.priority)
         has_slot = self._table.num_resident(state.tier.name) < slots
         return has_slot and has_blocks(state, self._engine_state.view(), below)
 
     def budgets(self, now: float) -> Budgets:
+        self._let_yield()
         states = list(self._table.interactive())
-        return self._controller.budgets(states, self._cost(), now, self._running.accounts.left_s(states))
+        return self._controller.budgets(states, self._cost(), now, self._running.accounts.left_s(self._owed(states)))
+
+    def _owed(self, states: Sequence[RequestState]) -> Iterable[RequestState]:
+        """Return the requests that others may delay only so far: those of keys of which none yields."""
+        yielding = {state.request.owner for state in states if state.yields}
+        return (state for state in states if state.request.owner not in yielding) if yielding else states
+
+    def _let_yield(self) -> None:
+        """Find who yields now. The delay accounts of those that yield no longer begin anew."""
+        for state in self._table.set_yielding(self._yielding.find(self._held.tiers, self._table)):
+            self._running.accounts.open(state, 0.0, 0.0)
 
     def _cost(self) -> StepCost:
         """Return the predicted costs for the kind of step that is likely to be next: with prefills, or decodes only."""
@@ -181,6 +195,8 @@ class Planner:
             state.last_step = plan.step_id
             if state.first_scheduled_s is None:
                 state.first_scheduled_s = now
+            if state.tier.is_interactive:
+                self._yielding.charge(state, self._running.cost_of(run.seq_id))
             if not state.output_token_ids and not state.tier.is_interactive:
                 self._prefixes.note(state, run.num_tokens)
 

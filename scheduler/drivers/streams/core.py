@@ -135,7 +135,7 @@ class StreamCore:
                 most = min(budget.max_num_seqs, held)
                 budgets = replace(budgets, tiers={**budgets.tiers, tier.name: replace(budget, max_num_seqs=most)})
         held_back = self._retries.busy.num_waiting(now)
-        return claim_limits(self.held.tiers, self._table, budgets, self._engine.max_step_tokens, held_back=held_back)
+        return claim_limits(self.held.tiers, self._table, budgets, held_back=held_back)
 
     def _begin(self, state: RequestState) -> None:
         state.bulk_seen_s = self._bulk_total_s

@@ -15,7 +15,7 @@ TIERS = make_tiers()
 def limits(states: list[RequestState], tiers: TierSet = TIERS, **budgets: TierBudget) -> dict[str, int]:
     of_tier = {t.name: budgets.get(t.name, TierBudget(max_num_seqs=8)) for t in tiers.by_priority}
     table = make_table(tiers, states)
-    return claim_limits(tiers.by_priority, table, Budgets(of_tier, StepCost()), max_step_tokens=100)
+    return claim_limits(tiers.by_priority, table, Budgets(of_tier, StepCost()))
 
 
 def test_free_slots_are_claimed_for_and_a_few_more_for_interactive_tiers() -> None:
@@ -26,10 +26,15 @@ def test_free_slots_are_claimed_for_and_a_few_more_for_interactive_tiers() -> No
 
 
 @pytest.mark.trap(10)
-def test_requests_that_the_next_step_could_not_begin_stay_in_the_store() -> None:
+def test_requests_without_a_slot_stay_in_the_store() -> None:
     """Trap 10: a backlog hidden in the engine cannot be reordered."""
-    assert "realtime" not in limits([make_state(f"w{i}", prompt=30) for i in range(6)])
-    assert 0 < limits([make_state(f"w{i}", prompt=2) for i in range(6)])["realtime"] < 8
+    assert "realtime" not in limits([make_state(f"w{i}") for i in range(12)])
+    assert 0 < limits([make_state(f"w{i}") for i in range(6)])["realtime"] < 8
+
+
+def test_long_prompts_that_wait_stop_no_claims() -> None:
+    """Requests that come later may be short, and due before those prompts are computed."""
+    assert limits([make_state(f"w{i}", prompt=6000) for i in range(8)])["realtime"] > 0
 
 
 def test_without_a_free_slot_a_few_interactive_requests_are_claimed() -> None:

@@ -1,0 +1,144 @@
+"""A step in flight: its sequences, what could be evicted from it, and how its time is divided among the tiers.
+
+Knows the plan of the step and the predicted cost of its runs. `RunningStep` owns the steps.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from engine.interface import SequenceOutput, StepPlan, StepResult
+from engine.step_time.cost import StepCost, StepWork
+from scheduler.clock import NEVER_S
+from scheduler.control.delay_account import DelayAccounts, InteractiveRun
+from scheduler.planning.step_eviction import StepTiming
+from scheduler.request_state import RequestState
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedRun:
+    """A sequence in a step."""
+
+    state: RequestState
+    run_s: float  # predicted cost of its run
+    for_min_share: bool  # the step serves the min share of its tier
+
+    @property
+    def is_evictable(self) -> bool:
+        return not (self.state.is_protected or self.for_min_share)
+
+
+@dataclass(slots=True)
+class TrackedStep:
+    """A submitted step whose result has not come yet."""
+
+    plan: StepPlan
+    num_computed: Mapping[str, int]  # number of computed tokens before the step, by sequence
+    swaps: bool  # whether the step copies KV blocks to the host or back
+    timing: StepTiming
+    cost: StepCost
+    runs: Mapping[str, TrackedRun]  # by sequence
+    runs_s: Mapping[str, float]  # predicted cost of the runs, by tier
+    sequences: Mapping[str, int]  # number of sequences, by tier
+    interactive: frozenset[str]  # the interactive tiers with sequences in the step
+    itl_s: float = NEVER_S  # the shortest ITL SLO of these tiers
+    accounts: Sequence[tuple[RequestState, float]] = ()  # requests that want a receipt, and the predicted costs
+    is_eviction_requested: bool = False
+    wasted_s: float = 0.0  # bulk work that the requested eviction throws away
+
+    def work(self, result: StepResult) -> StepWork | None:
+        """Return the work that the step did. Tokens found in the prefix cache do not count.
+
+        Return None if the step's time does not depend on its work alone: blocks were copied, a sequence was evicted or
+        failed, or no sequence ran.
+        """
+        if self.swaps or result.failures or result.evicted or not result.outputs:
+            return None
+        work = StepWork()
+        for output in result.outputs:
+            work.add(*self._tokens(output))
+        return work
+
+    def interactive_runs(self, result: StepResult) -> list[InteractiveRun]:
+        """Return what the step computed of protected requests."""
+        found = ((self.runs[output.seq_id].state, output) for output in result.outputs if output.seq_id in self.runs)
+        return [(state, *self._tokens(output)) for state, output in found if state.is_protected]
+
+    def _tokens(self, output: SequenceOutput) -> tuple[int, int]:
+        """Return how many tokens were computed for an output, and how many there were before."""
+        start = self.num_computed[output.seq_id] + output.num_cached_tokens
+        return output.num_computed_tokens - start, start
+
+    def evictable(self) -> list[TrackedRun]:
+        return [run for run in self.runs.values() if run.is_evictable]
+
+    def timing_for(self, evictable: Sequence[TrackedRun]) -> StepTiming:
+        """Return the times of the step, with what it would take without these runs."""
+        kept_s = sum(self.runs_s.values()) - sum(run.run_s for run in evictable)
+        return replace(self.timing, kept_s=self.cost.step(kept_s) if len(evictable) < len(self.runs) else 0.0)
+
+    def used_s(self, elapsed_s: float, evicted: Collection[str]) -> dict[str, float]:
+        """Return the engine time that each tier used: `elapsed_s`, shared in proportion to predicted costs.
+
+        The predicted cost of a tier is the cost of its runs plus its part of the step's fixed cost. The fixed cost is
+        divided among the tiers with sequences that cannot be evicted, or among all if there are no such tiers. What
+        was evicted is charged to nobody, since its work was thrown away.
+        """
+        stayed = dict(self.runs_s)
+        if evicted:
+            stayed = defaultdict(float)
+            for seq_id, run in self.runs.items():
+                if seq_id not in evicted:
+                    stayed[run.state.tier.name] += run.run_s
+        kept = {run.state.tier.name for run in self.runs.values() if not run.is_evictable}
+        payers = (stayed.keys() & kept) or set(stayed)
+        fixed_s, payers_s = self.timing.step_s - sum(self.runs_s.values()), sum(stayed[tier] for tier in payers)
+        for tier in payers:
+            stayed[tier] += fixed_s * (stayed[tier] / payers_s if payers_s else 1 / len(payers))
+        scale = elapsed_s / sum(stayed.values()) if stayed else 0.0
+        return {tier: s * (min(1.0, scale) if evicted else scale) for tier, s in stayed.items()}
+
+    def interactive_s(self, elapsed_s: float, was_evicted: bool) -> float:
+        """Return the engine time that the interactive tiers would have taken from urgent bulk.
+
+        This is the cost of their runs, and the fixed cost of as much of a step as this one is long, if bulk makes steps
+        as long as the ITL SLO allows. `used_s` charges them the whole fixed cost, so that a few chats without bulk use
+        most of the engine by its count.
+        """
+        if not self.interactive:
+            return 0.0
+        scale = 1.0 if was_evicted else elapsed_s / self.timing.step_s
+        runs_s = sum(self.runs_s[tier] for tier in self.interactive)
+        fixed_s = self.timing.step_s - sum(self.runs_s.values())
+        return min(elapsed_s, scale * (runs_s + fixed_s * min(1.0, elapsed_s / self.itl_s)))
+
+    @property
+    def others_share(self) -> float:
+        """The share of the step by which bulk and what yields make it longer, as predicted."""
+        others_s = sum(run.run_s for run in self.runs.values() if not run.state.is_protected)
+        return others_s / self.timing.step_s if others_s < sum(self.runs_s.values()) else 1.0
+
+    @property
+    def has_bulk(self) -> bool:
+        return bool(self.runs_s.keys() - self.interactive)
+
+    def enter(
+        self, accounts: DelayAccounts, runs: Sequence[InteractiveRun], result: StepResult, overhead_s: float
+    ) -> None:
+        """Enter the finished step into the delay accounts. `runs` are its interactive runs."""
+        if all(run.state.is_protected for run in self.runs.values()):
+            accounts.add_step(runs, result.elapsed_s, overhead_s, is_typical=self.work(result) is not None)
+        else:
+            accounts.add_shared_step(runs, result.elapsed_s, overhead_s)
+
+    def evictable_s(self, used_s: Mapping[str, float]) -> float:
+        """Return the engine time that what could be evicted has used, of the time that each tier used."""
+        shares = ((run.state.tier.name, run.run_s) for run in self.evictable())
+        return sum(used_s[tier] * run_s / self.runs_s[tier] for tier, run_s in shares if self.runs_s[tier] > 0)
+
+    def charge(self, used_s: Mapping[str, float]) -> None:
+        """Divide the engine time that each tier used among its sequences, in proportion to predicted costs."""
+        for state, run_s in self.accounts:
+            runs_s = self.runs_s[state.tier.name]
+            if runs_s > 0:
+                state.engine_s += used_s.get(state.tier.name, 0.0) * run_s / runs_s

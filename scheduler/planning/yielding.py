@@ -1,0 +1,69 @@
+"""Which interactive requests yield: they run as bulk does, beside others whom the steps are planned for.
+
+A request yields while a request of a higher interactive tier is there. In one tier, the requests of a key beyond its
+first `OWN_REQUESTS` yield while there are requests of another key that has used less of the engine. So a key that
+floods its tier gets what others leave, and all of it where it is alone. Two keys that both want more than half get half
+each, since what one has used more makes it the one that yields.
+
+Knows requests and what their runs cost; does not know how plans treat those that yield.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from scheduler.config import Tier
+from scheduler.holdings.request_table import RequestTable
+from scheduler.request_state import RequestState
+
+# Requests of a key that yield to no other key of their tier: those of one person with a few windows or agents.
+OWN_REQUESTS = 4
+# Seconds of engine time that a key may be behind the one that has used the most: what it has not asked for is not owed
+# to it for ever.
+MAX_BEHIND_S = 1.0
+
+
+class Yielding:
+    """What the keys of each interactive tier have used. Owned by the planner."""
+
+    def __init__(self) -> None:
+        self._used_s: defaultdict[str, dict[str, float]] = defaultdict(dict)  # by tier and key: engine time
+
+    def charge(self, state: RequestState, seconds: float) -> None:
+        """Add the cost of a run to what the request's key has used."""
+        used_s = self._used_s[state.tier.name]
+        used_s[state.request.owner] = used_s.get(state.request.owner, 0.0) + seconds
+
+    def find(self, tiers: Sequence[Tier], table: RequestTable) -> set[str]:
+        """Return the ids of the requests that yield now. `tiers` are sorted from the highest priority to the lowest."""
+        found: set[str] = set()
+        is_highest = True
+        for tier in tiers:
+            if not tier.is_interactive or not table.count(tier.name):
+                continue
+            if not is_highest:
+                found.update(state.id for state in table.of_tier(tier.name))
+            elif table.num_owners(tier.name) > 1:
+                found.update(self._beyond_shares(tier.name, table))
+            is_highest = False
+        return found
+
+    def _beyond_shares(self, tier: str, table: RequestTable) -> list[str]:
+        of_key = defaultdict[str, list[RequestState]](list)
+        for state in table.of_tier(tier):
+            of_key[state.request.owner].append(state)
+        used_s = self._used_by(tier, of_key)
+        found: list[str] = []
+        for owner, states in of_key.items():
+            others_s = min(seconds for other, seconds in used_s.items() if other in of_key and other != owner)
+            if len(states) > OWN_REQUESTS and others_s <= used_s[owner]:
+                found += (s.id for s in sorted(states, key=lambda s: s.edf_key)[OWN_REQUESTS:])
+        return found
+
+    def _used_by(self, tier: str, present: defaultdict[str, list[RequestState]]) -> dict[str, float]:
+        """Return what keys have used, those that are `present` and those that have used more than the least counted."""
+        known = self._used_s[tier]
+        least_s = max((known[owner] for owner in present if owner in known), default=0.0) - MAX_BEHIND_S
+        used_s = {owner: seconds for owner, seconds in known.items() if seconds > least_s}
+        used_s |= {owner: max(known.get(owner, least_s), least_s) for owner in present}
+        self._used_s[tier] = used_s
+        return used_s

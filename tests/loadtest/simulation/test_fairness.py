@@ -1,0 +1,87 @@
+"""Nobody is pushed aside: not by another key's flood, by a lower tier, or by long prompts."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import structlog
+
+from loadtest.simulation.command import log_errors_only
+from loadtest.simulation.cost_card import load_cost_card
+from loadtest.simulation.experiment import find_tiers
+from loadtest.simulation.observation import RequestRecord
+from loadtest.simulation.traffic import OfferedRequest
+from loadtest.traffic.scenario import Scenario
+from scheduler.config import TierSet, parse_tiers
+from tests.loadtest.simulation.builders import add, chats, run_scenario, share_in_time
+
+CARD = load_cost_card("135m-cpu")
+PROMPTS = {"min": 32, "max": 128}
+
+
+@pytest.fixture(autouse=True)
+def without_log() -> Iterator[None]:
+    before = structlog.get_config()
+    log_errors_only()
+    yield
+    structlog.configure(**before)
+
+
+def traffic(key: str = "", service_tier: str = "default", output_tokens: int = 32, **arrivals: Any) -> dict[str, Any]:
+    return {
+        "role": "interactive",
+        "service_tier": service_tier,
+        "key": key,
+        "arrivals": arrivals,
+        "prompt_tokens": PROMPTS,
+        "output_tokens": output_tokens,
+    }
+
+
+def served(
+    classes: dict[str, Any],
+    name: str = "chat",
+    *more: OfferedRequest,
+    tiers: TierSet | None = None,
+    duration_s: float = 20.0,
+) -> list[RequestRecord]:
+    """Return the requests of the class `name` beside all others."""
+    scenario = Scenario.model_validate({"classes": classes})
+    shipped = tiers or find_tiers("")
+    observation = run_scenario(scenario, duration_s, tiers=shipped, card=CARD, alter=add(*more), drain_s=5.0)
+    return chats(observation, name=name)
+
+
+def median_ttft_s(records: list[RequestRecord]) -> float:
+    return sorted(r.ttft_s if r.ttft_s is not None else float("inf") for r in records)[len(records) // 2]
+
+
+def test_another_keys_loops_do_not_push_a_chat_aside() -> None:
+    chat = traffic("b", rate_per_s=0.5)
+    alone = served({"chat": chat})
+    beside = served({"chat": chat, "flood": traffic("a", output_tokens=64, streams=100)})
+    assert share_in_time(beside) >= 0.9
+    assert median_ttft_s(beside) <= 2 * median_ttft_s(alone)
+
+
+def two_tiers() -> TierSet:
+    """Return the recipe of docs/tiers.md for tenants that pay for their latency."""
+    document = find_tiers("").document(defaults=False)
+    del document["tiers"]["realtime"]
+    gold = {"priority": 200, "slo": {"ttft_p99_ms": 300, "itl_p99_ms": 60}, "service_tiers": ["priority"]}
+    silver = {"priority": 150, "slo": {"ttft_p99_ms": 1000, "itl_p99_ms": 100}, "service_tiers": ["default"]}
+    document["default_tier"] = "silver"
+    document["tiers"] |= {"gold": gold, "silver": silver}
+    return parse_tiers(document)
+
+
+def test_a_tier_is_protected_from_a_lower_interactive_one() -> None:
+    classes = {"chat": traffic(service_tier="priority", rate_per_s=1), "flood": traffic(output_tokens=64, streams=64)}
+    beside = served(classes, tiers=two_tiers())
+    assert share_in_time(beside, 0.3) >= 0.95
+    assert sum(100 * r.gaps_missed <= r.gaps for r in beside) >= 0.95 * len(beside)
+
+
+def test_long_prompts_leave_chats_their_time() -> None:
+    long = [OfferedRequest(f"long-{i}", "long", "realtime", 2.0, (7,) * 3000, 16, i) for i in range(8)]
+    assert share_in_time(served({"chat": traffic(rate_per_s=1)}, "chat", *long)) >= 0.9

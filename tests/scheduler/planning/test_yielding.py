@@ -1,0 +1,54 @@
+"""Which interactive requests yield: to higher tiers, and to keys that have used less."""
+
+from scheduler.holdings.request_table import RequestTable
+from scheduler.planning.yielding import MAX_BEHIND_S, OWN_REQUESTS, Yielding
+from scheduler.request_state import RequestState
+from tests.scheduler.builders import make_state, make_tiers
+
+TIERS = make_tiers(gold={"priority": 200, "slo": {"ttft_p99_ms": 300}})
+
+
+def of_key(owner: str, count: int, tier: str = "realtime") -> list[RequestState]:
+    return [make_state(f"{tier}-{owner}{i}", tier, tiers=TIERS, owner=owner) for i in range(count)]
+
+
+def find(yielding: Yielding, *states: RequestState) -> set[str]:
+    table = RequestTable(TIERS.by_priority)
+    for state in states:
+        table.update(state)
+    return yielding.find(TIERS.by_priority, table)
+
+
+def test_a_lower_tier_yields_to_a_higher_one() -> None:
+    silver = of_key("a", 2)
+    assert find(Yielding(), *silver, *of_key("a", 1, "gold")) == {s.id for s in silver}
+    assert find(Yielding(), *silver) == set()
+
+
+def test_one_key_alone_gets_all() -> None:
+    yielding, states = Yielding(), of_key("a", 20)
+    yielding.charge(states[0], 100.0)
+    assert find(yielding, *states) == set()
+
+
+def test_a_key_yields_what_is_beyond_its_own_few() -> None:
+    yielding, flood = Yielding(), of_key("a", OWN_REQUESTS + 2)
+    yielding.charge(flood[0], 1.0)
+    assert find(yielding, *flood, *of_key("b", 1)) == {s.id for s in flood[OWN_REQUESTS:]}
+    assert find(yielding, *flood[:OWN_REQUESTS], *of_key("b", 1)) == set()
+
+
+def test_what_a_key_has_used_more_makes_it_yield() -> None:
+    yielding, a, b = Yielding(), of_key("a", OWN_REQUESTS + 1), of_key("b", OWN_REQUESTS + 1)
+    yielding.charge(a[0], 1.0)
+    assert find(yielding, *a, *b) == {a[-1].id}
+    yielding.charge(b[0], MAX_BEHIND_S + 0.5)
+    assert find(yielding, *a, *b) == {b[-1].id}
+
+
+def test_a_key_is_owed_no_more_than_a_second() -> None:
+    yielding, a, b = Yielding(), of_key("a", OWN_REQUESTS + 1), of_key("b", OWN_REQUESTS + 1)
+    yielding.charge(a[0], 1000.0)
+    assert find(yielding, *a, *b) == {a[-1].id}
+    yielding.charge(b[0], MAX_BEHIND_S + 0.1)
+    assert find(yielding, *a, *b) == {b[-1].id}
