@@ -5,7 +5,8 @@ the completion service; does not know the format of answers.
 """
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import structlog
 from fastapi import APIRouter, Request, Response
@@ -26,6 +27,7 @@ from gateway.requests.prepare.prepared import PreparedRequest
 from gateway.routes.dependencies import Caller
 from gateway.state import gateway_of
 
+T = TypeVar("T")
 Prepare = Callable[[Placement], Awaitable[PreparedRequest]]
 
 router = APIRouter(tags=["completions"])
@@ -49,10 +51,19 @@ async def deliver(request: Request, path: str, key: ApiKey | None) -> Response:
     If the request is refused, the function raises `ApiError` before any header is sent.
     """
     endpoint = gateway_of(request).completions.endpoints[path]
-    async with hold_object(request, endpoint.parse) as body:
+    async with hold_object(request, parser_for(request, endpoint.parse)) as body:
         answer = endpoint.new(body)
         generation = await submit(request, body, key, answer.prepare)
     return await send_answer(request, body, answer.run(generation))
+
+
+def parser_for(request: Request, parse: Callable[[dict[str, Any]], T]) -> Callable[[dict[str, Any]], T]:
+    """Return `parse` for a body that need not name the model. There is only one, perhaps with adapters and aliases."""
+    return partial(_with_model, gateway_of(request).model.names[0], parse)
+
+
+def _with_model(model: str, parse: Callable[[dict[str, Any]], T], body: dict[str, Any]) -> T:
+    return parse({**body, "model": model} if body.get("model") in (None, "") else body)
 
 
 async def send_answer(request: Request, body: GenerationBody, generation: Deliverable) -> Response:

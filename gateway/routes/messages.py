@@ -13,7 +13,7 @@ from gateway.dialects.messages.request import MessagesRequest
 from gateway.identity import resolve_tier
 from gateway.protocol.json_body import hold_object
 from gateway.protocol.openapi import json_body
-from gateway.routes.chat import deliver
+from gateway.routes.chat import deliver, parser_for
 from gateway.routes.dependencies import Caller
 from gateway.routes.jobs.files import Owner
 from gateway.state import gateway_of
@@ -31,6 +31,6 @@ async def create_message(request: Request, key: Caller) -> Response:
 async def count_message_tokens(request: Request, key: Caller, owner: Owner) -> dict[str, Any]:
     """Count the tokens of the prompt that a message would have. Nothing is generated."""
     gateway = gateway_of(request)
-    async with hold_object(request, chat_to_count) as chat:
+    async with hold_object(request, parser_for(request, chat_to_count)) as chat:
         tier = resolve_tier(None, key, gateway.tiers).tier
         return {"input_tokens": await count_tokens(gateway.completions, chat, tier, owner)}

@@ -1,4 +1,4 @@
-"""The endpoints GET /, /health, /ping, /ready, /version, /metrics and /openapi.json, for load balancers and Prometheus.
+"""The endpoints /, /health, /ping, /ready, /load, /version, /metrics and /openapi.json, for balancers and Prometheus.
 
 They need no API key, except the last two with `--private-docs`. Load balancers may also send HEAD to /health, /ping and
 /ready. The server then sends no body.
@@ -53,6 +53,12 @@ async def health() -> dict[str, str]:
 async def ping() -> Response:
     """Answer 200 with an empty body while the process runs, as SageMaker and clients of vLLM expect."""
     return Response()
+
+
+@router.get("/load")
+async def load(request: Request) -> dict[str, int]:
+    """Return the number of this gateway's open requests, as vLLM does. `/ready` has what waits in all gateways."""
+    return {"server_load": gateway_of(request).client.num_open}
 
 
 @router.get("/version")

@@ -23,7 +23,7 @@ from gateway.protocol.json_body import hold_object
 from gateway.protocol.openapi import json_body
 from gateway.requests.prepare.placement import Placement
 from gateway.requests.prepare.prepared import PreparedRequest
-from gateway.routes.chat import headers_of, json_response, send_answer, submit
+from gateway.routes.chat import headers_of, json_response, parser_for, send_answer, submit
 from gateway.routes.dependencies import Caller
 from gateway.routes.jobs.files import Owner
 from gateway.routes.jobs.idempotency import idempotency_key, once
@@ -48,7 +48,8 @@ async def create_response(request: Request, key: Caller) -> Response:
 
 async def _answer(request: Request, key: ApiKey | None, body_held: AsyncExitStack) -> Response:
     digest = hashlib.sha256()
-    body = await body_held.enter_async_context(hold_object(request, parse_response_request, digest.update))
+    parse = parser_for(request, parse_response_request)
+    body = await body_held.enter_async_context(hold_object(request, parse, digest.update))
     service, owner = gateway_of(request).responses, key.name if key else None
     if body.stream and not body.background:
         if idempotency_key(request) is not None:
@@ -101,7 +102,7 @@ async def _create_in_background(
 @router.post("/v1/responses/input_tokens", openapi_extra=json_body(ResponseRequest))
 async def count_input_tokens(request: Request, key: Caller, owner: Owner) -> dict[str, Any]:
     """Count the tokens of the prompt that a response would have. Nothing is generated."""
-    async with hold_object(request, parse_response_request) as body:
+    async with hold_object(request, parser_for(request, parse_response_request)) as body:
         tier = resolve_tier(body.service_tier, key, gateway_of(request).tiers).tier
         new = gateway_of(request).responses.new(body)
         prepared = await new.prepare(Placement(tier, "auto", request.state.request_id, owner))

@@ -1,4 +1,5 @@
 """POST /tokenize and /detokenize: the tokens of a text or a conversation, and the text of tokens, as vLLM has them.
+GET /tokenizer_info: the tokenizer's configuration.
 
 A body of /tokenize is a body of one of the two completion endpoints, without what is needed only to generate. So its
 tokens are exactly the prompt that this endpoint would compute.
@@ -62,6 +63,12 @@ async def detokenize(request: Request, key: Caller) -> Response:
     interpret = partial(_parse_detokenize, gateway.model.names, gateway.completions.limits().vocab_size)
     async with hold_object(request, interpret) as body:
         return json_response({"prompt": await gateway.model.tokenizer.decode(body.tokens)})
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request, key: Caller) -> Response:
+    """Return what the model's files say of its tokenizer, with the chat template."""
+    return json_response(gateway_of(request).model.tokenizer.config)
 
 
 def _parse_tokenize(model_names: tuple[str, ...], body: dict[str, Any]) -> tuple[AnyRequest, bool]:

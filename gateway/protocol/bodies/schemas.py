@@ -24,7 +24,7 @@ from gateway.protocol.bodies.tools import (
     Tool,
     ToolChoice,
 )
-from gateway.protocol.bodies.unsupported import refuse_misplaced, refuse_unsupported, unknown_names
+from gateway.protocol.bodies.unsupported import refuse_parameters_of_chats, refuse_unsupported, unknown_names
 from gateway.protocol.bodies.validation import choose
 from gateway.protocol.errors import invalid_value
 from gateway.protocol.json_body import Body, has_more_values, has_too_many_values, parse
@@ -87,6 +87,7 @@ class ChatCompletionRequest(GenerationRequest):
     top_logprobs: NumTop | None = None
     # Extensions of vLLM, for the chat template.
     add_generation_prompt: bool | None = None
+    echo: bool | None = None  # the answer begins with the assistant's last message, if that is the last one
     continue_final_message: bool | None = None
     chat_template: Text | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
@@ -111,6 +112,12 @@ class ChatCompletionRequest(GenerationRequest):
         if isinstance(messages, list) and count_pieces(messages) > MAX_PIECES:
             raise ValueError(f"must have at most {MAX_PIECES} messages, content parts and tool calls in all")
         return messages
+
+    @property
+    def echoed(self) -> str:
+        """The text of the message with which the answer begins; empty: there is none."""
+        last = self.messages[-1]
+        return str(last.for_template()["content"]) if self.echo and last.role == "assistant" else ""
 
     @property
     def output_limit(self) -> int | None:
@@ -205,7 +212,8 @@ def parse_generation(kind: type[R], body: dict[str, Any]) -> R:
     check_combinations(request)
     check_sizes(request)
     refuse_unsupported(body)
-    refuse_misplaced(body, issubclass(kind, ChatCompletionRequest))
+    if kind is CompletionRequest:
+        refuse_parameters_of_chats(body)
     if ignored := unknown_names(body, kind.model_fields):
         request._ignored = ignored
     return request

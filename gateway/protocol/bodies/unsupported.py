@@ -67,19 +67,18 @@ HARMLESS: dict[str, Harmless] = {
 }
 
 
-# Parameters that change the answer to a chat, and mean nothing in /v1/completions; and the reverse.
+# Parameters that change the answer to a chat, and mean nothing in /v1/completions.
 ONLY_IN_CHATS = (
     *("tools", "functions", "top_logprobs", "max_completion_tokens", "documents"),
     *("chat_template", "chat_template_kwargs", "continue_final_message"),
 )
-ONLY_IN_COMPLETIONS = ("echo",)
 
 
-def refuse_misplaced(body: dict[str, Any], is_chat: bool) -> None:
-    """Refuse a body with a parameter of the other endpoint. Raises `ApiError` 400 `unsupported_parameter`."""
-    for name in ONLY_IN_COMPLETIONS if is_chat else ONLY_IN_CHATS:
+def refuse_parameters_of_chats(body: dict[str, Any]) -> None:
+    """Refuse a body of /v1/completions with a parameter of chats. Raises `ApiError` 400 `unsupported_parameter`."""
+    for name in ONLY_IN_CHATS:
         if body.get(name):
-            raise misplaced_parameter(name, "/v1/completions" if is_chat else "/v1/chat/completions")
+            raise misplaced_parameter(name, "/v1/chat/completions")
 
 
 def refuse_unsupported(body: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ class AnswerOptions:
     reports_end: bool = False  # whether a token that ends the output is reported, as /v1/completions of vLLM does
     reports_ids: bool = False  # of all tokens, also of those whose text is not shown
     echo: bool = False
+    echoed: str = ""  # text before the output that is no prompt: the last message of a chat
     only_prompt: bool = False
 
     def choice(
@@ -49,7 +50,7 @@ class AnswerOptions:
             hidden_ids=self._hidden_ids(tokenizer),
             only_prompt=self.only_prompt,
         )
-        if self.echo or self.reports_ids:
+        if self.echo or self.echoed or self.reports_ids:
             choice.first = self._first(tokenizer, prompt_ids, prompt_text)
         if self.reports_tokens or self.reports_ids:
             num_before = len(choice.first.text) if choice.first is not None else 0
@@ -68,7 +69,7 @@ class AnswerOptions:
         )
 
     def _first(self, tokenizer: Tokenizer, prompt_ids: tuple[int, ...], prompt_text: str | None) -> Piece:
-        first = Piece(prompt_token_ids=prompt_ids if self.reports_ids else ())
+        first = Piece(self.echoed, prompt_token_ids=prompt_ids if self.reports_ids else ())
         if self.echo:
             texts = _decoded_one_by_one(tokenizer, prompt_ids)
             first.text = "".join(texts) if prompt_text is None else prompt_text
@@ -90,6 +91,7 @@ def answer_options(request: AnyRequest) -> AnswerOptions:
         reports_end=completion is not None,
         reports_ids=bool(request.return_token_ids),
         echo=completion is not None and bool(completion.echo),
+        echoed="" if isinstance(request, CompletionRequest) else request.echoed,
         only_prompt=completion is not None and completion.max_tokens == 0,
     )
 

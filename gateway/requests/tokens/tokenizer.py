@@ -5,6 +5,7 @@ torch, because the gateway has to start within one or two seconds, and also on m
 """
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -83,6 +84,15 @@ class Tokenizer:
         Raises `OSError` or `ValueError` if there is no tokenizer.
         """
         return cls(_load_pretrained(model), read_max_model_len(model))
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What the model's files say of the tokenizer, as JSON. Names of files are left out."""
+        given = {name: v for name, v in self._pretrained.init_kwargs.items() if not name.endswith(("_file", "_path"))}
+        template = {"chat_template": self._template} if self._template else {}
+        kind = type(self._pretrained).__name__
+        config: dict[str, Any] = json.loads(json.dumps({"tokenizer_class": kind, **given, **template}, default=str))
+        return config
 
     @cached_property
     def texts(self) -> TokenTexts:

@@ -206,3 +206,15 @@ async def test_logs_know_request_and_tier_but_no_text() -> None:
     assert (second["tier"], second["client_request_id"]) == ("realtime", None)
     assert len(second["retry_count"]) < 100
     assert "private" not in repr(logs)
+
+
+async def test_load_counts_open_requests() -> None:
+    async with running_stand() as stand:
+        assert (await stand.http.get("/load")).json() == {"server_load": 0}
+        stand.worker.gate.clear()
+        chat = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+        task = asyncio.create_task(stand.post("/v1/chat/completions", chat))
+        await until(lambda: bool(stand.worker.served))
+        assert (await stand.http.get("/load")).json() == {"server_load": 1}
+        stand.worker.gate.set()
+        await task

@@ -169,3 +169,38 @@ async def test_continuous_usage_follows_vllm() -> None:
         own = [c["usage"]["completion_tokens"] for c in chunks[:-1] if c["choices"][0]["index"] == index]
         assert own[0] == 0 and own == sorted(own) and own[-1] == num_tokens
     assert chunks[-1]["usage"]["completion_tokens"] == 2 * num_tokens
+
+
+@pytest.mark.parametrize("given", [{}, {"model": ""}, {"model": None}])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": HI}),
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {"messages": HI, "max_tokens": 9}),
+    ],
+)
+async def test_without_a_model_the_only_one_answers(path: str, body: dict[str, Any], given: dict[str, Any]) -> None:
+    async with running_stand() as stand:
+        answer = await stand.post(path, body | given)
+    assert (answer.status_code, answer.json()["model"]) == (200, MODEL)
+
+
+@pytest.mark.parametrize(
+    ("messages", "begins"),
+    [
+        ([*HI, {"role": "assistant", "content": "Well, "}], "Well, "),
+        ([*HI, {"role": "assistant", "content": [{"type": "text", "text": "So: "}]}], "So: "),
+        (HI, ""),
+    ],
+)
+async def test_a_chats_echo_begins_with_the_assistants_last_message(messages: list[Any], begins: str) -> None:
+    body = {"model": MODEL, "messages": messages, "echo": True, "logprobs": True}
+    async with running_stand("yes.") as stand:
+        whole = (await stand.post("/v1/chat/completions", body)).json()["choices"][0]
+        stream = await stand.post("/v1/chat/completions", {**body, "stream": True})
+    frames = [json.loads(line[6:]) for line in stream.text.splitlines() if line.startswith("data: {")]
+    assert whole["message"]["content"] == begins + "yes."
+    assert "".join(frame["choices"][0]["delta"].get("content", "") for frame in frames) == begins + "yes."
+    assert whole["logprobs"]["content"] == [], "the scripted worker gives none, and the message has none"

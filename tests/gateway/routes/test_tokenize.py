@@ -8,7 +8,7 @@ from gateway.identity import Keyring
 from tests.gateway.api_keys import key
 from tests.gateway.protocol.test_errors import error_of
 from tests.gateway.stand import running_stand
-from tests.gateway.tiny_model import CONTEXT, MODEL, pretrained, token_ids
+from tests.gateway.tiny_model import CONTEXT, MODEL, TEMPLATE, pretrained, token_ids
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -65,3 +65,13 @@ async def test_the_model_and_the_key_are_checked(path: str, body: dict[str, Any]
         assert (await stand.post(path, body, headers=right)).status_code == 200
         unknown = await stand.post(path, {**body, "model": "nope"}, headers=right)
     assert error_of(unknown, 404)["code"] == "model_not_found"
+
+
+async def test_the_tokenizers_configuration_needs_a_key_and_names_no_files() -> None:
+    async with running_stand(keyring=Keyring([key("right")])) as stand:
+        assert (await stand.http.get("/tokenizer_info")).status_code == 401
+        answer = await stand.http.get("/tokenizer_info", headers={"authorization": "Bearer sk-right"})
+    config = answer.json()
+    assert config["tokenizer_class"] == type(pretrained()).__name__
+    assert config["chat_template"] == TEMPLATE and config["eos_token"] == "<|im_end|>"
+    assert not [name for name in config if name.endswith(("_file", "_path"))]
