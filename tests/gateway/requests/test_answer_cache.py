@@ -78,7 +78,8 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "top_logprobs": ({"logprobs": True, "top_logprobs": 2}, "miss"),
     "return_tokens_as_token_ids": ({"return_tokens_as_token_ids": True}, "hit"),
     "return_token_ids": ({"return_token_ids": True}, "miss"),
-    "echo": ({"echo": True}, "miss"),
+    "ChatCompletionRequest.echo": ({"echo": True}, "hit"),  # only how it is shown
+    "CompletionRequest.echo": ({"echo": True}, "miss"),
     "skip_special_tokens": ({"skip_special_tokens": False}, "miss"),
     "spaces_between_special_tokens": ({"spaces_between_special_tokens": True}, "hit"),
     "detokenize": ({"detokenize": False}, "miss"),
