@@ -20,6 +20,7 @@ class Client:
     name: str
     script: str
     packages: tuple[str, ...]  # of PyPI, or of npm if the script is a module of Node
+    is_agent: bool = False  # its prompts need a long context, and a model that calls tools: the scripted one
 
     @property
     def runs_on_node(self) -> bool:
@@ -35,6 +36,8 @@ class Client:
 CLIENTS = (
     Client("openai", "openai_sdk.py", ("openai",)),
     Client("openai-tests", "openai_own_tests.py", ("openai[aiohttp]", "pytest", "pytest-asyncio", "rich")),
+    Client("anthropic", "anthropic_sdk.py", ("anthropic",)),
+    Client("claude-code", "claude_code.mjs", ("@anthropic-ai/claude-code",), is_agent=True),
     Client("openai-agents", "openai_agents.py", ("openai-agents",)),
     Client("pydantic-ai", "pydantic_ai_client.py", ("pydantic-ai-slim[openai]",)),
     Client("langchain", "langchain_client.py", ("langchain", "langchain-openai")),

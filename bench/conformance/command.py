@@ -9,13 +9,14 @@ import json
 import os
 import tempfile
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, Field
 
 from bench.conformance.clients import CLIENTS, Client, InstallError, install, versions
+from bench.conformance.scripted_model import scripted_model
 from bench.isolation.servers import serving_tidegate
 from loadtest.client.http import Target, TargetError
 from loadtest.reporting.record import Provenance, Record, Section, Table
@@ -59,24 +60,35 @@ class Conformance(BaseModel):
             raise TargetError(f"--clients: no such client; there are {', '.join(c.name for c in CLIENTS)}")
         outcomes: list[Outcome] = []
         installed: list[tuple[str, str]] = []
-        async with self._server() as target:
+        async with AsyncExitStack() as stack:
+            targets = {
+                is_agent: await stack.enter_async_context(self._server(is_agent))
+                for is_agent in sorted({client.is_agent for client in chosen})
+            }
             for client in chosen:
                 print_progress(f"{client.name}: install")
                 folder = await asyncio.to_thread(install, client, self.work_dir.resolve())
                 installed.append((client.name, versions(client, folder)))
                 print_progress(f"{client.name}: run")
-                outcomes += await _run_script(client, folder, target)
-        publish(_record(outcomes, installed, target.model), self.json_file)
+                outcomes += await _run_script(client, folder, targets[client.is_agent])
+        model = next(iter(targets.values())).model
+        publish(_record(outcomes, installed, model), self.json_file)
         if any(outcome.error for outcome in outcomes):
             raise SystemExit(1)
 
     @asynccontextmanager
-    async def _server(self) -> AsyncIterator[Target]:
-        if self.url:
+    async def _server(self, is_agent: bool) -> AsyncIterator[Target]:
+        """Yield the server for agents, in front of the scripted model, or the one for all other clients."""
+        if self.url and not is_agent:
             yield await running_server(self.url, self.allow_remote)
             return
-        with tempfile.TemporaryDirectory(prefix="tidegate-conformance-") as folder:
-            async with serving_tidegate(None, "auto", Path(folder), 0, SERVER_FLAGS) as server:
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidegate-conformance-")))
+            flags: tuple[str, ...] = SERVER_FLAGS
+            if is_agent:
+                upstream = stack.enter_context(scripted_model())
+                flags += ("--engine", "openai", "--upstream", upstream, "--upstream-dialect", "plain")
+            async with serving_tidegate(None, "auto", folder, 0, flags) as server:
                 yield server.target
 
 

@@ -81,7 +81,11 @@ def tool_loop() -> None:
 def streamed_tool() -> None:
     """the input of a call streams as deltas that the client puts together"""
     with client.messages.stream(
-        model=MODEL, max_tokens=128, messages=PARIS, tools=[WEATHER], tool_choice={"type": "tool", "name": "get_weather"}
+        model=MODEL,
+        max_tokens=128,
+        messages=PARIS,
+        tools=[WEATHER],
+        tool_choice={"type": "tool", "name": "get_weather"},
     ) as events:
         kinds = [event.type for event in events]
         final = events.get_final_message()

@@ -1,13 +1,16 @@
 """The clients' scripts are run in their environments, and each check has an outcome."""
 
+import json
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from bench.conformance import clients
 from bench.conformance.clients import CLIENTS, Client, InstallError, install
 from bench.conformance.command import _run_script
+from bench.conformance.scripted_model import answer_to, scripted_model
 from loadtest.client.http import Target
 
 CLIENT = Client("some", "some.py", ())
@@ -66,3 +69,24 @@ def test_an_installation_that_fails_is_one_sentence_and_is_tried_again(tmp_path:
         with pytest.raises(InstallError, match="pip failed"):
             install(client, tmp_path)
     assert not (tmp_path / "some" / "installed.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer"),
+    [
+        ('Please CALL {"name": "Bash"} THEN 42', '<tool_call>\n{"name": "Bash"}\n</tool_call>'),
+        ('CALL {"name": "Bash"} THEN 42 ... <tool_response>tide-42', "The tool said tide-42."),
+        ("Write a title", "A short task"),
+    ],
+)
+def test_the_scripted_model_calls_a_tool_and_then_tells_its_result(prompt: str, answer: str) -> None:
+    assert answer_to(prompt) == answer
+
+
+def test_the_scripted_model_streams_its_answer() -> None:
+    with scripted_model() as url:
+        assert httpx.get(f"{url}/v1/models").json()["data"][0]["max_model_len"] > 32_000
+        events = httpx.post(f"{url}/v1/completions", json={"prompt": "Write a title"}).text.split("\n\n")
+    choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events[:-2]]
+    assert "".join(choice["text"] for choice in choices) == "A short task"
+    assert [choice["finish_reason"] for choice in choices] == [None, "stop"] and events[-2] == "data: [DONE]"
