@@ -8,25 +8,25 @@
 -- For what it leaves, the next worker is woken.
 -- A worker that has lost the reply sends the same claim again, and gets what it still holds of the same requests.
 local worker, name, now_ms, lease_ms = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
-local load = tonumber(ARGV[5])
+local load, worker_id = tonumber(ARGV[5]), id_of(worker)
 
--- Read all that a claim needs of a request; nil if somebody has removed it.
+-- Read all that a claim needs of a request; nil if somebody has removed it. A request that was never claimed, and is no
+-- part of a job, has no output.
 local function read(id)
   local payload, attempt, input, part, member, received =
     unpack(redis.call('HMGET', REQUEST .. id, 'payload', 'attempt', 'input', 'part', 'member', 'received'))
   if member then
-    local number = string.sub(member, 1, 16)
-    return { id = id, payload = payload, attempt = tonumber(attempt or 0), input = input, output = OUTPUT .. (part or id),
-      number = number, received = received or '0' }
+    return { id = id, payload = payload, attempt = tonumber(attempt or 0), input = input, received = received or '0',
+      output = (part or attempt) and OUTPUT .. (part or id), number = string.sub(member, 1, 16) }
   end
 end
 
 local function row(request, fence)
-  local output = take_output(request.output, request.number)
-  return { request.id, request.payload, tonumber(fence), request.attempt, output, request.received, request.input }
+  local output = request.output and take_output(request.output, request.number)
+  return { request.id, request.payload, fence, request.attempt, output, request.received, request.input }
 end
 
-local last = redis.call('GET', CLAIM .. worker)
+local last, epoch = unpack(redis.call('MGET', CLAIM .. worker, EPOCH))
 if last and string.sub(last, 1, #name) == name then
   local again = {}
   for _, lease in ipairs(cjson.decode(string.sub(last, #name + 1))) do
@@ -34,7 +34,7 @@ if last and string.sub(last, 1, #name) == name then
     if holds(id, fence) then
       local request = read(id)
       request.received = received
-      again[#again + 1] = row(request, fence)
+      again[#again + 1] = row(request, tonumber(fence))
     end
   end
   return again
@@ -43,7 +43,7 @@ end
 local requests, waits_for = {}, {}
 for i = 6, #ARGV, 2 do
   local tier, limit = ARGV[i], tonumber(ARGV[i + 1])
-  local popped = redis.call('ZPOPMIN', QUEUE .. tier, limit)
+  local popped = limit > 0 and redis.call('ZPOPMIN', QUEUE .. tier, limit) or {}
   local left_prompt, left_output, left_bytes = 0, 0, 0
   for j = 1, #popped, 2 do
     local prompt, output, id = read_member(popped[j])
@@ -54,35 +54,39 @@ for i = 6, #ARGV, 2 do
       requests[#requests + 1] = request
     end
   end
+  local leaves
   if #popped > 0 then
-    count_waiting(tier, left_prompt, left_output, left_bytes)
+    leaves = count_waiting(tier, left_prompt, left_output, left_bytes, #popped < 2 * limit)
+  else
+    leaves = limit == 0 and redis.call('EXISTS', QUEUE .. tier) == 1
   end
   if load and #popped < 2 * limit then
     waits_for[#waits_for + 1] = tier
   else
-    redis.call('ZREM', WAITERS .. tier, id_of(worker))
-    if redis.call('EXISTS', QUEUE .. tier) == 1 then
+    redis.call('ZREM', WAITERS .. tier, worker_id)
+    if leaves then
       wake(tier)
     end
   end
 end
 for _, tier in ipairs(waits_for) do
-  redis.call('ZADD', WAITERS .. tier, load + #requests, id_of(worker))
+  redis.call('ZADD', WAITERS .. tier, load + #requests, worker_id)
 end
 if #requests == 0 then
   return {}
 end
 
-local first = take_fences(#requests, now_ms)
+local first = take_fences(#requests, now_ms, epoch)
 local expires_ms = string.format('%.0f', now_ms + lease_ms)
-local leases, rows = {}, {}
+local ids, scores, leases, rows = {}, {}, {}, {}
 for n, request in ipairs(requests) do
   local id, fence = request.id, string.format('%.0f', first + n - 1)
   request.attempt = request.attempt + 1
   redis.call('HSET', REQUEST .. id, 'fence', fence, 'worker', worker, 'received', '?', 'attempt', request.attempt)
-  redis.call('ZADD', LEASES, expires_ms, id)
-  redis.call('SADD', HELD .. id_of(worker), id)
-  leases[n], rows[n] = { id, fence, request.received }, row(request, fence)
+  ids[n], scores[2 * n - 1], scores[2 * n] = id, expires_ms, id
+  leases[n], rows[n] = { id, fence, request.received }, row(request, first + n - 1)
 end
+for_members('ZADD', LEASES, scores)
+for_members('SADD', HELD .. worker_id, ids)
 redis.call('SET', CLAIM .. worker, name .. cjson.encode(leases), 'PX', CLAIM_TTL_MS)
 return rows

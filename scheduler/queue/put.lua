@@ -14,12 +14,11 @@ local max_bytes, num_above = tonumber(ARGV[8]), tonumber(ARGV[9])
 local queue, first_request = QUEUE .. tier, 10 + num_above
 
 local fresh, seen = {}, {}
-local latest_ms, fresh_bytes = nil, 0
+local fresh_bytes = 0
 for i = first_request, #ARGV, 7 do
   local id = ARGV[i]
   if not seen[id] and redis.call('EXISTS', REQUEST .. id) == 0 then
     fresh[#fresh + 1] = i
-    latest_ms = math.max(latest_ms or 0, tonumber(ARGV[i + 1]))
     fresh_bytes = fresh_bytes + #ARGV[i + 4]
   end
   seen[id] = true
@@ -39,33 +38,43 @@ end
 
 -- The work ahead is the requests of the same tier that are due no later, and all requests of the tiers above. In the
 -- same tier, the tokens of the requests ahead are estimated: their share of the tier's requests, times the tier's
--- tokens.
-local ahead, prompt, output = 0, 0, 0
-if depth > 0 then
-  ahead = redis.call('ZCOUNT', queue, '-inf', latest_ms)
-  prompt, output = math.floor(sum_prompt * ahead / depth), math.floor(sum_output * ahead / depth)
-end
+-- tokens. Nothing is counted where all that waits is no more than may be ahead.
+local above_prompt, above_output = 0, 0
 for i = 10, 9 + num_above do
-  local above_prompt, above_output = waiting(ARGV[i], redis.call('ZCARD', QUEUE .. ARGV[i]))
-  prompt, output = prompt + above_prompt, output + above_output
+  local prompt, output = waiting(ARGV[i], redis.call('ZCARD', QUEUE .. ARGV[i]))
+  above_prompt, above_output = above_prompt + prompt, above_output + output
 end
-if ahead > max_ahead or prompt * prompt_s + output * output_s > max_s then
-  return { 'behind', ahead, prompt, output }
+local function is_too_much(ahead, prompt, output)
+  return ahead > max_ahead or prompt * prompt_s + output * output_s > max_s
+end
+if is_too_much(depth, above_prompt + sum_prompt, above_output + sum_output) then
+  local ahead, prompt, output = 0, above_prompt, above_output
+  if depth > 0 then
+    local latest_ms = 0
+    for _, i in ipairs(fresh) do
+      latest_ms = math.max(latest_ms, ARGV[i + 1])
+    end
+    ahead = redis.call('ZCOUNT', queue, '-inf', latest_ms)
+    prompt = prompt + math.floor(sum_prompt * ahead / depth)
+    output = output + math.floor(sum_output * ahead / depth)
+  end
+  if is_too_much(ahead, prompt, output) then
+    return { 'behind', ahead, prompt, output }
+  end
 end
 
 local first = take_numbers(#fresh, now_ms)
 for n, i in ipairs(fresh) do
   local id, deadline_ms, payload, part = ARGV[i], ARGV[i + 1], ARGV[i + 4], ARGV[i + 5]
-  local prompt_tokens, output_tokens = tonumber(ARGV[i + 2]), tonumber(ARGV[i + 3])
-  local member = make_member(first + n - 1, prompt_tokens, output_tokens, id)
-  redis.call('HSET', REQUEST .. id, 'tier', tier, 'member', member, 'deadline_ms', deadline_ms, 'payload', payload,
-    'reply_to', ARGV[i + 6])
+  local member = make_member(first + n - 1, ARGV[i + 2], ARGV[i + 3], id)
+  local fields = { 'tier', tier, 'member', member, 'deadline_ms', deadline_ms, 'payload', payload, 'reply_to', ARGV[i + 6] }
   if part ~= '' then
-    redis.call('HSET', REQUEST .. id, 'part', part)
+    fields[#fields + 1], fields[#fields + 2] = 'part', part
     redis.call('PEXPIRE', OUTPUT .. part, OUTPUT_TTL_MS) -- it may wait for long
   end
+  redis.call('HSET', REQUEST .. id, unpack(fields))
   redis.call('ZADD', queue, deadline_ms, member)
-  sum_prompt, sum_output = sum_prompt + prompt_tokens, sum_output + output_tokens
+  sum_prompt, sum_output = sum_prompt + ARGV[i + 2], sum_output + ARGV[i + 3]
 end
 
 -- A worker that was woken in the last moment is about to claim these requests, too. One that does not react in time is not

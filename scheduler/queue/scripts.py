@@ -1,19 +1,22 @@
 """Typed functions for the Lua files of this folder.
 
-Knows the order of each script's arguments and the shape of its reply. `queue_prelude` and then `shared.lua` are
-put in front of every script.
+Knows the order of each script's arguments and the shape of its reply. What a script needs of `queue_prelude` and of
+`shared.lua` is put in front of it.
 """
 
+import re
 import struct
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from redis.asyncio import Redis
+from redis.commands.core import AsyncScript
 
 from scheduler.queue.base import WAKE_MS, AheadLimit, Backlog, QueueFull, TooFarBehind
 from scheduler.request import Checkpoint, Lease
 from scheduler.store import keys
-from scheduler.store.scripts import load_script
+from scheduler.store.scripts import script_text
 
 
 def queue_prelude(names: keys.Keys, wake_ms: int = WAKE_MS) -> str:
@@ -23,10 +26,23 @@ def queue_prelude(names: keys.Keys, wake_ms: int = WAKE_MS) -> str:
     strings |= {"ALONE": names.alone, "CLAIM": names.claim, "LEASES": names.leases, "WAITERS": names.waiters}
     strings |= {"HELD": names.held, "SEQUENCE": names.sequence, "EPOCH": names.epoch}
     strings |= {"WAKE": names.wake}
-    lines = [f"local {name} = '{key}'\n" for name, key in strings.items()]
-    lines += [f"local {name} = {1000 * seconds:.0f}\n" for name, seconds in lifetimes.items()]
-    lines.append(f"local WAKE_MS = {wake_ms}\n")
+    lines = [f"local {name} = '{key}'\n\n" for name, key in strings.items()]
+    lines += [f"local {name} = {1000 * seconds:.0f}\n\n" for name, seconds in lifetimes.items()]
+    lines.append(f"local WAKE_MS = {wake_ms}\n\n")
     return "".join(lines)
+
+
+@cache
+def with_definitions(definitions: str, script: str) -> str:
+    """Return `script` behind those `local` definitions, with blank lines between them, that it needs.
+
+    A server creates each function anew at each call of a script, which takes it longer than a command.
+    """
+    for definition in reversed(definitions.split("\n\n")):
+        name = re.search(r"^local (?:function )?(\w+)", definition, re.MULTILINE)
+        if name is not None and re.search(rf"\b{name[1]}\b", script):
+            script = f"{definition}\n{script}"
+    return script
 
 
 # A request for the script `put`: id, deadline_ms, prompt tokens, maximum output tokens, payload, part of a job, and the
@@ -46,20 +62,17 @@ class Scripts:
     """
 
     def __init__(self, client: Redis, names: keys.Keys) -> None:
-        prelude = queue_prelude(names)
+        definitions = queue_prelude(names) + script_text("scheduler.queue", "shared")
+
+        def load(name: str) -> AsyncScript:
+            return client.register_script(with_definitions(definitions, script_text("scheduler.queue", name)))
+
         self._client = client
         self._leases = names.leases
-        self._put = load_script(client, "scheduler.queue", "shared", "put", prelude=prelude)
-        self._claim = load_script(client, "scheduler.queue", "shared", "claim", prelude=prelude)
-        self._ack = load_script(client, "scheduler.queue", "shared", "ack", prelude=prelude)
-        self._renew = load_script(client, "scheduler.queue", "shared", "renew", prelude=prelude)
-        self._release = load_script(client, "scheduler.queue", "shared", "release", prelude=prelude)
-        self._requeue_expired = load_script(client, "scheduler.queue", "shared", "requeue_expired", prelude=prelude)
-        self._requeue_worker = load_script(client, "scheduler.queue", "shared", "requeue_worker", prelude=prelude)
-        self._cancel = load_script(client, "scheduler.queue", "shared", "cancel", prelude=prelude)
-        self._checkpoint = load_script(client, "scheduler.queue", "shared", "checkpoint", prelude=prelude)
-        self._resume = load_script(client, "scheduler.queue", "shared", "resume", prelude=prelude)
-        self._note_step = load_script(client, "scheduler.queue", "shared", "note_step", prelude=prelude)
+        self._put, self._claim, self._ack, self._renew = load("put"), load("claim"), load("ack"), load("renew")
+        self._release, self._cancel = load("release"), load("cancel")
+        self._requeue_expired, self._requeue_worker = load("requeue_expired"), load("requeue_worker")
+        self._checkpoint, self._resume, self._note_step = load("checkpoint"), load("resume"), load("note_step")
 
     async def put(
         self,

@@ -1,4 +1,4 @@
--- Functions for every script of this folder. This file is put in front of each script, after the key names of keys.py
+-- Functions for every script of this folder. Each script gets those in front that it needs, and key names of keys.py
 -- (QUEUE, WAITING, REQUEST, OUTPUT, ALONE, CLAIM, LEASES, HELD, WAITERS, WAKE, SEQUENCE, EPOCH) and lifetimes. Scripts
 -- move requests atomically and make no decisions.
 --
@@ -14,33 +14,35 @@ local function replication_id()
 end
 
 -- Return the first of `count` consecutive numbers, which are all greater than all numbers of which this server knows.
--- `passed_over` numbers before them are given to nobody.
-local function take_numbers(count, now_ms, passed_over)
-  local last = redis.call('GET', SEQUENCE)
-  if not last then
+-- They start from the clock in microseconds, so that this also holds when the server has lost all its data.
+local function take_numbers(count, now_ms)
+  local last = redis.call('INCRBY', SEQUENCE, count)
+  if last == count then -- there was none
+    last = 1000 * now_ms + count
+    redis.call('SET', SEQUENCE, string.format('%.0f', last))
     redis.call('SET', EPOCH, replication_id())
   end
-  local first = math.max((last or 0) + 1, 1000 * tonumber(now_ms)) + (passed_over or 0)
-  redis.call('SET', SEQUENCE, string.format('%.0f', first + count - 1))
-  return first
+  return last - count + 1
 end
 
--- Return the first of `count` consecutive fences, which are greater than all numbers given out before. Numbers start
--- from the clock in microseconds, so that this also holds when the server has lost all its data. A server that has become
--- the primary, or has started again, may have lost its last writes. Its replication id is a new one then, and the numbers
--- that may be lost are passed over. To ask for the id costs more than the rest.
-local function take_fences(count, now_ms)
-  local epoch, known = replication_id(), redis.call('GET', EPOCH)
+-- Return the first of `count` consecutive fences, which are greater than all numbers given out before. A server that has
+-- become the primary, or has started again, may have lost its last writes, or be set back in time. Its replication id is
+-- a new one then: numbers start from the clock again, and those that may be lost are passed over. To ask for the id costs
+-- more than the rest. `known` is the id that is stored.
+local function take_fences(count, now_ms, known)
+  local epoch = replication_id()
   if epoch ~= known then
+    local last = math.max(redis.call('GET', SEQUENCE) or 0, 1000 * now_ms)
+    redis.call('SET', SEQUENCE, string.format('%.0f', last + MAX_LOST))
     redis.call('SET', EPOCH, epoch)
   end
-  return take_numbers(count, now_ms, known and epoch ~= known and MAX_LOST)
+  return take_numbers(count, now_ms)
 end
 
 -- Make a member of a tier's set. The member contains the request's token counts, so that they can be subtracted from
 -- the sums when the member is removed, even if the request's hash is missing.
 local function make_member(number, prompt, output, id)
-  return string.format('%016.0f:%.0f:%.0f:', number, prompt, output) .. id
+  return string.format('%016.0f:', number) .. prompt .. ':' .. output .. ':' .. id
 end
 
 local function read_member(member)
@@ -61,21 +63,7 @@ local function recount(tier)
     prompt, output, bytes = prompt + p, output + o, bytes + size_of(id)
   end
   redis.call('HSET', WAITING .. tier, 'prompt', prompt, 'output', output, 'bytes', bytes)
-end
-
--- Change the sums of a tier after its set has changed. When the tier is empty, the hash of the sums is deleted, so that
--- an error in the sums cannot last.
-local function count_waiting(tier, prompt, output, bytes)
-  local key = WAITING .. tier
-  if redis.call('EXISTS', QUEUE .. tier) == 0 then
-    redis.call('DEL', key)
-  elseif redis.call('HEXISTS', key, 'bytes') == 0 then
-    recount(tier)
-  else
-    redis.call('HINCRBY', key, 'prompt', prompt)
-    redis.call('HINCRBY', key, 'output', output)
-    redis.call('HINCRBY', key, 'bytes', bytes)
-  end
+  return prompt, output, bytes
 end
 
 -- Return the prompt tokens, output tokens and bytes of the `depth` requests that wait in a tier, and when one of these puts
@@ -84,12 +72,28 @@ local function waiting(tier, depth)
   if depth == 0 then
     return 0, 0, 0, 0
   end
-  local sums = redis.call('HMGET', WAITING .. tier, 'prompt', 'output', 'bytes', 'woken_ms')
-  if not sums[3] then
-    recount(tier)
-    sums = redis.call('HMGET', WAITING .. tier, 'prompt', 'output', 'bytes', 'woken_ms')
+  local prompt, output, bytes, woken_ms = unpack(redis.call('HMGET', WAITING .. tier, 'prompt', 'output', 'bytes', 'woken_ms'))
+  if not bytes then
+    prompt, output, bytes = recount(tier)
   end
-  return tonumber(sums[1]), tonumber(sums[2]), tonumber(sums[3]), tonumber(sums[4] or 0)
+  return tonumber(prompt), tonumber(output), tonumber(bytes), tonumber(woken_ms or 0)
+end
+
+-- Change the sums of a tier after its set has changed. When the tier is empty (`is_empty` may say so), the hash of the sums
+-- is deleted, so that an error in the sums cannot last. Return whether requests wait in the tier.
+local function count_waiting(tier, prompt, output, bytes, is_empty)
+  local key = WAITING .. tier
+  if is_empty or redis.call('EXISTS', QUEUE .. tier) == 0 then
+    redis.call('DEL', key)
+    return false
+  end
+  local sums = redis.call('HMGET', key, 'prompt', 'output', 'bytes')
+  if sums[3] then
+    redis.call('HSET', key, 'prompt', sums[1] + prompt, 'output', sums[2] + output, 'bytes', sums[3] + bytes)
+  else
+    recount(tier)
+  end
+  return true
 end
 
 local function holds(id, fence)
@@ -109,6 +113,13 @@ local function wake(tier)
   until not waiter or redis.call('PUBLISH', WAKE .. waiter, 'wake') > 0
 end
 
+-- Run a command for many members of one key. `unpack` takes a few thousand at most.
+local function for_members(command, key, members)
+  for i = 1, #members, 1000 do
+    redis.call(command, key, unpack(members, i, math.min(i + 999, #members)))
+  end
+end
+
 -- Remove a request from the sets of leases, while its hash still says who holds it. Return its holder, if it was leased.
 local function end_lease(id)
   local holder = redis.call('HGET', REQUEST .. id, 'worker')
@@ -118,11 +129,11 @@ local function end_lease(id)
   return redis.call('ZREM', LEASES, id) == 1 and holder
 end
 
--- Return the key of a request's stored output, the number of the request's put in 16 digits, and whether the request is
--- a part of a job. The output begins with the number of the request that may append to it.
+-- Return the key of a request's stored output, and the number of the request's put in 16 digits. The output begins with the
+-- number of the request that may append to it.
 local function output_of(id)
   local fields = redis.call('HMGET', REQUEST .. id, 'part', 'member')
-  return OUTPUT .. (fields[1] or id), string.sub(fields[2], 1, 16), fields[1] and true
+  return OUTPUT .. (fields[1] or id), string.sub(fields[2], 1, 16)
 end
 
 local function writer_of(key)
@@ -138,19 +149,19 @@ local function take_output(key, number)
   return output
 end
 
--- Forget a request with its lease and its output. The output of a part of a job stays for a while, and nobody may append
--- to it. Return the request's holder, if it was leased.
-local function forget(id)
-  local holder = end_lease(id)
-  local key, number, is_part = output_of(id)
+-- Forget a request and its output; `part` and `member` are fields of its hash. The output of a part of a job stays for a
+-- while, and nobody may append to it.
+local function forget(id, part, member)
+  if not part then
+    redis.call('DEL', REQUEST .. id, OUTPUT .. id)
+    return
+  end
   redis.call('DEL', REQUEST .. id)
-  if not is_part then
-    redis.call('DEL', key)
-  elseif writer_of(key) == number then
+  local key, number = OUTPUT .. part, string.sub(member, 1, 16)
+  if writer_of(key) == number then
     redis.call('SETRANGE', key, 0, string.rep('0', #number))
     redis.call('PEXPIRE', key, PART_TTL_MS)
   end
-  return holder
 end
 
 -- Move a request from the sets of leases back to its old place in its tier's set, and wake a worker. No limit is checked:
