@@ -5,15 +5,15 @@ the tokens mean. A live gateway gets all messages in order, also across a droppe
 store, the newest may come again. Publishing to a gateway that is gone fails, so that workers can drop its requests.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol
 
 from scheduler.request import TokenEvent
 
 
 class EventChannel(Protocol):
-    async def publish(self, reply_to: str, events: Sequence[TokenEvent]) -> bool:
-        """Send one message. Return False if the gateway `reply_to` does not listen any more."""
+    async def publish(self, messages: Mapping[str, Sequence[TokenEvent]]) -> list[str]:
+        """Send one message to each of these gateways. Return those that do not listen any more."""
         ...
 
     async def open(self, gateway_id: str) -> None:

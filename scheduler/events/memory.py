@@ -1,7 +1,7 @@
 """An event channel within one process, for the simulator and for tests of code that uses an event channel."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from scheduler.request import TokenEvent
 
@@ -16,12 +16,11 @@ class MemoryEventChannel:
         self._num_reads = 0
         self._inboxes: dict[str, asyncio.Queue[list[TokenEvent] | None]] = {}
 
-    async def publish(self, reply_to: str, events: Sequence[TokenEvent]) -> bool:
-        inbox = self._inboxes.get(reply_to)
-        if inbox is None:
-            return False
-        inbox.put_nowait(list(events))
-        return True
+    async def publish(self, messages: Mapping[str, Sequence[TokenEvent]]) -> list[str]:
+        for reply_to, events in messages.items():
+            if (inbox := self._inboxes.get(reply_to)) is not None:
+                inbox.put_nowait(list(events))
+        return [reply_to for reply_to in messages if reply_to not in self._inboxes]
 
     async def open(self, gateway_id: str) -> None:
         self._inboxes[gateway_id] = asyncio.Queue()

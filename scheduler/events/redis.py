@@ -10,7 +10,7 @@ the messages of the last second may come twice. A gateway id must have only one 
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -52,10 +52,12 @@ class RedisEventChannel:
         self._pending: set[asyncio.Task[Any]] = set()  # commands that listeners wait for
         self._closed = False
 
-    async def publish(self, reply_to: str, events: Sequence[TokenEvent]) -> bool:
-        fields: Any = {FIELD: self._encoder.encode(events)}
-        stream = self._keys.events + reply_to
-        return bool(await self._client.xadd(stream, fields, maxlen=keys.EVENTS_MAXLEN, nomkstream=True))
+    async def publish(self, messages: Mapping[str, Sequence[TokenEvent]]) -> list[str]:
+        pipeline = self._client.pipeline(transaction=False)
+        for reply_to, events in messages.items():
+            fields: Any = {FIELD: self._encoder.encode(events)}
+            pipeline.xadd(self._keys.events + reply_to, fields, maxlen=keys.EVENTS_MAXLEN, nomkstream=True)
+        return [reply_to for reply_to, entry in zip(messages, await pipeline.execute(), strict=True) if not entry]
 
     async def open(self, gateway_id: str) -> None:
         self._last_ids[gateway_id] = b"0"

@@ -41,9 +41,8 @@ class Takeover:
         questions: defaultdict[str, list[TokenEvent]] = defaultdict(list)
         for c in claimed:
             questions[c.request.reply_to].append(TokenEvent(c.request.id, EventKind.TAKEN_OVER, fence=c.fence))
-        for reply_to, events in questions.items():
-            if not await self._events.publish(reply_to, events):
-                await self._queue.cancel([event.request_id for event in events])
+        for reply_to in await self._events.publish(questions):
+            await self._queue.cancel([event.request_id for event in questions[reply_to]])
 
 
 class Claimer:

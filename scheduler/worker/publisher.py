@@ -78,10 +78,10 @@ class Publisher:
         read, the next one gets the parts of its jobs again from their checkpoints.
         """
         await self._withhold_failures(report)
-        for reply_to, events in list(report.events.items()):
-            if not await self._events.publish(reply_to, events):
-                await self._drop(events)
-            del report.events[reply_to]
+        if report.events:
+            for reply_to in await self._events.publish(report.events):
+                await self._drop(report.events[reply_to])
+            report.events.clear()
         long_enough = [c for c in report.checkpoints if len(c.token_ids) >= MIN_TOKENS]
         if long_enough:
             await self._queue.checkpoint(long_enough)

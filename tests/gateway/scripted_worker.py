@@ -113,7 +113,7 @@ class ScriptedWorker:
             events = [replace(last, index=0, token_ids=ids, logprobs=logprobs, prompt_logprobs=prompt)]
         for event in events:
             await self.gate.wait()
-            await self.events.publish(request.reply_to, [event])
+            await self.events.publish({request.reply_to: [event]})
             await asyncio.sleep(0)
         if events and events[-1].is_last:
             await self.queue.ack([Lease(request.id, claimed.fence)])

@@ -99,9 +99,8 @@ async def test_choices_interleave_by_index(service_tier: str) -> None:
         ids = sorted(request.id for request in stand.worker.served)
         for position, letter in enumerate("abcd"):
             for index, request_id in enumerate(ids):
-                await stand.worker.events.publish(
-                    stand.gateway.client.gateway_id, [letter_event(request_id, position, letter)]
-                )
+                message = [letter_event(request_id, position, letter)]
+                await stand.worker.events.publish({stand.gateway.client.gateway_id: message})
                 while (index, letter) not in got:  # the next token is sent only when this one has arrived
                     (choice,) = (await anext(await creating)).choices
                     got += [(choice.index, choice.delta.content)] if choice.delta.content else []
@@ -198,7 +197,7 @@ async def test_a_failure_in_the_stream_is_a_frame() -> None:
         assert (await anext(stream)).choices[0].delta.role == "assistant"
         assert (await anext(stream)).choices[0].delta.content == "ab"
         failed = TokenEvent(stand.worker.served[0].id, EventKind.FAILED, 2, error="secret")
-        await stand.worker.events.publish(stand.gateway.client.gateway_id, [failed])
+        await stand.worker.events.publish({stand.gateway.client.gateway_id: [failed]})
         with pytest.raises(openai.APIError) as error:
             await anext(stream)
     assert error.value.type == "server_error"

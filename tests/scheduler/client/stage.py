@@ -57,7 +57,7 @@ class Stage:
         return outcome
 
     async def tell(self, *events: TokenEvent) -> None:
-        assert await self.events.publish("gateway", events)
+        assert not await self.events.publish({"gateway": events})
 
     async def depth(self) -> int:
         return (await self.client.depths())["realtime"]

@@ -46,7 +46,7 @@ async def test_messages_arrive_in_order_as_they_were_sent(channel: EventChannel)
     sent = [[tokens(n, index=n), tokens(n, n + 1, request_id="s")] for n in range(600)]
     listening = asyncio.create_task(take(channel, "g", len(sent)))
     for message in sent:
-        assert await channel.publish("g", message) is True
+        assert await channel.publish({"g": message}) == []
     assert await listening == sent
 
 
@@ -62,7 +62,7 @@ async def test_a_gateway_beats_while_it_listens_and_not_after_its_end(channel: E
         return (await channel.beats(["g"]))[0] not in (None, first)
 
     await until(beats_again)
-    await channel.publish("g", [tokens(1)])
+    await channel.publish({"g": [tokens(1)]})
     await listening
     await channel.close()
     assert await channel.beats(["g"]) == [None]
@@ -82,22 +82,22 @@ async def test_every_field_of_an_event_arrives(channel: EventChannel) -> None:
             prompt_logprobs=(TokenLogprobs(3, -9999.0),),
         ),
     ]
-    await channel.publish("g", events)
+    await channel.publish({"g": events})
     assert await take(channel, "g", 1) == [events]
 
 
 async def test_a_gateway_gets_only_its_own_messages(channel: EventChannel) -> None:
     await channel.open("g")
     await channel.open("h")
-    await channel.publish("h", [tokens(2)])
-    await channel.publish("g", [tokens(1)])
+    await channel.publish({"h": [tokens(2)]})
+    await channel.publish({"g": [tokens(1)]})
     assert await take(channel, "g", 1) == [[tokens(1)]]
     assert await take(channel, "h", 1) == [[tokens(2)]]
 
 
 async def test_close_ends_the_listener_and_makes_publishing_fail(channel: EventChannel) -> None:
     await channel.open("g")
-    await channel.publish("g", [tokens(1)])
+    await channel.publish({"g": [tokens(1)]})
     heard = asyncio.Event()
 
     async def listen() -> None:
@@ -109,7 +109,7 @@ async def test_close_ends_the_listener_and_makes_publishing_fail(channel: EventC
         await heard.wait()
         await channel.close()
         await listening
-    assert await channel.publish("g", [tokens(2)]) is False
+    assert await channel.publish({"g": [tokens(2)]}) == ["g"]
 
 
 async def test_a_cancelled_listener_ends_as_cancelled(channel: EventChannel) -> None:

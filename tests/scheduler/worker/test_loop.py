@@ -1,7 +1,7 @@
 """The driver, on the memory queue and the modeled engine, in virtual time."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -166,8 +166,8 @@ def test_events_are_published_before_their_lease_is_acknowledged() -> None:
     async def story(world: World) -> list[str]:
         journal: list[str] = []
 
-        def published(_: str, events: Sequence[TokenEvent]) -> str:
-            return "publish " + " ".join(f"{e.request_id}:{e.kind.value}" for e in events)
+        def published(messages: Mapping[str, Sequence[TokenEvent]]) -> str:
+            return "publish " + " ".join(f"{e.request_id}:{e.kind.value}" for m in messages.values() for e in m)
 
         record(journal, world.events, "publish", published)
         record(journal, worker_queue(world), "ack", lambda leases: "ack " + " ".join(x.request_id for x in leases))

@@ -1,7 +1,7 @@
 """The publisher sends events in order, merges them while the store is slow, and drops work of missing gateways."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from scheduler.events.memory import MemoryEventChannel
@@ -25,10 +25,10 @@ class SlowChannel(MemoryEventChannel):
         self._clock = clock
         self.messages: list[list[TokenEvent]] = []
 
-    async def publish(self, reply_to: str, events: Sequence[TokenEvent]) -> bool:
+    async def publish(self, messages: Mapping[str, Sequence[TokenEvent]]) -> list[str]:
         await self._clock.sleep(1.0)
-        self.messages.append(list(events))
-        return await super().publish(reply_to, events)
+        self.messages += map(list, messages.values())
+        return await super().publish(messages)
 
 
 class Rig:
