@@ -1,11 +1,11 @@
 """The worker registry in Redis: a hash with a TTL per worker, a set of all worker ids as an index, a hash of all beats.
 
 The server's clock decides which workers are alive, so the clocks of the machines need not agree. Workers of
-earlier versions send no beats: theirs are taken from their statuses.
+earlier versions send no beats: theirs are taken from their statuses, at most 5 s after they have started.
 """
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from contextlib import suppress
 
 import msgspec
@@ -17,6 +17,10 @@ from scheduler.store import keys
 from scheduler.store.errors import UNREADABLE, StoreRefused
 
 log = structlog.get_logger()
+
+# Workers of earlier versions send no beats. They are looked for with each of so many reads of the beats, every 5 s, and
+# when a beat is missing that was there: then a worker may have gone back to an earlier version.
+INDEX_EVERY = 10
 
 
 class _Deflated(msgspec.Struct):
@@ -46,6 +50,9 @@ class RedisWorkerRegistry:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(WorkerStatus)
         self._beat_decoder = msgspec.msgpack.Decoder(Beat)
+        self._num_reads = 0  # of beats
+        self._with_beat: Set[str] = set()  # ids at the last read
+        self._without_beat: set[str] = set()  # ids of workers of earlier versions
         self._unreadable: set[str] = set()  # ids of workers whose status could not be read at the last read
 
     @property
@@ -111,21 +118,24 @@ class RedisWorkerRegistry:
         return statuses
 
     async def beats(self) -> dict[str, Beat]:
-        pipeline = self._client.pipeline(transaction=False)
-        pipeline.smembers(self._keys.workers)
-        pipeline.hgetall(self._keys.beats)
-        members, values = await pipeline.execute()
-        found = {member.decode(): values.get(member) for member in members}
-        found |= await self._fields("status", [worker_id for worker_id, value in found.items() if value is None])
+        values: dict[bytes, bytes] = await self._client.hgetall(self._keys.beats)  # type: ignore[assignment]  # not decoded
+        found = {worker_id.decode(): value for worker_id, value in values.items()}
+        if self._num_reads % INDEX_EVERY == 0 or self._with_beat - found.keys():
+            self._without_beat = await self._announced() - found.keys()
+        self._num_reads, self._with_beat = self._num_reads + 1, set(found)
+        found |= await self._fields("status", self._without_beat - found.keys())
         beats = {}
         for worker_id, value in sorted(found.items()):
             with suppress(*UNREADABLE):
-                if value is not None:
-                    beats[worker_id] = self._beat_decoder.decode(value)
+                beats[worker_id] = self._beat_decoder.decode(value)
         return beats
 
     async def sla(self) -> dict[str, str]:
         return {worker_id: inflated(value) for worker_id, value in (await self._fields("sla")).items()}
+
+    async def _announced(self) -> set[str]:
+        members: set[bytes] = await self._client.smembers(self._keys.workers)  # type: ignore[assignment]  # not decoded
+        return {member.decode() for member in members}
 
     async def _fields(self, name: str, worker_ids: Iterable[str] | None = None) -> dict[str, bytes]:
         """Return one field of every live worker, or of those of `worker_ids` that live, by worker id.
@@ -133,10 +143,7 @@ class RedisWorkerRegistry:
         Ids whose hash has expired are removed from the index. If such a worker is still alive, its next announcement
         adds its id again.
         """
-        if worker_ids is None:
-            members: set[bytes] = await self._client.smembers(self._keys.workers)  # type: ignore[assignment]  # not decoded
-            worker_ids = [member.decode() for member in members]
-        ids = sorted(worker_ids)
+        ids = sorted(await self._announced() if worker_ids is None else worker_ids)
         if not ids:
             return {}
         pipeline = self._client.pipeline(transaction=False)
