@@ -18,7 +18,7 @@ from bench.isolation.command import Isolation
 from bench.peers.command import ClosedLoops
 from bench.readme_figures import ReadmeFigures
 from bench.simulator_accuracy import SimulatorAccuracy
-from bench.store import Store
+from bench.store.command import Store
 from loadtest.progress import progress
 from loadtest.running import run_cli
 
