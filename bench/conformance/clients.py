@@ -38,6 +38,8 @@ CLIENTS = (
     Client("openai-tests", "openai_own_tests.py", ("openai[aiohttp]", "pytest", "pytest-asyncio", "rich")),
     Client("anthropic", "anthropic_sdk.py", ("anthropic",)),
     Client("claude-code", "claude_code.mjs", ("@anthropic-ai/claude-code",), is_agent=True),
+    Client("codex", "codex.mjs", ("@openai/codex",), is_agent=True),
+    Client("open-responses", "open_responses.py", ("openresponses-types",)),
     Client("openai-agents", "openai_agents.py", ("openai-agents",)),
     Client("pydantic-ai", "pydantic_ai_client.py", ("pydantic-ai-slim[openai]",)),
     Client("langchain", "langchain_client.py", ("langchain", "langchain-openai")),
