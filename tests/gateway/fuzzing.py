@@ -10,6 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from gateway.dialects.messages.request import MessagesRequest
 from gateway.dialects.responses.request import ResponseRequest
 from gateway.protocol.bodies.schemas import ChatCompletionRequest, CompletionRequest
 
@@ -29,6 +30,18 @@ ITEMS = [
     {"type": "function_call_output", "call_id": "call_1", "output": "sunny"},
     {"type": "reasoning", "summary": [{"type": "summary_text", "text": "so"}]},
     {"type": "item_reference", "id": "msg_" + "0" * 36},
+]
+BLOCKS = [
+    {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "so", "signature": "x"},
+            {"type": "tool_use", "id": "t1", "name": "get_weather", "input": {"city": "Oslo"}},
+        ],
+    },
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "sunny", "is_error": False}]},
+    {"role": "system", "content": "Be brief."},
 ]
 SAMPLING: dict[str, Any] = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 7, "min_tokens": 1}
 LIMITS: dict[str, Any] = {"max_tokens": 8, "stop": ["x", "yz"], "stop_token_ids": [3], "ignore_eos": True, "n": 2}
@@ -67,6 +80,15 @@ PARTS: dict[str, list[dict[str, Any]]] = {
         {"reasoning": {"effort": "low", "summary": "auto"}, "instructions": "Be brief.", "metadata": {"a": "b"}},
     ],
     "/v1/responses/compact": [{"input": ITEMS}, {"previous_response_id": "resp_" + "0" * 32, "input": None}],
+    "/v1/messages": [
+        {"messages": BLOCKS, "system": [{"type": "text", "text": "x-anthropic-billing-header: a\nBe kind."}]},
+        {"messages": BLOCKS[:2], "stream": True, "stop_sequences": ["x"]},
+        {"tools": [{"name": "get_weather", "input_schema": SCHEMA}], "tool_choice": {"type": "any"}},
+        {"tools": [{"type": "web_search_20260318", "name": "web_search"}], "thread": {"type": "create"}},
+        {"output_config": {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}}},
+        {"thinking": {"type": "adaptive", "display": "omitted"}, "service_tier": "standard_only"},
+        {"metadata": {"user_id": "u"}, "context_management": {"edits": []}, "max_tokens": 32_000},
+    ],
     "/tokenize": [{"messages": HISTORY, "prompt": None, "add_special_tokens": False}, {"return_token_strs": True}],
     "/detokenize": [{"tokens": [1, 2, 3]}],
 }
@@ -75,10 +97,12 @@ NEEDED: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hi"},
     "/v1/responses": {"input": "hi"},
     "/v1/responses/compact": {"input": "hi"},
+    "/v1/messages": {"messages": HI, "max_tokens": 8},
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": []},
 }
-NAMES = sorted({*ChatCompletionRequest.model_fields, *CompletionRequest.model_fields, *ResponseRequest.model_fields})
+BODIES = (ChatCompletionRequest, CompletionRequest, ResponseRequest, MessagesRequest)
+NAMES = sorted({name for body in BODIES for name in body.model_fields})
 
 ODD_TEXTS = ["", " ", "\x00", "\ud800", "é😀", "a" * 3000, "1", "null", "auto", "none", "<|im_end|>", "{{ 1 }}", "../x"]
 ODD_NUMBERS = [0, -1, 1, 2**31, 2**63, 2**64, 10**30, 0.5, -0.0, 1e308, 5e-324, 1.0]
@@ -90,8 +114,8 @@ ODD = st.recursive(
     max_leaves=5,
 )
 HEADER_NAMES = """
-    accept authorization content-type expect idempotency-key openai-organization origin x-client-request-id
-    x-llm-d-slo-ttft-ms x-stainless-retry-count x-tidegate-cache x-tidegate-receipt
+    accept anthropic-version authorization content-type idempotency-key openai-organization origin x-client-request-id
+    expect x-llm-d-slo-ttft-ms x-stainless-retry-count x-tidegate-cache x-tidegate-receipt
 """
 HEADER_VALUES = ["", "0", "-1", "1", "1e9", "nan", "é".encode(), "Bearer x", "a" * 600, "null", "text/plain", "*/*"]
 HEADERS = st.dictionaries(st.sampled_from(HEADER_NAMES.split()), st.sampled_from(HEADER_VALUES), max_size=3)

@@ -31,16 +31,17 @@ LASTING_KEYS |= {GATEWAY_KEYS.storage, GATEWAY_KEYS.responses_sizes, GATEWAY_KEY
 
 
 def check_answer(response: httpx.Response) -> None:
-    """Check that the answer has the form that OpenAI's clients read, whatever was asked."""
+    """Check that the answer has the form that OpenAI's or Anthropic's clients read, whatever was asked."""
     assert response.status_code not in BROKEN, response.text
     if response.status_code >= 400:
         error = response.json()["error"]
-        assert error["message"] and {"message", "type", "param", "code"} == set(error)
+        is_anthropics = response.json().get("type") == "error"
+        assert error["message"] and {"message", "type", *(() if is_anthropics else ("param", "code"))} == set(error)
     elif response.headers["content-type"].startswith("text/event-stream"):
         events = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
         for event in events:
             found = {} if event == "[DONE]" else json.loads(event)
-            assert (found.get("error") or {}).get("type") != "server_error", event
+            assert (found.get("error") or {}).get("type") not in ("server_error", "api_error"), event
     else:
         assert isinstance(response.json(), dict)
 
