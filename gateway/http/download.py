@@ -59,7 +59,7 @@ async def stored_content(
     except BaseException:
         end()
         raise
-    return _Download(_rest(first, chunks), status, headers, media_type, end)
+    return Download(_rest(first, chunks), status, headers, media_type, end)
 
 
 def saved_name(file: StoredFile) -> str:
@@ -68,7 +68,7 @@ def saved_name(file: StoredFile) -> str:
     return name if name.strip(". ") else file.id
 
 
-class _Download(StreamingResponse):
+class Download(StreamingResponse):
     """Calls `on_end` when the content was sent, or when the client has hung up."""
 
     def __init__(

@@ -16,7 +16,7 @@ from gateway.protocol.json_body import Body
 
 MAX_TOOLS = 128  # OpenAI's limit
 
-ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]  # as in Anthropic's API; OpenAI's allows 64
 
 
 class FunctionDefinition(Body):

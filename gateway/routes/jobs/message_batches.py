@@ -9,15 +9,24 @@ from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 
 from gateway.dialects.messages.endpoint import MESSAGES
+from gateway.fairness import UnderWay
+from gateway.http.download import Download
 from gateway.jobs.batches import message_batches
 from gateway.jobs.batches.forecast.forecasts import Infeasible
 from gateway.jobs.batches.message_batches import CreateMessageBatch, create_message_batch, message_batch
 from gateway.jobs.batches.model import Batch
 from gateway.jobs.batches.service import InputProblem, NotCancellable, TooManyBatches
-from gateway.protocol.errors import ApiError, invalid_request, invalid_value, unsupported_parameter
+from gateway.protocol.errors import (
+    ApiError,
+    invalid_request,
+    invalid_value,
+    retry_after,
+    too_many_downloads,
+    unsupported_parameter,
+)
 from gateway.protocol.json_body import read_object
 from gateway.protocol.openapi import json_body
 from gateway.routes.dependencies import Caller
@@ -30,6 +39,7 @@ router = APIRouter(tags=["messages"])
 
 BATCHES = f"{MESSAGES}/batches"
 BATCH = BATCHES + "/{message_batch_id}"
+CLEARED_UP_S = 0.5  # seconds after which a batch that has ended can be deleted; clients try again by themselves
 
 
 @router.post(BATCHES, openapi_extra=json_body(CreateMessageBatch))
@@ -95,9 +105,11 @@ async def cancel_messages_batch(request: Request, owner: Owner, message_batch_id
 async def delete_messages_batch(request: Request, owner: Owner, message_batch_id: str) -> dict[str, Any]:
     """Delete a batch that has ended, with its requests and its results."""
     batch = await _existing(request, owner, message_batch_id)
-    if not await gateway_of(request).batches.delete(batch.id, owner=owner):
+    if not batch.status.is_terminal:
         message = f"This batch has not ended yet: cancel it (POST {BATCH}/cancel), or wait for its end."
         raise invalid_request(message, "message_batch_id")
+    if not await gateway_of(request).batches.delete(batch.id, owner=owner):
+        raise ApiError(409, "This batch has ended just now. Please try again.", headers=retry_after(CLEARED_UP_S))
     await message_batches.delete_files(gateway_of(request).files, batch)
     return {"id": batch.id, "type": "message_batch_deleted"}
 
@@ -109,8 +121,11 @@ async def messages_batch_results(request: Request, owner: Owner, message_batch_i
     if not batch.status.is_terminal:
         message = f"This batch has not ended yet: its results are there when it has (GET {BATCH})."
         raise invalid_request(message, "message_batch_id")
+    downloads: UnderWay = request.app.state.downloads
+    if downloads.is_full(owner):
+        raise too_many_downloads()
     lines = message_batches.results(gateway_of(request).files, batch)
-    return StreamingResponse(lines, media_type="application/x-jsonl")
+    return Download(lines, 200, {}, "application/x-jsonl", downloads.begin(owner))
 
 
 async def _existing(request: Request, owner: str | None, batch_id: str) -> Batch:

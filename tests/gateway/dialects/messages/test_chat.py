@@ -1,10 +1,12 @@
 """How conversations of /v1/messages become prompts, as the chat template writes them."""
 
+import pickle
 from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from gateway.dialects.messages.chat import chat_to_answer
 from gateway.requests.tokens.tokenizer import Tokenizer
 from tests.gateway.dialects.messages.test_answers import HI, TOOLS
 from tests.gateway.routes.test_tools import stand
@@ -136,3 +138,9 @@ async def test_tools_reach_the_template_with_their_schemas() -> None:
         assert (await running.post("/v1/messages", body)).status_code == 200
         prompt = text_of(running.worker.served[0].prompt_token_ids)
     assert '{"name": "add", "description": "Add.", "parameters": {"$schema"' in prompt and "cache_control" not in prompt
+
+
+def test_a_chat_comes_back_whole_from_the_process_that_parses_large_bodies() -> None:
+    chat = chat_to_answer({"model": MODEL, "max_tokens": 9, "messages": HI, "thread": {"type": "create"}})
+    copy = pickle.loads(pickle.dumps(chat))
+    assert copy == chat and copy.limit_shrinks and copy.ignored_names == ("thread",)
