@@ -173,11 +173,23 @@ def parse_response_request(body: dict[str, Any]) -> ResponseRequest:
     for name in ("prompt_logprobs", "return_token_ids"):  # a response object has no place for them
         if body.get(name) is not None and body.get(name) is not False:
             raise unsupported_parameter(name)
-    request = parse(ResponseRequest, body)
+    request = parse(ResponseRequest, _with_additional_tools(body))
     if ignored := (*unknown_names(body, KNOWN), *names_left_out(request.tools or ())):
         request._ignored = ignored
     _check_together(request)
     return request
+
+
+def _with_additional_tools(body: dict[str, Any]) -> dict[str, Any]:
+    """Return `body` with the tools of its `additional_tools` items behind its own. Newer agents put all tools there."""
+    items, tools = body.get("input"), body.get("tools") or []
+    if not isinstance(items, list) or not isinstance(tools, list):
+        return body
+    more = [item for item in items if isinstance(item, dict) and item.get("type") == "additional_tools"]
+    if not more or not all(isinstance(item.get("tools"), list) for item in more):
+        return body
+    left = [item for item in items if item not in more]
+    return {**body, "input": left, "tools": [*tools, *(tool for item in more for tool in item["tools"])]}
 
 
 def parse_compaction(body: dict[str, Any]) -> ResponseRequest:

@@ -158,6 +158,16 @@ def test_tools_of_agents_become_functions() -> None:
     assert request.ignored_names == ("tools.web_search",)
 
 
+def test_tools_may_be_items_of_the_input() -> None:
+    items = [{"type": "additional_tools", "role": "developer", "tools": AGENT_TOOLS}, {"role": "user", "content": "hi"}]
+    request = parse_response_request({"model": "m", "input": items, "tools": [RUN]})
+    names = [tool["function"]["name"] for tool in _options(request)["tools"]]
+    assert names == ["run", "shell", "team__run", "team__note", "patch"]
+    assert len(request.input) == 1
+    with pytest.raises(ApiError, match="this server takes items"):
+        parse_response_request({"model": "m", "input": [{"type": "additional_tools", "tools": 3}]})
+
+
 @pytest.mark.parametrize(
     ("choice", "in_chat"),
     [
