@@ -16,6 +16,7 @@ from huggingface_hub import hf_hub_download
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
+from engine.closing import Closer, Ending, horizon
 from engine.interface import GRAMMAR_FAILED, EngineInfo, GrammarError
 
 _MAX_COMPILED = 64  # compiled grammars kept (LRU): bulk traffic repeats the same few grammars
@@ -27,19 +28,37 @@ Bits = npt.NDArray[np.int32]
 class Matcher:
     """The state of a sequence's grammar after the first `num_consumed` tokens of its output."""
 
-    __slots__ = ("inner", "num_consumed")
+    __slots__ = ("ending", "inner", "num_consumed")
 
-    def __init__(self, inner: LLMatcher) -> None:
+    def __init__(self, inner: LLMatcher, ending: Ending | None = None) -> None:
         self.inner = inner
+        self.ending = ending  # None: the output need not end within its limit
         self.num_consumed = 0
+        if ending is not None:
+            ending.follow(inner, 0)
 
     def consume(self, output_token_ids: Iterable[int]) -> None:
         """Advance the state by the next output tokens. Raises `GrammarError` if the grammar does not allow them."""
         token_ids = list(output_token_ids)
+        if self.ending is None:
+            self._consume(token_ids)
+            return
+        num_before = self.ending.num_before(self.num_consumed)
+        self._consume(token_ids[:num_before])
+        for token_id in token_ids[num_before:]:
+            self._consume([token_id])
+            self.ending.follow(self.inner, self.num_consumed, token_id)
+
+    def _consume(self, token_ids: list[int]) -> None:
         self.inner.consume_tokens(token_ids)
         if self.failure is not None:
             raise GrammarError(self.failure)
         self.num_consumed += len(token_ids)
+
+    def narrow(self, row: npt.NDArray[np.int32]) -> None:
+        """Near the limit of the output, leave in `row`, the mask of the next token, what still lets it end."""
+        if self.ending is not None and self.failure is None:
+            self.ending.narrow(self.inner, self.num_consumed, row)
 
     @property
     def failure(self) -> str | None:
@@ -50,14 +69,17 @@ class Matcher:
 class CompiledGrammar:
     """A compiled grammar. Any number of sequences may follow it."""
 
-    __slots__ = ("_inner",)
+    __slots__ = ("_closer", "_horizon", "_inner")
 
-    def __init__(self, inner: LLMatcher) -> None:
+    def __init__(self, inner: LLMatcher, closer: Closer, horizon: int) -> None:
         self._inner = inner
+        self._closer = closer
+        self._horizon = horizon
 
-    def matcher(self) -> Matcher:
-        """Return a matcher at the beginning of the grammar."""
-        return Matcher(self._inner.deep_copy())
+    def matcher(self, limit: int | None = None) -> Matcher:
+        """Return a matcher at the beginning of the grammar, for an output that should end within `limit` tokens."""
+        ending = None if limit is None else Ending(self._closer, limit, self._horizon)
+        return Matcher(self._inner.deep_copy(), ending)
 
 
 class Grammars:
@@ -69,6 +91,7 @@ class Grammars:
         self._lock = Lock()  # compiles one grammar at a time, and no grammar twice
         self._vocabulary: LLTokenizer | GrammarError | None = None
         self._executor: LLExecutor | None = None
+        self._closer: Closer | None = None
 
     def load(self) -> None:
         """Read the tokenizer now instead of with the first grammar.
@@ -88,12 +111,15 @@ class Grammars:
     def masks(self, matchers: list[Matcher]) -> Bits:
         """Return masks (matchers, 32-bit words) with one bit per token, which is set if the token is allowed next.
 
-        At the end of a grammar, only the end-of-sequence tokens are allowed. If a matcher fails while its mask is
-        computed, its `failure` is set when this method returns.
+        At the end of a grammar, only the end-of-sequence tokens are allowed, and near the limit of an output only
+        tokens after which it can still end. If a matcher fails while its mask is computed, its `failure` is set when
+        this method returns.
         """
         self._executor = self._executor or LLExecutor()
         bits = allocate_token_bitmask(len(matchers), self._tokenizer.vocab_size)
         fill_next_token_bitmask_par(self._executor, [(m.inner, row) for row, m in enumerate(matchers)], bits)
+        for matcher, row in zip(matchers, bits, strict=True):
+            matcher.narrow(row)
         return bits
 
     def _compile_uncached(self, grammar: str) -> CompiledGrammar:
@@ -102,7 +128,8 @@ class Grammars:
             matcher.compute_bitmask()  # copies of the matcher keep the first mask, which is often the slowest
         if matcher.is_error():
             raise GrammarError(f"{GRAMMAR_FAILED} does not compile: {_reason(matcher)}")
-        return CompiledGrammar(matcher)
+        self._closer = self._closer or Closer(self._tokenizer)
+        return CompiledGrammar(matcher, self._closer, horizon(grammar))
 
     @property
     def _tokenizer(self) -> LLTokenizer:

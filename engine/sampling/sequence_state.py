@@ -7,12 +7,19 @@ tokens. It is kept as long as the sequence object exists.
 from weakref import WeakKeyDictionary
 
 from engine.grammar import CompiledGrammar, Matcher
+from engine.interface import SamplingParams
 from engine.sampling.penalties import Penalties
 from engine.sequences.sequence import Sequence
 
 # Reasons for which a sequence fails.
 BROKEN_LOGITS = "the model's logits are not finite"
 NOTHING_LEFT = "its sampling options leave no token to choose"
+
+
+def _limit(sampling: SamplingParams) -> int | None:
+    """Return within how many tokens an output should end; None if its options may forbid the way to its end."""
+    may_forbid = sampling.ignore_eos or sampling.allowed_token_ids or sampling.bad_words
+    return None if may_forbid else sampling.max_tokens
 
 
 class SequenceStates:
@@ -35,6 +42,6 @@ class SequenceStates:
         matcher = self._matchers.get(sequence)
         if matcher is None:
             assert isinstance(sequence.compiled_grammar, CompiledGrammar)
-            matcher = self._matchers[sequence] = sequence.compiled_grammar.matcher()
+            matcher = self._matchers[sequence] = sequence.compiled_grammar.matcher(_limit(sequence.sampling))
         matcher.consume(sequence.token_ids[sequence.num_prompt_tokens + matcher.num_consumed :])
         return matcher

@@ -1,0 +1,187 @@
+"""Let an output under a grammar end within its limit of tokens: near the limit, only tokens that leave time to end.
+
+A model may never close a string that it has opened. So when few tokens are left, each token that the grammar allows is
+tried: it stays allowed if a way to the end is known from there that fits. A way to the end closes what is open, leaves
+out what is optional, and takes the first value that the grammar allows. It need not be the shortest, but once there is
+one that fits, each token leaves one that fits. Knows llguidance; does not know sequences or logits.
+"""
+
+import re
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLTokenizer
+
+# Token ids of the bytes that lead to the end of a JSON value, outside of strings and in them; then those of all others.
+_OUTSIDE = b'}],0"n@tf[{-:123456789'
+_IN_STRING = b"0123456789nabcdefghijklmopqrstuvwxyz"
+_MAX_TRIED = 48  # allowed tokens that are tried in one step, at some 0.1 ms each; of more, one of each kind
+_RECENT = 16  # tokens of a way that are not repeated in a pattern if others are allowed
+_MAX_COMPARED = 8  # alternatives of a value whose lengths are compared
+_TEXT = re.compile(rb'[^\x00-\x20"\\{}\[\],:0-9+.-]+')
+_NUMBER = re.compile(rb"[0-9]+")
+# Within how many tokens of the limit a way to the end is sought: at least so many, and one more for so many characters
+# of the grammar. What it demands is shorter than its text.
+_MIN_HORIZON, _CHARACTERS_A_TOKEN = 64, 4
+# By which share of that one token may lengthen the way. While more is left, nothing is tried.
+_REACH = 1 / 4
+
+Row = npt.NDArray[np.int32]
+Ids = npt.NDArray[np.int64]
+
+
+def horizon(grammar: str) -> int:
+    """Return within how many tokens an output of the serialised `grammar` can be ended, estimated from its length."""
+    return _MIN_HORIZON + len(grammar) // _CHARACTERS_A_TOKEN
+
+
+class Closer:
+    """The ways to the end of grammars, in the tokens of one vocabulary."""
+
+    def __init__(self, tokenizer: LLTokenizer) -> None:
+        self._tokenizer = tokenizer
+        singles = {byte: ids[0] for byte in range(256) if len(ids := tokenizer.tokenize_bytes(bytes([byte]))) == 1}
+        self._brackets, self._closing, self._opening, self._quote, self._letter = (
+            [singles[byte] for byte in text if byte in singles] for text in (b"}]", b"}],", b"{[", b'"', b"z")
+        )
+        self._outside = np.array([singles[byte] for byte in (*_OUTSIDE, *singles) if byte in singles])
+        self._in_string = np.array([singles[byte] for byte in (*_IN_STRING, *singles) if byte in singles])
+        self._kinds = self._numbered_kinds()
+        self._lengths = np.array([len(tokenizer.decode_bytes([i])) for i in range(tokenizer.vocab_size)])
+
+    def narrow(self, state: LLMatcher, row: Row, way: list[int], num_left: int) -> None:
+        """Clear the bits of `row`, the mask of the next token, after which the output cannot end in `num_left` tokens.
+
+        `way` leads to the end from `state`. The end-of-sequence token counts, but if only the text before it fits, then
+        that is kept.
+        """
+        allowed = np.flatnonzero(_flags(row)) if len(way) < num_left else np.array([], np.int64)
+        _set_only(row, [*self._kept(state, allowed, way, num_left - 1), way[0]])
+
+    def _kept(self, state: LLMatcher, allowed: Ids, way: list[int], num_left: int) -> Ids:
+        """Return those of the `allowed` tokens after which the output can end in `num_left` tokens.
+
+        `way` leads to the end now. Of many tokens, only the shortest kinds are tried: what longer ones say can be said
+        with shorter ones.
+        """
+        is_many = len(allowed) > _MAX_TRIED
+        tried = self._one_of_each_kind(allowed) if is_many else allowed
+        kept: list[int] = []
+        for token_id in tried[np.argsort(self._lengths[tried], kind="stable")][:_MAX_TRIED].tolist():
+            after = state.deep_copy()
+            is_end = token_id in self._tokenizer.eos_tokens
+            if is_end or (after.consume_token(token_id) and self.way(after, num_left, way) is not None):
+                kept.append(token_id)
+        return allowed[np.isin(self._kinds[allowed], self._kinds[kept])] if is_many else np.array(kept, np.int64)
+
+    def way(self, state: LLMatcher, limit: int, known: list[int]) -> list[int] | None:
+        """Return at most `limit` tokens that lead to the end, the end-of-sequence token too; None if none are known.
+
+        Advances `state`. `known` is a way from another state; if a part of it up to its end is allowed somewhere on
+        this way, it ends with that part.
+        """
+        way: list[int] = []
+        while len(way) < limit:
+            if state.is_accepting():
+                return [*way, self._tokenizer.eos_token]
+            parts = (known[i:] for i in reversed(range(len(known))))
+            part = next((part for part in parts if state.validate_tokens(part) == len(part)), None)
+            if part is not None:
+                return [*way, *part] if len(way) + len(part) <= limit else None
+            tokens = state.compute_ff_tokens() or self._next(state, way)
+            if not tokens or not state.consume_tokens(tokens):
+                return None
+            way += tokens
+        return None
+
+    def _next(self, state: LLMatcher, way: list[int]) -> list[int]:
+        """Return the token of one byte that leads nearest to the end; an empty list if none is allowed.
+
+        Both brackets are allowed only in a string, and a letter such as z only there or in a pattern. Elsewhere, the
+        shorter of a few texts is taken, such as those of an `enum`, and a bracket is opened only if nothing else is
+        allowed: a recursive schema would never end. In a pattern, those that stand last in the `way` come last, since
+        one such as that of an e-mail address lets them be repeated.
+        """
+        in_string = all(state.validate_tokens([bracket]) for bracket in self._brackets)
+        if in_string and state.validate_tokens(self._quote):
+            return self._quote
+        order = self._in_string if in_string else self._outside
+        allowed = order[_flags(np.frombuffer(state.compute_bitmask(), np.int32))[order] == 1].tolist()
+        in_pattern = in_string or any(token_id in self._letter for token_id in allowed)
+        if not allowed or (allowed[0] in self._closing and not in_pattern):
+            return allowed[:1]  # type: ignore[no-any-return]
+        recent, compared = way[-_RECENT:], len(allowed) <= _MAX_COMPARED
+
+        def cost(token_id: int) -> tuple[bool, int, int]:
+            num_forced = self._num_forced(state, token_id) if compared else 0
+            return token_id in self._opening, recent.count(token_id) if in_pattern or not compared else 0, num_forced
+
+        return [min(allowed, key=cost)]
+
+    def _num_forced(self, state: LLMatcher, token_id: int) -> int:
+        after = state.deep_copy()
+        after.consume_token(token_id)
+        return len(after.compute_ff_tokens())
+
+    def _one_of_each_kind(self, token_ids: Ids) -> Ids:
+        return token_ids[np.unique(self._kinds[token_ids], return_index=True)[1]]
+
+    def _numbered_kinds(self) -> Ids:
+        """Return a number for each token id: equal for tokens that differ only in the letters and digits of their text.
+
+        Tokens that end in half a character are of one kind if as many bytes are missing.
+        """
+        numbers: dict[bytes, int] = {}
+        kinds = [self._kind(token_id) for token_id in range(self._tokenizer.vocab_size)]
+        return np.array([numbers.setdefault(kind, len(numbers)) for kind in kinds])
+
+    def _kind(self, token_id: int) -> bytes:
+        text = self._tokenizer.decode_bytes([token_id])
+        for num_missing in range(4):
+            try:
+                (text + b"\x80" * num_missing).decode()
+            except UnicodeDecodeError:
+                continue
+            return _NUMBER.sub(b"0", _TEXT.sub(b"a", text)) + b"?" * num_missing
+        return text
+
+
+class Ending:
+    """The way to the end of one output, sought within its horizon. It depends only on the tokens of the output."""
+
+    __slots__ = ("_closer", "_horizon", "_limit", "_way")
+
+    def __init__(self, closer: Closer, limit: int, horizon: int) -> None:
+        self._closer = closer
+        self._limit = limit  # the greatest number of output tokens
+        self._horizon = horizon
+        self._way: list[int] | None = None
+
+    def num_before(self, num_consumed: int) -> int:
+        """Return how many tokens may follow before a way to the end is sought."""
+        return max(0, self._limit - self._horizon - num_consumed)
+
+    def follow(self, state: LLMatcher, num_consumed: int, token_id: int | None = None) -> None:
+        """Note that `token_id` has led to `state`. If `num_consumed` tokens are within the horizon, seek a way."""
+        num_left, known = self._limit - num_consumed, self._way or []
+        if known[1:] and known[0] == token_id:
+            self._way = known[1:]
+        elif 0 < num_left <= self._horizon:
+            self._way = self._closer.way(state.deep_copy(), num_left + 1, known)
+
+    def narrow(self, state: LLMatcher, num_consumed: int, row: Row) -> None:
+        """Leave in `row`, the mask of the next token, what still lets the output end; all if no way to the end fits."""
+        num_left = self._limit - num_consumed
+        if self._way is not None and num_left < len(self._way) + int(self._horizon * _REACH):
+            self._closer.narrow(state, row, self._way, num_left)
+
+
+def _flags(row: Row) -> npt.NDArray[np.uint8]:
+    """Return 0 or 1 for each token of a mask."""
+    return np.unpackbits(row.view(np.uint8), bitorder="little")
+
+
+def _set_only(row: Row, token_ids: list[int]) -> None:
+    bits = np.zeros(32 * len(row), np.uint8)
+    bits[token_ids] = 1
+    row[:] = np.packbits(bits, bitorder="little").view(np.int32)
