@@ -24,7 +24,7 @@ _NUMBER = re.compile(rb"[0-9]+")
 # of the grammar. What it demands is shorter than its text.
 _MIN_HORIZON, _CHARACTERS_A_TOKEN = 64, 4
 # By which share of that one token may lengthen the way. While more is left, nothing is tried.
-_REACH = 1 / 4
+_REACH = 1 / 2
 
 Row = npt.NDArray[np.int32]
 Ids = npt.NDArray[np.int64]
