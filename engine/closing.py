@@ -58,21 +58,32 @@ class Closer:
         allowed = np.flatnonzero(_flags(row)) if len(way) < num_left else np.array([], np.int64)
         _set_only(row, [*self._kept(state, allowed, way, num_left - 1), way[0]])
 
-    def _kept(self, state: LLMatcher, allowed: Ids, way: list[int], num_left: int) -> Ids:
+    def _kept(self, state: LLMatcher, allowed: Ids, way: list[int], num_left: int) -> list[int]:
         """Return those of the `allowed` tokens after which the output can end in `num_left` tokens.
 
-        `way` leads to the end now. Of many tokens, only the shortest kinds are tried: what longer ones say can be said
-        with shorter ones.
+        `way` leads to the end now. Of many tokens, the kinds with the shortest texts are tried: what longer ones say
+        can be said with shorter ones. All of a kind are kept if its longest token is, otherwise only the shortest.
         """
-        is_many = len(allowed) > _MAX_TRIED
-        tried = self._one_of_each_kind(allowed) if is_many else allowed
-        kept: list[int] = []
-        for token_id in tried[np.argsort(self._lengths[tried], kind="stable")][:_MAX_TRIED].tolist():
+
+        def fits(token_id: int) -> bool:
             after = state.deep_copy()
             is_end = token_id in self._tokenizer.eos_tokens
-            if is_end or (after.consume_token(token_id) and self.way(after, num_left, way) is not None):
-                kept.append(token_id)
-        return allowed[np.isin(self._kinds[allowed], self._kinds[kept])] if is_many else np.array(kept, np.int64)
+            return is_end or (after.consume_token(token_id) and self.way(after, num_left, way) is not None)
+
+        if len(allowed) <= _MAX_TRIED:
+            return [token_id for token_id in allowed.tolist() if fits(token_id)]
+        kept: list[int] = []
+        for kind in self._grouped(allowed)[:_MAX_TRIED]:
+            kept += kind if fits(kind[-1]) else kind[:1] if fits(kind[0]) else []
+        return kept
+
+    def _grouped(self, token_ids: Ids) -> list[list[int]]:
+        """Return the tokens by their kinds, each kind and the kinds among themselves by their shortest texts."""
+        by_length = token_ids[np.argsort(self._lengths[token_ids], kind="stable")]
+        groups: dict[int, list[int]] = {}
+        for token_id, kind in zip(by_length.tolist(), self._kinds[by_length].tolist(), strict=True):
+            groups.setdefault(kind, []).append(token_id)
+        return list(groups.values())
 
     def way(self, state: LLMatcher, limit: int, known: list[int]) -> list[int] | None:
         """Return at most `limit` tokens that lead to the end, the end-of-sequence token too; None if none are known.
@@ -122,9 +133,6 @@ class Closer:
         after = state.deep_copy()
         after.consume_token(token_id)
         return len(after.compute_ff_tokens())
-
-    def _one_of_each_kind(self, token_ids: Ids) -> Ids:
-        return token_ids[np.unique(self._kinds[token_ids], return_index=True)[1]]
 
     def _numbered_kinds(self) -> Ids:
         """Return a number for each token id: equal for tokens that differ only in the letters and digits of their text.
