@@ -52,7 +52,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     arrival_ms: int  # at the gateway
-    deadline_ms: int  # the request's score in its tier's queue, a sorted set: the earliest deadline is claimed first
+    deadline_ms: int
     reply_to: str  # id of the gateway that gets the token events
     delivery: Delivery = Delivery.EACH_STEP
     cache_salt: str = ""  # requests share KV only if their salts are equal; the salt holds the caller's identity
@@ -68,12 +68,18 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
 
     version: int = 0  # the lowest `VERSION` that a worker must know to serve the request
     owner: str = ""  # name of the caller's API key; the keys of a tier share the engine
+    order_ms: int = 0  # see `score_ms`; 0: its deadline
 
     @property
     def is_delivered_in_parts(self) -> bool:
         """Whether its gateway may have received tokens before its end, and can tell which."""
         in_parts = self.delivery is Delivery.EACH_STEP or self.sampling.logprobs is not None
         return self.version >= 1 and in_parts
+
+    @property
+    def score_ms(self) -> int:
+        """The request's score in its tier's queue, a sorted set: the least is claimed first."""
+        return self.order_ms or self.deadline_ms
 
     @property
     def max_total_tokens(self) -> int:

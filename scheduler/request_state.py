@@ -223,8 +223,8 @@ class RequestState:
 
     @property
     def edf_key(self) -> tuple[int, int, str]:
-        """The sort key inside a tier: the earliest deadline comes first. No two requests have the same key."""
-        return (self.request.deadline_ms, self.request.arrival_ms, self.request.id)
+        """The sort key inside a tier: the same order as in the queue. No two requests have the same key."""
+        return (self.request.score_ms, self.request.arrival_ms, self.request.id)
 
     def blocks_held(self, block_size: int) -> int:
         return blocks_for(self.num_computed_tokens, block_size) if self.is_resident else 0

@@ -15,6 +15,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from scheduler.client import rejection
 from scheduler.client.forecast_correction import MEDIAN_EXCEEDED_SHARE, SLO_EXCEEDED_SHARE, ForecastCorrection
 from scheduler.client.inflight import InFlight
@@ -24,6 +26,10 @@ from scheduler.config import Tier, TierSet
 from scheduler.queue.base import AheadLimit, Backlog, QueueFull, TooFarBehind
 from scheduler.registry.worker_status import TierCapacity, WorkerStatus
 from scheduler.request import Request, TokenEvent
+
+# Requests of a key that wait behind no other key's flood: as many as never yield in a worker
+# (scheduler/planning/yielding.py).
+FEW_REQUESTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,7 @@ class Ticket:
     forecast: Forecast | None  # None: no prediction is possible
     ahead: AheadLimit | None  # limit of the work that may wait ahead of `requests` in the queue; None: no limit
     began_s: float
+    has_few: bool = False  # the key has so few requests beside others that no other key's may fill the queue for it
 
 
 class Admission:
@@ -68,15 +75,20 @@ class Admission:
         tier = self._tiers.tiers.get(requests[0].tier)
         if tier is None:
             return rejection.tier_gone(requests[0].tier)
+        requests = self._in_order(tier, requests)
         forecast = self._forecast(tier, requests, now, wall_ms)
-        rejected = self._check_local(tier, forecast, len(requests), now) if forecast is not None else None
+        owner, count = requests[0].owner, len(requests)
+        has_few = tier.is_interactive and self._has_few(tier, owner, count)
+        if forecast is not None and has_few:
+            forecast = forecast.behind_own_requests()  # keys with many make room at the workers
+        rejected = self._check_local(tier, forecast, owner, count, now) if forecast is not None else None
         if rejected is not None:
             return rejected
         if forecast is not None:
             self._expect_first_token(tier, requests, forecast, now)
         self._in_flight.add(requests, are_passed=forecast is not None and _is_too_long(tier, requests, forecast))
         ahead = forecast.limit(self._above[tier.name]) if forecast is not None else None
-        return Ticket(tier, requests, forecast, ahead, now)
+        return Ticket(tier, requests, forecast, ahead, now, has_few)
 
     def settle(self, ticket: Ticket, reply: QueueFull | TooFarBehind | None) -> Rejected | None:
         """Process the queue's `reply` to the put; None means that the requests are enqueued.
@@ -124,17 +136,21 @@ class Admission:
         forecast = self._forecast(tier, (), now, 0) if tier.is_interactive else None
         if forecast is None:
             return None
-        return forecast.own_s + self._wait_s(forecast, tier, backlogs)
+        return forecast.own_s + self._wait_s(forecast, tier, "", backlogs)
 
-    def _wait_s(self, forecast: Forecast, tier: Tier, backlogs: Mapping[str, Backlog]) -> float:
-        """Return the predicted wait behind the requests in `backlogs` or behind this gateway's own requests.
+    def _wait_s(self, forecast: Forecast, tier: Tier, owner: str, backlogs: Mapping[str, Backlog]) -> float:
+        """Return a key's predicted wait behind the requests in `backlogs` or behind this gateway's own requests.
 
         The longer wait counts: `backlogs` holds the requests of other gateways, and the own requests are up to date.
+        Whoever has few requests does not wait behind others' backlogs.
         """
+        own_s = forecast.behind_own_requests().wait_s(self._own_requests(tier, owner))
+        if self._has_few(tier, owner, 1):
+            return own_s
         tiers = (*self._above[tier.name], tier.name)
         tokens = sum(backlogs[name].prompt_tokens for name in tiers if name in backlogs)
         ahead = Backlog(backlogs[tier.name].requests, tokens) if tier.name in backlogs else Backlog()
-        return max(forecast.wait_s(ahead), forecast.behind_own_requests().wait_s(self._own_requests(tier)))
+        return max(forecast.wait_s(ahead), own_s)
 
     def _forecast(self, tier: Tier, requests: Sequence[Request], now: float, wall_ms: int) -> Forecast | None:
         """Return the forecast for `requests` of `tier`; None if no prediction is possible."""
@@ -166,12 +182,12 @@ class Admission:
         usage, left_s = self._in_flight.usage(tier.name), (deadline_ms - wall_ms) / 1000
         return completion(requests, capacity, usage, left_s, cap_own_work=has_tier_deadline)
 
-    def _check_local(self, tier: Tier, forecast: Forecast, count: int, now: float) -> Rejected | None:
+    def _check_local(self, tier: Tier, forecast: Forecast, owner: str, count: int, now: float) -> Rejected | None:
         """Return why the requests are refused because of this gateway's own requests in flight; None if they are not.
 
         This check does not depend on the age of the last heartbeats.
         """
-        own, forecast = self._own_requests(tier), forecast.behind_own_requests()
+        own, forecast = self._own_requests(tier, owner), forecast.behind_own_requests()
         if not tier.is_interactive or forecast.limit(()).admits(own):
             return None
         return self._refuse(tier, forecast, own, count, now)
@@ -195,18 +211,40 @@ class Admission:
         """Remember the predicted wait, so that it can be compared with the measured wait."""
         if not (tier.is_interactive and forecast.is_complete):
             return
-        wait_s = self._wait_s(forecast, tier, self._backlogs) / self._correction.factor(tier.name)
+        wait_s = self._wait_s(forecast, tier, requests[0].owner, self._backlogs) / self._correction.factor(tier.name)
         if wait_s > forecast.own_s:  # the measured time of a shorter wait is mostly that of the request's own work
             exceeded_share = SLO_EXCEEDED_SHARE if tier.admission.predict else MEDIAN_EXCEEDED_SHARE
             self._correction.expect(requests[-1].id, tier.name, now, forecast.own_s, wait_s, exceeded_share)
 
-    def _own_requests(self, tier: Tier) -> Backlog:
-        """Return the number of this gateway's open requests of `tier`, and the prompt tokens ahead of a new request.
+    def _own_requests(self, tier: Tier, owner: str) -> Backlog:
+        """Return how many of this gateway's open requests of `tier` are ahead of a new one of a key, and their tokens.
 
-        The prompt tokens are those of all requests that have no first token yet, in `tier` and in the tiers above it.
+        The tokens are those of prompts without a first token, with all those of the tiers above.
         """
-        tokens = self._in_flight.unanswered_tokens((*self._above[tier.name], tier.name))
-        return Backlog(self._in_flight.num_open(tier.name), tokens)
+        requests, tokens = self._in_flight.ahead(tier.name, owner, FEW_REQUESTS)
+        return Backlog(requests, tokens + self._in_flight.unanswered_tokens(self._above[tier.name]))
+
+    def _has_few(self, tier: Tier, owner: str, count: int) -> bool:
+        """Return whether a key has few requests with `count` more, and others have more of the tier."""
+        mine = self._in_flight.num_open(tier.name, owner)
+        return mine + count <= FEW_REQUESTS and mine < self._in_flight.num_open(tier.name)
+
+    def _in_order(self, tier: Tier, requests: Sequence[Request]) -> Sequence[Request]:
+        """Return the requests with their places in the queue of an interactive tier.
+
+        The first few of a key have their deadlines as scores. Each further one counts as due one `deadline_ms` later
+        than the one before, so that of two keys the one with fewer open requests goes first. A key's own requests stay
+        in order.
+        """
+        if not tier.is_interactive:
+            return requests
+        owner = requests[0].owner
+        num_open, last_ms = self._in_flight.num_open(tier.name, owner), self._in_flight.last_ms(tier.name, owner)
+        placed = []
+        for number, request in enumerate(requests, num_open + 1):
+            last_ms = max(last_ms, request.deadline_ms + max(0, number - FEW_REQUESTS) * tier.deadline_ms)
+            placed.append(structs.replace(request, order_ms=last_ms) if last_ms > request.deadline_ms else request)
+        return placed
 
 
 def _is_too_long(tier: Tier, requests: Sequence[Request], forecast: Forecast) -> bool:

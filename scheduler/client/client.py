@@ -185,7 +185,8 @@ class SchedulerClient:
         request_ids = [request.id for request in ticket.requests]
         self._open.add(request_ids, stream)
         try:
-            limits = (ticket.tier.queue_limit, ticket.ahead, self._max_bytes(ticket.tier))
+            limit, max_bytes = ticket.tier.queue_limit, self._max_bytes(ticket.tier)
+            limits = (None, ticket.ahead) if ticket.has_few else (limit, ticket.ahead, max_bytes)
             reply = await self._queue.put(ticket.requests, *limits)
         except StoreRefused:  # then nothing was put
             self._open.forget(request_ids)

@@ -43,8 +43,10 @@ class InFlight:
     def __init__(self) -> None:
         self._requests: dict[str, Request] = {}
         self._unanswered: set[str] = set()  # ids of the requests that have no first token yet
-        self._num_open: Counter[str] = Counter()
-        self._prompt_tokens: Counter[str] = Counter()  # prompt tokens of the unanswered requests, by tier
+        self._num_open: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by tier and key
+        # Prompt tokens of the unanswered requests, by tier and key.
+        self._prompt_tokens: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._last_ms: dict[tuple[str, str], int] = {}  # greatest score of a key's open requests, by tier and key
         self._cached: defaultdict[str, _Share] = defaultdict(_Share)
         self._output: defaultdict[str, _Share] = defaultdict(_Share)
 
@@ -54,19 +56,25 @@ class InFlight:
             if request.id in self._requests:
                 continue
             self._requests[request.id] = request
-            self._num_open[request.tier] += 1
+            self._num_open[request.tier][request.owner] += 1
+            self._last_ms[request.tier, request.owner] = request.score_ms
             # A request with another delivery mode sends no event at its first token, so it is never counted as
             # unanswered.
             if request.delivery is Delivery.EACH_STEP and not are_passed:
                 self._unanswered.add(request.id)
-                self._prompt_tokens[request.tier] += len(request.prompt_token_ids)
+                self._prompt_tokens[request.tier][request.owner] += len(request.prompt_token_ids)
 
     def remove(self, request_id: str) -> None:
         """Forget a request that has ended in any way. An unknown id changes nothing."""
         request = self._requests.pop(request_id, None)
         if request is not None:
-            self._num_open[request.tier] -= 1
             self._mark_answered(request)
+            num_open = self._num_open[request.tier]
+            num_open[request.owner] -= 1
+            if not num_open[request.owner]:
+                del num_open[request.owner]
+                self._prompt_tokens[request.tier].pop(request.owner, None)
+                self._last_ms.pop((request.tier, request.owner), None)
 
     def on_event(self, event: TokenEvent) -> None:
         """Process an event: the first event of a request ends its wait, the last event removes the request."""
@@ -86,17 +94,36 @@ class InFlight:
     def _mark_answered(self, request: Request) -> None:
         if request.id in self._unanswered:
             self._unanswered.remove(request.id)
-            self._prompt_tokens[request.tier] -= len(request.prompt_token_ids)
+            self._prompt_tokens[request.tier][request.owner] -= len(request.prompt_token_ids)
 
-    def num_open(self, tier: str) -> int:
-        return self._num_open[tier]
+    def num_open(self, tier: str, owner: str | None = None) -> int:
+        """Return the number of the tier's open requests, of all keys or of one."""
+        return self._num_open[tier].total() if owner is None else self._num_open[tier][owner]
 
     def unanswered_tokens(self, tiers: Iterable[str]) -> int:
         """Return the prompt tokens of all requests in `tiers` without a first token.
 
         These requests may be in the queue or at a worker.
         """
-        return sum(self._prompt_tokens[tier] for tier in tiers)
+        return sum(self._prompt_tokens[tier].total() for tier in tiers)
+
+    def last_ms(self, tier: str, owner: str) -> int:
+        """Return the greatest score of the key's open requests; 0 if there are none."""
+        return self._last_ms.get((tier, owner), 0)
+
+    def ahead(self, tier: str, owner: str, few: int) -> tuple[int, int]:
+        """Return how many open requests of the tier are before the next one of a key, and their unanswered tokens.
+
+        Of each other key, as many are before it as the key has itself, or the first `few` if that is more. Their tokens
+        are estimated: their share of the key's requests, times its tokens.
+        """
+        open_of, tokens_of = self._num_open[tier], self._prompt_tokens[tier]
+        most, requests, tokens = max(few, open_of[owner] + 1), 0, 0
+        for other, count in open_of.items():
+            before = count if other == owner else min(count, most)
+            requests += before
+            tokens += tokens_of[other] * before // count if count else 0
+        return requests, tokens
 
     def due_by(self, tier: str, deadline_ms: int) -> tuple[int, int]:
         """Return the prompt tokens and the maximum output tokens of running requests due by `deadline_ms`.

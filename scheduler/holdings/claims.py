@@ -10,6 +10,7 @@ from engine.interface import EngineInfo
 from scheduler.config import Tier
 from scheduler.control.budget import Budgets, TierBudget
 from scheduler.holdings.request_table import RequestTable
+from scheduler.queue.base import DueLimit
 from scheduler.request import Claimed, Request
 
 # Number of interactive requests that are claimed in addition to the free slots. If a sequence ends in one step, a
@@ -20,6 +21,21 @@ PREFETCH = 4
 KNOWN_WAITING = 2
 
 
+def due_limits(tiers: Sequence[Tier], table: RequestTable, wall_ms: int) -> dict[str, DueLimit]:
+    """Return how many requests to claim beyond the limits, by interactive tier, and until which score.
+
+    They are those of keys that have few requests, for which a key with many makes room, and those that have waited so
+    long that they are due all the same (`scheduler.client.admission`).
+    """
+    limits = {}
+    for tier in tiers:
+        if tier.is_interactive:
+            until_ms = wall_ms + tier.deadline_ms
+            num_due = sum(state.request.score_ms <= until_ms for state in table.waiting(tier.name))
+            limits[tier.name] = DueLimit(max(0, PREFETCH - num_due), until_ms)
+    return limits
+
+
 def claim_limits(
     tiers: Sequence[Tier],
     table: RequestTable,
@@ -27,7 +43,9 @@ def claim_limits(
     ending: Mapping[str, int] | None = None,
     held_back: Mapping[str, int] | None = None,
 ) -> dict[str, int]:
-    """Return how many requests to claim, by tier. Tiers that need no requests are left out.
+    """Return how many requests to claim, by tier. Bulk tiers that need no requests are left out.
+
+    Of an interactive tier with 0, only those are claimed that are due (`due_limits`).
 
     `ending` is the number of sequences, by tier, that are certain to end with the running step. Requests for their
     slots are claimed before the step ends. `held_back` is the number of held requests, by tier, that may not run now,
@@ -39,8 +57,8 @@ def claim_limits(
         budget = budgets.tiers[tier.name]
         num_held_back = min(held_back.get(tier.name, 0), budget.max_num_seqs) if held_back else 0
         limit = _claim_limit(tier, table, budget, num_ending, num_held_back)
-        if limit > 0:
-            limits[tier.name] = limit
+        if limit > 0 or tier.is_interactive:
+            limits[tier.name] = max(0, limit)
     return limits
 
 

@@ -4,7 +4,7 @@ It has two implementations: `redis` for production, and `memory` for the simulat
 contract suite. A queue knows order, leases, sizes and limits. It does not decide how many requests are claimed from
 which tier (the SLA controller decides this), or what the limits are (admission decides this).
 
-A request is in exactly one of three states: waiting in its tier's sorted set (score: `deadline_ms`), leased in the
+A request is in exactly one of three states: waiting in its tier's sorted set (score: `Request.score_ms`), leased in the
 lease set (score: expiry of the lease), or gone. Every move is atomic.
 """
 
@@ -48,7 +48,7 @@ class Backlog:
 class AheadLimit:
     """The limit of the work that may wait ahead of new requests when `put` adds them to the queue.
 
-    The work ahead is the waiting requests of the same tier that are due no later than the new requests, and all waiting
+    The work ahead is the waiting requests of the same tier with scores up to those of the new requests, and all waiting
     requests of the tiers `above`. `max_requests` limits the number of requests ahead in the same tier. `max_s` limits
     the time that the tokens of all requests ahead may take; a token takes `prompt_token_s` or `output_token_s` seconds.
     """
@@ -62,6 +62,18 @@ class AheadLimit:
     def admits(self, ahead: Backlog) -> bool:
         seconds = ahead.prompt_tokens * self.prompt_token_s + ahead.output_tokens * self.output_token_s
         return ahead.requests <= self.max_requests and seconds <= self.max_s
+
+
+@dataclass(frozen=True, slots=True)
+class DueLimit:
+    """How many requests of a tier are claimed beyond its limit: at most `requests`, with scores up to `until_ms`."""
+
+    requests: int
+    until_ms: int
+
+
+DueLimits = Mapping[str, DueLimit]  # by tier
+NOTHING_DUE: DueLimits = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +158,14 @@ class Queue(LeaseStore, Protocol):
         """
         ...
 
-    async def claim(self, limits: Mapping[str, int], lease_s: float, load: int | None = None) -> list[Claimed]:
+    async def claim(
+        self, limits: Mapping[str, int], lease_s: float, load: int | None = None, due: DueLimits = NOTHING_DUE
+    ) -> list[Claimed]:
         """Claim up to `limits[tier]` requests of each tier, under a lease of `lease_s` seconds.
 
-        Tiers are served in the order of `limits`. Within a tier, requests are claimed from the earliest to the latest
-        deadline. Each comes with its output tokens that were checkpointed.
+        Tiers are served in the order of `limits`. Within a tier, requests are claimed from the least to the greatest
+        score. Beyond the limit of a tier, those are claimed that `due` names. Each request comes with its output tokens
+        that were checkpointed.
 
         A worker with a `load`, a number that is greater the busier it is, waits from then on for those of these tiers
         in which there was less than its limit, and for no other of them (`LeaseStore.wait_for_work`). A limit may be 0.

@@ -1,6 +1,6 @@
--- Lease to a worker the requests of each tier that have the earliest deadlines.
+-- Lease to a worker the requests of each tier that have the least scores.
 -- ARGV: holder of the leases, name of this claim, now_ms, lease_ms, how busy the worker is (empty: it will not wait), then
--- tier and limit of each tier.
+-- tier, limit, and how many requests with what greatest score beyond the limit, of each tier.
 -- Returns {id, payload, fence, attempt, stored output, received, input} of each claimed request, in the order of the
 -- tiers. `received` is the number of tokens that its gateway has received: 0 at the first claim, '?' if nobody has told it
 -- since the last claim. Only tasks have an input (scheduler/tasks).
@@ -41,9 +41,18 @@ if last and string.sub(last, 1, #name) == name then
 end
 
 local requests, waits_for = {}, {}
-for i = 6, #ARGV, 2 do
-  local tier, limit = ARGV[i], tonumber(ARGV[i + 1])
+for i = 6, #ARGV, 4 do
+  local tier, limit, due, until_ms = ARGV[i], tonumber(ARGV[i + 1]), tonumber(ARGV[i + 2]), tonumber(ARGV[i + 3])
   local popped = limit > 0 and redis.call('ZPOPMIN', QUEUE .. tier, limit) or {}
+  local is_empty = #popped < 2 * limit
+  for _ = 1, is_empty and 0 or due do
+    local head = redis.call('ZRANGE', QUEUE .. tier, 0, 0, 'WITHSCORES')
+    if not head[2] or tonumber(head[2]) > until_ms then
+      break
+    end
+    redis.call('ZREM', QUEUE .. tier, head[1])
+    popped[#popped + 1], popped[#popped + 2] = head[1], head[2]
+  end
   local left_prompt, left_output, left_bytes = 0, 0, 0
   for j = 1, #popped, 2 do
     local prompt, output, id = read_member(popped[j])
@@ -56,11 +65,11 @@ for i = 6, #ARGV, 2 do
   end
   local leaves
   if #popped > 0 then
-    leaves = count_waiting(tier, left_prompt, left_output, left_bytes, #popped < 2 * limit)
+    leaves = count_waiting(tier, left_prompt, left_output, left_bytes, is_empty)
   else
-    leaves = limit == 0 and redis.call('EXISTS', QUEUE .. tier) == 1
+    leaves = not is_empty and redis.call('EXISTS', QUEUE .. tier) == 1
   end
-  if load and #popped < 2 * limit then
+  if load and #popped < 2 * (limit + due) then
     waits_for[#waits_for + 1] = tier
   else
     redis.call('ZREM', WAITERS .. tier, worker_id)

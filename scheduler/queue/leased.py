@@ -15,6 +15,7 @@ import msgspec
 from redis.asyncio import Redis
 
 from scheduler.clock import Clock
+from scheduler.queue.base import NOTHING_DUE, DueLimits
 from scheduler.queue.scripts import ClaimedRow, Scripts
 from scheduler.queue.wakeups import Wakeups
 from scheduler.request import Lease
@@ -66,12 +67,14 @@ class LeasedQueue:
         self._lost_claim = ""  # name of a claim that got no reply
         self._listener: asyncio.Task[None] | None = None
 
-    async def _claim(self, limits: Mapping[str, int], lease_s: float, load: int | None = None) -> list[ClaimedRow]:
+    async def _claim(
+        self, limits: Mapping[str, int], lease_s: float, load: int | None = None, due: DueLimits = NOTHING_DUE
+    ) -> list[ClaimedRow]:
         """Claim up to `limits` of each tier or lane. If the last claim got no reply, return its requests."""
         name, self._lost_claim = self._lost_claim or token_hex(8), ""
         try:
             now_ms = self._clock.wall_ms()
-            return await self._scripts.claim(self._worker_id, name, now_ms, int(lease_s * 1000), limits, load)
+            return await self._scripts.claim(self._worker_id, name, now_ms, int(lease_s * 1000), limits, load, due)
         except STORE_AWAY:
             self._lost_claim = name
             raise

@@ -8,7 +8,7 @@ import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from scheduler.clock import Clock
-from scheduler.queue.base import WAKE_MS, AheadLimit, Backlog, QueueFull, TooFarBehind
+from scheduler.queue.base import NOTHING_DUE, WAKE_MS, AheadLimit, Backlog, DueLimit, DueLimits, QueueFull, TooFarBehind
 from scheduler.queue.memory_state import Output, Record, Shared
 from scheduler.queue.wakeups import Wakeups
 from scheduler.request import Checkpoint, Claimed, Lease, Request
@@ -60,13 +60,16 @@ class MemoryQueue:
             shared.wake(tier)
         return None
 
-    async def claim(self, limits: Mapping[str, int], lease_s: float, load: int | None = None) -> list[Claimed]:
+    async def claim(
+        self, limits: Mapping[str, int], lease_s: float, load: int | None = None, due: DueLimits = NOTHING_DUE
+    ) -> list[Claimed]:
         taken: list[Record] = []
         waits_for = []
         for tier, limit in limits.items():
-            popped = self._pop(tier, limit)
+            beyond = due.get(tier, DueLimit(0, 0))
+            popped = self._pop(tier, limit) + self._pop(tier, beyond.requests, beyond.until_ms)
             taken += popped
-            if load is not None and len(popped) < limit:
+            if load is not None and len(popped) < limit + beyond.requests:
                 waits_for.append(tier)
             else:
                 self._leave(tier)
@@ -183,7 +186,7 @@ class MemoryQueue:
     async def head_arrivals(self, tiers: Sequence[str]) -> dict[str, int]:
         waiting = [r for r in self._shared.records.values() if r.fence is None]
         heads: dict[str, Record] = {}
-        for record in sorted(waiting, key=lambda r: (r.request.deadline_ms, r.number)):
+        for record in sorted(waiting, key=lambda r: (r.request.score_ms, r.number)):
             heads.setdefault(record.request.tier, record)
         return {tier: heads[tier].request.arrival_ms for tier in tiers if tier in heads}
 
@@ -206,13 +209,13 @@ class MemoryQueue:
 
     def _enqueue(self, record: Record) -> None:
         request = record.request
-        heapq.heappush(self._shared.heaps[request.tier], (request.deadline_ms, record.number, request.id))
+        heapq.heappush(self._shared.heaps[request.tier], (request.score_ms, record.number, request.id))
         self._shared.waiting[request.tier].add(request)
 
-    def _pop(self, tier: str, limit: int) -> list[Record]:
+    def _pop(self, tier: str, limit: int, until_ms: int | None = None) -> list[Record]:
         popped: list[Record] = []
         heap = self._shared.heaps[tier]
-        while heap and len(popped) < limit:
+        while heap and len(popped) < limit and (until_ms is None or heap[0][0] <= until_ms):
             _, number, request_id = heapq.heappop(heap)
             record = self._shared.records.get(request_id)
             if record is not None and record.number == number:

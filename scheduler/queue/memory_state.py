@@ -51,12 +51,12 @@ class Waiting:
         return Backlog(len(self.deadlines_ms), self.prompt_tokens, self.output_tokens)
 
     def add(self, request: Request) -> None:
-        insort(self.deadlines_ms, request.deadline_ms)
+        insort(self.deadlines_ms, request.score_ms)
         self.prompt_tokens += len(request.prompt_token_ids)
         self.output_tokens += request.sampling.max_tokens
 
     def remove(self, request: Request) -> None:
-        del self.deadlines_ms[bisect_left(self.deadlines_ms, request.deadline_ms)]
+        del self.deadlines_ms[bisect_left(self.deadlines_ms, request.score_ms)]
         self.prompt_tokens -= len(request.prompt_token_ids)
         self.output_tokens -= request.sampling.max_tokens
 
@@ -117,7 +117,7 @@ class Shared:
             if num_bytes + _num_bytes(requests) > max_bytes:
                 return QueueFull(tier, depth, max_bytes, num_bytes)
         if ahead is not None:
-            before = self._ahead(tier, max(r.deadline_ms for r in requests), ahead.above)
+            before = self._ahead(tier, max(r.score_ms for r in requests), ahead.above)
             if not ahead.admits(before):
                 return TooFarBehind(tier, before)
         return None

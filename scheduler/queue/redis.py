@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 
 from engine.interface import SamplingParams
 from scheduler.clock import Clock
-from scheduler.queue.base import AheadLimit, Backlog, QueueFull, TooFarBehind
+from scheduler.queue.base import NOTHING_DUE, AheadLimit, Backlog, DueLimits, QueueFull, TooFarBehind
 from scheduler.queue.leased import LeasedQueue, decode_known
 from scheduler.queue.scripts import ClaimedRow, unpacked
 from scheduler.request import VERSION, Checkpoint, Claimed, Lease, Request
@@ -59,17 +59,19 @@ class RedisQueue(LeasedQueue):
         if any(r.tier != tier for r in requests):
             raise ValueError("one put is for one tier")
         rows = [
-            (r.id, r.deadline_ms, len(r.prompt_token_ids), r.sampling.max_tokens, self._encoder.encode(r))
+            (r.id, r.score_ms, len(r.prompt_token_ids), r.sampling.max_tokens, self._encoder.encode(r))
             + (r.job_part, r.reply_to)
             for r in requests
         ]
         return await self._scripts.put(tier, limit, self._clock.wall_ms(), ahead or NO_LIMIT, max_bytes, rows)
 
-    async def claim(self, limits: Mapping[str, int], lease_s: float, load: int | None = None) -> list[Claimed]:
+    async def claim(
+        self, limits: Mapping[str, int], lease_s: float, load: int | None = None, due: DueLimits = NOTHING_DUE
+    ) -> list[Claimed]:
         self._start_listening()
-        if load is None and not any(limits.values()):
+        if load is None and not due and not any(limits.values()):
             return []
-        return [await self._claimed(row) for row in await self._claim(limits, lease_s, load)]
+        return [await self._claimed(row) for row in await self._claim(limits, lease_s, load, due)]
 
     async def _claimed(self, row: ClaimedRow) -> Claimed:
         request_id, payload, fence, attempt, output, received, _ = row

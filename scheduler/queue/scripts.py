@@ -13,7 +13,7 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 
-from scheduler.queue.base import WAKE_MS, AheadLimit, Backlog, QueueFull, TooFarBehind
+from scheduler.queue.base import NOTHING_DUE, WAKE_MS, AheadLimit, Backlog, DueLimit, DueLimits, QueueFull, TooFarBehind
 from scheduler.request import Checkpoint, Lease
 from scheduler.store import keys
 from scheduler.store.scripts import script_text
@@ -94,10 +94,19 @@ class Scripts:
         return None
 
     async def claim(
-        self, worker_id: str, name: str, now_ms: int, lease_ms: int, limits: Mapping[str, int], load: int | None
+        self,
+        worker_id: str,
+        name: str,
+        now_ms: int,
+        lease_ms: int,
+        limits: Mapping[str, int],
+        load: int | None,
+        due: DueLimits = NOTHING_DUE,
     ) -> list[ClaimedRow]:
         """`name` is that of this claim alone: a claim that is sent again returns the same requests."""
-        wanted = [part for tier_and_limit in limits.items() for part in tier_and_limit]
+        none = DueLimit(0, 0)
+        rows = ((tier, limit, due.get(tier, none)) for tier, limit in limits.items())
+        wanted = [part for tier, limit, d in rows for part in (tier, limit, d.requests, d.until_ms)]
         args = [worker_id, name, now_ms, lease_ms, "" if load is None else load, *wanted]
         claimed: list[ClaimedRow] = await self._claim(args=args)
         return claimed

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 
 from scheduler.clock import Clock
 from scheduler.events.base import EventChannel
+from scheduler.holdings.claims import due_limits
 from scheduler.queue.base import Queue
 from scheduler.request import Claimed, EventKind, TokenEvent
 from scheduler.store.outage import StoreOutage
@@ -112,14 +113,16 @@ class Claimer:
         """
         held = self._core.held
         limits = self._core.claim_limits(self._clock.now()) if self._is_open and not self._is_stuck() else {}
+        due = due_limits([t for t in held.tiers if t.name in limits], held.table, self._clock.wall_ms())
+        wanted = Counter(limits) + Counter({tier: limit.requests for tier, limit in due.items()})
         load = 1 + held.num_interactive if len(held) else 0
-        if limits.keys() == self._waits_for and 2 * load >= self._load:
+        if wanted.keys() == self._waits_for and 2 * load >= self._load:
             return
         self._waits_for = None
         without_room = {tier.name: 0 for tier in held.tiers if tier.name not in limits}
-        claimed = await self._queue.claim({**limits, **without_room}, LEASE_S, load)
+        claimed = await self._queue.claim({**limits, **without_room}, LEASE_S, load, due)
         got = Counter(c.request.tier for c in claimed)
-        self._waits_for = {tier for tier, n in limits.items() if got[tier] < n}
+        self._waits_for = {tier for tier in wanted if got[tier] < wanted[tier]}
         self._load = load + len(claimed)
         taken_over = {c.request.id: c for c in claimed if held.must_ask(c)}
         if ready := [c for c in claimed if c.request.id not in taken_over]:

@@ -96,6 +96,7 @@ def make_request(
     job_part: str = "",
     version: int = VERSION,
     owner: str = "",
+    order_ms: int = 0,
     **sampling: Any,
 ) -> Request:
     """`prompt` is the token ids, or their number."""
@@ -116,6 +117,7 @@ def make_request(
         job_part=job_part,
         version=version,
         owner=owner,
+        order_ms=order_ms,
     )
 
 

@@ -37,6 +37,18 @@ def test_usage_is_that_of_the_requests_that_ended() -> None:
     assert in_flight.usage("bulk") == TierUsage(0.0, None)
 
 
+def test_ahead_of_a_key_are_as_many_of_each_other_as_it_has_itself() -> None:
+    in_flight = InFlight()
+    in_flight.add([make_request(f"a{n}", prompt=10, owner="a") for n in range(100)])
+    in_flight.add([make_request(f"b{n}", prompt=10, owner="b") for n in range(6)])
+    assert in_flight.ahead("realtime", "a", few=4) == (106, 1060)
+    assert in_flight.ahead("realtime", "b", few=4) == (7 + 6, 70 + 60)
+    assert in_flight.ahead("realtime", "c", few=4) == (4 + 4, 40 + 40)
+    for n in range(6):
+        in_flight.remove(f"b{n}")
+    assert in_flight.ahead("realtime", "c", few=4) == (4, 40)
+
+
 IDS = st.sampled_from("abcd")
 moves = st.one_of(
     st.tuples(st.just("enter"), IDS, st.sampled_from(TIERS), st.integers(1, 9)),

@@ -5,9 +5,9 @@ import pytest
 from engine.step_time.cost import StepCost
 from scheduler.config import TierSet
 from scheduler.control.budget import Budgets, TierBudget
-from scheduler.holdings.claims import claim_limits
+from scheduler.holdings.claims import PREFETCH, claim_limits, due_limits
 from scheduler.request_state import RequestState
-from tests.scheduler.builders import make_decode, make_state, make_table, make_tiers
+from tests.scheduler.builders import EPOCH_MS, make_decode, make_state, make_table, make_tiers
 
 TIERS = make_tiers()
 
@@ -28,7 +28,7 @@ def test_free_slots_are_claimed_for_and_a_few_more_for_interactive_tiers() -> No
 @pytest.mark.trap(10)
 def test_requests_without_a_slot_stay_in_the_store() -> None:
     """Trap 10: a backlog hidden in the engine cannot be reordered."""
-    assert "realtime" not in limits([make_state(f"w{i}") for i in range(12)])
+    assert limits([make_state(f"w{i}") for i in range(12)])["realtime"] == 0
     assert 0 < limits([make_state(f"w{i}") for i in range(6)])["realtime"] < 8
 
 
@@ -41,7 +41,7 @@ def test_without_a_free_slot_a_few_interactive_requests_are_claimed() -> None:
     """The worker can notice that a request is late only after it has claimed the request."""
     full = [make_decode(f"d{i}", "realtime") for i in range(30)]
     assert 0 < limits(full)["realtime"] < 8
-    assert "realtime" not in limits([*full, *(make_state(f"w{i}") for i in range(8))])
+    assert limits([*full, *(make_state(f"w{i}") for i in range(8))])["realtime"] == 0
 
 
 def test_nothing_is_claimed_from_a_paused_tier() -> None:
@@ -56,3 +56,16 @@ def test_a_few_requests_are_claimed_from_a_paused_tier_that_can_be_urgent() -> N
     assert 0 < claims["bulk"] < 8
     known = [make_state(f"k{i}", "bulk", tiers=tiers) for i in range(claims["bulk"])]
     assert "bulk" not in limits(known, tiers, bulk=paused)
+
+
+def test_who_is_due_is_claimed_without_a_free_slot() -> None:
+    """A request of a key that has few has its deadline as its score; a flood's requests have later ones."""
+    wall_ms = EPOCH_MS
+    flood = [make_state(f"w{i}", order_ms=wall_ms + 100_000) for i in range(12)]
+
+    def due(*states: RequestState) -> int:
+        return due_limits(TIERS.by_priority, make_table(TIERS, list(states)), wall_ms)["realtime"].requests
+
+    assert due(*flood) == PREFETCH
+    assert due(*flood, make_state("few")) == PREFETCH - 1
+    assert set(due_limits(TIERS.by_priority, make_table(TIERS, []), wall_ms)) == {"realtime"}

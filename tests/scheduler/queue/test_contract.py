@@ -6,7 +6,7 @@ import math
 import msgspec
 import pytest
 
-from scheduler.queue.base import Backlog, Queue, QueueFull, TooFarBehind
+from scheduler.queue.base import Backlog, DueLimit, Queue, QueueFull, TooFarBehind
 from scheduler.request import Lease, Request
 from scheduler.store.keys import Keys
 from tests.scheduler.queue.harness import START_MS, Handles, ManualClock, ids, lease_of, make_request, may_wait
@@ -88,6 +88,20 @@ async def test_claims_follow_the_order_and_the_limits_of_the_mapping(handles: Ha
         "batch": 3,
         "unknown": 0,
     }
+
+
+async def test_beyond_a_limit_what_is_due_is_claimed(handles: Handles) -> None:
+    queue = handles("w")
+    scores = {"a": START_MS + 9000, "b": 10, "c": 20, "d": 99}
+    await queue.put([msgspec.structs.replace(make_request(name), order_ms=score) for name, score in scores.items()])
+
+    async def claimed(limit: int, due: DueLimit) -> list[str]:
+        return ids(await queue.claim({"realtime": limit}, LEASE_S, due={"realtime": due}))
+
+    assert await claimed(0, DueLimit(4, 5)) == []
+    assert await claimed(1, DueLimit(4, 20)) == ["b", "c"]
+    assert await claimed(0, DueLimit(1, START_MS)) == ["d"]
+    assert await claimed(0, DueLimit(4, START_MS + 10_000)) == ["a"]
 
 
 async def test_a_repeated_put_changes_nothing(handles: Handles) -> None:
