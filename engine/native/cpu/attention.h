@@ -118,6 +118,7 @@ void paged_decode(T *out, const T *query, Index row_stride, Index head_stride, c
                           : dim == 64  ? attend<T, 64>
                           : dim == 96  ? attend<T, 96>
                           : dim == 128 ? attend<T, 128>
+                          : dim == 256 ? attend<T, 256>
                                        : attend<T, 0>;
             kernel(acc.data() + job * stride, states.data() + job * group,
                    query + r * row_stride + h * group * head_stride, head_stride, group, keys, keys + plane,
@@ -385,8 +386,8 @@ void attend_tile(T *out, const T *query, Index row_stride, Index head_stride, co
 
 // Computes out (rows, heads, dim): the causal attention of each chunk's tokens to their sequence, up to the token's own
 // position. query and sinks are as in paged_decode. `tables` holds the block tables of all chunks, end to end. A job of
-// a thread is kTileTokens tokens and one KV head. Assumes a head size of 16, 32, 64, 96 or 128, and that the chunks'
-// own keys and values are in the cache.
+// a thread is kTileTokens tokens and one KV head. Assumes a head size of 16, 32, 64, 96, 128 or 256, and that the
+// chunks' own keys and values are in the cache.
 template <typename T>
 void paged_prefill(T *out, const T *query, Index row_stride, Index head_stride, const T *cache, Index num_slots,
                    const Index *tables, const Chunk *chunks, Index num_chunks, const float *sinks, Heads heads,
@@ -399,11 +400,12 @@ void paged_prefill(T *out, const T *query, Index row_stride, Index head_stride, 
         for (Index token = 0; token < chunks[c].tokens; token += kTileTokens)
             for (Index h = 0; h < heads.kv; h++) jobs.push_back({c, token, h});
     Index plane = heads.kv * num_slots * heads.dim;
-    auto kernel = heads.dim == 16   ? attend_tile<T, 16>
-                  : heads.dim == 32 ? attend_tile<T, 32>
-                  : heads.dim == 64 ? attend_tile<T, 64>
-                  : heads.dim == 96 ? attend_tile<T, 96>
-                                    : attend_tile<T, 128>;
+    auto kernel = heads.dim == 16    ? attend_tile<T, 16>
+                  : heads.dim == 32  ? attend_tile<T, 32>
+                  : heads.dim == 64  ? attend_tile<T, 64>
+                  : heads.dim == 96  ? attend_tile<T, 96>
+                  : heads.dim == 128 ? attend_tile<T, 128>
+                                     : attend_tile<T, 256>;
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (threads > 1)
     for (Index i = 0; i < Index(jobs.size()); i++) {
         Job job = jobs[jobs.size() - 1 - i];  // long jobs first: later tokens attend to more keys

@@ -1,5 +1,5 @@
-// C entry points for Python, on processors that multiply bfloat16: a whole decoder layer of the common kind in one
-// call, and a linear layer. Knows the order of a layer's parts; the headers contain the arithmetic of the parts.
+// C entry points for Python, on processors that multiply bfloat16: a whole decoder layer in one call, and a linear
+// layer. Knows the order of a layer's parts; the headers contain the arithmetic of the parts.
 
 #include "attention.h"
 #include "layers.h"
@@ -30,17 +30,14 @@ extern "C" int use_tiles([[maybe_unused]] int wanted) {
 
 namespace {
 
-struct Norm {
-    const bf16 *weight;  // null if this norm is left out
-    float eps;
-};
-
 // The arguments of a layer that do not change between steps.
 struct Layer {
     Linear qkv, out, gate_up, down;
-    Norm input, mlp, query, key;
+    Norm input, attended, mlp, computed, query, key;
     Heads heads;
     Scoring scoring;
+    Activation activation;
+    float residual_scale;
     bf16 *cache;
     Index num_slots, block_size;
 };
@@ -86,6 +83,15 @@ class Buffer {
 
 thread_local Buffer t_normed, t_qkv, t_attended, t_gate_up, t_activated;
 
+// Computes hidden += residual_scale · norm(x · weightᵀ) for hidden (rows, linear.out) and x (rows, linear.in), with all
+// threads of the enclosing parallel region. Uses `product`, which is like hidden.
+void multiply_and_add(bf16 *hidden, bf16 *product, const bf16 *x, const Linear &linear, Norm norm, const Layer &layer,
+                      Index rows) {
+    if (!norm.weight && layer.residual_scale == 1.0f) return multiply<true>(hidden, x, linear, rows);
+    multiply<false>(product, x, linear, rows);
+    add_branch(hidden, product, norm, layer.residual_scale, rows, linear.out);
+}
+
 }  // namespace
 
 extern "C" {
@@ -96,8 +102,8 @@ void linear_bfloat16(bf16 *out, const bf16 *x, const Linear *linear, Index rows,
     multiply<false>(out, x, *linear, rows);
 }
 
-// Computes hidden += attention(norm(hidden)) · outᵀ, then hidden += mlp(norm(hidden)), for hidden (rows, n), in place,
-// with step->threads threads. Writes the rows' keys and values to the cache. Assumes AVX512_BF16 and contiguous rows.
+// Computes a layer (`LayerForm` in layer_parts.py) for hidden (rows, n), in place, with step->threads threads. Writes the
+// rows' keys and values to the cache. Assumes AVX512_BF16 and contiguous rows.
 void decoder_layer_bfloat16(bf16 *hidden, const Layer *layer, const Step *step) {
     const Index rows = step->rows, n = layer->qkv.in, inner = layer->down.in, width = layer->qkv.out;
     const Heads heads = layer->heads;
@@ -105,10 +111,10 @@ void decoder_layer_bfloat16(bf16 *hidden, const Layer *layer, const Step *step) 
     bf16 *normed = t_normed.of(rows * n), *qkv = t_qkv.of(rows * width), *attended = t_attended.of(rows * query_width);
 #pragma omp parallel num_threads(step->threads) if (step->threads > 1)
     {
-        rms_norm(normed, hidden, layer->input.weight, rows, n, layer->input.eps);
+        rms_norm(normed, hidden, layer->input, rows, n);
         multiply<false>(qkv, normed, layer->qkv, rows);
-        rotate_and_write(qkv, layer->cache, step->slots, step->cosines, step->sines, layer->query.weight,
-                         layer->key.weight, layer->query.eps, rows, layer->num_slots, heads);
+        rotate_and_write(qkv, layer->cache, step->slots, step->cosines, step->sines, layer->query, layer->key, rows,
+                         layer->num_slots, heads);
     }
     if (step->decode_rows)
         paged_decode(attended, qkv, width, heads.dim, layer->cache, layer->num_slots, step->block_table,
@@ -121,11 +127,11 @@ void decoder_layer_bfloat16(bf16 *hidden, const Layer *layer, const Step *step) 
     bf16 *gate_up = t_gate_up.of(rows * 2 * inner), *activated = t_activated.of(rows * inner);
 #pragma omp parallel num_threads(step->threads) if (step->threads > 1)
     {
-        multiply<true>(hidden, attended, layer->out, rows);
-        rms_norm(normed, hidden, layer->mlp.weight, rows, n, layer->mlp.eps);
+        multiply_and_add(hidden, normed, attended, layer->out, layer->attended, *layer, rows);
+        rms_norm(normed, hidden, layer->mlp, rows, n);
         multiply<false>(gate_up, normed, layer->gate_up, rows);
-        silu_and_mul(activated, gate_up, rows, inner);
-        multiply<true>(hidden, activated, layer->down, rows);
+        activate_and_mul(activated, gate_up, rows, inner, layer->activation);
+        multiply_and_add(hidden, normed, activated, layer->down, layer->computed, *layer, rows);
     }
 }
 

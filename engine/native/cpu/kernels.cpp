@@ -10,24 +10,23 @@ using namespace tidegate;
 #define TIDEGATE_TEAM(threads, rows) TIDEGATE_PRAGMA(omp parallel num_threads(threads) if (threads > 1 && rows > 1))
 
 #define TIDEGATE_KERNELS(T, NAME)                                                                                      \
-    void rms_norm_##NAME(T *out, const T *x, const T *weight, Index rows, Index n, float eps, int threads) {           \
+    void rms_norm_##NAME(T *out, const T *x, Norm norm, Index rows, Index n, int threads) {                            \
         TIDEGATE_TEAM(threads, rows)                                                                                   \
-        rms_norm(out, x, weight, rows, n, eps);                                                                        \
+        rms_norm(out, x, norm, rows, n);                                                                               \
     }                                                                                                                  \
-    void add_rms_norm_##NAME(T *out, T *residual, const T *x, const T *weight, Index rows, Index n, float eps,         \
-                             int threads) {                                                                            \
+    void add_rms_norm_##NAME(T *out, T *residual, const T *x, Norm norm, Index rows, Index n, int threads) {           \
         TIDEGATE_TEAM(threads, rows)                                                                                   \
-        add_rms_norm(out, residual, x, weight, rows, n, eps);                                                          \
+        add_rms_norm(out, residual, x, norm, rows, n);                                                                 \
     }                                                                                                                  \
-    void silu_and_mul_##NAME(T *out, const T *gate_up, Index rows, Index n, int threads) {                             \
+    void activate_and_mul_##NAME(T *out, const T *gate_up, Index rows, Index n, int activation, int threads) {         \
         TIDEGATE_TEAM(threads, rows)                                                                                   \
-        silu_and_mul(out, gate_up, rows, n);                                                                           \
+        activate_and_mul(out, gate_up, rows, n, Activation(activation));                                               \
     }                                                                                                                  \
     void rotate_and_write_##NAME(T *qkv, T *cache, const Index *slots, const T *cosines, const T *sines,               \
-                                 const T *query_norm, const T *key_norm, float eps, Index rows, Index num_slots,       \
-                                 Index query_heads, Index kv_heads, Index dim, Index rotary, int threads) {            \
+                                 Norm query_norm, Norm key_norm, Index rows, Index num_slots, Index query_heads,       \
+                                 Index kv_heads, Index dim, Index rotary, int threads) {                               \
         TIDEGATE_TEAM(threads, rows)                                                                                   \
-        rotate_and_write(qkv, cache, slots, cosines, sines, query_norm, key_norm, eps, rows, num_slots,                \
+        rotate_and_write(qkv, cache, slots, cosines, sines, query_norm, key_norm, rows, num_slots,                     \
                          Heads{query_heads, kv_heads, dim, rotary});                                                   \
     }                                                                                                                  \
     void paged_decode_##NAME(T *out, const T *query, Index row_stride, Index head_stride, const T *cache,              \

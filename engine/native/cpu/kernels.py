@@ -10,20 +10,29 @@ import torch
 from torch import Tensor
 
 from engine.native.attention.kernels import HeadShape, PagedChunks, PagedRows, Scoring
-from engine.native.model.layer_kernels import Norm
+from engine.native.model.layer_kernels import Activation, Norm
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _MAX_HEAD_DIM = 512  # the same as kMaxDim in attention.h
 _MAX_GROUP = 64  # query heads per KV head; the same as kMaxGroup in attention.h
-_PREFILL_HEAD_DIMS = (16, 32, 64, 96, 128)  # head sizes for which paged_prefill is compiled
+_PREFILL_HEAD_DIMS = (16, 32, 64, 96, 128, 256)  # head sizes for which paged_prefill is compiled
 
 # C types of the kernels' arguments: a pointer, an Index, a float, a number of threads.
 _P, _I, _F, _T = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+
+
+class NormArguments(ctypes.Structure):
+    """The ctypes counterpart of the struct `Norm` in layers.h."""
+
+    _fields_ = [("weight", _P), ("eps", _F), ("rounds", ctypes.c_int32)]
+
+
+_N = NormArguments
 _SIGNATURES = {
-    "rms_norm": [_P, _P, _P, _I, _I, _F, _T],
-    "add_rms_norm": [_P, _P, _P, _P, _I, _I, _F, _T],
-    "silu_and_mul": [_P, _P, _I, _I, _T],
-    "rotate_and_write": [_P, _P, _P, _P, _P, _P, _P, _F, _I, _I, _I, _I, _I, _I, _T],
+    "rms_norm": [_P, _P, _N, _I, _I, _T],
+    "add_rms_norm": [_P, _P, _P, _N, _I, _I, _T],
+    "activate_and_mul": [_P, _P, _I, _I, _T, _T],
+    "rotate_and_write": [_P, _P, _P, _P, _P, _N, _N, _I, _I, _I, _I, _I, _I, _T],
     "paged_prefill": [_P, _P, _I, _I, _P, _I, _P, _P, _I, _P, _I, _I, _I, _I, _F, _F, _I, _T],
     "paged_decode": [_P, _P, _I, _I, _P, _I, _P, _I, _P, _P, _I, _I, _I, _I, _I, _F, _F, _I, _T],
 }
@@ -62,29 +71,23 @@ class CpuKernels:
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         out = torch.empty_like(x)
         rows, n = x.shape
-        weight = norm.weight.data_ptr()
-        self._calls["rms_norm"](out.data_ptr(), x.data_ptr(), weight, rows, n, norm.eps, _num_threads())
+        self._calls["rms_norm"](out.data_ptr(), x.data_ptr(), norm_arguments(norm), rows, n, _num_threads())
         return out
 
     def add_rms_norm(self, residual: Tensor, x: Tensor, norm: Norm) -> Tensor:
         out = torch.empty_like(x)
         rows, n = x.shape
         self._calls["add_rms_norm"](
-            out.data_ptr(),
-            residual.data_ptr(),
-            x.data_ptr(),
-            norm.weight.data_ptr(),
-            rows,
-            n,
-            norm.eps,
-            _num_threads(),
+            out.data_ptr(), residual.data_ptr(), x.data_ptr(), norm_arguments(norm), rows, n, _num_threads()
         )
         return out
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+    def activate_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         rows, width = gate_up.shape
         out = gate_up.new_empty(rows, width // 2)
-        self._calls["silu_and_mul"](out.data_ptr(), gate_up.data_ptr(), rows, width // 2, _num_threads())
+        self._calls["activate_and_mul"](
+            out.data_ptr(), gate_up.data_ptr(), rows, width // 2, activation, _num_threads()
+        )
         return out
 
     def rotate_and_write(
@@ -98,7 +101,6 @@ class CpuKernels:
         query_norm: Norm | None,
         key_norm: Norm | None,
     ) -> None:
-        """Implements `LayerKernels.rotate_and_write`. Both norms must have the same eps."""
         if qkv.shape[1] != shape.query_width + 2 * shape.kv_width or slots.shape[1] != shape.head_dim:
             raise ValueError(f"rows of {qkv.shape[1]} and slots of {slots.shape[1]} numbers do not fit {shape}")
         self._calls["rotate_and_write"](
@@ -107,9 +109,8 @@ class CpuKernels:
             slot_ids.data_ptr(),
             cosines.data_ptr(),
             sines.data_ptr(),
-            query_norm.weight.data_ptr() if query_norm else None,
-            key_norm.weight.data_ptr() if key_norm else None,
-            query_norm.eps if query_norm else 0.0,
+            norm_arguments(query_norm),
+            norm_arguments(key_norm),
             len(qkv),
             len(slots) // (2 * shape.num_kv_heads),
             shape.num_query_heads,
@@ -177,6 +178,11 @@ class CpuKernels:
             _num_threads(),
         )
         return out
+
+
+def norm_arguments(norm: Norm | None) -> NormArguments:
+    """Return the C++ arguments of a norm, whose weight must stay alive; those of None leave the norm out."""
+    return NormArguments() if norm is None else NormArguments(norm.weight.data_ptr(), norm.eps, norm.rounds)
 
 
 def _check(query: Tensor, num_kv_heads: int, slots: Tensor) -> None:

@@ -1,7 +1,7 @@
-"""A common decoder layer in one C++ call (decoder_layer.cpp), on processors that multiply bfloat16.
+"""A decoder layer in one C++ call (decoder_layer.cpp), on processors that multiply bfloat16.
 
 Knows how a layer's weights and a step are passed to C++. The C++ code computes the same as `FusedDecoderLayer`, which
-needs eight calls.
+needs eight to ten calls.
 """
 
 import ctypes
@@ -10,21 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.native.attention.kernels import Scoring
 from engine.native.attention.paged import PagedAttention
 from engine.native.batch.layer_boundary import compact_rows
 from engine.native.batch.tensors import StepTensors
-from engine.native.cpu.kernels import CpuKernels
+from engine.native.cpu.kernels import CpuKernels, NormArguments, norm_arguments
 from engine.native.cpu.products import LinearArguments, PackedWeight, fits_panels
-from engine.native.model.fused_layer import head_shape, norm_of
-from engine.native.model.layer_kernels import Norm
+from engine.native.model.layer_parts import LayerForm, LayerParts
 
 # C types of the fields: a pointer, an Index, a float, an int32.
 _P, _I, _F, _T = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32
 
 
-class _NormArguments(ctypes.Structure):
-    _fields_ = [("weight", _P), ("eps", _F)]
+_NORMS = ("input", "attended", "mlp", "computed", "query", "key")
 
 
 class _HeadsArguments(ctypes.Structure):
@@ -40,9 +37,11 @@ class _LayerArguments(ctypes.Structure):
 
     _fields_ = [
         *((name, LinearArguments) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, _NormArguments) for name in ("input", "mlp", "query", "key")),
+        *((name, NormArguments) for name in _NORMS),
         ("heads", _HeadsArguments),
         ("scoring", _ScoringArguments),
+        ("activation", _T),
+        ("residual_scale", _F),
         ("cache", _P),
         ("num_slots", _I),
         ("block_size", _I),
@@ -109,47 +108,42 @@ class SharedStep:
 
 
 class NativeDecoderLayer(nn.Module):
-    """A decoder layer that replaces `layer`. Input and output are (1, T, hidden), bfloat16.
+    """A decoder layer with the `parts` of another one. Input and output are (1, T, hidden), bfloat16.
 
     The residual stream is changed in place.
     """
 
-    def __init__(self, layer: Any, attention: PagedAttention, library: ctypes.CDLL, step: SharedStep) -> None:
+    def __init__(self, parts: LayerParts, attention: PagedAttention, library: ctypes.CDLL, step: SharedStep) -> None:
         super().__init__()
-        attn, mlp = layer.self_attn, layer.mlp
-        self.attention_type = getattr(layer, "attention_type", None)  # some models read this attribute to choose a mask
+        self.attention_type = parts.form.attention_type
         self._attention = attention
         self._step = step
-        self._shape = head_shape(layer)
+        self._form = parts.form  # also keeps the weights of norms alive: C++ has only their addresses
         self._weights = {
-            "qkv": PackedWeight([attn.q_proj, attn.k_proj, attn.v_proj]),
-            "out": PackedWeight([attn.o_proj]),
-            "gate_up": PackedWeight([mlp.gate_proj, mlp.up_proj]),
-            "down": PackedWeight([mlp.down_proj]),
+            "qkv": PackedWeight(parts.qkv),
+            "out": PackedWeight([parts.out]),
+            "gate_up": PackedWeight(parts.gate_up),
+            "down": PackedWeight([parts.down]),
         }
-        self._norms = {"input": norm_of(layer.input_layernorm), "mlp": norm_of(layer.post_attention_layernorm)}
-        if hasattr(attn, "q_norm"):
-            self._norms |= {"query": norm_of(attn.q_norm), "key": norm_of(attn.k_norm)}
-        scoring = attention.scoring(int(attn.layer_idx), float(attn.scaling))
-        self._arguments = self._describe(int(attn.layer_idx), scoring)
+        self._arguments = self._describe(parts.form)
         self._compute = library.decoder_layer_bfloat16
         self._compute.argtypes, self._compute.restype = [_P, _P, _P], None
 
     @staticmethod
-    def supports(layer: Any) -> bool:
-        """Return whether the C++ code is compiled for the sizes of `layer`. The layer must be fusable."""
-        attn, mlp = layer.self_attn, layer.mlp
-        linears = (attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        return fits_panels(*linears) and CpuKernels.can_prefill(head_shape(layer))
+    def supports(parts: LayerParts) -> bool:
+        """Return whether the C++ code is compiled for the sizes of the layer."""
+        return fits_panels(*parts.linears) and CpuKernels.can_prefill(parts.form.shape)
 
-    def _describe(self, layer_idx: int, scoring: Scoring) -> _LayerArguments:
+    def _describe(self, form: LayerForm) -> _LayerArguments:
         """Return the C++ arguments of the layer; `forward` sets the rotary dimension."""
-        shape, cache = self._shape, self._attention.layer(layer_idx)
+        shape, cache = form.shape, self._attention.layer(form.layer_idx)
+        scoring = self._attention.scoring(form.layer_idx, form.scaling, form.softcap)
         arguments = _LayerArguments(**{name: weight.arguments for name, weight in self._weights.items()})
-        for name, norm in self._norms.items():
-            setattr(arguments, name, _norm_arguments(norm))
+        for name in _NORMS:
+            setattr(arguments, name, norm_arguments(getattr(form, f"{name}_norm")))
         arguments.heads = _HeadsArguments(shape.num_query_heads, shape.num_kv_heads, shape.head_dim, 0)
         arguments.scoring = _ScoringArguments(scoring.scaling, scoring.softcap or 0.0, scoring.window or 0)
+        arguments.activation, arguments.residual_scale = form.activation, form.residual_scale
         arguments.cache = cache.slots.data_ptr()
         arguments.num_slots = len(cache.slots) // (2 * shape.num_kv_heads)
         arguments.block_size = self._attention.block_size
@@ -163,10 +157,6 @@ class NativeDecoderLayer(nn.Module):
         if (remaining := self._attention.enter_layer()) is not None:
             compact_rows(hidden_states[0], remaining)
         step = self._step.address(self._attention.step, position_embeddings)
-        self._arguments.heads.rotary = self._step.rotary_dim
+        self._arguments.heads.rotary = self._step.rotary_dim if self._form.rotates else 0
         self._compute(hidden_states.data_ptr(), ctypes.addressof(self._arguments), step)
         return hidden_states
-
-
-def _norm_arguments(norm: Norm) -> _NormArguments:
-    return _NormArguments(norm.weight.data_ptr(), norm.eps)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from engine.native.attention.kernels import HeadShape
-from engine.native.cuda.triton_layers import rms_norm_kernel, rotate_and_write_kernel, silu_and_mul_kernel
-from engine.native.model.layer_kernels import Norm
+from engine.native.cuda.triton_layers import activate_and_mul_kernel, rms_norm_kernel, rotate_and_write_kernel
+from engine.native.model.layer_kernels import Activation, Norm
 
 _TILE = 1024  # numbers per program
 
@@ -22,10 +22,12 @@ class TritonLayerKernels:
     def add_rms_norm(self, residual: Tensor, x: Tensor, norm: Norm) -> Tensor:
         return _rms_norm(x, residual, norm)
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+    def activate_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         rows, width = gate_up.shape
         out = gate_up.new_empty(rows, width // 2)
-        silu_and_mul_kernel[(rows, -(-(width // 2) // _TILE))](gate_up, out, N=width // 2, TILE=_TILE)
+        activate_and_mul_kernel[(rows, -(-(width // 2) // _TILE))](
+            gate_up, out, N=width // 2, TILE=_TILE, IS_GELU=activation is Activation.GELU_TANH
+        )
         return out
 
     def rotate_and_write(
@@ -59,6 +61,7 @@ class TritonLayerKernels:
             ROTARY=cosines.shape[-1],
             HAS_QUERY_NORM=query_norm is not None,
             HAS_KEY_NORM=key_norm is not None,
+            ROUNDS=query_norm is None or query_norm.rounds,
             num_warps=1,
         )
 
@@ -79,6 +82,7 @@ def _rms_norm(x: Tensor, residual: Tensor | None, norm: Norm) -> Tensor:
         N=n,
         PADDED_N=_power_of_2(n),
         HAS_RESIDUAL=residual is not None,
+        ROUNDS=norm.rounds,
         num_warps=8 if n > _TILE else 4,
     )
     return out

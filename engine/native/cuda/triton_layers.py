@@ -13,22 +13,25 @@ import triton.language as tl
 
 
 @triton.jit
-def _normed(x, weight, n, eps, dtype):
-    """Return round(x / sqrt(sum(x²) / n + eps)) · weight in float32; the caller rounds the product, as models do."""
-    mean = tl.sum(x * x, axis=0) / n
-    return (x * tl.rsqrt(mean + eps)).to(dtype).to(tl.float32) * weight
+def _normed(x, weight, n, eps, dtype, ROUNDS: tl.constexpr):
+    """Return x / sqrt(sum(x²) / n + eps) · weight in float32, with ROUNDS rounded to `dtype` before the product."""
+    normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / n + eps)
+    if ROUNDS:
+        normed = normed.to(dtype).to(tl.float32)
+    return normed * weight
 
 
 @triton.jit
 def rms_norm_kernel(
     x,  # (rows, n)
     residual,  # (rows, n), in place: x is added to it; unused without HAS_RESIDUAL
-    weight,  # (n,)
+    weight,  # (n,), float32
     out,  # (rows, n)
     eps,
     N: tl.constexpr,
     PADDED_N: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    ROUNDS: tl.constexpr,
 ):
     """Compute out = rms_norm(x) · weight; with HAS_RESIDUAL, residual += x, then out = rms_norm(residual) · weight.
 
@@ -43,19 +46,22 @@ def rms_norm_kernel(
         total = row.to(residual.dtype.element_ty)
         tl.store(residual + at, total, mask=mask)
         row = total.to(tl.float32)
-    weights = tl.load(weight + places, mask=mask, other=0.0).to(tl.float32)
-    normed = _normed(row, weights, N, eps, out.dtype.element_ty)
+    weights = tl.load(weight + places, mask=mask, other=0.0)
+    normed = _normed(row, weights, N, eps, out.dtype.element_ty, ROUNDS)
     tl.store(out + at, normed.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def silu_and_mul_kernel(
+def activate_and_mul_kernel(
     gate_up,  # (rows, 2n)
     out,  # (rows, n)
     N: tl.constexpr,
     TILE: tl.constexpr,
+    IS_GELU: tl.constexpr,
 ):
-    """Compute out = silu(gate) · up, where silu(g) = g / (1 + e^-g) and each row holds gate, then up.
+    """Compute out = activation(gate) · up, where each row holds gate, then up.
+
+    SiLU is g / (1 + e^-g). With z = √(2/π) · (g + 0.044715 g³), GELU is g · (1 + tanh z) / 2 = g / (1 + e^-2z).
 
     Grid: (rows, ceil(N / TILE)).
     """
@@ -64,7 +70,10 @@ def silu_and_mul_kernel(
     mask = places < N
     gate = tl.load(gate_up + row * 2 * N + places, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * N + N + places, mask=mask, other=0.0).to(tl.float32)
-    activated = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
+    exponent = gate
+    if IS_GELU:
+        exponent = 1.5957691216 * (gate + 0.044715 * gate * gate * gate)
+    activated = (gate / (1.0 + tl.exp(tl.minimum(-exponent, 80.0)))).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * N + places, (activated * up).to(out.dtype.element_ty), mask=mask)
 
 
@@ -75,8 +84,8 @@ def rotate_and_write_kernel(
     slot_ids,  # (rows,), int64
     cosines,  # (rows, rotary)
     sines,  # (rows, rotary)
-    query_weight,  # (head_dim,); unused without HAS_QUERY_NORM
-    key_weight,  # (head_dim,); unused without HAS_KEY_NORM
+    query_weight,  # (head_dim,), float32; unused without HAS_QUERY_NORM
+    key_weight,  # (head_dim,), float32; unused without HAS_KEY_NORM
     query_eps,
     key_eps,
     num_slots,  # per KV head
@@ -87,6 +96,7 @@ def rotate_and_write_kernel(
     ROTARY: tl.constexpr,
     HAS_QUERY_NORM: tl.constexpr,
     HAS_KEY_NORM: tl.constexpr,
+    ROUNDS: tl.constexpr,
 ):
     """Normalise queries and keys, rotate them in place, and write keys and values to the KV cache.
 
@@ -110,15 +120,15 @@ def rotate_and_write_kernel(
     # All threads must load their partners before any thread overwrites them.
     tl.debug_barrier()
     if (head < HEADS) & HAS_QUERY_NORM:
-        mine = tl.load(query_weight + dims, mask=is_dim, other=0.0).to(tl.float32)
-        theirs = tl.load(query_weight + partners, mask=is_dim, other=0.0).to(tl.float32)
-        y = _normed(y, theirs, HEAD_DIM, query_eps, dtype).to(dtype).to(tl.float32)
-        x = _normed(x, mine, HEAD_DIM, query_eps, dtype).to(dtype).to(tl.float32)
+        mine = tl.load(query_weight + dims, mask=is_dim, other=0.0)
+        theirs = tl.load(query_weight + partners, mask=is_dim, other=0.0)
+        y = _normed(y, theirs, HEAD_DIM, query_eps, dtype, ROUNDS).to(dtype).to(tl.float32)
+        x = _normed(x, mine, HEAD_DIM, query_eps, dtype, ROUNDS).to(dtype).to(tl.float32)
     if (head >= HEADS) & HAS_KEY_NORM:
-        mine = tl.load(key_weight + dims, mask=is_dim, other=0.0).to(tl.float32)
-        theirs = tl.load(key_weight + partners, mask=is_dim, other=0.0).to(tl.float32)
-        y = _normed(y, theirs, HEAD_DIM, key_eps, dtype).to(dtype).to(tl.float32)
-        x = _normed(x, mine, HEAD_DIM, key_eps, dtype).to(dtype).to(tl.float32)
+        mine = tl.load(key_weight + dims, mask=is_dim, other=0.0)
+        theirs = tl.load(key_weight + partners, mask=is_dim, other=0.0)
+        y = _normed(y, theirs, HEAD_DIM, key_eps, dtype, ROUNDS).to(dtype).to(tl.float32)
+        x = _normed(x, mine, HEAD_DIM, key_eps, dtype, ROUNDS).to(dtype).to(tl.float32)
     cosine = tl.load(cosines + row * ROTARY + dims, mask=is_turned, other=1.0).to(tl.float32)
     sine = tl.load(sines + row * ROTARY + dims, mask=is_turned, other=0.0).to(tl.float32)
     turned = x * cosine + tl.where(dims < ROTARY // 2, -y, y) * sine

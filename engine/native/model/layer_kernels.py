@@ -1,12 +1,14 @@
 """The interface between a fused decoder layer and a backend's kernels, except the attention kernels.
 
 Knows rows of numbers; does not know layers. All tensors of a call have the same dtype, except slot ids, which are
-int64.
+int64, and the weights of norms, which are float32.
 """
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from engine.native.attention.kernels import HeadShape
@@ -14,10 +16,34 @@ from engine.native.attention.kernels import HeadShape
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """Parameters of a root-mean-square norm: norm(x) = x / sqrt(mean(x²) + eps) · weight."""
+    """A root-mean-square norm: norm(x) = x / sqrt(mean(x²) + eps) · weight, computed in float32.
 
-    weight: Tensor  # (n,)
+    With `rounds`, the normalised value is rounded to the dtype of x before it is multiplied by the weight, as in Llama;
+    without, only the product is rounded, as in Gemma.
+    """
+
+    weight: Tensor  # (n,), float32
     eps: float
+    rounds: bool = True
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the normalised rows of `x` (…, n) by definition."""
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return ((normed.to(x.dtype) if self.rounds else normed) * self.weight).to(x.dtype)
+
+
+class Activation(IntEnum):
+    """The function of a gate in an MLP. The numbers are those of the enum in layers.h."""
+
+    SILU = 0
+    GELU_TANH = 1  # GELU in its approximation by a hyperbolic tangent
+
+    def __call__(self, gate: Tensor) -> Tensor:
+        """Return the activated gate by definition."""
+        if self is Activation.SILU:
+            return torch.nn.functional.silu(gate)
+        return torch.nn.functional.gelu(gate, approximate="tanh")
 
 
 class LayerKernels(Protocol):
@@ -31,8 +57,8 @@ class LayerKernels(Protocol):
         """Add `x` (rows, n) to `residual` (rows, n) in place; return the normalised sum, (rows, n)."""
         ...
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """Return silu(gate) · up, (rows, n). Each row of `gate_up` (rows, 2n) holds gate, then up."""
+    def activate_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """Return activation(gate) · up, (rows, n). Each row of `gate_up` (rows, 2n) holds gate, then up."""
         ...
 
     def rotate_and_write(

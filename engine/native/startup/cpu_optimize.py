@@ -18,6 +18,7 @@ from engine.native.cpu.packed_linear import PackedLinear, can_pack
 from engine.native.cpu.products import PanelLinear, Products, fits_panels
 from engine.native.execution.model_runner import ModelRunner
 from engine.native.model.fused_layer import FusedDecoderLayer, concatenate_linears
+from engine.native.model.layer_parts import LayerParts
 from engine.native.startup.fusion import Replacement, fuse_layers, record_trial_step
 
 LinearReplacement = Callable[[nn.Linear], nn.Module | None]
@@ -40,16 +41,16 @@ def optimize_for_cpu(model: nn.Module, runner: ModelRunner, library: ctypes.CDLL
 def _cpu_layers(runner: ModelRunner, library: ctypes.CDLL, dtype: torch.dtype) -> Replacement:
     """Return a function that makes the replacement of a decoder layer.
 
-    The replacement is one C++ call if the library has matrix products for the layer. Otherwise it is eight calls.
+    The replacement is one C++ call if the library has matrix products for the layer. Otherwise it is eight to ten.
     """
     kernels, step = CpuKernels(library, dtype), SharedStep()
     has_products = Products.available(library, dtype)
     join = PackedLinear if can_pack(dtype) else concatenate_linears
 
-    def fuse(layer: nn.Module) -> nn.Module:
-        if has_products and NativeDecoderLayer.supports(layer):
-            return NativeDecoderLayer(layer, runner.attention, library, step)
-        return FusedDecoderLayer(layer, runner.attention, kernels, join)
+    def fuse(parts: LayerParts) -> nn.Module:
+        if has_products and NativeDecoderLayer.supports(parts):
+            return NativeDecoderLayer(parts, runner.attention, library, step)
+        return FusedDecoderLayer(parts, runner.attention, kernels, join)
 
     return fuse
 

@@ -21,6 +21,7 @@ from engine.native.execution.model_runner import ModelRunner
 from engine.native.kv.cache import KVCache
 from engine.native.model.fused_layer import FusedDecoderLayer
 from engine.native.model.layer_kernels import LayerKernels
+from engine.native.model.layer_parts import LayerParts
 from engine.native.model.loader import first_line
 from engine.native.model.probe import LayerSpec
 from engine.native.startup import fusion
@@ -101,8 +102,8 @@ def fuse_with_kernels(model: nn.Module, runner: ModelRunner, kernels: LayerKerne
     The engine must have no sequences.
     """
 
-    def fuse(layer: nn.Module) -> nn.Module:
-        return FusedDecoderLayer(layer, runner.attention, kernels)
+    def fuse(parts: LayerParts) -> nn.Module:
+        return FusedDecoderLayer(parts, runner.attention, kernels)
 
     return fusion.fuse_layers(model, runner, fuse, fusion.record_trial_step(model, runner, info).layers)
 

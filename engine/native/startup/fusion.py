@@ -1,6 +1,6 @@
-"""Replace common decoder layers by faster layers, if a trial shows that both compute the same result.
+"""Replace decoder layers of known parts by faster layers, if a trial shows that both compute the same result.
 
-Knows which modules and sizes a fusable layer has. A trial on a small packed step tests what the layer computes with
+A trial on a small packed step tests what the layer computes with
 these modules: a replacement whose output differs by more than rounding is not used.
 """
 
@@ -16,14 +16,11 @@ from torch import Tensor, nn
 from engine.interface import EngineInfo, NewSequence, Run, SamplingParams, StepPlan, blocks_for
 from engine.native.batch.packing import StepBatch, pack_step
 from engine.native.execution.model_runner import ModelRunner
+from engine.native.model.layer_parts import LayerParts, is_plain_linear, parts_of
 from engine.sequences.sequence_table import Chunk, SequenceTable
 
-Replacement = Callable[[nn.Module], nn.Module]
+Replacement = Callable[[LayerParts], nn.Module]  # from the parts of a layer to the layer that replaces it
 
-_LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_HEAD_NORMS = {"q_norm", "k_norm"}
-_MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 # Allowed rounding error (norm) of a layer's output, by dtype. It is the sum of two parts: the first factor times the
 # norm of (output - input), and the second factor times the norm of the output.
 _TOLERANCES = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (0.02, 0.006), torch.float16: (0.005, 0.002)}
@@ -69,7 +66,8 @@ def record_trial_step(model: nn.Module, runner: ModelRunner, info: EngineInfo) -
         record.linears.add(linear)
 
     handles = [m.register_forward_hook(note_linear) for m in model.modules() if is_plain_linear(m)]
-    handles += [m.register_forward_hook(note_layer, with_kwargs=True) for m in model.modules() if is_fusable(m)]
+    layers = [module for module in model.modules() if parts_of(module) is not None]
+    handles += [layer.register_forward_hook(note_layer, with_kwargs=True) for layer in layers]
     try:
         runner.run(_trial_batch(info))
     finally:
@@ -100,7 +98,7 @@ def is_same_model(before: Tensor | None, after: Tensor | None, dtype: torch.dtyp
 
 
 def fuse_layers(model: nn.Module, runner: ModelRunner, fuse: Replacement, trials: dict[nn.Module, LayerTrial]) -> int:
-    """Replace each layer in `trials` by `fuse(layer)` if both agree; return how many were replaced.
+    """Replace each layer in `trials` by what `fuse` makes of its parts if both agree; return how many were replaced.
 
     Layers are replaced one by one and removed from `trials`, so that the weights of at most one layer exist twice. If
     the first replacement does not agree, no layer of this model is replaced.
@@ -115,7 +113,9 @@ def fuse_layers(model: nn.Module, runner: ModelRunner, fuse: Replacement, trials
     num_fused = 0
     for layers, i in places:
         trial = trials.pop(layers[i])
-        fused = fuse(layers[i])
+        parts = parts_of(layers[i])
+        assert parts is not None, "only layers with these parts are tried"
+        fused = fuse(parts)
         if _agrees(fused, trial):
             layers[i] = fused
             num_fused += 1
@@ -128,57 +128,6 @@ def fuse_layers(model: nn.Module, runner: ModelRunner, fuse: Replacement, trials
 def has_room(info: EngineInfo) -> bool:
     """Return whether the engine has enough KV blocks for the trial step."""
     return info.num_blocks >= len(_TRIAL_LENGTHS) * blocks_for(max(_TRIAL_LENGTHS), info.block_size)
-
-
-def is_plain_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear and type(module.weight) is nn.Parameter
-
-
-def is_fusable(layer: Any) -> bool:
-    """Return whether `layer` has the modules of a common decoder layer, in sizes that fit together.
-
-    This function does not check what the layer computes with its modules.
-    """
-    if _parts(layer) != _LAYER_PARTS or _parts(layer.mlp) != _MLP_PARTS:
-        return False
-    if any(True for _ in layer.self_attn.parameters(recurse=False)):  # such as attention sinks
-        return False
-    norms = _parts(layer.self_attn) - {"rotary_emb"} - _PROJECTIONS
-    if not (_parts(layer.self_attn) >= _PROJECTIONS and norms in (set(), _HEAD_NORMS)):
-        return False
-    return _has_common_linears(layer) and _has_common_norms(layer, norms)
-
-
-def _parts(module: nn.Module) -> set[str]:
-    return {name for name, _ in module.named_children()}
-
-
-def _has_common_linears(layer: Any) -> bool:
-    attention, mlp = layer.self_attn, layer.mlp
-    linears = [getattr(attention, name) for name in _PROJECTIONS] + [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    if not all(is_plain_linear(linear) for linear in linears):
-        return False
-    if not all(hasattr(attention, name) for name in ("head_dim", "scaling", "layer_idx")):
-        return False
-    query, key, value = (p.out_features for p in (attention.q_proj, attention.k_proj, attention.v_proj))
-    whole_heads = query % attention.head_dim == key % attention.head_dim == 0 and query % key == 0
-    return whole_heads and key == value and bool(attention.o_proj.in_features == query)
-
-
-def _has_common_norms(layer: Any, head_norms: set[str]) -> bool:
-    attention = layer.self_attn
-    hidden, dtype = attention.q_proj.in_features, attention.q_proj.weight.dtype
-    of_stream = [layer.input_layernorm, layer.post_attention_layernorm]
-    of_heads = [getattr(attention, name) for name in head_norms]
-    return all(_is_rms_norm(norm, hidden, dtype) for norm in of_stream) and all(
-        _is_rms_norm(norm, attention.head_dim, dtype) for norm in of_heads
-    )
-
-
-def _is_rms_norm(module: Any, size: int, dtype: torch.dtype) -> bool:
-    has_eps = hasattr(module, "variance_epsilon") or isinstance(getattr(module, "eps", None), float)
-    parameters = {name: (tuple(p.shape), p.dtype) for name, p in module.named_parameters()}
-    return has_eps and parameters == {"weight": ((size,), dtype)}
 
 
 def trial_chunks(info: EngineInfo) -> list[Chunk]:

@@ -9,21 +9,16 @@ import torch
 from torch import Tensor
 
 from engine.native.attention.kernels import AttentionKernels, HeadShape, PagedChunks, PagedRows, Scoring
-from engine.native.model.layer_kernels import LayerKernels, Norm
+from engine.native.model.layer_kernels import Activation, LayerKernels, Norm
 
 # Largest allowed difference by dtype: kernels round less often than the definitions, or sum in another order.
 TOLERANCES = {torch.float32: 3e-5, torch.float16: 0.005, torch.bfloat16: 0.03}
 NUM_SLOTS = 60  # per KV head, where rotated keys are written
 
 
-def rms_norm(x: Tensor, norm: Norm) -> Tensor:
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)).to(x.dtype) * norm.weight
-
-
 def rotate(heads: Tensor, norm: Norm | None, cosines: Tensor, sines: Tensor) -> Tensor:
     """Rotate (rows, heads, head_dim) as transformers does."""
-    heads = heads if norm is None else rms_norm(heads, norm)
+    heads = heads if norm is None else norm(heads)
     rotary = cosines.shape[-1]
     turned, rest = heads[..., :rotary].float(), heads[..., rotary:]
     first, second = turned.chunk(2, dim=-1)
@@ -91,18 +86,20 @@ def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 def check_norms(kernels: LayerKernels, dtype: torch.dtype, device: str, rows: int, n: int) -> None:
     """Check both norms: of a row, and of the sum of two rows, which also changes the residual in place."""
-    norm = Norm(randn(n, dtype=dtype, device=device), 1e-5)
-    x, residual = 5 * randn(rows, n, dtype=dtype, device=device), randn(1, rows, n, dtype=dtype, device=device)[0]
-    assert_close(kernels.rms_norm(x, norm), rms_norm(x, norm), dtype)
-    total = x + residual
-    assert_close(kernels.add_rms_norm(residual, x, norm), rms_norm(total, norm), dtype)
-    assert_close(residual, total, dtype)
+    for rounds in (True, False):
+        norm = Norm(randn(n, dtype=torch.float32, device=device), 1e-5, rounds)
+        x, residual = 5 * randn(rows, n, dtype=dtype, device=device), randn(1, rows, n, dtype=dtype, device=device)[0]
+        assert_close(kernels.rms_norm(x, norm), norm(x), dtype)
+        total = x + residual
+        assert_close(kernels.add_rms_norm(residual, x, norm), norm(total), dtype)
+        assert_close(residual, total, dtype)
 
 
-def check_silu_and_mul(kernels: LayerKernels, dtype: torch.dtype, device: str, n: int) -> None:
+def check_activate_and_mul(kernels: LayerKernels, dtype: torch.dtype, device: str, n: int) -> None:
     gate_up = 10 * randn(6, 2 * n, dtype=dtype, device=device)
     gate, up = gate_up.chunk(2, dim=-1)
-    assert_close(kernels.silu_and_mul(gate_up), torch.nn.functional.silu(gate) * up, dtype)
+    for activation in Activation:
+        assert_close(kernels.activate_and_mul(gate_up, activation), activation(gate) * up, dtype)
 
 
 def check_rotate_and_write(
@@ -115,7 +112,8 @@ def check_rotate_and_write(
     slots = torch.zeros(2 * shape.num_kv_heads * NUM_SLOTS, shape.head_dim, dtype=dtype, device=device)
     angles = 3 * randn(rows, rotary // 2, dtype=torch.float32, device=device).repeat(1, 2)
     cosines, sines = angles.cos().to(dtype), angles.sin().to(dtype)
-    norms = [Norm(randn(1 + i, shape.head_dim, dtype=dtype, device=device)[i], 1e-6) for i in (0, 1)]
+    weights = [randn(1 + i, shape.head_dim, dtype=torch.float32, device=device)[i] for i in (0, 1)]
+    norms = [Norm(weight, 1e-6, rounds=rotary == shape.head_dim) for weight in weights]
     query_norm, key_norm = norms if with_norms else (None, None)
     before = qkv.clone().unflatten(1, (-1, shape.head_dim))
     queries = rotate(before[:, :heads], query_norm, cosines, sines)

@@ -11,12 +11,12 @@ from engine.native.cpu.kernels import CpuKernels
 from tests.engine.native.cpu.compiled import compiled_library
 from tests.engine.native.reference import (
     RandomCache,
+    check_activate_and_mul,
     check_decode,
     check_nan,
     check_norms,
     check_prefill,
     check_rotate_and_write,
-    check_silu_and_mul,
 )
 from tests.marks import mostly_full
 
@@ -36,8 +36,8 @@ def test_norms(kernels: CpuKernels, dtype: torch.dtype, rows: int, n: int) -> No
     check_norms(kernels, dtype, "cpu", rows, n)
 
 
-def test_silu_and_mul(kernels: CpuKernels, dtype: torch.dtype) -> None:
-    check_silu_and_mul(kernels, dtype, "cpu", 37)
+def test_activate_and_mul(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    check_activate_and_mul(kernels, dtype, "cpu", 37)
 
 
 @pytest.mark.parametrize("rotary", [16, 8])

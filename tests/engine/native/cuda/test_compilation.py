@@ -23,7 +23,7 @@ HEADS = {"BLOCK_SIZE": 16, "HEAD_DIM": 128, "PADDED_DIM": 128, "GROUP": 4, "KV_H
 # Types of the arguments that are not pointers to numbers of the model's dtype.
 KINDS = {
     **dict.fromkeys(("block_table", "block_tables", "context_lens", "extents", "slot_ids"), "*i64"),
-    **dict.fromkeys(("partial", "partial_state", "sinks", "rules"), "*fp32"),
+    **dict.fromkeys(("partial", "partial_state", "sinks", "rules", "weight", "query_weight", "key_weight"), "*fp32"),
     **dict.fromkeys(("scaling", "softcap", "eps", "query_eps", "key_eps"), "fp32"),
     "vocab": "i32",
     **dict.fromkeys(("window", "num_slots", "row_stride", "head_stride", "table_stride", "num_splits"), "i32"),
@@ -72,11 +72,13 @@ def test_prefill() -> None:
 def test_layers() -> None:
     from engine.native.cuda import triton_layers as kernels
 
-    norm = {"N": 4096, "PADDED_N": 4096, "HAS_RESIDUAL": True}
+    norm = {"N": 4096, "PADDED_N": 4096, "HAS_RESIDUAL": True, "ROUNDS": True}
     assert compile_for_sm90(kernels.rms_norm_kernel, "bf16", 8, norm).asm["cubin"]
-    assert compile_for_sm90(kernels.silu_and_mul_kernel, "bf16", 4, {"N": 14336, "TILE": 1024}).asm["cubin"]
+    assert compile_for_sm90(
+        kernels.activate_and_mul_kernel, "bf16", 4, {"N": 14336, "TILE": 1024, "IS_GELU": True}
+    ).asm["cubin"]
     rotate = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "PADDED_DIM": 128, "ROTARY": 128}
-    rotate |= {"HAS_QUERY_NORM": True, "HAS_KEY_NORM": False}
+    rotate |= {"HAS_QUERY_NORM": True, "HAS_KEY_NORM": False, "ROUNDS": True}
     assert compile_for_sm90(kernels.rotate_and_write_kernel, "bf16", 1, rotate).asm["cubin"]
 
 

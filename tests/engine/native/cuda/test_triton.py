@@ -28,12 +28,12 @@ from tests.engine.native.cuda.rebuilt import with_graphs, with_kernels
 from tests.engine.native.reference import (
     TOLERANCES,
     RandomCache,
+    check_activate_and_mul,
     check_decode,
     check_nan,
     check_norms,
     check_prefill,
     check_rotate_and_write,
-    check_silu_and_mul,
 )
 from tests.marks import mostly_full
 
@@ -145,8 +145,8 @@ def test_norms(layer_kernels: LayerKernels, dtype: torch.dtype, n: int) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "n"), mostly_full(product(DTYPES, (37, 1100)), (torch.bfloat16, 37)))
-def test_silu_and_mul(layer_kernels: LayerKernels, dtype: torch.dtype, n: int) -> None:
-    check_silu_and_mul(layer_kernels, dtype, DEVICE, n)
+def test_activate_and_mul(layer_kernels: LayerKernels, dtype: torch.dtype, n: int) -> None:
+    check_activate_and_mul(layer_kernels, dtype, DEVICE, n)
 
 
 @pytest.mark.parametrize(

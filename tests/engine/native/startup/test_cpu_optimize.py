@@ -15,7 +15,7 @@ from engine.native.startup import engine_builder
 from tests.engine.models import CONFIGS, save_model
 from tests.engine.native.cpu.compiled import compiled_library
 
-FUSED = ("llama", "llama-mqa-tied", "qwen3", "mistral")
+FUSED = ("llama", "llama-mqa-tied", "qwen3", "mistral", "gemma2", "gemma3")
 
 
 @pytest.fixture(autouse=True)
@@ -38,12 +38,20 @@ def test_common_layers_are_fused_and_others_are_not(name: str, tmp_path: Path) -
     assert build(tmp_path)[1]["fused_layers"] == (2 if name in FUSED else 0)
 
 
-def test_a_layer_with_common_modules_and_other_arithmetic_is_not_fused(tmp_path: Path) -> None:
-    """Granite has Llama's modules, but scales what each of them adds to the residual stream."""
-    from transformers import GraniteConfig
+def test_a_layer_with_known_parts_and_other_arithmetic_is_not_fused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trial finds it: this Llama doubles what its attention adds to the residual stream."""
+    save_model(tmp_path, CONFIGS["llama"]())
+    load = engine_builder.load_model
 
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    save_model(tmp_path, GraniteConfig(vocab_size=97, num_key_value_heads=2, residual_multiplier=0.5, **sizes))
+    def load_doubled(*args: Any) -> Any:
+        model: Any = load(*args)
+        for layer in model.model.layers:
+            layer.self_attn.register_forward_hook(lambda module, inputs, output: (2 * output[0], *output[1:]))
+        return model
+
+    monkeypatch.setattr(engine_builder, "load_model", load_doubled)
     assert build(tmp_path)[1]["fused_layers"] == 0
 
 
