@@ -20,6 +20,7 @@ from gateway.dialects.messages.request import (
     Thinking,
     ToolChoice,
 )
+from gateway.dialects.terms import path_here, refuse_moved, renamed
 from gateway.protocol.bodies.schemas import ChatCompletionRequest, parse_generation
 from gateway.protocol.bodies.tools import HostedTool, hosted_tool_chosen, names_left_out
 from gateway.protocol.bodies.unsupported import unknown_names
@@ -32,7 +33,7 @@ Message = dict[str, Any]
 # as the one before, and the prefix cache would never be used.
 BILLING_HEADER = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 KNOWN = frozenset({*MessagesRequest.model_fields, *EXTENSIONS})
-# Beginnings of parameter paths in a chat, and the paths of the same parameters here. The first that fits counts.
+# Parameters of a chat, and what they are here.
 PATHS = (
     ("messages", "messages"),
     ("stop", "stop_sequences"),
@@ -54,10 +55,7 @@ def chat_to_answer(body: dict[str, Any]) -> ChatCompletionRequest:
 
 def chat_to_count(body: dict[str, Any]) -> ChatCompletionRequest:
     """Return the chat whose prompt is counted for the body of POST /v1/messages/count_tokens, as `chat_to_answer`."""
-    for name, here in MOVED.items():
-        if body.get(name) is not None:
-            message = f"Unsupported parameter: '{name}'. In the Messages API, use '{here}' instead."
-            raise invalid_request(message, name, "unsupported_parameter")
+    refuse_moved(body, MOVED, "Messages")
     request = parse(MessagesRequest, body)
     extensions = {name: value for name, value in body.items() if name in EXTENSIONS}
     fields = {**extensions, "messages": chat_messages(request), **_options(request)}
@@ -78,16 +76,14 @@ def in_terms_of_messages() -> Iterator[None]:
         message = f"prompt is too long: {counted} tokens > {error.limit} maximum"
         raise ApiError(400, message, param="messages", code=error.code) from error
     except ApiError as error:
-        message = error.message
         if error.code == "model_not_found":
-            message = (
-                f"{message} To serve it under this name, start the server with it as one more --served-model-name; or "
+            error.message += (
+                " To serve it under this name, start the server with it as one more --served-model-name; or "
                 "let the client ask for a model of GET /v1/models (Claude Code: ANTHROPIC_MODEL)."
             )
-        old = error.param or ""
-        new = _path(old)
-        message = message.replace(f"'{old}'", f"'{new}'") if old else message
-        raise ApiError(error.status, message, error.type, new or None, error.code, error.headers) from error
+        if error.param is None:
+            raise
+        raise renamed(error, _path(error.param)) from error
 
 
 def chat_messages(request: MessagesRequest) -> list[Message]:
@@ -195,10 +191,6 @@ def _response_format(wanted: JsonFormat) -> dict[str, Any]:
 
 
 def _path(path: str) -> str:
-    for old, new in PATHS:
-        if path == old or path.startswith((f"{old}.", f"{old}[")):
-            # The messages of a chat are not numbered as those of the request are.
-            return new if new == "messages" else new + path[len(old) :]
     if path.startswith("tools["):
         return path.replace(".function.parameters", ".input_schema", 1).replace(".function.", ".", 1)
-    return path.replace(".function.", ".", 1) if path.startswith("tool_choice.") else path
+    return path_here(path, PATHS) or path

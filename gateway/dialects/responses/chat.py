@@ -12,10 +12,11 @@ from typing import Any
 from gateway.dialects.responses.items import Item, text_of, unsealed
 from gateway.dialects.responses.request import ResponseRequest, TextFormat
 from gateway.dialects.responses.tools import OfferedTool, chat_choice, chat_name, custom_arguments
+from gateway.dialects.terms import path_here, renamed
 from gateway.protocol.bodies.schemas import ChatCompletionRequest, parse_generation
 from gateway.protocol.errors import ApiError
 
-# Beginnings of parameter paths in a chat, and the paths of the same parameters here. The first that fits counts.
+# Parameters of a chat, and what they are here.
 PATHS = (
     ("messages", "input"),
     ("max_completion_tokens", "max_output_tokens"),
@@ -59,8 +60,7 @@ def in_terms_of_responses(tools: Sequence[OfferedTool] = ()) -> Iterator[None]:
         new = _path(old, tools)
         if new == old:
             raise
-        message = error.message.replace(f"'{old}'", f"'{new}'")
-        raise ApiError(error.status, message, error.type, new, error.code, error.headers) from error
+        raise renamed(error, new) from error
 
 
 def chat_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
@@ -141,11 +141,7 @@ def _response_format(text: TextFormat) -> dict[str, Any] | None:
 
 
 def _path(path: str, tools: Sequence[OfferedTool]) -> str:
-    for old, new in PATHS:
-        if path == old or path.startswith((f"{old}.", f"{old}[")):
-            # The messages of a chat are not numbered as the input items are.
-            return new if new == "input" else new + path[len(old) :]
     if (place := _TOOL.fullmatch(path)) and int(place[1]) < len(tools):
         tool = tools[int(place[1])]
         return f"{tool.path}.format" if tool.is_custom and place[2] else tool.path + (place[2] or place[3])
-    return path.replace(".function.", ".", 1) if path.startswith("tool_choice.") else path
+    return path_here(path, PATHS) or path

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, Tag, field_validator, m
 
 from gateway.dialects.responses.items import InputItem, few_pieces
 from gateway.dialects.responses.tools import OfferedTool, ToolChoice, Tools, hosted_choice, offered
+from gateway.dialects.terms import refuse_moved
 from gateway.protocol.bodies.messages import Text
 from gateway.protocol.bodies.options import GenerationBody, Whole
 from gateway.protocol.bodies.schemas import ChatCompletionRequest
@@ -162,10 +163,7 @@ def parse_response_request(body: dict[str, Any]) -> ResponseRequest:
     for name in NOT_BUILT:
         if body.get(name) is not None:
             raise unsupported_parameter(name)
-    for name, here in MOVED.items():
-        if body.get(name) is not None:
-            message = f"Unsupported parameter: '{name}'. In the Responses API, use '{here}' instead."
-            raise invalid_request(message, name, "unsupported_parameter")
+    refuse_moved(body, MOVED, "Responses")
     for name in ("n", "best_of"):
         if body.get(name) not in (None, 1):
             message = f"Unsupported parameter: '{name}'. A response is one answer."
