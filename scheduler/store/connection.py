@@ -58,7 +58,7 @@ def connect(url: str) -> Redis:
         "socket_connect_timeout": address.CONNECT_TIMEOUT_S,
         "socket_timeout": REPLY_TIMEOUT_S,
         "health_check_interval": HEALTH_CHECK_S,
-        "retry": _BoundedRetry(_backoff(), RETRIES),
+        "retry": (_TlsRetry if theirs is SSLConnection else _BoundedRetry)(_backoff(), RETRIES),
         "route": route,
     }
     return Redis.from_pool(_Pool(connection_class=_OURS[theirs], **(ours | settings)))
@@ -235,13 +235,19 @@ class _Retry(Retry):
 class _BoundedRetry(_Retry):
     """A retry policy that ends a command after `COMMAND_TIMEOUT_S`, retries included."""
 
+    advice = ""
+
     async def call_with_retry(self, do: Callable[[], Awaitable[Any]], *args: Any, **options: Any) -> Any:
         timeout_s = COMMAND_TIMEOUT_S
         try:
             async with asyncio.timeout(timeout_s):
                 return await super().call_with_retry(do, *args, **options)
         except builtins.TimeoutError as error:
-            raise TimeoutError(f"The store has not answered within {timeout_s:.0f} seconds.") from error
+            raise TimeoutError(f"The store has not answered within {timeout_s:.0f} seconds.{self.advice}") from error
+
+
+class _TlsRetry(_BoundedRetry):
+    advice = " If it has no TLS, its URL begins with redis in place of rediss."
 
 
 class _Backoff(ExponentialWithJitterBackoff):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import trustme
-from redis.exceptions import ConnectionError
+from redis.exceptions import ConnectionError, TimeoutError
 
 from scheduler.store import connection
 from tests.scheduler.stalling_proxy import StallingProxy
@@ -56,3 +56,13 @@ async def test_a_certificate_that_is_not_trusted_is_named_with_the_way_out(
     async with connection.connect(f"rediss://{host}:{port}?ssl_ca_certs={file}") as client:
         with pytest.raises(ConnectionError, match=reason):
             await client.ping()
+
+
+async def test_a_store_without_tls_is_named_with_the_way_out(
+    valkey_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "COMMAND_TIMEOUT_S", 0.2)
+    async with StallingProxy(valkey_url, port := free_port()).serving():
+        async with connection.connect(f"rediss://localhost:{port}") as client:
+            with pytest.raises(TimeoutError, match=r"has no TLS, its URL begins with redis in place of rediss"):
+                await client.ping()
