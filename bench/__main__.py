@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pydantic_settings import BaseSettings, CliApp, CliSubCommand, SettingsConfigDict
 
 from bench.chaos.command import Chaos
+from bench.chaos.door import Door
 from bench.conformance.command import Conformance
 from bench.engines.commands import Engines
 from bench.facade import Facade
@@ -36,7 +37,8 @@ class Bench(BaseSettings):
     Experiments on the HTTP side. conformance: clients that people use, in their default modes. facade: requests per
     second of the gateway, beside LiteLLM's proxy. fuzz: odd requests, and what they leave behind.
 
-    Faults. chaos: the whole server under load, while its parts are killed, stopped, cut off and misled.
+    Faults. chaos: the whole server under load, while its parts are killed, stopped, cut off and misled. door: what
+    attacks without a key do to another client's stream.
 
     Images. images: the images of gateway and worker, built, started with a store, and tried.
 
@@ -60,6 +62,7 @@ class Bench(BaseSettings):
     conformance: CliSubCommand[Conformance]
     facade: CliSubCommand[Facade]
     chaos: CliSubCommand[Chaos]
+    door: CliSubCommand[Door]
     fuzz: CliSubCommand[Fuzz]
     images: CliSubCommand[Images]
     readme: CliSubCommand[ReadmeFigures]

@@ -62,7 +62,7 @@ async def test_a_store_without_tls_is_named_with_the_way_out(
     valkey_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "COMMAND_TIMEOUT_S", 0.2)
-    async with StallingProxy(valkey_url, port := free_port()).serving():
-        async with connection.connect(f"rediss://localhost:{port}") as client:
-            with pytest.raises(TimeoutError, match=r"has no TLS, its URL begins with redis in place of rediss"):
-                await client.ping()
+    proxy, client = StallingProxy(valkey_url, port := free_port()), connection.connect(f"rediss://localhost:{port}")
+    async with proxy.serving(), client:
+        with pytest.raises(TimeoutError, match=r"has no TLS, its URL begins with redis in place of rediss"):
+            await client.ping()
