@@ -134,11 +134,20 @@ def resolve_tier(service_tier: str | None, key: ApiKey | None, tiers: TierSet) -
     if tiers.for_service_tier(service_tier or "") is None:
         service_tier = reported
     tier = _requested_tier(service_tier, key, tiers)
-    if key is not None and not key.may_use(tier):
-        tier = next(t for t in tiers.by_priority if key.may_use(t))
+    tier = _usable(tier, key, tiers)
     if reported in RESPONSE_SERVICE_TIERS and tier is tiers.for_service_tier(service_tier or ""):
         return ResolvedTier(tier, reported)
     return ResolvedTier(tier, service_tier_of(tier))
+
+
+def resolve_named(tier: Tier, key: ApiKey | None, tiers: TierSet) -> ResolvedTier:
+    """Return `tier`, or the highest tier that `key` may use if it may not use this one."""
+    usable = _usable(tier, key, tiers)
+    return ResolvedTier(usable, service_tier_of(usable))
+
+
+def _usable(tier: Tier, key: ApiKey | None, tiers: TierSet) -> Tier:
+    return tier if key is None or key.may_use(tier) else next(t for t in tiers.by_priority if key.may_use(t))
 
 
 def demotion_of(tier: Tier, key: ApiKey | None, tiers: TierSet) -> ResolvedTier | None:

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from scheduler.routing import Routing
+
 
 class TierConfigError(Exception):
     """An error in the tiers file; the message names the file and the wrong keys.
@@ -182,6 +184,7 @@ class TierSet(_Strict):
     default_tier: str
     batch_tier: str
     controller: ControllerSwitches = ControllerSwitches()
+    routing: Routing = Routing()
     tiers: dict[TierName, Tier] = Field(min_length=1)
 
     @model_validator(mode="before")
@@ -198,6 +201,9 @@ class TierSet(_Strict):
         for key in ("default_tier", "batch_tier"):
             if getattr(self, key) not in self.tiers:
                 raise ValueError(f"{key}: there is no tier {getattr(self, key)!r}")
+        for name, rule in self.routing.rules.items():
+            if rule.tier not in self.tiers:
+                raise ValueError(f"routing.rules.{name}.tier: there is no tier {rule.tier!r}")
         owner: dict[str, str] = {}
         for name, tier in self.tiers.items():
             if tier.name != name:

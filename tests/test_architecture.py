@@ -42,7 +42,7 @@ HOUSES = {
     "gateway/jobs": "batches idempotency responses tasks uploads webhooks",
     "gateway/jobs/batches": "completion_window input → model → token_quota turns → store → forecast → lines → run"
     " → maintenance → service → message_batches retry",
-    "scheduler": "clock config request virtual_time → store → queue events registry reload"
+    "scheduler": "clock routing → config request virtual_time → store → queue events registry reload"
     " → request_state tasks → deadlines → client control → holdings → planning worker → drivers",
     "engine": "interface config progress closing → grammar step_time sequences streaming thread → sampling"
     " → modeled native static upstream vllm → factory",

@@ -46,6 +46,9 @@ class GatewayMetrics:
             "Requests served in a lower tier because their own tier could not have met its SLO.",
             ["tier", "to"],
         )
+        self.requests_routed = counter(
+            "tidegate_requests_routed_total", "Requests whose tier a rule of `routing` in tiers.yaml chose.", ["rule"]
+        )
         self.predicted_ttft = gauge(
             "tidegate_predicted_ttft_seconds",
             "Predicted TTFT in seconds of a short request that arrives now, for tiers that have a prediction.",

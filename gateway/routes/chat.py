@@ -24,6 +24,7 @@ from gateway.requests.generate.generation import Generation
 from gateway.requests.generate.service import Deliverable
 from gateway.requests.prepare.placement import Placement, place
 from gateway.requests.prepare.prepared import PreparedRequest
+from gateway.requests.prepare.routing import Routed, Sent, routed, served_model
 from gateway.routes.dependencies import Caller
 from gateway.state import gateway_of
 
@@ -51,19 +52,32 @@ async def deliver(request: Request, path: str, key: ApiKey | None) -> Response:
     If the request is refused, the function raises `ApiError` before any header is sent.
     """
     endpoint = gateway_of(request).completions.endpoints[path]
-    async with hold_object(request, parser_for(request, endpoint.parse)) as body:
+    async with hold_object(request, parser_for(request, endpoint.parse, key)) as body:
         answer = endpoint.new(body)
         generation = await submit(request, body, key, answer.prepare)
     return await send_answer(request, body, answer.run(generation))
 
 
-def parser_for(request: Request, parse: Callable[[dict[str, Any]], T]) -> Callable[[dict[str, Any]], T]:
-    """Return `parse` for a body that need not name the model. There is only one, perhaps with adapters and aliases."""
-    return partial(_with_model, gateway_of(request).model.names[0], parse)
+def parser_for(
+    request: Request, parse: Callable[[dict[str, Any]], T], key: ApiKey | None
+) -> Callable[[dict[str, Any]], T]:
+    """Return `parse` for a body that need not name the model. There is only one, perhaps with adapters and aliases.
+
+    The rule that chooses the tier of the body is kept in the request's state, for `submit`.
+    """
+    return partial(_parse, request, parse, key)
 
 
-def _with_model(model: str, parse: Callable[[dict[str, Any]], T], body: dict[str, Any]) -> T:
-    return parse({**body, "model": model} if body.get("model") in (None, "") else body)
+def _parse(request: Request, parse: Callable[[dict[str, Any]], T], key: ApiKey | None, body: dict[str, Any]) -> T:
+    gateway, named = gateway_of(request), body.get("model")
+    names, routing = gateway.model.names, gateway.tiers.routing
+    if routing.active:
+        sent = Sent(request.url.path, request.headers, None if key is None else key.name, body)
+        request.state.routed = routed(routing, sent)
+    model = names[0] if named in (None, "") else named
+    if isinstance(model, str):
+        model = served_model(routing, model, names)
+    return parse(body if model == named else {**body, "model": model})
 
 
 async def send_answer(request: Request, body: GenerationBody, generation: Deliverable) -> Response:
@@ -98,8 +112,12 @@ def headers_of(body: GenerationBody) -> dict[str, str] | None:
 async def submit(request: Request, body: GenerationBody, key: ApiKey | None, prepare: Prepare) -> Generation:
     """Prepare the request in the tier that it asks for, and submit it. Raises `ApiError` if it is refused."""
     gateway = gateway_of(request)
-    placement = place(body, request.headers, key, gateway.tiers, request.state.request_id)
+    rule: Routed | None = getattr(request.state, "routed", None)
+    placement = place(body, request.headers, key, gateway.tiers, request.state.request_id, rule)
     structlog.contextvars.bind_contextvars(tier=placement.tier.name)
+    if placement.rule is not None:
+        structlog.contextvars.bind_contextvars(rule=placement.rule)
+        gateway.metrics.requests_routed.labels(placement.rule).inc()
     generation = await gateway.completions.submit(await prepare(placement))
     request.state.headers = generation.headers
     structlog.contextvars.bind_contextvars(tier=generation.tier.name)  # a demotion may have changed it

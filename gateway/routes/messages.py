@@ -31,6 +31,6 @@ async def create_message(request: Request, key: Caller) -> Response:
 async def count_message_tokens(request: Request, key: Caller, owner: Owner) -> dict[str, Any]:
     """Count the tokens of the prompt that a message would have. Nothing is generated."""
     gateway = gateway_of(request)
-    async with hold_object(request, parser_for(request, chat_to_count)) as chat:
+    async with hold_object(request, parser_for(request, chat_to_count, key)) as chat:
         tier = resolve_tier(None, key, gateway.tiers).tier
         return {"input_tokens": await count_tokens(gateway.completions, chat, tier, owner)}

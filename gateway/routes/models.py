@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 
 from gateway.protocol.error_shapes import speaks_anthropic
 from gateway.protocol.errors import model_not_found
+from gateway.requests.prepare.routing import listed_models
 from gateway.routes.dependencies import Caller
 from gateway.state import Gateway, gateway_of
 
@@ -25,7 +26,7 @@ YES, NO = {"supported": True}, {"supported": False}
 @router.get("/v1/models")
 async def list_models(request: Request, key: Caller) -> dict[str, Any]:
     gateway = gateway_of(request)
-    names = gateway.model.names
+    names = listed_models(gateway.tiers.routing, gateway.model.names)
     if speaks_anthropic(request.scope):
         ends = {"first_id": names[0], "last_id": names[-1]}
         return {"data": [_anthropic_model(gateway, name) for name in names], "has_more": False, **ends}
@@ -38,7 +39,7 @@ async def retrieve_model(request: Request, model: str, key: Caller) -> dict[str,
     gateway = gateway_of(request)
     if not model:
         raise HTTPException(404)  # /v1/models/: its answer names /v1/models
-    if model not in gateway.model.names:
+    if model not in listed_models(gateway.tiers.routing, gateway.model.names):
         raise model_not_found(model)
     return _anthropic_model(gateway, model) if speaks_anthropic(request.scope) else _model(gateway, model)
 

@@ -48,7 +48,7 @@ async def create_response(request: Request, key: Caller) -> Response:
 
 async def _answer(request: Request, key: ApiKey | None, body_held: AsyncExitStack) -> Response:
     digest = hashlib.sha256()
-    parse = parser_for(request, parse_response_request)
+    parse = parser_for(request, parse_response_request, key)
     body = await body_held.enter_async_context(hold_object(request, parse, digest.update))
     service, owner = gateway_of(request).responses, key.name if key else None
     if body.stream and not body.background:
@@ -102,7 +102,7 @@ async def _create_in_background(
 @router.post("/v1/responses/input_tokens", openapi_extra=json_body(ResponseRequest))
 async def count_input_tokens(request: Request, key: Caller, owner: Owner) -> dict[str, Any]:
     """Count the tokens of the prompt that a response would have. Nothing is generated."""
-    async with hold_object(request, parser_for(request, parse_response_request)) as body:
+    async with hold_object(request, parser_for(request, parse_response_request, key)) as body:
         tier = resolve_tier(body.service_tier, key, gateway_of(request).tiers).tier
         new = gateway_of(request).responses.new(body)
         prepared = await new.prepare(Placement(tier, "auto", request.state.request_id, owner))

@@ -114,11 +114,12 @@ export class Chat {
 }
 
 /** Return the line under an answer: tier, first token, total, tokens. */
-function factsOf({ firstMs, totalMs, tier, usage, finish }, asked) {
+function factsOf({ firstMs, totalMs, tier, rule, usage, finish }, asked) {
   const isOther = asked !== "auto" && tier && tier !== asked;
   const tokens = usage?.completion_tokens;
   const parts = [
     tier && `tier ${tier}${isOther ? ` (asked for ${asked})` : ""}`,
+    rule && `by rule ${rule}`,
     firstMs === null ? "no token" : `first token ${ms(firstMs)}`,
     `total ${ms(totalMs)}`,
     tokens && `${tokens} tokens`,

@@ -11,12 +11,14 @@ const KNOBS = [
 
 /** Return the tiers of GET /admin/tiers, from the highest priority to the lowest. */
 export function tiersOf(document) {
+  const routing = document.routing?.enabled ? Object.entries(document.routing.rules) : [];
   const tiers = Object.entries(document.tiers).map(([name, tier]) => {
     const { ttft_p99_ms: ttftMs, itl_p99_ms: itlMs } = tier.slo ?? {};
     return {
       name,
       priority: tier.priority,
       serviceTiers: tier.service_tiers ?? [],
+      rules: routing.filter(([, rule]) => rule.tier === name).map(([rule]) => rule),
       ttftSloS: ttftMs ? ttftMs / 1000 : null,
       itlSloS: itlMs ? itlMs / 1000 : null,
       isInteractive: Boolean(ttftMs || itlMs),
@@ -89,7 +91,8 @@ class TierCard {
     const title = element("h3", { id: `tier-${tier.name}` }, tier.name);
     const kind = tier.isInteractive ? "interactive" : "bulk";
     const names = tier.serviceTiers.join(", ");
-    const badge = element("p", { class: "badge" }, names ? `${kind} · service_tier ${names}` : kind);
+    const rules = tier.rules.length ? `rules ${tier.rules.join(", ")}` : "";
+    const badge = element("p", { class: "badge" }, [kind, names && `service_tier ${names}`, rules].filter(Boolean).join(" · "));
     const figures = element("dl", { class: "figures" }, ...this.#makeFigures());
     const knobs = element("dl", { class: "knobs" }, ...this.#makeKnobs());
     this.root = element("article", { class: "card tier", "aria-labelledby": title.id }, title, badge, figures, ...this.#makeMeters(), knobs);

@@ -16,16 +16,22 @@ END_OF_FRAME = b"}\n\n"
 
 
 def receipt_object(
-    tier_requested: str, tier_served: str, total_ms: int, sequences: Sequence[tuple[Receipt, int]]
+    tier_requested: str,
+    tier_served: str,
+    total_ms: int,
+    sequences: Sequence[tuple[Receipt, int]],
+    rule: str | None = None,
 ) -> dict[str, Any]:
     """Return the object `tidegate` of an answer.
 
     `sequences` holds the worker's receipt and the number of cached prompt tokens of each sequence, in their order. The
     times at the top are those of the sequence that took longest, but `engine_ms` is that of all. If there are several,
-    each also has an entry of its own.
+    each also has an entry of its own. `rule` is the routing rule that chose the tier.
     """
     entries = [asdict(receipt) | {"cached_tokens": cached} for receipt, cached in sequences]
     answer: dict[str, Any] = {"tier_requested": tier_requested, "tier_served": tier_served, "total_ms": total_ms}
+    if rule is not None:
+        answer["rule"] = rule
     if entries:
         answer |= max(entries, key=lambda e: float(e["queue_ms"] + e["prefill_ms"] + e["decode_ms"]))
         parts = [receipt.engine_ms for receipt, _ in sequences if receipt.engine_ms is not None]

@@ -264,7 +264,8 @@ class Generation:
             for request_id, choice in self._choices.items()
             if request_id in self._receipts
         ]
-        return receipt_object(self._prepared.placement.receipt_for or "auto", self._prepared.tier.name, total_ms, found)
+        placement, tier = self._prepared.placement, self._prepared.tier.name
+        return receipt_object(placement.receipt_for or "auto", tier, total_ms, found, placement.rule)
 
     def _usage_of(self, choice: Choice) -> Usage:
         """Return the token counts of one choice so far. Its chunks report these, as those of vLLM do."""

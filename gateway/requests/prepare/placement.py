@@ -7,9 +7,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gateway.identity import ApiKey, ResolvedTier, demotion_of, patient_service_tier, resolve_tier
+from gateway.identity import ApiKey, ResolvedTier, demotion_of, patient_service_tier, resolve_named, resolve_tier
 from gateway.protocol.bodies.options import GenerationBody
 from gateway.protocol.errors import invalid_value
+from gateway.requests.prepare.routing import Routed
 from scheduler.config import Tier, TierSet
 from scheduler.request import JobPart
 
@@ -34,18 +35,31 @@ class Placement:
     patient: str | None = None  # the `service_tier` that a rejection recommends
     receipt_for: str | None = None  # the `service_tier` that was asked for, if the answer shall have a receipt
     cache_ttl_s: int | None = None  # seconds for which the answer is kept in the cache; None: it is not looked up
+    rule: str | None = None  # the name of the routing rule that chose the tier
     part: JobPart | None = None  # the part of a job that this is
     is_limited: bool = True  # whether the limits of the owner's key count; what it uses is counted in any case
 
 
 def place(
-    asked: GenerationBody, headers: Mapping[str, str], key: ApiKey | None, tiers: TierSet, request_id: str
+    asked: GenerationBody,
+    headers: Mapping[str, str],
+    key: ApiKey | None,
+    tiers: TierSet,
+    request_id: str,
+    rule: Routed | None = None,
 ) -> Placement:
-    """Return where a request of an HTTP client goes. Raises `ApiError` 400 if what it asks for is unknown."""
+    """Return where a request of an HTTP client goes. Raises `ApiError` 400 if what it asks for is unknown.
+
+    `rule` is the routing rule that the request meets. It chooses the tier of a request that asks for none.
+    """
     cache_ttl_s = _cache_ttl_s(headers.get(CACHE_HEADER))
     usual = resolve_tier(None, key, tiers).tier
     wished = wished_service_tier(asked.service_tier, asked.priority, headers.get(TTFT_HEADER), usual, tiers)
     resolved = resolve_tier(wished, key, tiers)
+    if rule is not None and (wished not in (None, "auto") or rule.tier not in tiers.tiers):
+        rule = None
+    if rule is not None:
+        resolved = resolve_named(tiers[rule.tier], key, tiers)
     has_receipt = headers.get(RECEIPT_HEADER, "0").lower() not in ("0", "false", "")
     return Placement(
         tier=resolved.tier,
@@ -56,6 +70,7 @@ def place(
         patient=patient_service_tier(resolved.tier, key, tiers),
         receipt_for=(wished or "auto") if has_receipt else None,
         cache_ttl_s=cache_ttl_s,
+        rule=None if rule is None else rule.name,
     )
 
 
