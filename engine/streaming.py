@@ -81,6 +81,10 @@ class Upstream(Protocol):
         """The options that the server cannot honour, as `options_of` names them."""
         ...
 
+    def keeps_prefixes(self, cache_salt: str) -> bool:
+        """Return whether a sequence that is continued finds nearly all of its KV in the server's prefix cache."""
+        ...
+
     def can_continue(self, sampling: SamplingParams, is_seeded: bool) -> bool:
         """Return whether a sequence that is continued from its tokens is the same as one that was never hung up."""
         ...
@@ -92,7 +96,8 @@ class Upstream(Protocol):
     def stream(self, request: StreamRequest) -> AsyncGenerator[SequenceOutput, None]:
         """Return the tokens of `request` as the server sends them. Closing the generator hangs up.
 
-        The last output has a finish reason. Raises `UpstreamError`.
+        The last output has a finish reason. The first or the last one says how many of the request's tokens were found
+        in the prefix cache, if the server says it. Raises `UpstreamError`.
         """
         ...
 

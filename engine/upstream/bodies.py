@@ -49,6 +49,8 @@ def body_of(
     params = body.setdefault(dialect.sampling_in, {}) if dialect.sampling_in else body
     params[dialect.max_tokens] = sampling.max_tokens - num_done
     params["temperature"] = sampling.temperature
+    if dialect.name == "llama.cpp":  # penalties count all tokens: newer servers have no number that says so
+        params["repeat_last_n"] = len(request.prompt_token_ids) + sampling.max_tokens
     # A sequence that cannot be continued begins again after a fault, and must get the same tokens. Others get no seed:
     # servers sample slower with one. One that is continued would get the random numbers of its beginning again.
     needs_seed = dialect.repeats and not can_continue(sampling, request.is_seeded)
@@ -69,7 +71,7 @@ def _options(sampling: SamplingParams, dialect: Dialect, num_done: int) -> dict[
     for name, sent_as in dialect.sampling.items():
         value = getattr(sampling, name)
         if name == "min_tokens":
-            value = max(0, value - num_done)
+            value = max(0, min(value, sampling.max_tokens) - num_done)
         if value != _DEFAULTS[name] or (dialect.name == "llama.cpp" and name in _LLAMA_DIFFERS):
             options[sent_as] = _encoded(name, value, dialect)
     return options

@@ -95,8 +95,17 @@ class _OpenAIChoice(msgspec.Struct):
     logprobs: _OpenAILogprobs | None = None
 
 
+class _OpenAIDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _OpenAIUsage(msgspec.Struct):
+    prompt_tokens_details: _OpenAIDetails | None = None
+
+
 class _OpenAIChunk(msgspec.Struct):
     choices: list[_OpenAIChoice] = []
+    usage: _OpenAIUsage | None = None
     error: Any = None
 
 
@@ -106,7 +115,8 @@ class _OpenAIReader:
     def read(self, data: bytes) -> Piece:
         chunk: _OpenAIChunk = _decode(self._decoder, data)
         if not chunk.choices:
-            return Piece()
+            details = chunk.usage.prompt_tokens_details if chunk.usage is not None else None
+            return Piece(cached_tokens=(details.cached_tokens or 0) if details is not None else 0)
         choice = chunk.choices[0]
         logprobs = [] if choice.logprobs is None else _openai_logprobs(choice.logprobs)
         return Piece(choice.token_ids or [], choice.text or "", _reason(choice.finish_reason), logprobs)
@@ -174,7 +184,12 @@ class _LlamaProb(msgspec.Struct):
     top_logprobs: list[_LlamaTop] = []
 
 
+class _LlamaTimings(msgspec.Struct):
+    cache_n: int = 0
+
+
 class _LlamaChunk(msgspec.Struct):
+    timings: _LlamaTimings = msgspec.field(default_factory=_LlamaTimings)
     content: str = ""
     tokens: list[int] = []
     stop: bool = False
@@ -189,7 +204,8 @@ class _LlamaReader:
     def read(self, data: bytes) -> Piece:
         chunk: _LlamaChunk = _decode(self._decoder, data)
         if chunk.stop:  # the last event repeats the numbers, not the tokens
-            return Piece(finish_reason=FinishReason.LENGTH if chunk.stop_type == "limit" else FinishReason.STOP)
+            reason = FinishReason.LENGTH if chunk.stop_type == "limit" else FinishReason.STOP
+            return Piece(finish_reason=reason, cached_tokens=chunk.timings.cache_n)
         logprobs = [
             TokenLogprobs(prob.id, prob.logprob, tuple((top.id, top.logprob) for top in prob.top_logprobs))
             for prob in chunk.completion_probabilities

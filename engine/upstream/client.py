@@ -6,6 +6,8 @@ HTTP statuses; does not know tiers, attempts or time.
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import suppress
+from dataclasses import replace
 
 import msgspec
 
@@ -31,6 +33,8 @@ BUSY = (429, 503)
 REFUSED = (400, 413, 422)  # the fault is in the request
 TIMED_OUT = 408
 TRIAL_PRIORITY = 1000  # above all tiers: while a trial runs, nothing else may be sent
+USAGE_S = 1.0  # seconds for the event after the last token
+TRIAL_TOKENS = 64  # of the prompt that tells whether prefixes are cached: some KV blocks
 TRIAL_S = 120.0  # a server may compile kernels for its first tokens
 
 
@@ -55,9 +59,13 @@ class HttpUpstream:
         self.unsupported = dialect.unsupported
         self._texts = texts
         self._with_priority = with_priority
+        self.caches_prefixes = False  # whether the server has found an earlier prompt again, and said so
 
     def can_continue(self, sampling: SamplingParams, is_seeded: bool) -> bool:
         return self._dialect.takes_ids and can_continue(sampling, is_seeded)
+
+    def keeps_prefixes(self, cache_salt: str) -> bool:
+        return self.caches_prefixes and bool(self._dialect.salt or not cache_salt)
 
     def can_repeat(self, sampling: SamplingParams) -> bool:
         return self._dialect.takes_ids and (self._dialect.repeats or sampling.temperature == 0)
@@ -68,18 +76,29 @@ class HttpUpstream:
             exchange = await self._sender("POST", self._dialect.path, body, request.traceparent)
             if await exchange.wait_for_status() != 200:
                 raise await _refusal(exchange)
-            num_tokens = request.num_tokens
-            async for piece in self._pieces(exchange):
+            num_tokens, pieces = request.num_tokens, self._pieces(exchange)
+            async for piece in pieces:
                 num_tokens += len(piece.token_ids)
                 if piece.token_ids or piece.finish_reason is not None:
                     output = self._output(request, piece, num_tokens)
-                    yield output
-                    if output.finish_reason is not None:
-                        return
+                    if output.finish_reason is None:
+                        yield output
+                        continue
+                    yield replace(output, num_cached_tokens=await self._cached_tokens(piece, pieces))
+                    return
             raise UpstreamLost("The server ended the stream before the answer was whole.")
         finally:
             if exchange is not None:
                 exchange.hang_up()
+
+    async def _cached_tokens(self, last: Piece, pieces: AsyncGenerator[Piece, None]) -> int:
+        """Return how many tokens the server has found in its prefix cache, as far as it says so at the end."""
+        if self._dialect.usage_last and not last.cached_tokens:
+            with suppress(UpstreamLost, TimeoutError):  # the answer is whole in any case
+                async with asyncio.timeout(USAGE_S):
+                    async for piece in pieces:
+                        return piece.cached_tokens
+        return last.cached_tokens
 
     async def load(self) -> UpstreamLoad | None:
         if not any(card.is_same_model(self._card) for card in await list_models(self._sender)):
@@ -101,6 +120,15 @@ class HttpUpstream:
                 return any([output.token_ids async for output in self.stream(trial)])
         except TimeoutError:
             raise UpstreamLost("The server sent no token within two minutes.") from None
+
+    async def try_cache(self) -> bool:
+        """Return whether the server finds the KV of an earlier prompt again, and says so."""
+        first = self.info.eos_token_ids[0] if self.info.eos_token_ids else 0
+        sampling = SamplingParams(max_tokens=1, temperature=0.0)
+        trial = StreamRequest("trial", (first,) * TRIAL_TOKENS, sampling, priority=TRIAL_PRIORITY)
+        for _ in range(2):
+            cached = [output.num_cached_tokens async for output in self.stream(trial)]
+        return any(cached)
 
     def _body(self, request: StreamRequest) -> dict[str, object]:
         known = (*request.prompt_token_ids, *request.output_token_ids)

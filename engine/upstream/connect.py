@@ -81,6 +81,7 @@ async def _inspect(config: UpstreamConfig, sender: HttpSender) -> HttpUpstream:
         dialect=dialect.name,
         model=card.id,
         max_model_len=info.max_model_len,
+        caches_prefixes=upstream.caches_prefixes,
         cannot=sorted(upstream.unsupported),
     )
     return upstream
@@ -123,7 +124,10 @@ async def _tried(
         return HttpUpstream(sender, dialect, card, info, _texts(config.model_path))
     upstream = HttpUpstream(sender, dialect, card, info, with_priority=with_priority)
     try:
-        return upstream if await upstream.try_out() else None
+        if not await upstream.try_out():
+            return None
+        upstream.caches_prefixes = await upstream.try_cache()
+        return upstream
     except (UpstreamRefused, UpstreamUnusable) as error:
         if not (with_priority and dialect.priority and "priority" in str(error)):
             raise EngineStartError(f"the server refuses a first request: {error}") from error
@@ -135,7 +139,7 @@ def _info(config: UpstreamConfig, card: ModelCard, address: Address, dialect: Di
     """Return the sizes of the model: the server's own where it tells them, otherwise those of the model directory."""
     declared = _read_json(config.model_path, "config.json")
     text = declared.get("text_config") or declared
-    lengths = [config.max_model_len, card.max_model_len or text.get("max_position_embeddings")]
+    lengths = [config.max_model_len, card.context or text.get("max_position_embeddings")]
     max_model_len = min((int(length) for length in lengths if length), default=DEFAULT_CONTEXT)
     backend = _tokenizer(config.model_path) if "vocab_size" not in text else None
     return EngineInfo(

@@ -38,6 +38,7 @@ class Dialect:
     sampling_in: str = ""  # field that holds the sampling parameters; empty: they are in the body itself
     fixed: Mapping[str, Any] = field(default_factory=dict)  # fields that are always sent
     seed: str = "seed"
+    usage_last: bool = False  # whether an event after the last token says how many tokens were cached
     repeats: bool = False  # whether the same seed gives the same token ids
     salt: str = ""  # field for the salt of the prefix cache; empty: there is none
     priority: str = ""
@@ -71,7 +72,14 @@ VLLM = Dialect(
     max_tokens="max_tokens",
     sampling=_USUAL
     | {name: name for name in ("logit_bias", "allowed_token_ids", "min_tokens", "stop_token_ids", "ignore_eos")},
-    fixed={"stream": True, "return_token_ids": True, "skip_special_tokens": False, "add_special_tokens": False},
+    fixed={
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+        "skip_special_tokens": False,
+        "add_special_tokens": False,
+    },
+    usage_last=True,
     repeats=True,
     salt="cache_salt",
     priority="priority",
@@ -109,9 +117,9 @@ LLAMA_CPP = Dialect(
     fixed={
         "stream": True,
         "return_tokens": True,
-        "repeat_last_n": -1,
         "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"],
     },
+    usage_last=True,
     repeats=True,
     json_schema="json_schema",
     logprobs="n_probs",

@@ -12,11 +12,21 @@ from engine.upstream.http import HttpSender
 LARGEST = 1e9  # no server has more requests
 
 
+class _Meta(msgspec.Struct, frozen=True):
+    n_ctx: int | None = None
+
+
 class ModelCard(msgspec.Struct, frozen=True):
     id: str
     owned_by: str = ""
     max_model_len: int | None = None
+    meta: _Meta | None = None  # of llama.cpp
     root: str | None = None  # the model's directory or hub id there; None: the server does not tell
+
+    @property
+    def context(self) -> int | None:
+        """The most tokens of a request; None: the server does not tell."""
+        return self.max_model_len or (self.meta.n_ctx if self.meta is not None else None)
 
     def is_same_model(self, other: "ModelCard") -> bool:
         return (self.id, self.owned_by, self.root) == (other.id, other.owned_by, other.root)

@@ -22,8 +22,9 @@ InteractiveRun = tuple[RequestState, int, int]  # the request, and the numbers o
 class DelayAccounts:
     """The accounts of a worker's interactive requests. Times are seconds of engine and host together."""
 
-    def __init__(self) -> None:
-        self.step_time = StepTimeModel()  # of steps without bulk
+    def __init__(self, step_time: StepTimeModel | None = None) -> None:
+        """`step_time` predicts steps without bulk; None: the accounts learn it."""
+        self.step_time = step_time or StepTimeModel()
         self._fixed_s = 0.0  # total time without bulk that no single request needs: the fixed costs of steps
         self._delay_s = 0.0  # total time that bulk has added to steps
 

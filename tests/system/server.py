@@ -140,6 +140,6 @@ def run_to_end(*arguments: str, timeout_s: float = 60.0) -> subprocess.Completed
     return subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s)
 
 
-def make_client(server: Server, max_retries: int = 0) -> AsyncOpenAI:
+def make_client(server: Server, max_retries: int = 0, timeout_s: float = 120) -> AsyncOpenAI:
     """Return a client that fails at once by default: a retry would hide what a test looks for."""
-    return AsyncOpenAI(base_url=server.base_url, api_key="test", max_retries=max_retries, timeout=120)
+    return AsyncOpenAI(base_url=server.base_url, api_key="test", max_retries=max_retries, timeout=timeout_s)

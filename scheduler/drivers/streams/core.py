@@ -25,6 +25,7 @@ from scheduler.clock import NEVER_S
 from scheduler.config import TierSet
 from scheduler.control.budget import Budgets, TokenBucket
 from scheduler.control.controller import SLAController
+from scheduler.control.delay_account import DelayAccounts
 from scheduler.control.knobs import Decision
 from scheduler.drivers.streams.in_flight_limit import InFlightLimit
 from scheduler.drivers.streams.policy import MAX_TOKENS, RECOMPUTE_SHARE, Decisions, View, decide
@@ -83,6 +84,7 @@ class StreamCore:
         self.recomputed: Counter[str] = Counter()  # tokens of streams that were hung up, by tier
         self._bulk_total_s = 0.0
         self._hang_up_from_s = -NEVER_S
+        self._accounts = DelayAccounts(self._step_times.model)
 
     # -- readings ----------------------------------------------------------------------------------------------
 
@@ -139,6 +141,7 @@ class StreamCore:
 
     def _begin(self, state: RequestState) -> None:
         state.bulk_seen_s = self._bulk_total_s
+        self._accounts.open(state, 0.0, 0.0)
 
     def _drop(self, state: RequestState) -> None:
         """Forget a request that ends here. If it has a stream, the driver must hang up."""
@@ -187,16 +190,19 @@ class StreamCore:
             recompute_tokens=self._recompute.level,
             hang_up_from_s=self._hang_up_from_s,
             held_back=self._retries.busy.waiting(now),
+            kept=self._streams.kept,
+            left_s=self._accounts.left_s(self._table.interactive()),
         )
 
     def _budgets(self, now: float) -> Budgets:
         return self._controller.budgets(list(self._table.interactive()), self._step_times.cost(), now)
 
     def _hang_up(self, state: RequestState, now: float) -> None:
-        self._recompute.spend(state.num_tokens)
-        self.recomputed[state.tier.name] += state.num_tokens
-        self._preemptions[state.tier.name, "recompute"] += 1
         self._streams.interrupt(state, now)
+        num_lost = state.num_tokens - self._streams.kept(state)
+        self._recompute.spend(num_lost)
+        self.recomputed[state.tier.name] += num_lost
+        self._preemptions[state.tier.name, "recompute"] += 1
         self._streams.note_hang_up(state.id)
         self._hang_up_from_s = now + self._step_times.cost().step_s
 
@@ -215,15 +221,34 @@ class StreamCore:
         self._recompute.refill(num_computed)
         if seen is not None:
             self._note_step(seen, now)
-        if output.finish_reason is not None:
+        self._note_cached(state, output)
+        is_part = self._streams.is_part(state, output)
+        if is_part:
+            output = replace(output, finish_reason=None)
+        elif output.finish_reason is not None:
             self._forget(state)
         self.held.outputs.add(state, output, self._bulk_total_s, now, report)
+        if is_part:
+            self._streams.pause(state, now)
         self.held.inputs.tell_requests(report, now)
         return report
 
+    def _note_cached(self, state: RequestState, output: SequenceOutput) -> None:
+        """Correct what a continued request costs by what the server says."""
+        num_lost = self._streams.lost_tokens(state, output)
+        self._recompute.spend(num_lost)
+        self.recomputed[state.tier.name] += max(0, num_lost)
+        if output.finish_reason is not None and state.num_cached_tokens == 0:  # some servers say it only then
+            state.num_cached_tokens = min(output.num_cached_tokens, len(state.request.prompt_token_ids))
+
     def _note_step(self, seen: SeenStep, now: float) -> None:
         self.held.add_used(seen.used_s)
-        self._bulk_total_s += sum(seen.used_s.get(t.name, 0.0) for t in self.held.tiers if not t.is_interactive)
+        bulk_s = sum(seen.used_s.get(t.name, 0.0) for t in self.held.tiers if not t.is_interactive)
+        self._bulk_total_s += bulk_s
+        if bulk_s:
+            self._accounts.add_shared_step(seen.runs, seen.elapsed_s, 0.0)
+        else:
+            self._accounts.add_step(seen.runs, seen.elapsed_s, 0.0, is_typical=False)
         report = Report(sequences=seen.sequences, used_s=seen.used_s, planned_s=seen.predicted_s)
         self.held.inputs.tell_step(report, seen.elapsed_s, 0.0, now)
 

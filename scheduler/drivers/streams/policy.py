@@ -4,12 +4,13 @@ A server that plans its own steps cannot be told to leave a sequence out of a st
 
 - Interactive requests are sent at once, the earliest deadline first, as long as the server has places.
 - Bulk is sent only while no interactive request awaits its first token, one prefill or a few at a time, and as many
-  streams as may lengthen each step of an interactive answer. Without interactive traffic, only the tier's batch size
-  and the server's places limit it.
+  streams as may lengthen each step of an interactive answer: by `max_slowdown`, and inside of the SLO. While answers
+  are under way, a prefill must also fit into what their delay accounts have left. Without interactive traffic, only
+  the tier's batch size and the server's places limit bulk.
 - If a first token is at risk, streams of bulk are hung up, the youngest first, within a budget of recomputed tokens.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -21,9 +22,6 @@ from scheduler.deadlines import deadline_s
 from scheduler.holdings.request_table import RequestTable
 from scheduler.request_state import RequestState
 
-# Bulk may lengthen a step by this share of a step without bulk, while there is interactive traffic. Half a step more is
-# what an arrival waits on average for the step in flight, and as much again for the one that computes its first token.
-MAX_STRETCH = 0.6
 PREFILL_STEPS = 3.0  # fixed costs of a step: the time that bulk's prefills in flight may take together
 # Interactive traffic has stopped when its mean gap between arrivals is longer than this, in seconds.
 QUIET_S = 30.0
@@ -47,6 +45,8 @@ class View:
     recompute_tokens: float  # tokens that may be recomputed at present
     hang_up_from_s: float = -NEVER_S  # no stream is hung up before this time, because the last ones take effect first
     held_back: Collection[str] = ()  # ids of requests that are not sent now
+    kept: Callable[[RequestState], int] = lambda state: 0  # tokens of a request that the server's prefix cache has
+    left_s: float = NEVER_S  # what bulk may add by the delay accounts of the answers that are under way
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +95,17 @@ class _Draft:
         self._unplaced: list[RequestState] = []  # interactive requests for which the server has no place
 
     def _bulk_window_s(self) -> float:
-        """Return the longest step that bulk may cause beside the decodes of interactive requests."""
+        """Return the longest step that bulk may cause beside the decodes of interactive requests.
+
+        It keeps the smallest `max_slowdown`, and the SLO: a request that arrives waits for the rest of the step.
+        """
         decodes = [s for s in self._interactive if not s.awaits_first_token]
         alone_s = self._cost.step(sum(self._cost.decode(s.num_tokens) for s in decodes))
-        itl_s = min((s.tier.slo.itl_p99_ms or NEVER_S for s in self._interactive), default=NEVER_S) / 1000
-        return max(min((1 + MAX_STRETCH) * alone_s, itl_s), alone_s)
+        tiers = [t for t in self._view.tiers if t.is_interactive]
+        slowdown = min((t.max_slowdown for t in tiers if t.max_slowdown is not None), default=NEVER_S)
+        itl_s = min(t.slo.itl_p99_ms or NEVER_S for t in tiers) / 1000
+        ttft_s = min(t.slo.ttft_p99_ms or NEVER_S for t in tiers) / 1000
+        return max(min(slowdown * alone_s, itl_s, FIRST_STEP_SHARE * ttft_s), alone_s)
 
     def _startable(self, tier: Tier) -> Iterator[RequestState]:
         """Return the requests of a tier without a stream, in the order in which they are sent."""
@@ -108,21 +114,25 @@ class _Draft:
             if state.id not in self._view.held_back:
                 yield state
 
+    def _num_uncached(self, state: RequestState) -> int:
+        """Return how many tokens the server computes before the next one of the request."""
+        return state.num_tokens - self._view.kept(state)
+
     def _prefill_s(self, state: RequestState) -> float:
-        return self._cost.prefill(state.num_tokens, 0)
+        return self._cost.prefill(self._num_uncached(state), self._view.kept(state))
 
     def _start(self, state: RequestState) -> None:
         self.started.append(state)
         self._num_in_flight += 1
         self._num_of[state.tier.name] += 1
         self._streams_s += self._cost.decode(state.num_tokens)
-        self._prefill_tokens += state.num_tokens
-        if not state.tier.is_interactive:
+        self._prefill_tokens += self._num_uncached(state)
+        if not (state.tier.is_interactive or self._view.kept(state)):
             self._bulk_prefills_s += self._prefill_s(state)
 
     def _fits_step(self, state: RequestState) -> bool:
         """Return whether the server computes the prompt in its next step, and not in one after it."""
-        tokens = self._prefill_tokens + state.num_tokens
+        tokens = self._prefill_tokens + self._num_uncached(state)
         return self._prefill_tokens == 0 or tokens <= self._view.max_prefill_tokens
 
     # -- interactive tiers -----------------------------------------------------------------------------------------
@@ -196,12 +206,13 @@ class _Draft:
             return False
         if self._num_in_flight >= self._view.max_in_flight - reserved:
             return False
-        prefills_s = self._bulk_prefills_s + self._prefill_s(state)
-        if self._bulk_prefills_s and prefills_s > self._max_prefills_s():
+        # What is left of a prompt behind its cached blocks hardly lengthens a step.
+        prefill_s = 0.0 if self._view.kept(state) else self._prefill_s(state)
+        if self._bulk_prefills_s and self._bulk_prefills_s + prefill_s > self._max_prefills_s():
             return False
         if not self._has_traffic:
             return True
-        if budget.decodes_only and not budget.min_share_due:
+        if not budget.min_share_due and (budget.decodes_only or prefill_s > max(0.0, self._view.left_s)):
             return False
         has_bulk = any(self._num_of[t.name] for t in self._view.tiers if not t.is_interactive)
         return not has_bulk or self._cost.step(self._streams_s + self._cost.decode(state.num_tokens)) <= self._window_s

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from engine.step_time.cost import StepCost, StepWork
 from engine.step_time.ewma import Ewma
 from engine.step_time.model import StepTimeModel
+from scheduler.control.delay_account import InteractiveRun
 from scheduler.request_state import RequestState
 
 # The longest pause within a burst: this share of the time since the burst before it, and at most this long. If a stream
@@ -27,6 +28,7 @@ class SeenStep:
     elapsed_s: float
     predicted_s: float
     sequences: dict[str, int]  # number of sequences, by tier
+    runs: list[InteractiveRun]
     used_s: dict[str, float]  # the tiers' parts of `elapsed_s`, in proportion to predicted costs
 
 
@@ -41,6 +43,7 @@ class _Burst:
     follows: bool = False  # a stream that brought tokens in the burst before brings one more: one step has passed
     has_several: bool = False  # steps that came at once
     work: StepWork = field(default_factory=StepWork)
+    runs: list[InteractiveRun] = field(default_factory=list)
     sequences: Counter[str] = field(default_factory=Counter)
     runs_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
@@ -113,6 +116,8 @@ class UpstreamStepTimes:
             burst.runs_s[state.tier.name] += num_new * cost.decode(context)
             if num_new == 1 and self._before is not None and state.id in self._before.streams:
                 burst.follows = True
+        if state.tier.is_interactive:
+            burst.runs.append((state, num_prefilled or num_new, 0 if num_prefilled else context))
         burst.has_several |= state.id in burst.streams
         burst.sequences[state.tier.name] += 1
         burst.streams.add(state.id)
@@ -128,4 +133,4 @@ class UpstreamStepTimes:
         self._observe(burst.work, elapsed_s)
         total_s = sum(burst.runs_s.values()) or 1.0
         used_s = {tier: elapsed_s * run_s / total_s for tier, run_s in burst.runs_s.items()}
-        return SeenStep(elapsed_s, predicted_s, dict(burst.sequences), used_s)
+        return SeenStep(elapsed_s, predicted_s, dict(burst.sequences), burst.runs, used_s)

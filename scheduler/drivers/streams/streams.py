@@ -6,11 +6,16 @@ decide which streams are opened or hung up. The time is passed in.
 
 from dataclasses import dataclass
 
-from engine.interface import SequenceOutput
+import msgspec
+
+from engine.interface import FinishReason, SequenceOutput
 from engine.streaming import StreamRequest, Upstream
 from scheduler.drivers.streams.step_times import SeenStep, UpstreamStepTimes
 from scheduler.holdings.request_table import RequestTable
 from scheduler.request_state import RequestState, Status
+
+# Output tokens for which bulk is sent at a time, where a server caches prefixes: afterwards, others may go first.
+QUANTUM = 64
 
 
 @dataclass(slots=True)
@@ -20,6 +25,9 @@ class Stream:
     begun_s: float
     progress_s: float  # time of the newest tokens, or of the begin
     num_before: int  # output tokens that the request had before this stream
+    num_known: int  # tokens of the request before this stream, with its prompt
+    num_kept: int  # how many of these should be in the server's prefix cache, from an earlier stream
+    until: int  # output tokens of the request at which this stream ends
     is_alone: bool  # whether no other stream has run since this one began
     has_tokens: bool = False
 
@@ -31,6 +39,7 @@ class StreamTable:
         self._step_times = step_times
         self._streams: dict[str, Stream] = {}
         self._hung_up: list[str] = []  # ids whose streams the driver must hang up
+        self._kept: dict[str, int] = {}  # by request without a stream: its tokens that a prefix cache should have
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -59,11 +68,14 @@ class StreamTable:
         self._table.update(state)
         for other in self._streams.values():
             other.is_alone = False
-        self._streams[state.id] = Stream(now, now, len(state.output_token_ids), not self._streams)
+        num_before = len(state.output_token_ids)
+        until = self._until(state)
+        stream = Stream(now, now, num_before, state.num_tokens, self.kept(state), until, not self._streams)
+        self._streams[state.id] = stream
         return StreamRequest(
             seq_id=state.id,
             prompt_token_ids=request.prompt_token_ids,
-            sampling=request.sampling,
+            sampling=msgspec.structs.replace(request.sampling, max_tokens=until),
             cache_salt=request.cache_salt,
             priority=state.tier.priority,
             is_seeded=request.is_seeded,
@@ -71,16 +83,45 @@ class StreamTable:
             traceparent=request.traceparent,
         )
 
+    def _until(self, state: RequestState) -> int:
+        """Return how many output tokens the request has at the end of its next stream."""
+        max_tokens = state.request.sampling.max_tokens
+        in_parts = self._is_kept(state) and not state.tier.is_interactive and self.can_continue(state)
+        return min(max_tokens, len(state.output_token_ids) + QUANTUM) if in_parts else max_tokens
+
+    def _is_kept(self, state: RequestState) -> bool:
+        return self._upstream.keeps_prefixes(state.request.cache_salt)
+
+    def kept(self, state: RequestState) -> int:
+        """Return how many tokens of a request without a stream should be in the server's prefix cache."""
+        return self._kept.get(state.id, 0)
+
     def forget(self, request_id: str) -> None:
         """Remove the stream of a request, which has ended."""
         self._streams.pop(request_id, None)
+        self._kept.pop(request_id, None)
 
     def interrupt(self, state: RequestState, now: float) -> None:
         """Record that a request has lost its stream, and keeps its tokens."""
         self.forget(state.id)
+        if self._is_kept(state):  # whole blocks, without the last token
+            size = self._upstream.info.block_size
+            self._kept[state.id] = (state.num_tokens - 1) // size * size
         state.stop(now)
         state.lose_blocks(Status.PREEMPTED)
         self._table.update(state)
+
+    def is_part(self, state: RequestState, output: SequenceOutput) -> bool:
+        """Return whether `output` ends a stream that was to bring only a part of the answer."""
+        until = self._streams[state.id].until
+        num_output = len(state.output_token_ids) + len(output.token_ids)
+        is_whole = until >= state.request.sampling.max_tokens
+        return output.finish_reason is FinishReason.LENGTH and num_output >= until and not is_whole
+
+    def pause(self, state: RequestState, now: float) -> None:
+        """Record that a part of an answer is there. This is no loss of KV blocks, of which a request bears few."""
+        self.interrupt(state, now)
+        state.num_preemptions -= 1
 
     def rewind(self, state: RequestState, now: float) -> None:
         """Prepare a request that has lost its stream for the next one.
@@ -125,11 +166,21 @@ class StreamTable:
             return 0, None
         num_new, num_prefilled = len(output.token_ids), 0
         if not stream.has_tokens:
-            num_prefilled = max(1, state.num_tokens - output.num_cached_tokens)
+            num_prefilled = max(1, state.num_tokens - max(output.num_cached_tokens, stream.num_kept))
             if stream.is_alone:
                 self._step_times.note_alone(num_prefilled, now - stream.begun_s)
         stream.has_tokens = True
         return num_new + num_prefilled, self._step_times.note_tokens(state, num_new, num_prefilled, now)
+
+    def lost_tokens(self, state: RequestState, output: SequenceOutput) -> int:
+        """Return how many tokens of a continued request the server had to compute again, beyond what was expected.
+
+        It is negative if there were fewer. The first or the last output of a stream says it.
+        """
+        stream = self._streams[state.id]
+        if not (stream.num_before and output.num_cached_tokens):
+            return 0
+        return stream.num_kept - min(output.num_cached_tokens, stream.num_known)
 
     # -- choices -----------------------------------------------------------------------------------------------
 

@@ -59,6 +59,7 @@ class ScriptedServer:
     token_offset: int = 0  # is added to each token
     priorities: bool = True
     returns_ids: bool = True
+    caches: bool = False  # whether it finds prompts again, and says so
     key: str = ""
     metrics: str = ""
     gate: asyncio.Event = field(default_factory=asyncio.Event)  # tokens wait until it is set
@@ -163,6 +164,10 @@ class ScriptedServer:
             self._event(writer, json.dumps({"choices": [choice]}))
             await writer.drain()
             await asyncio.sleep(0)
+        if body.get("stream_options"):
+            cached = len(prompt) - 1 if self.caches and body in self.bodies[:-1] else 0
+            usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": {"cached_tokens": cached}}
+            self._event(writer, json.dumps({"choices": [], "usage": usage}))
         self._event(writer, "[DONE]")
         writer.write(b"0\r\n\r\n")
         await writer.drain()

@@ -51,7 +51,13 @@ async def test_a_server_that_still_loads_is_waited_for() -> None:
         async def sleep(seconds: float) -> None: ...
 
         assert (await connect(config(server), sleep)).info.device == "vllm"
-    assert len(server.bodies) == 2
+    assert len(server.bodies) == 4, "the second for one token, the others for the prefix cache"
+
+
+@pytest.mark.parametrize("caches", [True, False])
+async def test_it_is_tried_whether_the_server_caches_prefixes(caches: bool) -> None:
+    async with scripted_server(caches=caches) as server:
+        assert (await connect(config(server))).caches_prefixes is caches
 
 
 async def test_without_token_ids_the_server_gets_texts() -> None:

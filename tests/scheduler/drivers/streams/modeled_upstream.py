@@ -33,6 +33,7 @@ class _Sequence:
     request: StreamRequest
     outputs: asyncio.Queue[SequenceOutput | None] = field(default_factory=asyncio.Queue)
     num_done: int = 0
+    num_cached: int = 0
     is_started: bool = False
 
 
@@ -48,6 +49,7 @@ class ModeledUpstream:
         *,
         noise: float = 0.0,
         seed: int = 1,
+        caches_prefixes: bool = False,
     ) -> None:
         """The time of a step is the one of `cost`, times a random factor with the standard deviation `noise`."""
         self.info = info or make_info(num_blocks=1 << 16)
@@ -57,6 +59,8 @@ class ModeledUpstream:
         self._noise = noise
         self._random = random.Random(seed)
         self.places = places
+        self.caches_prefixes = caches_prefixes
+        self._cached: dict[tuple[int, ...], int] = {}  # number of tokens that were computed, by prompt
         self.repeats = True  # whether an answer that begins again is the same
         self.refuses = False  # answer 503 instead of letting requests wait
         self.is_up = True
@@ -71,6 +75,9 @@ class ModeledUpstream:
 
     def can_continue(self, sampling: SamplingParams, is_seeded: bool) -> bool:
         return can_continue(sampling, is_seeded)
+
+    def keeps_prefixes(self, cache_salt: str) -> bool:
+        return self.caches_prefixes
 
     def can_repeat(self, sampling: SamplingParams) -> bool:
         return self.repeats
@@ -133,9 +140,13 @@ class ModeledUpstream:
             self.running.append(self.waiting.pop(0))
         work, batch = StepWork(), list(self.running)
         for sequence in batch:
-            tokens = sequence.request.num_tokens + sequence.num_done
-            work.add(1 if sequence.is_started else tokens, tokens if sequence.is_started else 0)
-            self.num_computed += 1 if sequence.is_started else tokens
+            tokens, prompt = sequence.request.num_tokens + sequence.num_done, sequence.request.prompt_token_ids
+            if not sequence.is_started and self.caches_prefixes:
+                sequence.num_cached = min(self._cached.get(prompt, 0), tokens - 1) // 16 * 16
+            computed = 1 if sequence.is_started else tokens - sequence.num_cached
+            work.add(computed, tokens - computed if sequence.is_started or sequence.num_cached else 0)
+            self.num_computed += computed
+            self._cached[prompt] = max(self._cached.get(prompt, 0), tokens)
             sequence.is_started = True
         await self._clock.sleep(self._cost.of(work) * self._random.lognormvariate(0.0, self._noise))
         for sequence in batch:
@@ -152,6 +163,7 @@ class ModeledUpstream:
             num_computed_tokens=len(request.prompt_token_ids) + position,
             token_ids=(token_at(request.prompt_token_ids, position),),
             finish_reason=FinishReason.LENGTH if is_last else None,
+            num_cached_tokens=sequence.num_cached if is_last else 0,
         )
         sequence.outputs.put_nowait(output)
         if is_last:

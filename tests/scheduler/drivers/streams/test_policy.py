@@ -10,7 +10,7 @@ from scheduler.request_state import RequestState, Status
 from tests.scheduler.builders import make_decode, make_state, make_table, make_tiers
 
 COST = StepCost(step_s=0.02, prefill_token_s=0.001, attend_s=0.0, context_token_s=0.0, decode_s=0.0005)
-TIERS = make_tiers()
+TIERS = make_tiers(realtime={"max_slowdown": 1.6})
 
 
 def view(*states: RequestState, tiers: TierSet = TIERS, traffic: bool = True, **changes: Any) -> View:
@@ -73,6 +73,25 @@ def test_bulk_lengthens_a_step_only_so_far() -> None:
     with_traffic = len(started(view(*beside, make_decode("chat", "realtime"))))
     assert 20 <= with_traffic <= 26, "0.6 of 20 ms, at half a millisecond a stream"
     assert len(started(view(*beside, traffic=False))) == 40
+
+
+def test_without_max_slowdown_the_slo_alone_limits_a_step() -> None:
+    beside = [waiting(f"w{i:03}", "bulk", prompt=1) for i in range(400)]
+    slow = make_tiers(realtime={"max_slowdown": None, "slo": {"ttft_p99_ms": 200, "itl_p99_ms": 90}})
+    of = view(*beside, make_decode("chat", "realtime"), tiers=slow)
+    assert 50 <= len(started(replace(of, budgets=_roomy(of)))) <= 60, "a quarter of 200 ms, and not 90 ms"
+
+
+def test_a_prefill_must_fit_into_what_the_answers_under_way_have_left() -> None:
+    of = view(waiting("w", "bulk", prompt=30), make_decode("chat", "realtime"), *decodes(2))
+    assert started(replace(of, left_s=0.05)) == ["w"]
+    assert started(replace(of, left_s=0.02)) == started(replace(of, left_s=-1.0)) == []
+    assert started(replace(of, left_s=0.02, kept=lambda state: 16)) == ["w"], "its prefix is cached"
+
+
+def _roomy(of: View) -> Budgets:
+    budgets = of.budgets
+    return replace(budgets, tiers={name: replace(b, max_num_seqs=400) for name, b in budgets.tiers.items()})
 
 
 def test_the_servers_places_are_not_exceeded_and_some_are_left_for_chats() -> None:

@@ -111,13 +111,51 @@ def test_chat_beside_bulk_is_nearly_as_fast_as_alone() -> None:
     async def only_bulk(world: World) -> tuple[list[Answer], list[Answer]]:
         return [], await bulk(world, 64, 27.0)
 
-    single, _ = play(alone, cost=CPU, noise=0.1)
-    mixed, answers = play(beside, cost=CPU, noise=0.1)
-    _, undisturbed = play(only_bulk, cost=CPU, noise=0.1)
+    tiers = make_tiers(realtime={"max_slowdown": 2.0})
+    single, _ = play(alone, tiers=tiers, cost=CPU, noise=0.1)
+    mixed, answers = play(beside, tiers=tiers, cost=CPU, noise=0.1)
+    _, undisturbed = play(only_bulk, tiers=tiers, cost=CPU, noise=0.1)
     assert all(is_right(answer) for answer in (*single, *mixed, *answers))
     assert at(mixed, 0.5) <= 1.5 * at(single, 0.5)
     assert at(mixed, 0.99) <= 2.5 * at(single, 0.99)
     assert len(answers) >= 0.7 * len(undisturbed)
+
+
+@pytest.mark.parametrize("caches_prefixes", [False, True])
+def test_answers_take_at_most_max_slowdown_times_as_long(caches_prefixes: bool) -> None:
+    async def alone(world: World) -> list[Answer]:
+        return await chats(world, 20)
+
+    async def beside(world: World) -> list[Answer]:
+        flood = asyncio.create_task(bulk(world, 32, 14.0))
+        await world.clock.sleep(4.0)
+        asked = await chats(world, 20)
+        answers = await flood
+        assert all(is_right(answer) for answer in answers)
+        return asked
+
+    def mean_s(answers: list[Answer]) -> float:
+        return sum((answer.ended_s or 0.0) - answer.submitted_s for answer in answers) / len(answers)
+
+    tiers = make_tiers(realtime={"max_slowdown": 1.25})
+    times_s = [mean_s(play(story, tiers=tiers, cost=CPU, caches_prefixes=caches_prefixes)) for story in (beside, alone)]
+    assert 1.0 <= times_s[0] / times_s[1] <= 1.3
+
+
+def test_bulk_comes_in_parts_where_the_server_keeps_them() -> None:
+    async def story(world: World) -> int:
+        bulk_task = asyncio.create_task(world.ask("bulk", tier="bulk", prompt=40, max_tokens=150, temperature=0.0))
+        sampled = await world.ask("penal", tier="bulk", prompt=40, max_tokens=150, presence_penalty=0.5)
+        answer, chat = await bulk_task, await world.ask("chat", max_tokens=150)
+        assert is_right(answer) and is_right(sampled) and is_right(chat)
+        assert world.core.recomputed.total() == 0 and not world.core.status(0.0).preemptions
+        parts = [(s.seq_id, s.sampling.max_tokens, len(s.output_token_ids)) for s in world.engine.opened]
+        assert [part for part in parts if part[0] == "bulk"] == [("bulk", 64, 0), ("bulk", 128, 64), ("bulk", 150, 128)]
+        assert [part[1:] for part in parts if part[0] in ("penal", "chat")] == [(150, 0), (150, 0)]
+        return world.core.num_computed
+
+    num_computed = play(story, caches_prefixes=True)
+    assert num_computed <= 3 * (40 + 150) + 2 * 16, "of each part, less than a block is computed again"
 
 
 def test_the_servers_own_queue_stays_empty_once_its_places_are_known() -> None:

@@ -1,0 +1,96 @@
+"""The whole server in front of a real llama.cpp on the CPU, with Gemma 3 270M behind the demo model's tokenizer.
+
+The two vocabularies do not match, so texts mean nothing here; token ids do. It needs an environment with xllamacpp:
+`make test-llama` makes one. Other runs skip it.
+"""
+
+import asyncio
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import AsyncOpenAI
+
+from demo_model.location import demo_model_path
+from tests.system.llama_server import SLOT_TOKENS
+from tests.system.server import Server, free_port, make_client, running, wait_for
+
+PYTHON = Path(__file__).parents[2] / ".venv-llama" / "bin" / "python"
+START_S = 120.0
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(not PYTHON.exists(), reason="llama.cpp has an environment of its own: make test-llama"),
+    pytest.mark.timeout(400),
+]
+GEMMA_VOCAB = 262_144
+
+
+@pytest.fixture(scope="module")
+def llama_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    port, folder = free_port(), tmp_path_factory.mktemp("llama")
+    url, log = f"http://127.0.0.1:{port}", folder / "log"
+    script = Path(__file__).with_name("llama_server.py")
+    with log.open("wb") as out:
+        argv = [str(PYTHON), "-I", str(script), str(port), str(folder / "model.gguf")]
+        process = subprocess.Popen(argv, stdout=out, stderr=out, start_new_session=True)
+
+    def is_up() -> bool:
+        assert process.poll() is None, log.read_text(errors="replace")[-2000:]
+        try:
+            return httpx.get(f"{url}/v1/models").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    try:
+        wait_for(is_up, START_S, "llama.cpp")
+        yield url
+    finally:
+        process.kill()
+        process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, llama_url: str) -> Iterator[Server]:
+    model = tmp_path_factory.mktemp("models") / "gemma"
+    model.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(demo_model_path() / name, model / name)
+    config = json.loads((demo_model_path() / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": GEMMA_VOCAB}))
+    flags = ("--engine", "openai", "--upstream", llama_url, "--model", str(model))
+    with running(tmp_path_factory.mktemp("before-llama"), *flags) as started:
+        started.wait_until_ready()
+        yield started
+
+
+async def ask(client: AsyncOpenAI, prompt: list[int], max_tokens: int = 20, **extra: Any) -> list[int]:
+    """Return the tokens of one completion."""
+    extra = {"return_token_ids": True, "ignore_eos": True, **extra}
+    answer = await client.completions.create(
+        model="gemma", prompt=prompt, max_tokens=max_tokens, temperature=0, extra_body=extra
+    )
+    return list(answer.choices[0].model_extra["token_ids"]) if answer.choices[0].model_extra else []
+
+
+async def test_the_server_is_known_by_its_own_words(server: Server) -> None:
+    said = next(line for line in server.log_lines() if line["event"] == "the upstream answers")
+    assert (said["dialect"], said["max_model_len"], said["caches_prefixes"]) == ("llama.cpp", SLOT_TOKENS, True)
+
+
+async def test_chats_are_answered_beside_bulk(server: Server) -> None:
+    async with make_client(server, timeout_s=300) as client:
+        bulk = asyncio.create_task(ask(client, list(range(100, 140)), 40, service_tier="flex"))
+        chats = await asyncio.gather(*(ask(client, [100 + i, 200, 300]) for i in range(3)))
+        assert [len(chat) for chat in chats] == [20] * 3
+        assert len(await bulk) == 40
+
+
+async def test_penalties_reach_llama(server: Server) -> None:
+    async with make_client(server, timeout_s=300) as client:
+        plain = await ask(client, [300, 301, 302])
+        assert await ask(client, [300, 301, 302], repetition_penalty=1.9, frequency_penalty=1.5) != plain
