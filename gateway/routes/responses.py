@@ -4,6 +4,7 @@ Translates between HTTP and the response service. An API key sees only its own r
 """
 
 import hashlib
+import math
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -21,6 +22,8 @@ from gateway.jobs.responses.store import StoredResponse
 from gateway.protocol.errors import ApiError, invalid_request, invalid_value
 from gateway.protocol.json_body import hold_object
 from gateway.protocol.openapi import json_body
+from gateway.requests.generate.generation import Generation
+from gateway.requests.generate.waiting import WaitingGeneration
 from gateway.requests.prepare.placement import Placement
 from gateway.requests.prepare.prepared import PreparedRequest
 from gateway.routes.chat import headers_of, json_response, parser_for, send_answer, submit
@@ -30,6 +33,9 @@ from gateway.routes.jobs.idempotency import idempotency_key, once
 from gateway.state import gateway_of
 
 router = APIRouter(tags=["responses"])
+
+MAY_WAIT_HEADER = "x-tidegate-may-wait"  # a response with it becomes one in the background where it would be refused
+EXPECTED_HEADER = "x-tidegate-expected-s"  # seconds until a refused response is expected to be taken
 
 Limit = Annotated[int, Query(ge=1, le=100)]
 Order = Literal["asc", "desc"]
@@ -64,7 +70,13 @@ async def _answer(request: Request, key: ApiKey | None, body_held: AsyncExitStac
         new = service.new(body)
         if body.background:
             return await _create_in_background(request, body, key, service, new)
-        return await _create(request, body, key, new, body_held)
+        try:
+            return await _create(request, body, key, new, body_held)
+        except ApiError as refusal:
+            if not _may_wait(request, body) or new.waiting(refusal) is None:
+                raise
+        later = body.model_copy(update={"background": True})
+        return await _create_in_background(request, later, key, service, service.new(later))
 
     response = await once(request, owner, digest.hexdigest(), create)
     if not body.stream:
@@ -91,12 +103,21 @@ async def _create_in_background(
         await service.enqueue(new)
         return prepared
 
+    headers = headers_of(body) or {}
     try:
-        response = service.launch(new, await submit(request, body, key, prepare))
-    except BaseException:
-        await new.withdraw()
-        raise
-    return json_response(response, headers_of(body))
+        generation: Generation | WaitingGeneration = await submit(request, body, key, prepare)
+    except BaseException as refusal:
+        waiting = new.waiting(refusal) if isinstance(refusal, ApiError) else None
+        if waiting is None:
+            await new.withdraw()
+            raise
+        generation, headers[EXPECTED_HEADER] = waiting, str(math.ceil(waiting.expected_s))
+    return json_response(service.launch(new, generation), headers or None)
+
+
+def _may_wait(request: Request, body: ResponseRequest) -> bool:
+    """Return whether the caller takes a background response where a request would be refused."""
+    return request.headers.get(MAY_WAIT_HEADER, "0").lower() not in ("0", "false", "") and body.store is not False
 
 
 @router.post("/v1/responses/input_tokens", openapi_extra=json_body(ResponseRequest))

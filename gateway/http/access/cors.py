@@ -34,6 +34,7 @@ EXPOSED_HEADERS = (
     "x-ratelimit-reset-requests",
     "x-ratelimit-reset-tokens",
     "x-tidegate-cache",
+    "x-tidegate-expected-s",
     "x-tidegate-ignored-parameters",
     "*",
 )

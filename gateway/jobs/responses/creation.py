@@ -22,6 +22,7 @@ from gateway.requests.answers.answer import Answer
 from gateway.requests.answers.token_report import TokenReport
 from gateway.requests.generate.generation import Generation
 from gateway.requests.generate.service import CompletionService
+from gateway.requests.generate.waiting import WaitingGeneration, may_wait
 from gateway.requests.prepare.placement import Placement
 from gateway.requests.prepare.prepared import PreparedRequest
 from scheduler.clock import Clock
@@ -75,7 +76,13 @@ class NewResponse:
                 self._prepared = await prepare(conversation)
         return self._prepared
 
-    def run(self, generation: Generation) -> ResponseRun:
+    def waiting(self, refusal: ApiError) -> WaitingGeneration | None:
+        """Return the generation of the prepared response when it is taken; None if it will not be."""
+        if self._prepared is None or not may_wait(refusal, self._prepared):
+            return None
+        return WaitingGeneration(self._prepared, refusal, self._completions.submit_again, self._clock)
+
+    def run(self, generation: Generation | WaitingGeneration) -> ResponseRun:
         """Return the run of the response, which was submitted."""
         return ResponseRun(generation, self._items, self.owner, self._store, self._conversations)
 

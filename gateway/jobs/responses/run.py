@@ -16,6 +16,7 @@ from gateway.jobs.responses.event_log import EventWriter
 from gateway.jobs.responses.store import NoRoom, ResponseStore
 from gateway.protocol.errors import ApiError, internal_error, store_failed
 from gateway.requests.generate.generation import Generation
+from gateway.requests.generate.waiting import WaitingGeneration
 from scheduler.clock import Clock
 from scheduler.config import Tier
 from scheduler.store.errors import STORE_AWAY
@@ -36,7 +37,7 @@ class ResponseRun:
 
     def __init__(
         self,
-        stream: Generation,
+        stream: Generation | WaitingGeneration,
         items: Sequence[Item],
         owner: str | None,
         store: ResponseStore | None,

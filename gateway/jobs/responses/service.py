@@ -26,6 +26,7 @@ from gateway.jobs.responses.store import NoRoom, ResponseStore, StoredResponse
 from gateway.protocol.errors import invalid_value, too_many_followers, too_many_responses
 from gateway.requests.generate.generation import Generation
 from gateway.requests.generate.service import CompletionService, Endpoint
+from gateway.requests.generate.waiting import WaitingGeneration
 from scheduler.clock import Clock
 
 ENDPOINT = "/v1/responses"
@@ -93,7 +94,7 @@ class ResponseService:
         if self._ends is not None:
             await self._ends.expect(queued, new.owner)
 
-    def launch(self, new: NewResponse, generation: Generation) -> dict[str, Any]:
+    def launch(self, new: NewResponse, generation: Generation | WaitingGeneration) -> dict[str, Any]:
         """Generate a response in the background. It was stored as queued. Return it as it is now."""
         assert self._store is not None and self._background is not None and self._redis is not None
         run = new.run(generation)

@@ -113,7 +113,11 @@ class CompletionService:
         except ApiError as error:
             return error.status, error.body()
 
-    async def submit(self, prepared: PreparedRequest) -> Generation:
+    async def submit_again(self, prepared: PreparedRequest) -> Generation:
+        """Enqueue `prepared`, which was refused before, as `submit` does. A further refusal is not counted."""
+        return await self.submit(prepared, is_counted=False)
+
+    async def submit(self, prepared: PreparedRequest, *, is_counted: bool = True) -> Generation:
         """Enqueue `prepared`, or find its answer in the cache, and return the answer.
 
         Raises `ApiError` 429 if a limit of the owner's key is reached, and the errors of `_enqueue`.
@@ -122,7 +126,7 @@ class CompletionService:
         try:
             tokens = account.replay(prepared.requests)
             if tokens is None:
-                prepared, tokens = await self._enqueue(prepared)
+                prepared, tokens = await self._enqueue(prepared, is_counted=is_counted)
         except BaseException:
             await account.cancel()
             raise
@@ -131,7 +135,7 @@ class CompletionService:
         shared = (self.model.tokenizer, self._clock, PING_S, self._lock)
         return Generation(prepared, tokens, *shared, account, trace, self._dead_letters)
 
-    async def _enqueue(self, prepared: PreparedRequest) -> tuple[PreparedRequest, TokenStream]:
+    async def _enqueue(self, prepared: PreparedRequest, *, is_counted: bool) -> tuple[PreparedRequest, TokenStream]:
         """Enqueue all scheduler requests of `prepared`, or none of them.
 
         If their own tier cannot serve them in time, they are enqueued in the lower tier of the demotion, if there is
@@ -147,7 +151,7 @@ class CompletionService:
                 self._metrics.requests_demoted.labels(prepared.tier.name, demoted.tier.name).inc()
                 prepared, outcome = demoted, lower_outcome
         if isinstance(outcome, Rejected):
-            self._metrics.requests_rejected.labels(prepared.tier.name, outcome.reason.value).inc()
+            self._metrics.requests_rejected.labels(prepared.tier.name, outcome.reason.value).inc(is_counted)
             raise rejected(outcome, prepared.tier, prepared.placement.patient)
         return prepared, outcome
 

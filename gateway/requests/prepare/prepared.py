@@ -65,6 +65,19 @@ class PreparedRequest:
         """What decides how tokens become text, and so where a stop string ends the output. Plain data."""
         return self.options, sorted(self.output.shown.items())
 
+    @property
+    def has_own_deadline(self) -> bool:
+        """Whether the request must end earlier than its tier asks."""
+        return any(r.deadline_ms - r.arrival_ms < self.tier.deadline_ms for r in self.requests)
+
+    def at(self, now_ms: int) -> "PreparedRequest":
+        """Return the same request as if it had arrived at `now_ms`."""
+        later = [(r, now_ms - r.arrival_ms) for r in self.requests]
+        requests = [
+            msgspec.structs.replace(r, arrival_ms=now_ms, deadline_ms=r.deadline_ms + by_ms) for r, by_ms in later
+        ]
+        return replace(self, requests=tuple(requests))
+
     def demoted(self, to: Demotion) -> "PreparedRequest":
         """Return the same request in the tier of `to`, without a further demotion."""
         own = {"tier": to.tier.name, "deadline_ms": to.deadline_ms}
