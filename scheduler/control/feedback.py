@@ -18,7 +18,7 @@ from scheduler.control.tier_stats import MISS_TARGET, TierStats
 UPDATE_S = 0.5  # seconds between two rounds of the outer loop
 KV_HIGH, KV_LOW = 0.85, 0.70  # shares of all KV blocks: bulk shrinks above KV_HIGH, and may grow below KV_LOW
 GROWTH = 2  # number of sequences by which a batch size grows at a time
-BULK_CUT, BULK_KV_CUT, INTERACTIVE_CUT = 0.5, 0.8, 0.8  # factors that a batch size is multiplied by when it shrinks
+BULK_CUT, BULK_KV_CUT = 0.5, 0.8  # factors that a batch size is multiplied by when it shrinks
 DEAD_BAND = 0.1  # share of max-wait's upper bound: max-wait does not move if its goal is nearer than this
 
 
@@ -47,20 +47,25 @@ def move_interactive(
 ) -> list[Decision]:
     """Move the batch size and max-wait of an interactive tier, and return the moves.
 
-    The batch size does not shrink while the tier is overloaded: fewer sequences would not keep the SLO then.
+    If tokens come too slowly, the batch size shrinks to the number of requests that the tier holds: no more come in. If
+    first tokens are late, too, it does not shrink: requests that wait for a slot would only be later.
     """
     itl_ratio = stats.p99_ratio("itl", now, stats.last_cut_s)
+    starts_late = (stats.p99_ratio("ttft", now) or 0.0) > 1
     size = knobs.batch_size
     wants_more = load.waiting.get(tier.name, 0) > 0 or load.held.get(tier.name, 0) >= size.chosen
     moves: list[Decision | None] = []
     if is_overloaded:
         stats.last_cut_s = now
-    elif itl_ratio is not None and itl_ratio > 1 and _decodes_alone_are_late(tier, size.chosen, load):
+    elif (
+        itl_ratio is not None and itl_ratio > 1 and not starts_late and _decodes_alone_are_late(tier, size.chosen, load)
+    ):
         stats.last_cut_s = now
-        reason = "tokens come too slowly: fewer sequences a step"
-        moves.append(size.move(size.chosen * INTERACTIVE_CUT, "itl_p99", reason))
-    elif wants_more and (tier.slo.itl_p99_ms is None or _below(itl_ratio, 1.0)):
-        reason = "requests wait and tokens come in time: more sequences a step"
+        reason = "tokens come too slowly: no more sequences a step"
+        moves.append(size.move(load.held.get(tier.name, 0), "itl_p99", reason))
+    elif wants_more and (starts_late or tier.slo.itl_p99_ms is None or _below(itl_ratio, 1.0)):
+        late = "first tokens are late" if starts_late else "tokens come in time"
+        reason = f"requests wait and {late}: more sequences a step"
         moves.append(size.move(size.chosen + GROWTH, "queue", reason))
     moves.append(_move_wait(tier, knobs.max_wait_ms, size.value, stats, load, now))
     return [move for move in moves if move is not None]
@@ -69,8 +74,7 @@ def move_interactive(
 def _decodes_alone_are_late(tier: Tier, size: float, load: Load) -> bool:
     """Return whether a step with only the tier's decodes takes longer than the ITL SLO.
 
-    If so, fewer sequences help. If not, long gaps between tokens come from other work in the steps. While the tier
-    holds more requests than `size`, the last cut has not taken effect yet.
+    If so, more sequences do harm. If not, long gaps between tokens come from other work in the steps.
     """
     too_long = 1000 * load.decodes_s.get(tier.name, 0.0) > (tier.slo.itl_p99_ms or 0)
     return too_long and load.held.get(tier.name, 0) <= size

@@ -57,7 +57,7 @@ def late_everywhere(controller: SLAController, samples: int, now: float) -> None
     observe(controller, "itl", 900, count=samples, now=now, bulk_ms=850)
 
 
-FULL = replace(make_load(held={"bulk": 64, "realtime": 64}, bulk=100, realtime=9), decodes_s={"realtime": 0.138})
+FULL = replace(make_load(held={"bulk": 64, "realtime": 48}, bulk=100, realtime=9), decodes_s={"realtime": 0.138})
 HAS_SLOTS = make_load(held={"bulk": 64, "realtime": 1}, bulk=100)
 
 
@@ -117,17 +117,30 @@ def test_slow_tokens_shrink_the_interactive_batch_once_per_evidence() -> None:
     for _ in range(2):
         observe(outer.controller, "itl", 150, now=max(0.4, outer.now))
         before = outer.batch_size("realtime")
-        slow = replace(make_load(held={"realtime": before}), decodes_s={"realtime": 0.138})
+        held = before - 8
+        slow = replace(make_load(held={"realtime": held}), decodes_s={"realtime": 0.138})
         [decision] = of_tier(outer.update(slow, rounds=20), "realtime")
         assert (decision.knob, decision.old, decision.signal) == ("batch_size", before, "itl_p99")
-        assert 0.5 * before < decision.new < before
+        assert decision.new == held, "no request that runs now has to wait for a slot"
+
+
+def test_closed_loops_keep_their_slots() -> None:
+    """Each slot that was taken away would make one of them wait for it, and none of them faster."""
+    outer = OuterLoop()
+    observe(outer.controller, "itl", 150, now=0.4)
+    slow = replace(make_load(held={"realtime": outer.batch_size("realtime")}), decodes_s={"realtime": 0.138})
+    assert not of_tier(outer.update(slow, rounds=20), "realtime")
+    observe(outer.controller, "ttft", 900, now=outer.now)
+    observe(outer.controller, "itl", 150, now=outer.now)
+    fewer = replace(slow, held={"realtime": 40}, waiting={"realtime": 3})
+    assert {d.direction for d in of_tier(outer.update(fewer), "realtime")} == {"up"}, "a slot is what they wait for"
 
 
 def test_an_overloaded_tier_keeps_its_slots() -> None:
     """With fewer slots, requests would wait even longer, and none would keep its SLO."""
     outer = OuterLoop()
     waiting = [make_state(f"rt{i}", claimed_s=-10.0) for i in range(4)]
-    slow = replace(make_load(held={"realtime": 64}, realtime=50), decodes_s={"realtime": 0.138})
+    slow = replace(make_load(held={"realtime": 48}, realtime=50), decodes_s={"realtime": 0.138})
     observe(outer.controller, "itl", 150, now=0.4)
     budgets_of(outer.controller, waiting)
     assert not [d for d in outer.update(slow, rounds=5) if d.tier == "realtime"]
@@ -177,7 +190,7 @@ class Conditions:
     itl_ms: float = 20
     kv_usage: float = 0.1
     arrivals: int = 3  # of either tier, between two updates
-    is_full: bool = True  # the interactive tier has all it may hold, and more wait
+    is_full: bool = True  # the interactive tier holds nearly all that it may hold, and more wait
 
     def update(self, outer: OuterLoop) -> list[Decision]:
         for kind, ms in (("ttft", self.ttft_ms), ("itl", self.itl_ms)):
@@ -185,7 +198,8 @@ class Conditions:
         run_bulk(outer.controller, outer.now)
         for tier in ("realtime", "bulk"):
             outer.controller.observe_arrivals(tier, self.arrivals)
-        held = {"realtime": outer.batch_size("realtime") if self.is_full else 1, "bulk": outer.batch_size("bulk")}
+        size = int(0.9 * outer.batch_size("realtime"))
+        held = {"realtime": size if self.is_full else 1, "bulk": outer.batch_size("bulk")}
         load = make_load(self.kv_usage, held, bulk=9, realtime=9 if self.is_full else 0)
         return outer.update(replace(load, decodes_s={t: 0.01 * (1 + n) for t, n in load.held.items()}))
 
