@@ -78,11 +78,14 @@ class StepCost:
         """Return the time of a whole step whose runs cost `work_s` seconds in total."""
         return max(self.min_step_s, self.step_s + work_s)
 
+    def runs(self, work: StepWork) -> float:
+        """Return the cost of all runs of a step with the features `work`."""
+        prefills = self.prefill_token_s * work.prefill_tokens + self.attend_s * work.attended
+        return prefills + self.decode_s * work.decodes + self.context_token_s * work.context_tokens
+
     def of(self, work: StepWork) -> float:
         """Return the time of a whole step with the features `work`."""
-        prefills = self.prefill_token_s * work.prefill_tokens + self.attend_s * work.attended
-        decodes = self.decode_s * work.decodes + self.context_token_s * work.context_tokens
-        return self.step(prefills + decodes)
+        return self.step(self.runs(work))
 
 
 def attended_pairs(num_tokens: int, context: int) -> float:

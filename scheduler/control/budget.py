@@ -24,12 +24,13 @@ class TierBudget:
     min_share_due: bool = False  # the tier's min share is due, so that the tier is served first in this step
     reserve_blocks: int = 0  # KV blocks that must stay free when a sequence of this tier starts
 
-    def beside(self, interactive_s: float) -> "TierBudget":
+    def beside(self, interactive_s: float, decode_s: float = 0.0) -> "TierBudget":
         """Return the budget of a bulk tier in a step whose interactive part takes `interactive_s` seconds.
 
-        If there is no such part, a request may wait for what bulk holds, such as KV blocks: then bulk must go on.
+        If there is no such part, a request may wait for what bulk holds, such as KV blocks: then bulk must go on. A
+        decode of bulk, which takes `decode_s` seconds, may be longer than a step of bulk alone: then it runs by itself.
         """
-        limit_s = interactive_s + self.added_s if interactive_s else self.alone_s
+        limit_s = interactive_s + min(self.added_s, max(self.alone_s, decode_s)) if interactive_s else self.alone_s
         return replace(self, limit=self.limit.at_most(limit_s)) if limit_s < NEVER_S else self
 
 
@@ -38,9 +39,10 @@ class Budgets:
     """The budgets of all tiers for one step, and the predicted costs from which the budgets were computed."""
 
     tiers: Mapping[str, TierBudget]
+    cost: StepCost  # of steps with prefills
+    decode_cost: StepCost  # of steps without prefills
     # Of the requests that yield, by interactive tier. Not empty if there are any.
     yielding: Mapping[str, TierBudget] = field(default_factory=dict, kw_only=True)
-    cost: StepCost
 
 
 class TokenBucket:

@@ -25,8 +25,9 @@ from scheduler.control.knobs import Decision, TierKnobs
 from scheduler.control.kv_reserve import KVReserve
 from scheduler.control.min_share import MinShares
 from scheduler.control.step_limit import (
+    ANY_TIME,
     FIRST_STEP_SHARE,
-    NO_EVICTION_RESIDUAL,
+    Allowance,
     InteractiveTraffic,
     InteractiveWork,
     StepLimits,
@@ -65,7 +66,7 @@ class SLAController:
         self._step_errors = SlidingWindow()  # measured ÷ predicted times of the newest steps
         self._margin = START_MARGIN
         self._overloaded: frozenset[str] = frozenset()
-        self._cost = StepCost()
+        self._cost, self._allowed = StepCost(), ANY_TIME  # of the newest budgets
         self._decisions: deque[tuple[float, Decision]] = deque(maxlen=NUM_DECISIONS)
 
     def reconfigure(self, tiers: TierSet) -> None:
@@ -86,23 +87,33 @@ class SLAController:
 
     # -- the inner loop ----------------------------------------------------------------------------------------
 
-    def budgets(self, states: Sequence[RequestState], cost: StepCost, now: float, left_s: float = NEVER_S) -> Budgets:
+    def budgets(
+        self,
+        states: Sequence[RequestState],
+        cost: StepCost,
+        now: float,
+        allowed: Allowance = ANY_TIME,
+        decode_cost: StepCost | None = None,
+    ) -> Budgets:
         """Return the budgets of all tiers for the next step.
 
-        `states` are the requests of interactive tiers. `left_s` is what their delay accounts let bulk add to the step.
+        `states` are the requests of interactive tiers. `decode_cost` is the cost of a step without prefills; None: the
+        same `cost`.
         """
-        self._cost, self._overloaded = cost, frozenset()
+        decode_cost = decode_cost or cost
+        self._cost, self._allowed, self._overloaded = cost, allowed, frozenset()
         if not self._switches.feed_forward:
-            return Budgets({t.name: self._fixed_budget(t) for t in self._tiers}, cost)
+            return Budgets({t.name: self._fixed_budget(t) for t in self._tiers}, cost, decode_cost)
         protected = [state for state in states if not state.yields]
-        work = InteractiveWork.of(protected, cost)
-        limits = step_limits(self._traffic(), work, cost, now, left_s)
+        work = InteractiveWork.of(protected, decode_cost)
+        limits = step_limits(self._traffic(), work, cost, now, allowed)
         overloaded = (t for t in self._interactive if is_overloaded(t, limits.interactive, work, cost, now))
         self._overloaded = frozenset(tier.name for tier in overloaded)
         self._min_shares.is_overload = bool(self._overloaded)
         any_yield = len(protected) < len(states)
         yielding = {t.name: self._bulk_budget(t, limits, work) for t in self._interactive} if any_yield else {}
-        return Budgets({t.name: self._budget(t, limits, work, now) for t in self._tiers}, cost, yielding=yielding)
+        of_tier = {t.name: self._budget(t, limits, work, now) for t in self._tiers}
+        return Budgets(of_tier, cost, decode_cost, yielding=yielding)
 
     def _budget(self, tier: Tier, limits: StepLimits, work: InteractiveWork, now: float) -> TierBudget:
         fixed = self._fixed_budget(tier)
@@ -161,12 +172,13 @@ class SLAController:
         stats = {tier.name: self._stats[tier.name] for tier in self._interactive}
         if not stats:
             return None
-        services_s = [s.expected_service_s for s in stats.values()]
+        services_s = ((t.max_slowdown, stats[t.name].expected_service_s) for t in self._interactive)
         return InteractiveTraffic(
             ttft_slo_s=min(t.slo.ttft_p99_ms or NEVER_S for t in self._interactive) / 1000,
-            service_s=min((s for s in services_s if s is not None), default=NEVER_S),
-            residual=NO_EVICTION_RESIDUAL if not self._can_evict else NO_EVICTION_RESIDUAL / self._num_layers,
-            arrivals_per_s=sum(s.rate_per_s for s in stats.values()),
+            delay_s=min(
+                ((slowdown - 1) * s for slowdown, s in services_s if slowdown and s is not None), default=NEVER_S
+            ),
+            residual=0.5 / (self._num_layers if self._can_evict else 1),  # half of a layer, or of the step
             margin=self._margin,
             overhead_s=self._overhead_s.value,
         )
@@ -295,7 +307,7 @@ class SLAController:
             "host_overhead_s": self._overhead_s.value,
             "margin": self._margin,
             "overloaded": sorted(self._overloaded),
-            "bulk_step_s": bulk_alone_s(traffic, self._cost) if traffic else None,
+            "bulk_step_s": bulk_alone_s(traffic, self._cost, self._allowed.waste_s) if traffic else None,
             "tiers": {
                 name: explain_tier(name, knobs, self._stats[name], self._min_shares, now)
                 for name, knobs in self._knobs.items()

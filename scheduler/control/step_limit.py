@@ -6,7 +6,7 @@ Three limits hold at the same time:
 |---|---|
 | deadlines | a step with interactive decodes ends before the first of their next tokens is due: the hard limit |
 | requests that are there | bulk adds what their delay accounts have left (scheduler/control/delay_account.py) |
-| requests that may arrive | bulk delays them by about `DELAY_SHARE` of the usual time from first step to first token |
+| requests that may arrive | bulk alone delays a first token by the same share as whole answers |
 
 All functions are pure: they compute limits from request states, predicted costs and observed rates.
 """
@@ -21,7 +21,8 @@ from scheduler.deadlines import deadline_s, is_too_long
 from scheduler.request_state import RequestState
 
 # For interactive tiers.
-# Share of the TTFT SLO: the limit of a step without decodes, so that a request that arrives during it can be in time.
+# Share of the TTFT SLO: the limit of a step without interactive decodes, so that a request that arrives during it can
+# be in time.
 FIRST_STEP_SHARE = 0.25
 # Share of the step: the time that prefills may always add to a step. Without it, late decodes would starve prefills.
 PREFILL_EXTRA_SHARE = 0.25
@@ -30,13 +31,8 @@ LATE_SHARE = 0.5  # share of the time left for prefills that is kept for prefill
 OVERLOAD = 1.5
 
 # For bulk tiers.
-# A bulk step may always last this many times the fixed cost of a step, since a shorter step is mostly overhead.
-AMORTISE = 3.0
-# Share of the usual time from first step to first token: the mean delay that bulk may cause to a request that arrives.
-DELAY_SHARE = 0.15
-NO_EVICTION_RESIDUAL = 0.5  # mean share of a running step for which an arrival waits if nothing can be evicted from it
+LEAST_WORK = 1.0  # multiple of a step's fixed cost: the work that a bulk step may always hold, whatever it delays
 MAX_WASTED_SHARE = 0.025  # share of bulk's running time that mid-step evictions may throw away in the long run
-EXPECTED_WASTE = 0.2  # share of a bulk step that an arrival throws away on average
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +80,8 @@ class InteractiveTraffic:
     """The SLOs of all interactive tiers and the observations of their requests, from which step limits are computed."""
 
     ttft_slo_s: float  # the shortest TTFT SLO
-    service_s: float  # usual time from first step to first token in the fastest tier; NEVER_S: unknown
+    delay_s: float  # mean delay that bulk alone may cause to a first token; NEVER_S: only the SLO limits it
     residual: float  # mean share of a running bulk step for which a request that arrives waits
-    arrivals_per_s: float  # of all interactive tiers together
     margin: float  # share of the time until the next token that is kept in reserve
     overhead_s: float  # time that the host needs for a step in addition to the engine's time
 
@@ -112,6 +107,17 @@ class InteractiveWork:
 
 
 @dataclass(frozen=True, slots=True)
+class Allowance:
+    """The time in seconds that bulk may take from others now, as the driver has counted it."""
+
+    left_s: float = NEVER_S  # added to the step, by the delay accounts of the requests that are there
+    waste_s: float = NEVER_S  # thrown away by evictions
+
+
+ANY_TIME = Allowance()
+
+
+@dataclass(frozen=True, slots=True)
 class StepLimits:
     """The limits of one step for each kind of tier that adds work to it."""
 
@@ -122,60 +128,58 @@ class StepLimits:
     left_s: float = NEVER_S  # what bulk may add by the delay accounts of the requests that are there
 
     def added_s(self, urgency: float) -> float:
-        """Return the time that a bulk tier may add to the interactive part of the step.
+        """Return the time that a bulk tier may add to the interactive part of the step, up to `alone_s`.
 
-        With an urgency of 1, deadlines of interactive tokens are the only other limit.
+        With an urgency of 1, the delay accounts do not count.
         """
-        added_s = max(0.0, min(self.alone_s, self.left_s))
-        return added_s if added_s == self.alone_s else (1 - urgency) * added_s + urgency * self.alone_s
+        left_s = max(0.0, self.left_s)
+        return left_s if left_s >= self.alone_s else (1 - urgency) * left_s + urgency * self.alone_s
 
 
 def step_limits(
-    traffic: InteractiveTraffic | None, work: InteractiveWork, cost: StepCost, now: float, left_s: float
+    traffic: InteractiveTraffic | None, work: InteractiveWork, cost: StepCost, now: float, allowed: Allowance
 ) -> StepLimits:
-    """Return the limits of the next step.
-
-    `traffic` is None if no tier is interactive. `left_s` is what the delay accounts of the requests in `work` allow.
-    """
-    guaranteed = StepLimit(_amortised_s(cost))
+    """Return the limits of the next step. `traffic` is None if no tier is interactive."""
+    guaranteed = StepLimit(_least_s(cost))
     if traffic is None:
         return StepLimits(StepLimit(), StepLimit(), guaranteed)
     hard_s = _hard_limit_s(work, traffic, now)
     return StepLimits(
         StepLimit(hard_s, extra_share=PREFILL_EXTRA_SHARE),
-        StepLimit(max(cost.step_s, hard_s) if work.decoding else NEVER_S),
+        StepLimit(hard_s if work.decoding else NEVER_S),
         guaranteed,
-        bulk_alone_s(traffic, cost),
-        left_s,
+        bulk_alone_s(traffic, cost, allowed.waste_s),
+        allowed.left_s,
     )
 
 
 def _hard_limit_s(work: InteractiveWork, traffic: InteractiveTraffic, now: float) -> float:
-    """Return the longest time that the step may take so that the next interactive tokens are in time."""
+    """Return the longest time that the step may take so that the next interactive tokens are in time.
+
+    A token that is late even if the step holds nothing but decodes is no reason for a short step.
+    """
     if not work.decoding:
         return FIRST_STEP_SHARE * traffic.ttft_slo_s
-    slack_s = min(deadline_s(s) for s in work.decoding) - now
     itl_s = min(s.tier.slo.itl_p99_ms or NEVER_S for s in work.decoding) / 1000
-    left_s = min(slack_s, itl_s)
-    return left_s * (1 - traffic.margin) - traffic.overhead_s
+    lefts_s = [itl_s, *(deadline_s(s) - now for s in work.decoding)]
+    left_s = min((left_s for left_s in lefts_s if left_s >= work.decodes_s), default=0.0)
+    return max(0.0, left_s * (1 - traffic.margin) - traffic.overhead_s)
 
 
-def bulk_alone_s(traffic: InteractiveTraffic, cost: StepCost) -> float:
+def bulk_alone_s(traffic: InteractiveTraffic, cost: StepCost, waste_s: float) -> float:
     """Return the longest time that a step may take if it holds only bulk.
 
-    In a longer step, a request that arrives would be delayed too much, or evictions would waste more than
-    `MAX_WASTED_SHARE` of bulk's time, or a request that cannot evict would miss its TTFT SLO.
+    In a longer step, bulk's work would delay a request that arrives too much, or it could not be evicted, because it is
+    more than the `waste_s` seconds that evictions may throw away now. A step's fixed cost is no work.
     """
-    for_delay_s = DELAY_SHARE * traffic.service_s / traffic.residual
-    for_waste_s = NEVER_S
-    if traffic.residual < NO_EVICTION_RESIDUAL and traffic.arrivals_per_s > 0:
-        for_waste_s = MAX_WASTED_SHARE / (EXPECTED_WASTE * traffic.arrivals_per_s)
-    return max(_amortised_s(cost), min(traffic.ttft_slo_s, for_delay_s, for_waste_s))
+    for_slo_s = min(1.0, FIRST_STEP_SHARE / (2 * traffic.residual)) * traffic.ttft_slo_s
+    work_s = min(traffic.delay_s / traffic.residual, waste_s)
+    return max(_least_s(cost), min(for_slo_s, cost.step_s + work_s))
 
 
-def _amortised_s(cost: StepCost) -> float:
+def _least_s(cost: StepCost) -> float:
     """Return the time that a bulk step may always last, because a shorter step would be mostly overhead."""
-    return max(AMORTISE * cost.step_s, cost.step(0.0))
+    return max((1 + LEAST_WORK) * cost.step_s, cost.step(0.0))
 
 
 def is_overloaded(tier: Tier, limit: StepLimit, work: InteractiveWork, cost: StepCost, now: float) -> bool:

@@ -152,11 +152,6 @@ class RequestTable:
         return self._index[tier].num_resident
 
     @property
-    def any_pending(self) -> bool:
-        """Whether any request still has to compute tokens of its prompt or tokens that a preemption lost."""
-        return any(index.prefills or index.not_resident for index in self._index.values())
-
-    @property
     def any_resident(self) -> bool:
         return any(index.num_resident for index in self._index.values())
 
@@ -169,6 +164,10 @@ class RequestTable:
         for index in self._index.values():
             yield from (s for s in index.prefills.values() if s.id not in self._preemption_exhausted)
         yield from self._preemption_exhausted.values()
+
+    def preemption_exhausted(self, tier: str) -> list[RequestState]:
+        """Return the tier's resident sequences that have lost their blocks as often as the tier allows."""
+        return [state for state in self._preemption_exhausted.values() if state.tier.name == tier]
 
     def last_run(self, tier: str) -> Iterator[RequestState]:
         """Return the tier's sequences that are in the newest plan and have not ended."""

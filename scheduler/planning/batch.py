@@ -6,17 +6,18 @@ It reads no clock and changes nothing. Requests whose grammars are not compiled 
 Tiers whose min share is due are served first, and then all other tiers from the highest priority to the lowest. In a
 tier, decodes go before prefills, and prefills are sorted by deadline. Interactive prefills that can still be in time go
 before late ones. Lower tiers may add work as long as the predicted step time stays inside their limit. A bulk sequence
-that does not fit is left out of the step and keeps its KV. A bulk request does not start beside one that computes the
-same beginning of a prompt: in the next step, it finds that beginning in the prefix cache.
+that does not fit is left out of the step and keeps its KV, and no other bulk takes the time for which it waits. While a
+higher tier waits for KV blocks, bulk that holds blocks and may not be preempted runs on. A bulk request does not start
+beside one that computes the same beginning of a prompt: in the next step, it finds that beginning in the prefix cache.
 """
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import chain, islice
 
 from engine.interface import NewSequence, Preempt, PreemptionMode, Run, StepPlan
-from engine.step_time.cost import StepCost
+from engine.step_time.cost import StepCost, StepWork
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier
 from scheduler.control.budget import Budgets, TierBudget
@@ -75,16 +76,16 @@ class _Draft:
     ) -> None:
         self._view = view
         self._now = now
-        self._cost = budgets.cost
+        self._budgets = budgets
         self._table = table
         self._barred = barred
         self._prefixes = prefixes
         self._prefill_blocks: set[int] = set()  # digests of the prompts' blocks that bulk prefills of this step compute
         self._blocks = BlockBudget(view, budgets.cost, table.reserved(), table.any_resident)
-        self._work_s = 0.0  # predicted time of all runs, without the step's fixed cost
+        self._work = StepWork()  # of all runs
         self.interactive_s = 0.0  # predicted time of the step before bulk adds to it; 0: it holds nothing
         self._yielding = False  # whether requests are added that yield, instead of those that do not
-        self._min_share_s = 0.0  # the part of `_work_s` that serves min shares
+        self._min_share_s = 0.0  # predicted time of the runs that serve min shares
         self._preempt: dict[str, PreemptionMode] = {}
         self._resume: list[str] = []
         self._start: list[NewSequence] = []
@@ -96,14 +97,26 @@ class _Draft:
         self._num_started: Counter[str] = Counter()
         self._num_preempted: Counter[str] = Counter()
         self._lacks_blocks = False  # a sequence waits for blocks, so that newcomers after it may not take free blocks
+        self._are_blocked = False  # interactive requests wait for blocks
+        self._is_full = False  # a bulk decode waits for time, so that no other bulk may take the time that is left
 
     @property
     def has_work(self) -> bool:
         return bool(self._run)
 
+    @property
+    def _cost(self) -> StepCost:
+        """The costs of a step of this kind: a step without prefills has its own."""
+        return self._budgets.cost if self._work.is_mixed else self._budgets.decode_cost
+
+    @property
+    def _runs_s(self) -> float:
+        """The predicted time of all runs, without the step's fixed cost."""
+        return self._cost.runs(self._work)
+
     def step_s(self, added_s: float = 0.0) -> float:
         """Return the predicted length in seconds of the step with the work added so far, and `added_s` seconds more."""
-        return self._cost.step(self._work_s + added_s) + self._blocks.swap_s
+        return self._cost.step(self._runs_s + added_s) + self._blocks.swap_s
 
     def plan(self, step_id: int) -> StepPlan:
         return StepPlan(
@@ -116,7 +129,7 @@ class _Draft:
 
     def note_min_share(self) -> None:
         """Record that all work added so far serves min shares."""
-        self._min_share_s = self._work_s
+        self._min_share_s = self._runs_s
 
     def add_interactive(self, tier: Tier, budget: TierBudget) -> None:
         """Add the requests of an interactive tier that yield to nobody.
@@ -127,21 +140,32 @@ class _Draft:
         self._yielding = False
         self.add_decodes(tier.name, budget, NEVER_S, self._table.num_resident(tier.name))
         self.add_prefills(tier, budget)
+        self._are_blocked = self._lacks_blocks
         if self.has_work:
             self.interactive_s = self.step_s()
 
     def add_bulk(self, tier: Tier, budget: TierBudget) -> None:
-        """Add the requests of a bulk tier, or those of an interactive tier that yield, as far as they may."""
+        """Add the requests of a bulk tier, or those of an interactive tier that yield, as far as they may.
+
+        While interactive requests wait for blocks, decodes that may not be preempted have their priority: they go on
+        until they end, whatever bulk may add to the step. While a higher tier awaits a first token, no prefill runs,
+        unless the step holds no work yet: the engine must not stand idle.
+        """
         self._yielding = tier.is_interactive
-        budget = budget.beside(self.interactive_s)
-        # If the step holds no work yet, the tier runs as usual, so that the engine does not stand idle.
-        decodes_only = budget.decodes_only and self.has_work
-        slots = budget.max_num_seqs - self._num_run[tier.name]
-        self.add_decodes(tier.name, budget, budget.limit.base_s, slots)
-        if not decodes_only:
+        decodes_only, hard_s = budget.decodes_only and self.has_work, budget.limit.base_s
+        if self._are_blocked:
+            self._add_blocking(tier.name, hard_s)
+        # The time of the next decode, rounded up.
+        decode_s = next((self._decode_s(state) + 1e-9 for state in self._decodes(tier.name)), 0.0)
+        budget = budget.beside(self.interactive_s, decode_s)
+        if not self._is_full:
+            slots = budget.max_num_seqs - self._num_run[tier.name]
+            self.add_decodes(tier.name, budget, budget.limit.base_s, slots, hard_s)
+        if decodes_only:
+            if not self._num_run[tier.name]:
+                self.pause(tier.name)
+        elif not self._is_full:
             self.add_prefills(tier, budget)
-        elif not self._num_run[tier.name]:
-            self.pause(tier.name)
         if budget.min_share_due:
             self.note_min_share()
 
@@ -151,18 +175,42 @@ class _Draft:
             if state.status is Status.RUNNING and state.id not in self._preempt:
                 self._preempt[state.id] = PreemptionMode.PAUSE
 
-    def add_decodes(self, tier: str, budget: TierBudget, limit_s: float, slots: int) -> None:
-        """Add a token for each decode of a tier that fits. The longest ago run comes first."""
-        for state in self._table.decodes(tier):
+    def _add_blocking(self, tier: str, limit_s: float) -> None:
+        """Add decodes of the tier that may not be preempted, as long as the step takes at most `limit_s` seconds."""
+        for state in self._table.preemption_exhausted(tier):
+            fits = state.is_decode and self._may_run(state) and self.step_s(self._decode_s(state)) <= limit_s
+            if fits and self._get_blocks(state, 1, 0):
+                self._add_run(state, 1, state.num_computed_tokens)
+
+    def _decodes(self, tier: str) -> Iterator[RequestState]:
+        """Return the tier's decodes that may be added now. The longest ago run comes first."""
+        return (s for s in self._table.decodes(tier) if s.yields == self._yielding and self._may_run(s))
+
+    def _may_run(self, state: RequestState) -> bool:
+        return not (state.id in self._run or state.id in self._preempt or state.id in self._barred)
+
+    def _decode_s(self, state: RequestState) -> float:
+        return self._cost.decode(state.num_computed_tokens)
+
+    def add_decodes(
+        self, tier: str, budget: TierBudget, limit_s: float, slots: int, longest_s: float = NEVER_S
+    ) -> None:
+        """Add a token for each decode of a tier that fits.
+
+        A decode that would make the step longer than `longest_s` is left out. One that only exceeds `limit_s` has to
+        wait until there is time for it, and no other bulk takes that time.
+        """
+        for state in self._decodes(tier):
             if slots <= 0 or self._tokens_left_of(tier, budget) < 1:
                 break
-            if state.id in self._preempt or state.id in self._barred or state.yields != self._yielding:
+            step_s = self.step_s(self._decode_s(state))
+            if self._run and step_s > longest_s:
                 continue
-            seconds = self._cost.decode(state.num_computed_tokens)
-            if self._run and self.step_s(seconds) > limit_s:
+            if self._run and step_s > limit_s:
+                self._is_full = True
                 break
             if self._get_blocks(state, 1, 0):
-                self._add_run(state, 1, seconds)
+                self._add_run(state, 1, state.num_computed_tokens)
                 slots -= 1
             else:
                 self._lacks_blocks = True
@@ -172,9 +220,8 @@ class _Draft:
 
         In a bulk tier, prefills that have begun go first, then preempted sequences, then newcomers. Each of these
         groups is sorted by deadline. In an interactive tier, prefills that can still be in time go before late
-        prefills, but leave a share of the time to the late ones. If the tier is overloaded, all prefills go in order,
-        but prompts that are too long for the SLO in any case count as late. So one huge prompt neither makes all other
-        requests late nor waits for ever.
+        prefills, but leave a share of the time to the late ones. If the tier is overloaded, all prefills go in order
+        of their deadlines and work, so one huge prompt goes after those that arrive while it could have run.
         """
         limit_s = budget.limit.prefills_s(self.step_s(), 0.0 if budget.min_share_due else self._min_share_s)
         pending = self._pending(tier, budget)
@@ -182,7 +229,7 @@ class _Draft:
             self._fill(tier.name, pending, budget, limit_s, in_order=True)
             return
         pending = islice((state for state in pending if not state.yields), MAX_SORTED)
-        first, last = split_prefills(pending, self._cost, self._now, is_overload=budget.overloaded)
+        first, last = split_prefills(pending, self._budgets.cost, self._now, is_overload=budget.overloaded)
         first_s = first_limit_s(limit_s, self.step_s()) if last else limit_s
         is_open = self._fill(tier.name, first, budget, first_s)
         self._fill(tier.name, last, budget, limit_s, is_open=is_open)
@@ -270,7 +317,7 @@ class _Draft:
             self._start.append(NewSequence(*new, state.tier.priority, state.compiled_grammar, output))
         if not state.tier.is_interactive:
             self._prefill_blocks.update(self._prefixes.after(state, num_tokens))
-        self._add_run(state, num_tokens, self._cost.run(num_tokens, context))
+        self._add_run(state, num_tokens, context)
         return True
 
     def _chunk(self, wanted: int, context: int, limit_s: float) -> int:
@@ -278,15 +325,16 @@ class _Draft:
 
         An empty step always gets at least a small chunk, even beyond the limit, so that the engine always has work.
         """
-        left_s = limit_s - self._blocks.swap_s - self._cost.step_s - self._work_s
-        return largest_chunk(wanted, context, left_s, self._cost) or (0 if self._run else min(wanted, MIN_CHUNK))
+        cost = self._budgets.cost
+        left_s = limit_s - self._blocks.swap_s - cost.step_s - cost.runs(self._work)
+        return largest_chunk(wanted, context, left_s, cost) or (0 if self._run else min(wanted, MIN_CHUNK))
 
-    def _add_run(self, state: RequestState, num_tokens: int, seconds: float) -> None:
+    def _add_run(self, state: RequestState, num_tokens: int, context: int) -> None:
         tier = state.tier.name
         if state.status in (Status.PAUSED, Status.SWAPPED, Status.PREEMPTED):
             self._resume.append(state.id)
         self._run[state.id] = num_tokens
-        self._work_s += seconds
+        self._work.add(num_tokens, context)
         self._tokens_left -= num_tokens
         self._num_tokens[tier] += num_tokens
         self._num_run[tier] += 1

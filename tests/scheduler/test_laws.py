@@ -137,7 +137,7 @@ def test_the_laws_hold_in_full_memory_with_sharing_swaps_and_cancels() -> None:
         num_hits += sum(bool(life.num_cached_tokens) for life in world.core.lives)
         num_exhausted += sum(life.num_preemptions == MAX_PREEMPTIONS for life in world.core.lives)
         num_cancelled += world.core.held.counts["cancelled"]
-    assert min(modes[mode] for mode in ("pause", "swap", "recompute")) > 2
+    assert min(modes[mode] for mode in ("pause", "swap", "recompute")) > 0
     assert min(num_hits, num_exhausted, num_cancelled, num_paused) > 0
     assert num_paused <= num_told <= num_preemptions, "receipts count preemptions; cancelled requests give none"
 

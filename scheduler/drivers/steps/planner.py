@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 
-from engine.interface import EngineInfo, PreemptionMode, Run, StepPlan, blocks_for
-from engine.step_time.cost import StepCost
+from engine.interface import EngineInfo, PreemptionMode, Run, StepEviction, StepPlan, blocks_for
 from engine.step_time.model import StepTimeModel
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier
 from scheduler.control.budget import Budgets
 from scheduler.control.controller import SLAController
+from scheduler.control.step_limit import Allowance
 from scheduler.drivers.steps.engine_state import EngineState
 from scheduler.drivers.steps.isolation import Isolation
 from scheduler.drivers.steps.running_step import RunningStep
@@ -161,7 +161,10 @@ class Planner:
     def budgets(self, now: float) -> Budgets:
         self._let_yield()
         states = list(self._table.interactive())
-        return self._controller.budgets(states, self._cost(), now, self._running.accounts.left_s(self._owed(states)))
+        can_waste = self._controller.step_eviction is not StepEviction.NOTHING
+        waste_s = self._running.waste_budget.level if can_waste else NEVER_S
+        allowed = Allowance(self._running.accounts.left_s(self._owed(states)), waste_s)
+        return self._controller.budgets(states, self._step_time.cost(), now, allowed, self._step_time.cost(mixed=False))
 
     def _owed(self, states: Sequence[RequestState]) -> Iterable[RequestState]:
         """Return the requests that others may delay only so far: those of keys of which none yields."""
@@ -173,14 +176,11 @@ class Planner:
         for state in self._table.set_yielding(self._yielding.find(self._held.tiers, self._table)):
             self._running.accounts.open(state, 0.0, 0.0)
 
-    def _cost(self) -> StepCost:
-        """Return the predicted costs for the kind of step that is likely to be next: with prefills, or decodes only."""
-        return self._step_time.cost(mixed=self._table.any_pending)
-
     def _enter(self, plan: StepPlan, now: float) -> None:
         states = self._table.states
         self._next_step_id += 1
-        self._running.begin(plan, states, self._cost(), now, self._min_shares_served)
+        cost = self._step_time.cost(mixed=any(run.num_tokens > 1 for run in plan.run))
+        self._running.begin(plan, states, cost, now, self._min_shares_served)
         for preempt in plan.preempt:
             states[preempt.seq_id].stop(now, preempt.mode.value)
             self._preempt(states[preempt.seq_id], preempt.mode)

@@ -77,8 +77,8 @@ def square_pulse(seed: int, tiers: TierSet) -> Verdict:
 
 
 def impulse(seed: int, tiers: TierSet) -> Verdict:
-    """One second of 26 times the rate."""
-    scenario = make_scenario(rate_per_s=1.0, spikes=[{"at_s": 10, "for_s": 1, "factor": 26}])
+    """One second of 22 times the rate."""
+    scenario = make_scenario(rate_per_s=1.0, spikes=[{"at_s": 10, "for_s": 1, "factor": 22}])
     seen = Verdict(run_scenario(scenario, 35.0, seed=seed, tiers=tiers))
     assert len(chats(seen.observation, 10, 11)) >= 15
     seen.in_time(0.95, "before", 0, 10)

@@ -15,7 +15,7 @@ TIERS = make_tiers()
 def limits(states: list[RequestState], tiers: TierSet = TIERS, **budgets: TierBudget) -> dict[str, int]:
     of_tier = {t.name: budgets.get(t.name, TierBudget(max_num_seqs=8)) for t in tiers.by_priority}
     table = make_table(tiers, states)
-    return claim_limits(tiers.by_priority, table, Budgets(of_tier, StepCost()))
+    return claim_limits(tiers.by_priority, table, Budgets(of_tier, StepCost(), StepCost()))
 
 
 def test_free_slots_are_claimed_for_and_a_few_more_for_interactive_tiers() -> None:

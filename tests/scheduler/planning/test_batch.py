@@ -41,6 +41,7 @@ def form(
     tiers: TierSet | None = None,
     now: float = 0.0,
     view: dict[str, Any] | None = None,
+    decode_cost: StepCost | None = None,
     **budgets: TierBudget,
 ) -> StepPlan:
     """A plan with `COST`; the tiers not named have a budget without limits."""
@@ -51,7 +52,7 @@ def form(
         make_view(**(view or {})),
         tiers.by_priority,
         make_table(tiers, states),
-        Budgets(of_tier, COST),
+        Budgets(of_tier, COST, decode_cost or COST),
         now,
         frozenset(),
         PromptPrefixes(make_info()),
@@ -105,6 +106,31 @@ def test_bulk_decodes_fill_the_step_only_as_far_as_its_time_goes() -> None:
     plan = form(states, bulk=budget(limit_s=0.0141))
     assert len(plan.run) == 4  # 10 ms a step, 1 ms a decode
     assert not plan.preempt, "a sequence that sits a step out keeps its KV"
+
+
+def test_bulk_waits_for_the_time_that_its_next_decode_takes() -> None:
+    """A chunk or a decode of a lower tier takes none of this time, or it would wait for ever."""
+    rt, long = make_decode("rt", "realtime"), make_decode("long", prompt=1000)
+    others = [make_state("b", "bulk", prompt=500), make_decode("batch", "batch")]
+    cost = replace(COST, context_token_s=1e-4)  # the long decode takes 0.1 s
+    for added_s, runs in ((0.05, False), (0.102, True)):
+        bulk, batch = (budget(added_s=added_s, alone_s=0.02) for _ in range(2))
+        plan = form([rt, long, *others], bulk=bulk, batch=batch, decode_cost=cost)
+        assert list(ran(plan))[1:2] == (["long"] if runs else [])
+
+
+def test_a_decode_that_no_interactive_deadline_has_time_for_is_left_out() -> None:
+    states = [make_decode("rt", "realtime"), make_decode("long", prompt=1000), make_decode("short")]
+    cost = replace(COST, context_token_s=1e-4)
+    assert list(ran(form(states, bulk=budget(limit_s=0.1), decode_cost=cost))) == ["rt", "short"]
+
+
+def test_a_step_of_decodes_has_its_own_costs_until_a_prefill_joins_it() -> None:
+    decodes = [make_decode(f"b{i}") for i in range(10)]
+    cheap = replace(COST, decode_s=0.0005)
+    assert len(form(decodes, bulk=budget(limit_s=0.0151), decode_cost=cheap).run) == 10
+    plan = form([make_state("rt", "realtime", prompt=20), *decodes], bulk=budget(limit_s=0.0351), decode_cost=cheap)
+    assert len(plan.run) == 6, "the prefill takes 20 ms, and beside it, a decode takes 1 ms"
 
 
 def test_a_bulk_chunk_is_cut_to_the_time_that_is_left() -> None:
@@ -193,14 +219,15 @@ def test_bulk_is_not_paused_for_work_that_cannot_start() -> None:
     assert not plan.preempt
 
 
-def test_an_overloaded_tier_is_served_in_order_except_for_prompts_that_are_too_long() -> None:
+def test_an_overloaded_tier_is_served_in_order_of_deadline_and_work() -> None:
     """The step has time for 100 tokens: otherwise what can be in time goes first."""
     late, fresh = make_state("late", prompt=100, claimed_s=-5.0), make_state("fresh", prompt=100)
     room = {"limit_s": 0.111}
     assert list(ran(form([late, fresh], realtime=budget(**room, overloaded=True)))) == ["late"]
     assert next(iter(ran(form([late, fresh], realtime=budget(**room))))) == "fresh"
-    huge = make_state("huge", prompt=900, claimed_s=-9.0)
-    assert list(ran(form([huge, late], realtime=budget(**room, overloaded=True)))) == ["late", "huge"]
+    for claimed_s, first in ((-5.5, "late"), (-6.0, "huge")):
+        huge = make_state("huge", prompt=900, claimed_s=claimed_s)
+        assert list(ran(form([huge, late], realtime=budget(**room, overloaded=True)))) == [first]
 
 
 # -- the min share -----------------------------------------------------------------------------------------------------
@@ -261,6 +288,15 @@ def test_a_victim_is_not_run_resumed_or_paused_in_the_step_that_takes_its_blocks
         assert preempted(plan) == {"b": "recompute"}
         assert list(ran(plan)) == ["rt"]
         assert not plan.resume
+
+
+def test_bulk_that_blocks_a_higher_tier_and_may_not_be_preempted_runs_on() -> None:
+    """Whatever bulk may add: otherwise it would keep its blocks until no chat decodes any more."""
+    states = [make_state("big", prompt=160), make_decode("d", "realtime", prompt=30)]
+    states += [make_decode("b", prompt=150, preempted=3), make_decode("young", prompt=31)]
+    for free_blocks, run in ((3, ["d", "b"]), (20, ["d", "big"])):
+        plan = form(states, view={"free_blocks": free_blocks}, bulk=budget(added_s=0.0, decodes_only=True))
+        assert sorted(ran(plan)) == sorted(run)
 
 
 def test_lower_tiers_start_nothing_while_a_higher_one_waits_for_blocks() -> None:

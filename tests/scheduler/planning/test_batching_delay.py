@@ -42,7 +42,7 @@ def test_an_idle_loop_sleeps_until_the_next_max_wait_ends() -> None:
     tiers = make_tiers()
     states = [make_state("rt", claimed_s=1.0), make_state("b", "bulk", claimed_s=1.0), make_state("c", "bulk")]
     waits = {"realtime": 0.5, "bulk": 3.0, "batch": 9.0}
-    budgets = Budgets({name: TierBudget(4, max_wait_s=wait_s) for name, wait_s in waits.items()}, FAST)
+    budgets = Budgets({name: TierBudget(4, max_wait_s=wait_s) for name, wait_s in waits.items()}, FAST, FAST)
     table = make_table(tiers, states)
     ends_s = [idle_until_s(tiers.by_priority, table, budgets, now) for now in (1.2, 1.5, 2.9, 3.0)]
     assert ends_s == [1.5, 3.0, 3.0, NEVER_S], "the oldest of a tier is the one that counts"
@@ -56,5 +56,5 @@ def test_a_wait_that_ends_a_rounding_error_from_now_is_over() -> None:
     for rest_s, is_over in ((math.ulp(now), True), (0.001, False)):
         budget = TierBudget(8, max_wait_s=0.05 + rest_s)
         assert is_waiting(tier, table, budget, 8, 0.1, True, now) is not is_over
-        ends_s = idle_until_s([tier], table, Budgets({"bulk": budget}, FAST), now)
+        ends_s = idle_until_s([tier], table, Budgets({"bulk": budget}, FAST, FAST), now)
         assert (ends_s == NEVER_S) is is_over

@@ -22,7 +22,7 @@ def view(*states: RequestState, tiers: TierSet = TIERS, traffic: bool = True, **
         for t in tiers.by_priority
     }
     evictable = sorted((s for s in states if s.is_decode and not s.tier.is_interactive), key=lambda s: s.id)
-    usual = View(tiers.by_priority, table, Budgets(budgets, COST), NEVER_S, 2048, evictable, 1e6)
+    usual = View(tiers.by_priority, table, Budgets(budgets, COST, COST), NEVER_S, 2048, evictable, 1e6)
     return replace(usual, **changes)
 
 
