@@ -11,13 +11,10 @@ higher tier waits for KV blocks, bulk that holds blocks and may not be preempted
 beside one that computes the same beginning of a prompt: in the next step, it finds that beginning in the prefix cache.
 """
 
-from bisect import bisect_right
-from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import chain, islice
 
-from engine.interface import NewSequence, Preempt, PreemptionMode, Run, StepPlan
-from engine.step_time.cost import StepCost, StepWork
+from engine.interface import StepPlan
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier
 from scheduler.control.budget import Budgets, TierBudget
@@ -25,11 +22,11 @@ from scheduler.control.step_limit import first_limit_s
 from scheduler.deadlines import split_prefills
 from scheduler.holdings.request_table import RequestTable
 from scheduler.planning.batching_delay import is_waiting
-from scheduler.planning.kv_budget import BlockBudget, EngineView
+from scheduler.planning.draft import Draft
+from scheduler.planning.kv_budget import EngineView
 from scheduler.planning.prompt_prefixes import PromptPrefixes
-from scheduler.request_state import RequestState, Status
+from scheduler.request_state import RequestState
 
-MIN_CHUNK = 16  # tokens; a smaller prefill chunk is not worth a step's overhead
 MAX_SORTED = 64  # prefills of an interactive tier that one plan looks at; further prefills wait for a later plan
 
 
@@ -49,7 +46,7 @@ def form_batch(
     in `barred` may not run in this step. `prefixes` tells what the engine's prefix cache is likely to hold. The time
     taken is in proportion to the planned work, and not to the number of waiting requests.
     """
-    draft = _Draft(view, budgets, table, now, barred, prefixes)
+    draft = _Batch(view, budgets, table, now, barred, prefixes)
     # The sort is stable, so that all others stay in order of priority.
     for tier in sorted(tiers, key=lambda t: not budgets.tiers[t.name].min_share_due):
         budget = budgets.tiers[tier.name]
@@ -62,8 +59,8 @@ def form_batch(
     return draft.plan(step_id)
 
 
-class _Draft:
-    """An unfinished plan: the work added so far, and the blocks and tokens that are left."""
+class _Batch(Draft):
+    """A draft that is filled in order of importance."""
 
     def __init__(
         self,
@@ -74,58 +71,12 @@ class _Draft:
         barred: Container[str],
         prefixes: PromptPrefixes,
     ) -> None:
-        self._view = view
+        super().__init__(view, budgets, table, barred, prefixes)
         self._now = now
-        self._budgets = budgets
-        self._table = table
-        self._barred = barred
-        self._prefixes = prefixes
-        self._prefill_blocks: set[int] = set()  # digests of the prompts' blocks that bulk prefills of this step compute
-        self._blocks = BlockBudget(view, budgets.cost, table.reserved(), table.any_resident)
-        self._work = StepWork()  # of all runs
         self.interactive_s = 0.0  # predicted time of the step before bulk adds to it; 0: it holds nothing
-        self._yielding = False  # whether requests are added that yield, instead of those that do not
         self._min_share_s = 0.0  # predicted time of the runs that serve min shares
-        self._preempt: dict[str, PreemptionMode] = {}
-        self._resume: list[str] = []
-        self._start: list[NewSequence] = []
-        self._run: dict[str, int] = {}  # sequence id → number of tokens
-        self._tokens_left = view.max_step_tokens
-        # The next four counters are by tier.
-        self._num_tokens: Counter[str] = Counter()
-        self._num_run: Counter[str] = Counter()
-        self._num_started: Counter[str] = Counter()
-        self._num_preempted: Counter[str] = Counter()
-        self._lacks_blocks = False  # a sequence waits for blocks, so that newcomers after it may not take free blocks
         self._are_blocked = False  # interactive requests wait for blocks
         self._is_full = False  # a bulk decode waits for time, so that no other bulk may take the time that is left
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._run)
-
-    @property
-    def _cost(self) -> StepCost:
-        """The costs of a step of this kind: a step without prefills has its own."""
-        return self._budgets.cost if self._work.is_mixed else self._budgets.decode_cost
-
-    @property
-    def _runs_s(self) -> float:
-        """The predicted time of all runs, without the step's fixed cost."""
-        return self._cost.runs(self._work)
-
-    def step_s(self, added_s: float = 0.0) -> float:
-        """Return the predicted length in seconds of the step with the work added so far, and `added_s` seconds more."""
-        return self._cost.step(self._runs_s + added_s) + self._blocks.swap_s
-
-    def plan(self, step_id: int) -> StepPlan:
-        return StepPlan(
-            step_id=step_id,
-            preempt=tuple(Preempt(seq_id, mode) for seq_id, mode in self._preempt.items()),
-            resume=tuple(self._resume),
-            start=tuple(self._start),
-            run=tuple(Run(seq_id, n) for seq_id, n in self._run.items()),
-        )
 
     def note_min_share(self) -> None:
         """Record that all work added so far serves min shares."""
@@ -169,12 +120,6 @@ class _Draft:
         if budget.min_share_due:
             self.note_min_share()
 
-    def pause(self, tier: str) -> None:
-        """Pause the tier's sequences that ran in the last step. Its other sequences keep their status."""
-        for state in self._table.last_run(tier):
-            if state.status is Status.RUNNING and state.id not in self._preempt:
-                self._preempt[state.id] = PreemptionMode.PAUSE
-
     def _add_blocking(self, tier: str, limit_s: float) -> None:
         """Add decodes of the tier that may not be preempted, as long as the step takes at most `limit_s` seconds."""
         for state in self._table.preemption_exhausted(tier):
@@ -185,12 +130,6 @@ class _Draft:
     def _decodes(self, tier: str) -> Iterator[RequestState]:
         """Return the tier's decodes that may be added now. The longest ago run comes first."""
         return (s for s in self._table.decodes(tier) if s.yields == self._yielding and self._may_run(s))
-
-    def _may_run(self, state: RequestState) -> bool:
-        return not (state.id in self._run or state.id in self._preempt or state.id in self._barred)
-
-    def _decode_s(self, state: RequestState) -> float:
-        return self._cost.decode(state.num_computed_tokens)
 
     def add_decodes(
         self, tier: str, budget: TierBudget, limit_s: float, slots: int, longest_s: float = NEVER_S
@@ -282,86 +221,3 @@ class _Draft:
 
     def _may_start(self, tier: str, budget: TierBudget) -> bool:
         return self._free_slots(tier, budget) > 0 and not self._lacks_blocks
-
-    def _free_slots(self, tier: str, budget: TierBudget) -> int:
-        """Return how many sequences of the tier may still start or come back.
-
-        Those that yield keep their slots from each other only: they make room for all others.
-        """
-        held = self._table.num_resident(tier) + self._num_started[tier] - self._num_preempted[tier]
-        return budget.max_num_seqs - held + (0 if self._yielding else self._table.num_yielding(tier))
-
-    def _tokens_left_of(self, tier: str, budget: TierBudget) -> int:
-        return min(self._tokens_left, budget.max_tokens - self._num_tokens[tier])
-
-    def _cached(self, state: RequestState) -> tuple[int, bool]:
-        """Return how many tokens a bulk request without KV will find in the prefix cache, and whether it should wait.
-
-        It should wait if a prefill of this step computes more of what it will find.
-        """
-        return (0, False) if state.tier.is_interactive else self._prefixes.lookup(state, self._prefill_blocks)
-
-    def _add_chunk(self, state: RequestState, budget: TierBudget, limit_s: float, num_cached: int) -> bool:
-        """Add as many tokens of the prefill as fit, after `num_cached` cached ones; return False if none fits."""
-        wanted = min(state.num_uncomputed - num_cached, self._tokens_left_of(state.tier.name, budget))
-        context = state.num_computed_tokens + num_cached
-        num_tokens = self._chunk(wanted, context, limit_s)
-        if num_tokens < 1:
-            return False
-        if not self._get_blocks(state, num_tokens, budget.reserve_blocks):
-            self._lacks_blocks = True
-            return False
-        if state.status is Status.WAITING:
-            request, output = state.request, tuple(state.output_token_ids)
-            new = (request.id, request.prompt_token_ids, request.sampling, request.cache_salt)
-            self._start.append(NewSequence(*new, state.tier.priority, state.compiled_grammar, output))
-        if not state.tier.is_interactive:
-            self._prefill_blocks.update(self._prefixes.after(state, num_tokens))
-        self._add_run(state, num_tokens, context)
-        return True
-
-    def _chunk(self, wanted: int, context: int, limit_s: float) -> int:
-        """Return how many of `wanted` tokens fit into the step.
-
-        An empty step always gets at least a small chunk, even beyond the limit, so that the engine always has work.
-        """
-        cost = self._budgets.cost
-        left_s = limit_s - self._blocks.swap_s - cost.step_s - cost.runs(self._work)
-        return largest_chunk(wanted, context, left_s, cost) or (0 if self._run else min(wanted, MIN_CHUNK))
-
-    def _add_run(self, state: RequestState, num_tokens: int, context: int) -> None:
-        tier = state.tier.name
-        if state.status in (Status.PAUSED, Status.SWAPPED, Status.PREEMPTED):
-            self._resume.append(state.id)
-        self._run[state.id] = num_tokens
-        self._work.add(num_tokens, context)
-        self._tokens_left -= num_tokens
-        self._num_tokens[tier] += num_tokens
-        self._num_run[tier] += 1
-        self._num_started[tier] += not state.is_resident
-
-    def _get_blocks(self, state: RequestState, num_tokens: int, reserve_blocks: int) -> bool:
-        """Allocate the blocks for a run, if necessary with preemptions. Return False if there are not enough."""
-        preempted = self._blocks.allocate(state, num_tokens, self._preemptible, reserve_blocks)
-        if preempted is None:
-            return False
-        for victim, mode in preempted:
-            self._preempt[victim.id] = mode
-            self._num_preempted[victim.tier.name] += 1
-        return True
-
-    def _preemptible(self) -> list[RequestState]:
-        """Return the sequences that hold blocks, do not run in this step, and do not lose their blocks in this step."""
-        idle = (state for state in self._table.residents() if state.id not in self._run)
-        return [state for state in idle if self._preempt.get(state.id) in (None, PreemptionMode.PAUSE)]
-
-
-def largest_chunk(wanted: int, context: int, left_s: float, cost: StepCost) -> int:
-    """Return how many of `wanted` tokens, after `context` computed ones, can be computed in `left_s` seconds.
-
-    Return 0 if fewer than `MIN_CHUNK` of them fit.
-    """
-    if wanted < 1 or cost.run(wanted, context) <= left_s:
-        return max(0, wanted)
-    fitting = bisect_right(range(MIN_CHUNK, wanted + 1), left_s, key=lambda n: cost.prefill(n, context))
-    return MIN_CHUNK - 1 + fitting if fitting and left_s > 0 else 0

@@ -13,7 +13,8 @@ from scheduler.clock import NEVER_S
 from scheduler.config import TierSet
 from scheduler.control.budget import Budgets, TierBudget
 from scheduler.control.step_limit import StepLimit
-from scheduler.planning.batch import MIN_CHUNK, form_batch, largest_chunk
+from scheduler.planning.batch import form_batch
+from scheduler.planning.draft import MIN_CHUNK, largest_chunk
 from scheduler.planning.prompt_prefixes import PromptPrefixes
 from scheduler.request_state import RequestState, Status
 from tests.scheduler.builders import (
