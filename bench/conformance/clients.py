@@ -33,6 +33,7 @@ class Client:
         return [str(folder / "bin" / "python"), str(SCRIPTS / self.script)]
 
 
+AI_SDK = ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "@ai-sdk/anthropic", "zod")
 CLIENTS = (
     Client("openai", "openai_sdk.py", ("openai",)),
     Client("openai-tests", "openai_own_tests.py", ("openai[aiohttp]", "pytest", "pytest-asyncio", "rich")),
@@ -48,7 +49,7 @@ CLIENTS = (
     Client("litellm", "litellm_client.py", ("litellm[proxy]",)),
     Client("litellm-proxy", "litellm_proxy.py", ("litellm[proxy]",)),
     Client("lm-eval", "lm_eval_client.py", ("lm-eval[api,hf]",)),
-    Client("node", "node_clients.mjs", ("openai", "ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "zod")),
+    Client("node", "node_clients.mjs", ("openai", "@anthropic-ai/sdk", *AI_SDK)),
     Client("browser", "browser_page.mjs", ("openai", "playwright-core")),
 )
 

@@ -1,4 +1,6 @@
-// The official Node client, and the AI SDK in its default mode, which calls /v1/responses.
+// The official Node clients of OpenAI and Anthropic, and the AI SDK over each API; by default it calls /v1/responses.
+import Anthropic from "@anthropic-ai/sdk";
+import { createAnthropic } from "@ai-sdk/anthropic";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { generateObject, generateText, stepCountIs, streamText, tool } from "ai";
@@ -9,11 +11,13 @@ const baseURL = process.env.CONFORMANCE_BASE_URL;
 const model = process.env.CONFORMANCE_MODEL;
 const apiKey = "conformance"; // the server asks for none, but clients want one
 const client = new OpenAI({ baseURL, apiKey });
+const anthropic = new Anthropic({ baseURL: baseURL.replace(/\/v1$/, ""), apiKey });
 const messages = [{ role: "user", content: "Hello!" }];
 const schema = z.object({ name: z.enum(["Paris", "Oslo"]) });
 const models = [
   createOpenAI({ baseURL, apiKey })(model),
   createOpenAI({ baseURL, apiKey }).chat(model),
+  createAnthropic({ baseURL, apiKey })(model),
   createOpenAICompatible({ name: "tidegate", baseURL, apiKey, supportsStructuredOutputs: true })(model),
 ];
 
@@ -34,7 +38,14 @@ const checks = {
     const last = await client.responses.stream({ model, input: "Hello!", temperature: 0 }).finalResponse();
     assert(answer.output_text && answer.output_text === last.output_text, last.output_text);
   },
-  "AI SDK: generateText, over responses, chat and a compatible server": async () => {
+  "Anthropic's Node client: a message, its stream, and the models": async () => {
+    const asked = { model, max_tokens: 64, messages };
+    const answer = await anthropic.messages.create({ ...asked, temperature: 0 });
+    const text = await anthropic.messages.stream({ ...asked, temperature: 0 }).finalText();
+    assert(text && text === answer.content[0].text, text);
+    assert((await anthropic.models.list()).data.some(({ id }) => id === model), "models");
+  },
+  "AI SDK: generateText, over responses, chat, messages and a compatible server": async () => {
     for (const each of models) assert((await generateText({ model: each, prompt: "Hello!" })).text, "text");
   },
   "AI SDK: streamText": async () => {
