@@ -22,7 +22,7 @@ from scheduler.drivers.steps.isolation import Isolation
 from scheduler.drivers.steps.running_step import RunningStep
 from scheduler.holdings.holdings import Holdings
 from scheduler.planning.batch import form_batch
-from scheduler.planning.batching_delay import idle_until_s
+from scheduler.planning.batching_delay import MIN_WAIT_S, idle_until_s
 from scheduler.planning.kv_budget import EngineView, has_blocks
 from scheduler.planning.prompt_prefixes import PromptPrefixes
 from scheduler.planning.yielding import Yielding
@@ -128,7 +128,7 @@ class Planner:
         """Return the time at which a batching delay or a slot without bulk ends, whichever is first."""
         until_s = idle_until_s(self._held.tiers, self._table, budgets, now)
         slot_s = self._running.slowdown.until_s
-        return min(until_s, slot_s) if slot_s > now else until_s
+        return min(until_s, max(slot_s, now + MIN_WAIT_S)) if slot_s > now else until_s
 
     def evictees_for(self, request_ids: Iterable[str], now: float) -> Sequence[str]:
         """Return the sequences to evict from the step in flight so that one of these requests starts sooner.
