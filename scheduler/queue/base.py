@@ -167,7 +167,8 @@ class Queue(LeaseStore, Protocol):
         score. Beyond the limit of a tier, those are claimed that `due` names. Each request comes with its output tokens
         that were checkpointed.
 
-        A worker with a `load`, a number that is greater the busier it is, waits from then on for those of these tiers
+        While others wait for a tier, a worker takes no more than its share of what is there. A worker with a `load`, a
+        number that is greater the busier it is, waits from then on for those of these tiers
         in which there was less than its limit, and for no other of them (`LeaseStore.wait_for_work`). A limit may be 0.
         """
         ...

@@ -43,8 +43,14 @@ end
 local requests, waits_for = {}, {}
 for i = 6, #ARGV, 4 do
   local tier, limit, due, until_ms = ARGV[i], tonumber(ARGV[i + 1]), tonumber(ARGV[i + 2]), tonumber(ARGV[i + 3])
-  local popped = limit > 0 and redis.call('ZPOPMIN', QUEUE .. tier, limit) or {}
-  local is_empty = #popped < 2 * limit
+  -- A worker takes no more than its share of what is there, if others wait for it.
+  local others = limit > 1 and load and redis.call('ZCARD', WAITERS .. tier) or 0
+  if others > 0 then
+    others = others - redis.call('ZREM', WAITERS .. tier, worker_id)
+  end
+  local share = others > 0 and math.min(limit, math.ceil(redis.call('ZCARD', QUEUE .. tier) / (others + 1))) or limit
+  local popped = share > 0 and redis.call('ZPOPMIN', QUEUE .. tier, share) or {}
+  local is_empty = others == 0 and #popped < 2 * limit
   for _ = 1, is_empty and 0 or due do
     local head = redis.call('ZRANGE', QUEUE .. tier, 0, 0, 'WITHSCORES')
     if not head[2] or tonumber(head[2]) > until_ms then
@@ -71,11 +77,12 @@ for i = 6, #ARGV, 4 do
   end
   if load and #popped < 2 * (limit + due) then
     waits_for[#waits_for + 1] = tier
+    leaves = leaves and #popped > 0 -- or two workers without room would wake each other for ever
   else
     redis.call('ZREM', WAITERS .. tier, worker_id)
-    if leaves then
-      wake(tier)
-    end
+  end
+  if leaves then
+    wake(tier)
   end
 end
 for _, tier in ipairs(waits_for) do

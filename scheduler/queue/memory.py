@@ -67,12 +67,15 @@ class MemoryQueue:
         waits_for = []
         for tier, limit in limits.items():
             beyond = due.get(tier, DueLimit(0, 0))
-            popped = self._pop(tier, limit) + self._pop(tier, beyond.requests, beyond.until_ms)
+            share = limit if load is None else self._shared.share(tier, limit, _id_of(self._worker_id))
+            popped = self._pop(tier, share) + self._pop(tier, beyond.requests, beyond.until_ms)
             taken += popped
-            if load is not None and len(popped) < limit + beyond.requests:
+            self._shared.waiters[tier].pop(_id_of(self._worker_id), None)
+            is_waiting = load is not None and len(popped) < limit + beyond.requests
+            if is_waiting:
                 waits_for.append(tier)
-            else:
-                self._leave(tier)
+            if self._shared.waiting[tier].deadlines_ms and (popped or not is_waiting):
+                self._shared.wake(tier)
         for tier in waits_for:
             self._shared.waiters[tier][_id_of(self._worker_id)] = (load or 0) + len(taken)
         if not taken:
@@ -82,12 +85,6 @@ class MemoryQueue:
             record.fence, record.worker_id, record.expires_ms = fence, self._worker_id, expires_ms
             record.attempt += 1
         return [self._claimed(record, record.fence) for record in taken if record.fence is not None]
-
-    def _leave(self, tier: str) -> None:
-        """Do not wait for `tier` any more, and wake the next worker if requests of it are left."""
-        self._shared.waiters[tier].pop(_id_of(self._worker_id), None)
-        if self._shared.waiting[tier].deadlines_ms:
-            self._shared.wake(tier)
 
     def _claimed(self, record: Record, fence: int) -> Claimed:
         num_received, record.num_received = record.num_received, None

@@ -88,6 +88,11 @@ class Shared:
     def listeners_of(self, worker_id: str) -> list[Wakeups]:
         return [wakeups for listener, wakeups in self.listeners if listener == worker_id]
 
+    def share(self, tier: str, limit: int, worker_id: str) -> int:
+        """Return how many requests of the tier a worker may take, if others wait for them: its share, up to `limit`."""
+        others = len(self.waiters[tier].keys() - {worker_id})
+        return min(limit, -(-self.waiting[tier].backlog.requests // (others + 1))) if others and limit > 1 else limit
+
     def wake(self, tier: str) -> None:
         """Wake the least busy worker that waits for `tier`."""
         waiters = self.waiters[tier]

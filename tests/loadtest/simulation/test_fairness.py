@@ -8,9 +8,11 @@ import structlog
 
 from loadtest.simulation.command import log_errors_only
 from loadtest.simulation.cost_card import load_cost_card
+from loadtest.simulation.deployment import Setting
 from loadtest.simulation.experiment import find_tiers
 from loadtest.simulation.observation import RequestRecord
-from loadtest.simulation.traffic import OfferedRequest
+from loadtest.simulation.run import simulate
+from loadtest.simulation.traffic import OfferedRequest, Traffic
 from loadtest.traffic.scenario import Scenario
 from scheduler.config import TierSet, parse_tiers
 from tests.loadtest.simulation.builders import add, chats, run_scenario, share_in_time
@@ -87,3 +89,12 @@ def test_a_tier_is_protected_from_a_lower_interactive_one() -> None:
 def test_long_prompts_leave_chats_their_time() -> None:
     long = [OfferedRequest(f"long-{i}", "long", "realtime", 2.0, (7,) * 3000, 16, i) for i in range(8)]
     assert share_in_time(served({"chat": traffic(rate_per_s=1)}, "chat", *long)) >= 0.9
+
+
+def test_bulk_that_comes_at_once_is_shared_among_idle_workers() -> None:
+    tiers = find_tiers("")
+    jobs = [OfferedRequest(f"job-{i}", "job", "bulk", 1.0, (7,) * 100, 50, i) for i in range(100)]
+    nothing = Traffic({}, [], (), shares_prefixes=False)
+    observation = simulate(Setting(tiers, CARD, workers=4), add(*jobs)(nothing), 10.0, drain_s=30.0)
+    busy_s = [engine.busy_s for engine in observation.engines]
+    assert min(busy_s) >= 0.4 * max(busy_s)

@@ -104,6 +104,18 @@ async def test_beyond_a_limit_what_is_due_is_claimed(handles: Handles) -> None:
     assert await claimed(0, DueLimit(4, START_MS + 10_000)) == ["a"]
 
 
+async def test_a_worker_takes_its_share_while_others_wait(handles: Handles) -> None:
+    queues = [await listening(handles, name) for name in "abc"]
+    for queue in queues:
+        assert await queue.claim({"realtime": 8}, LEASE_S, load=0) == []
+    await queues[0].put([make_request(f"r{n}") for n in range(9)])
+    assert await queues[0].wait_for_work(2.0), "the first of the least busy ones is woken"
+    assert len(await queues[0].claim({"realtime": 8}, LEASE_S, load=0)) == 3
+    assert await queues[1].wait_for_work(2.0), "and then the next"
+    assert len(await queues[1].claim({"realtime": 8}, LEASE_S, load=0)) == 2
+    assert len(await queues[2].claim({"realtime": 8}, LEASE_S)) == 4, "one that will not wait takes all"
+
+
 async def test_a_repeated_put_changes_nothing(handles: Handles) -> None:
     queue = handles()
     await queue.put([make_request("a", deadline_ms=START_MS + 5), make_request("a", deadline_ms=START_MS + 9)])
