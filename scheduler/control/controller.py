@@ -232,6 +232,12 @@ class SLAController:
         if predicted_s:
             self._step_errors.add(now, False, elapsed_s / predicted_s)
 
+    def observe_batch(self, sequences: Mapping[str, int]) -> None:
+        """Record how many sequences of each tier a step had."""
+        for tier, count in sequences.items():
+            if tier in self._stats:
+                self._stats[tier].add_step(count)
+
     def observe_blocks(self, held_by_interactive: int, num_blocks: int) -> None:
         """Record how many of the engine's `num_blocks` KV blocks interactive sequences hold. Call every `UPDATE_S`."""
         self._reserve.observe(held_by_interactive, num_blocks)

@@ -27,15 +27,14 @@ class TierOutputs:
     is_overloaded: bool = False  # first tokens would come much too late, so that the tier is served in order
 
 
-def explain_tier(
-    tier: str, knobs: TierKnobs, stats: TierStats, min_shares: MinShares, now: float
-) -> dict[str, dict[str, Any]]:
+def explain_tier(tier: str, knobs: TierKnobs, stats: TierStats, min_shares: MinShares, now: float) -> dict[str, Any]:
     """Return the knobs of a tier and the signals that move them, as plain data.
 
     The keys are part of the public API. Times are in seconds.
     """
     return {
         "knobs": {knob.name: knob.explain() for knob in knobs},
+        "step_sequences": stats.step_sequences,
         "signals": {
             "ttft_p99_s": stats.p99_s("ttft", now),
             "itl_p99_s": stats.p99_s("itl", now),

@@ -44,6 +44,7 @@ class Knob:
         self._dry_run = dry_run
         self._is_count = isinstance(bounds.start, int)
         self.chosen: float = bounds.start
+        self.moved: Decision | None = None  # the newest move
 
     @property
     def value(self) -> float:
@@ -62,7 +63,8 @@ class Knob:
         old, self.chosen = self.chosen, to
         if to == old:
             return None
-        return Decision(self.tier, self.name, old, to, signal, reason, acted=not self._dry_run)
+        self.moved = Decision(self.tier, self.name, old, to, signal, reason, acted=not self._dry_run)
+        return self.moved
 
     def inherit(self, before: "Knob") -> None:
         """Continue from the chosen value of `before`, if that knob was not pinned and its bounds are the same.
@@ -70,7 +72,7 @@ class Knob:
         With other bounds, the value is not taken over, since it was learned for the old bounds.
         """
         if self.bounds == before.bounds and before.pinned is None:
-            self.chosen = before.chosen
+            self.chosen, self.moved = before.chosen, before.moved
 
     def explain(self) -> dict[str, Any]:
         return {
@@ -80,7 +82,17 @@ class Knob:
             "max": self.bounds.max,
             "pinned": self.pinned is not None,
             "dry_run": self._dry_run,
+            "signal": None if self.pinned is not None or self.moved is None else self.moved.signal,
+            "reason": self._reason(),
         }
+
+    def _reason(self) -> str:
+        """Return why the knob has its value."""
+        if self.pinned is not None:
+            return "pinned in tiers.yaml"
+        if self.moved is None:
+            return "the start value in tiers.yaml: nothing observed asks for another"
+        return f"dry run: {self.moved.reason}" if self._dry_run else self.moved.reason
 
 
 class TierKnobs:

@@ -11,7 +11,7 @@ from scheduler.config import Tier
 from scheduler.control.windows import ArrivalRate, SlidingWindow
 
 MISS_TARGET = 0.01  # share of latencies that may miss their target, since the SLO is a p99
-SERVICE_WEIGHT = 0.05  # weight of the newest request in the mean time from first step to first token
+SERVICE_WEIGHT = 0.05  # weight of the newest one in the mean time from first step to first token, and in a step's size
 SERVICE_SHARE = 0.1  # share of the TTFT SLO: the first guess of that mean time; it counts as one observed request
 
 
@@ -22,6 +22,7 @@ class TierStats:
         self.rate_per_s = 0.0
         self._service: Ewma | None = None  # seconds from first step to first token; None: no request observed yet
         self._num_services = 0
+        self._sequences: Ewma | None = None  # in a step that has any
         self.arrivals = ArrivalRate()
         self._ended = SlidingWindow()
         self.last_cut_s = -NEVER_S  # time of the newest cut of a knob: earlier misses are no reason for another cut
@@ -57,6 +58,16 @@ class TierStats:
             expected_s = self.expected_service_s
             self._service = Ewma(SERVICE_WEIGHT, seconds if expected_s is None else expected_s)
         self._service.add(seconds, weight=max(SERVICE_WEIGHT, 1 / (1 + self._num_services)))
+
+    def add_step(self, sequences: int) -> None:
+        """Record how many sequences of the tier a step had."""
+        self._sequences = self._sequences or Ewma(SERVICE_WEIGHT, sequences)
+        self._sequences.add(sequences)
+
+    @property
+    def step_sequences(self) -> float | None:
+        """The mean number of sequences in a step that has any; None before the first one."""
+        return None if self._sequences is None else round(self._sequences.value, 2)
 
     @property
     def service_s(self) -> float | None:

@@ -43,6 +43,7 @@ class ControllerInputs:
         """
         if report.sequences:
             wanting = {*report.sequences, *self._table.tiers_held(), *(t for t, depth in self._queued.items() if depth)}
+            self._controller.observe_batch(report.sequences)
             self._controller.observe_step(elapsed_s, report.planned_s, report.used_s, wanting, now, overhead_s)
         self.tell_requests(report, now)
 

@@ -26,7 +26,7 @@ export class Decisions {
   #list = byId("decision-list");
 
   clear() {
-    this.#list.replaceChildren(element("li", { class: "empty" }, "No knob has moved yet."));
+    this.#list.replaceChildren(element("li", { class: "empty" }, "No knob has moved: nothing observed asked for it. The cards of the tiers say what is in force, and why."));
   }
 
   /** Add the decisions of one event, which are new since the last one. */

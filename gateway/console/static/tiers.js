@@ -46,6 +46,7 @@ export function summaryOf(tier, state) {
     attainment: worst((report) => report.signals.attainment, Math.min),
     slowdowns: { ttft: slowest(reports, "ttft"), e2e: slowest(reports, "e2e") },
     minShare: worst((report) => report.signals.floor_share, Math.max),
+    stepSequences: worst((report) => report.step_sequences, Math.max),
     predictedS: state.predicted_ttft_s[tier] ?? null,
     knobs: reports[0]?.knobs ?? null,
   };
@@ -100,7 +101,7 @@ class TierCard {
   }
 
   #makeFigures() {
-    const names = ["Waiting", "Running", "Paused", "Arrivals", "Engine"];
+    const names = ["Waiting", "Running", "Paused", "Arrivals", "In a step", "Engine"];
     return names.map((name) => element("div", {}, element("dt", {}, name), this.#kept(this.#figures, name, "dd")));
   }
 
@@ -137,6 +138,7 @@ class TierCard {
       Running: count(summary.running),
       Paused: count(summary.paused),
       Arrivals: `${summary.arrivals.toFixed(1)}/s`,
+      "In a step": summary.stepSequences === null ? "–" : summary.stepSequences.toFixed(1),
       Engine: percent(share),
     };
     for (const [name, text] of Object.entries(texts)) say(this.#figures.get(name), text);
@@ -154,7 +156,8 @@ function knobText(knob, text) {
   if (!knob) return "–";
   const bounds = `${text(knob.min)} to ${text(knob.max)}`;
   if (knob.pinned) return `${text(knob.value)}, pinned`;
-  return knob.dry_run ? `${text(knob.value)}, wants ${text(knob.chosen)} (dry run)` : `${text(knob.value)} (${bounds})`;
+  const value = knob.dry_run ? `${text(knob.value)}, wants ${text(knob.chosen)}` : `${text(knob.value)} (${bounds})`;
+  return knob.reason ? `${value}: ${knob.reason}` : value;
 }
 
 /** A text with a bar: a latency against its SLO, or a share; some have no bar. */

@@ -7,6 +7,7 @@ import pytest
 
 from scheduler.config import ControllerSwitches
 from scheduler.control.controller import SLAController
+from scheduler.control.knobs import TierKnobs
 from tests.scheduler.builders import make_decode, make_state, make_tiers
 from tests.scheduler.control.builders import BULK, OuterLoop, budgets_of, make_load, observe
 
@@ -146,3 +147,23 @@ def test_outputs_show_what_was_observed() -> None:
     assert shown["bulk"].attainment is None
     later = outer.controller.outputs(60.0)["realtime"]
     assert (later.ttft_p99_s, later.attainment) == (None, None), "the past is not the present"
+
+
+def test_each_knob_says_why_it_has_its_value() -> None:
+    knobs = TierKnobs(make_tiers(bulk={"pinned": {"batch_tokens": 512}})["bulk"])
+    knobs.batch_size.move(knobs.batch_size.value + 1, "queue", "work waits")
+    size, tokens, wait = (knob.explain() for knob in knobs)
+    assert (size["signal"], size["reason"]) == ("queue", "work waits")
+    assert (tokens["signal"], tokens["reason"]) == (None, "pinned in tiers.yaml")
+    assert wait["signal"] is None and wait["reason"].startswith("the start value")
+    dry = TierKnobs(make_tiers()["bulk"], dry_run=True)
+    dry.batch_size.move(1, "slo_misses", "interactive tiers miss their targets")
+    assert dry.batch_size.explain()["reason"] == "dry run: interactive tiers miss their targets"
+
+
+def test_a_tier_says_how_many_of_its_sequences_a_step_has() -> None:
+    controller = SLAController(make_tiers())
+    assert controller.explain(0.0)["tiers"]["bulk"]["step_sequences"] is None
+    for _ in range(200):
+        controller.observe_batch({"bulk": 6, "gone": 1})
+    assert controller.explain(0.0)["tiers"]["bulk"]["step_sequences"] == 6
