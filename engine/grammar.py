@@ -101,6 +101,8 @@ class Grammars:
         """
         with self._lock:
             self._vocabulary = self._vocabulary or self._read_tokenizer()
+            if self._closer is None and isinstance(self._vocabulary, LLTokenizer):
+                self._closer = Closer(self._vocabulary)
 
     def compile(self, grammar: str) -> CompiledGrammar:
         """Compile a grammar, or return it from the cache. Raises `GrammarError` if it does not compile."""
@@ -128,7 +130,7 @@ class Grammars:
             matcher.compute_bitmask()  # copies of the matcher keep the first mask, which is often the slowest
         if matcher.is_error():
             raise GrammarError(f"{GRAMMAR_FAILED} does not compile: {_reason(matcher)}")
-        self._closer = self._closer or Closer(self._tokenizer)
+        assert self._closer is not None
         return CompiledGrammar(matcher, self._closer, horizon(grammar))
 
     @property
