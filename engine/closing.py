@@ -7,6 +7,7 @@ one that fits, each token leaves one that fits. Knows llguidance; does not know 
 """
 
 import re
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -46,8 +47,9 @@ class Closer:
         )
         self._outside = np.array([singles[byte] for byte in (*_OUTSIDE, *singles) if byte in singles])
         self._in_string = np.array([singles[byte] for byte in (*_IN_STRING, *singles) if byte in singles])
-        self._kinds = self._numbered_kinds()
-        self._lengths = np.array([len(tokenizer.decode_bytes([i])) for i in range(tokenizer.vocab_size)])
+        texts = [tokenizer.decode_bytes([token_id]) for token_id in range(tokenizer.vocab_size)]
+        self._kinds = _numbered_kinds(texts)
+        self._by_kind = np.lexsort((np.array([len(text) for text in texts]), self._kinds))  # in each kind by length
 
     def narrow(self, state: LLMatcher, row: Row, way: list[int], num_left: int) -> None:
         """Clear the bits of `row`, the mask of the next token, after which the output cannot end in `num_left` tokens.
@@ -55,11 +57,14 @@ class Closer:
         `way` leads to the end from `state`. The end-of-sequence token counts, but if only the text before it fits, then
         that is kept.
         """
-        allowed = np.flatnonzero(_flags(row)) if len(way) < num_left else np.array([], np.int64)
-        _set_only(row, [*self._kept(state, allowed, way, num_left - 1), way[0]])
+        bits = np.zeros(32 * len(row), np.uint8)
+        if len(way) < num_left:
+            bits[self._kept(state, self._by_kind[_flags(row)[self._by_kind] == 1], way, num_left - 1)] = 1
+        bits[way[0]] = 1
+        row[:] = np.packbits(bits, bitorder="little").view(np.int32)
 
-    def _kept(self, state: LLMatcher, allowed: Ids, way: list[int], num_left: int) -> list[int]:
-        """Return those of the `allowed` tokens after which the output can end in `num_left` tokens.
+    def _kept(self, state: LLMatcher, allowed: Ids, way: list[int], num_left: int) -> Ids:
+        """Return those of the `allowed` tokens, sorted by kind, after which the output can end in `num_left` tokens.
 
         `way` leads to the end now. Of many tokens, the kinds with the shortest texts are tried: what longer ones say
         can be said with shorter ones. All of a kind are kept if its longest token is, otherwise only the shortest.
@@ -71,19 +76,9 @@ class Closer:
             return is_end or (after.consume_token(token_id) and self.way(after, num_left, way) is not None)
 
         if len(allowed) <= _MAX_TRIED:
-            return [token_id for token_id in allowed.tolist() if fits(token_id)]
-        kept: list[int] = []
-        for kind in self._grouped(allowed)[:_MAX_TRIED]:
-            kept += kind if fits(kind[-1]) else kind[:1] if fits(kind[0]) else []
-        return kept
-
-    def _grouped(self, token_ids: Ids) -> list[list[int]]:
-        """Return the tokens by their kinds, each kind and the kinds among themselves by their shortest texts."""
-        by_length = token_ids[np.argsort(self._lengths[token_ids], kind="stable")]
-        groups: dict[int, list[int]] = {}
-        for token_id, kind in zip(by_length.tolist(), self._kinds[by_length].tolist(), strict=True):
-            groups.setdefault(kind, []).append(token_id)
-        return list(groups.values())
+            return np.array([token_id for token_id in allowed.tolist() if fits(token_id)], np.int64)
+        kinds = np.split(allowed, np.flatnonzero(np.diff(self._kinds[allowed])) + 1)[:_MAX_TRIED]
+        return np.concatenate([k if fits(int(k[-1])) else k[: int(fits(int(k[0])))] for k in kinds])
 
     def way(self, state: LLMatcher, limit: int, known: list[int]) -> list[int] | None:
         """Return at most `limit` tokens that lead to the end, the end-of-sequence token too; None if none are known.
@@ -134,25 +129,6 @@ class Closer:
         after.consume_token(token_id)
         return len(after.compute_ff_tokens())
 
-    def _numbered_kinds(self) -> Ids:
-        """Return a number for each token id: equal for tokens that differ only in the letters and digits of their text.
-
-        Tokens that end in half a character are of one kind if as many bytes are missing.
-        """
-        numbers: dict[bytes, int] = {}
-        kinds = [self._kind(token_id) for token_id in range(self._tokenizer.vocab_size)]
-        return np.array([numbers.setdefault(kind, len(numbers)) for kind in kinds])
-
-    def _kind(self, token_id: int) -> bytes:
-        text = self._tokenizer.decode_bytes([token_id])
-        for num_missing in range(4):
-            try:
-                (text + b"\x80" * num_missing).decode()
-            except UnicodeDecodeError:
-                continue
-            return _NUMBER.sub(b"0", _TEXT.sub(b"a", text)) + b"?" * num_missing
-        return text
-
 
 class Ending:
     """The way to the end of one output, sought within its horizon. It depends only on the tokens of the output."""
@@ -189,7 +165,25 @@ def _flags(row: Row) -> npt.NDArray[np.uint8]:
     return np.unpackbits(row.view(np.uint8), bitorder="little")
 
 
-def _set_only(row: Row, token_ids: list[int]) -> None:
-    bits = np.zeros(32 * len(row), np.uint8)
-    bits[token_ids] = 1
-    row[:] = np.packbits(bits, bitorder="little").view(np.int32)
+def _numbered_kinds(texts: Sequence[bytes]) -> Ids:
+    """Return a number for each token: equal for tokens that differ only in the letters and digits of their text.
+
+    Kinds are numbered by their shortest texts. Tokens that end in half a character are of one kind if as many bytes are
+    missing.
+    """
+    kinds = [_kind(text) for text in texts]
+    shortest: dict[bytes, int] = {}
+    for kind, text in zip(kinds, texts, strict=True):
+        shortest[kind] = min(len(text), shortest.get(kind, len(text)))
+    numbers = {kind: number for number, kind in enumerate(sorted(shortest, key=shortest.__getitem__))}
+    return np.array([numbers[kind] for kind in kinds])
+
+
+def _kind(text: bytes) -> bytes:
+    for num_missing in range(4):
+        try:
+            (text + b"\x80" * num_missing).decode()
+        except UnicodeDecodeError:
+            continue
+        return _NUMBER.sub(b"0", _TEXT.sub(b"a", text)) + b"?" * num_missing
+    return text
