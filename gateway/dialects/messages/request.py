@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, Tag, field_validator, model_validator
 
 from gateway.dialects.messages.blocks import Content, TextOrBlocks
-from gateway.protocol.bodies.messages import MAX_PIECES, StopText, Text, count_pieces
+from gateway.protocol.bodies.messages import MAX_PIECES, StopTexts, Text, count_pieces
 from gateway.protocol.bodies.options import Options, Whole
 from gateway.protocol.bodies.output_format import Formats
 from gateway.protocol.bodies.tools import MAX_TOOLS, HostedTool, ToolName
@@ -96,7 +96,7 @@ class MessagesRequest(Body):
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(ge=0, le=2**31), Whole] | None = None
-    stop_sequences: Annotated[list[StopText], Field(max_length=4, fail_fast=True)] | None = None
+    stop_sequences: StopTexts | None = None
     stream: bool | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None

@@ -39,6 +39,7 @@ def tag_of(value: Any) -> str | None:
 
 Text = Annotated[str, AfterValidator(_well_formed)]
 StopText = Annotated[Text, Field(min_length=1, max_length=1024)]
+StopTexts = Annotated[list[StopText], Field(max_length=16, fail_fast=True)]  # OpenAI's API allows four
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
 
 

@@ -14,7 +14,16 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, PrivateAttr, Tag, field_validator
 
-from gateway.protocol.bodies.messages import MAX_PIECES, Message, StopText, Text, TokenIds, count_pieces, tag_of
+from gateway.protocol.bodies.messages import (
+    MAX_PIECES,
+    Message,
+    StopText,
+    StopTexts,
+    Text,
+    TokenIds,
+    count_pieces,
+    tag_of,
+)
 from gateway.protocol.bodies.options import INT64, Count, GenerationBody, NumTop, Options, Whole
 from gateway.protocol.bodies.output_format import Formats
 from gateway.protocol.bodies.tools import (
@@ -51,8 +60,7 @@ class GenerationRequest(GenerationBody, Options, Formats):
     best_of: Annotated[int, Field(ge=1, le=128), Whole] | None = None
     seed: Annotated[int, Field(ge=-INT64, lt=INT64), Whole] | None = None
     stop: Annotated[
-        Annotated[StopText | None, Tag("<text>")]
-        | Annotated[list[StopText], Field(max_length=4, fail_fast=True), Tag("<list>")],
+        Annotated[StopText | None, Tag("<text>")] | Annotated[StopTexts, Tag("<list>")],
         choose(tag_of, "a string or an array of strings"),
     ] = None
     stream_options: StreamOptions | None = None

@@ -113,7 +113,7 @@ async def test_a_call_that_is_cut_keeps_its_text() -> None:
         ("3", FinishReason.STOP, {}, ("end_turn", None)),
         ("3", FinishReason.LENGTH, {"max_tokens": 1}, ("max_tokens", None)),
         ("3", FinishReason.LENGTH, {"max_tokens": 32_000}, ("model_context_window_exceeded", None)),
-        ("3; 4", FinishReason.STOP, {"stop_sequences": ["x", ";"]}, ("stop_sequence", ";")),
+        ("3; 4", FinishReason.STOP, {"stop_sequences": [*"abcdefx", ";"]}, ("stop_sequence", ";")),
     ],
 )
 async def test_why_a_message_ended(text: str, reason: FinishReason, body: Any, end: Any) -> None:
