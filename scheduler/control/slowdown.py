@@ -115,13 +115,15 @@ class SlowdownMeter:
     def note_arrival(self, state: RequestState, *, beside_bulk: bool) -> None:
         """Record whether the request arrived in a slot. `beside_bulk`: a step with bulk runs."""
         arrived_s = state.arrived_s
+        if not state.tier.is_interactive:
+            return
         if arrived_s < self._begins_s:
             state.in_slot = False if self._is_on and arrived_s >= self._ended_s else None
         elif not beside_bulk and self._from_s <= arrived_s < self.until_s:
             state.in_slot = True
 
     def note_first_token(self, state: RequestState, now: float) -> None:
-        if state.in_slot is not None:
+        if state.in_slot is not None and not state.yields:
             self._first_tokens[state.tier.name].add(now - state.arrived_s, 1.0, in_slot=state.in_slot)
 
     def add_step(
@@ -140,8 +142,7 @@ class SlowdownMeter:
         begun_s = now - step_s
         in_slot = begun_s >= self._begins_s
         if self._is_on and step_s > 0 and (not in_slot or self._from_s <= begun_s < self.until_s):
-            alone_s, own_s = self._alone(runs)
-            runs_s = sum(own_s.values())
+            alone_s, runs_s, own_s = self._alone(runs)
             for tier, present in _present(states, begun_s, step_s).items():
                 own = own_s.get(tier, 0.0)
                 time_s, work_s = present * (step_s - runs_s) + own, present * (alone_s - runs_s) + own
@@ -149,13 +150,20 @@ class SlowdownMeter:
         if has_bulk:
             self._bulk_ended_s = now
 
-    def _alone(self, runs: Sequence[InteractiveRun]) -> tuple[float, Mapping[str, float]]:
-        """Return the predicted time of a step with only these runs, and their part of it by tier."""
+    def _alone(self, runs: Sequence[InteractiveRun]) -> tuple[float, float, Mapping[str, float]]:
+        """Return the predicted time of a step with only these runs, and their part of it.
+
+        The third value is this part by tier, without requests that yield.
+        """
         cost = self._step_time.cost(mixed=step_work(runs).is_mixed)
         own_s: defaultdict[str, float] = defaultdict(float)
+        runs_s = 0.0
         for state, num_tokens, context in runs:
-            own_s[state.tier.name] += cost.run(num_tokens, context)
-        return cost.step(sum(own_s.values())) if runs else 0.0, own_s
+            run_s = cost.run(num_tokens, context)
+            runs_s += run_s
+            if not state.yields:
+                own_s[state.tier.name] += run_s
+        return cost.step(runs_s) if runs else 0.0, runs_s, own_s
 
     @property
     def until_s(self) -> float:
@@ -182,6 +190,6 @@ def _present(states: Iterable[RequestState], begun_s: float, step_s: float) -> M
     """Return how many requests were present in a step, by tier; a part of one for a part of the step."""
     present: defaultdict[str, float] = defaultdict(float)
     for state in states:
-        if not state.awaits_grammar:
+        if not (state.awaits_grammar or state.yields):
             present[state.tier.name] += max(0.0, min(1.0, 1 - (state.arrived_s - begun_s) / step_s))
     return present

@@ -60,9 +60,9 @@ class TrackedStep:
         return work
 
     def interactive_runs(self, result: StepResult) -> list[InteractiveRun]:
-        """Return what the step computed of protected requests."""
+        """Return what the step computed of interactive requests."""
         found = ((self.runs[output.seq_id].state, output) for output in result.outputs if output.seq_id in self.runs)
-        return [(state, *self._tokens(output)) for state, output in found if state.is_protected]
+        return [(state, *self._tokens(output)) for state, output in found if state.tier.is_interactive]
 
     def _tokens(self, output: SequenceOutput) -> tuple[int, int]:
         """Return how many tokens were computed for an output, and how many there were before."""
@@ -129,7 +129,8 @@ class TrackedStep:
         if all(run.state.is_protected for run in self.runs.values()):
             accounts.add_step(runs, result.elapsed_s, overhead_s, is_typical=self.work(result) is not None)
         else:
-            accounts.add_shared_step(runs, result.elapsed_s, overhead_s)
+            protected = [run for run in runs if run[0].is_protected]
+            accounts.add_shared_step(protected, result.elapsed_s, overhead_s)
 
     def evictable_s(self, used_s: Mapping[str, float]) -> float:
         """Return the engine time that what could be evicted has used, of the time that each tier used."""

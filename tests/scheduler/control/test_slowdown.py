@@ -89,6 +89,21 @@ def test_answers_are_compared_step_by_step_without_the_work_of_others(num_presen
     assert found.value == pytest.approx((COST.step(COST.decode_s) + BULK_S) / COST.step(COST.decode_s))
 
 
+def test_requests_that_yield_and_bulk_are_left_out() -> None:
+    meter, now = make_meter(), 0.0
+    state, flood, bulk = arrived(0.0), arrived(0.0, "flood"), make_state("b", "bulk")
+    flood.yields = True
+    meter.withholds(True, [], now)
+    meter.note_arrival(bulk, beside_bulk=True)
+    assert bulk.in_slot is None
+    while (found := meter.readings().get(("realtime", "e2e"))) is None:
+        has_bulk = not meter.withholds(True, [state, flood], now)
+        step_s = COST.step(2 * COST.decode_s) + BULK_S * has_bulk
+        now += step_s
+        meter.add_step([(state, 1, 9), (flood, 1, 9)], [state, flood], step_s, now, has_bulk=has_bulk)
+    assert found.value == pytest.approx((COST.step(COST.decode_s) + BULK_S) / COST.step(COST.decode_s))
+
+
 def test_first_tokens_are_compared_by_their_time_of_arrival() -> None:
     meter, now = make_meter(), 0.0
     while (found := meter.readings().get(("realtime", "ttft"))) is None:
