@@ -5,6 +5,7 @@ the completion service; does not know the format of answers.
 """
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from gateway.requests.prepare.prepared import PreparedRequest
 from gateway.requests.prepare.routing import Routed, Sent, routed, served_model
 from gateway.routes.dependencies import Caller
 from gateway.state import gateway_of
+from scheduler.routing import Routing
 
 T = TypeVar("T")
 Prepare = Callable[[Placement], Awaitable[PreparedRequest]]
@@ -63,21 +65,27 @@ def parser_for(
 ) -> Callable[[dict[str, Any]], T]:
     """Return `parse` for a body that need not name the model. There is only one, perhaps with adapters and aliases.
 
-    The rule that chooses the tier of the body is kept in the request's state, for `submit`.
+    The rule that chooses the tier of the body is kept in the result, for `submit`. What is returned is picklable,
+    because large bodies are parsed in another process.
     """
-    return partial(_parse, request, parse, key)
+    gateway = gateway_of(request)
+    routing = gateway.tiers.routing
+    headers = dict(request.headers) if routing.active else {}
+    sent = Sent(request.url.path, headers, None if key is None else key.name, {})
+    return partial(_parse, gateway.model.names, routing, sent, parse)
 
 
-def _parse(request: Request, parse: Callable[[dict[str, Any]], T], key: ApiKey | None, body: dict[str, Any]) -> T:
-    gateway, named = gateway_of(request), body.get("model")
-    names, routing = gateway.model.names, gateway.tiers.routing
-    if routing.active:
-        sent = Sent(request.url.path, request.headers, None if key is None else key.name, body)
-        request.state.routed = routed(routing, sent)
+def _parse(
+    names: tuple[str, ...], routing: Routing, sent: Sent, parse: Callable[[dict[str, Any]], T], body: dict[str, Any]
+) -> T:
+    named = body.get("model")
     model = names[0] if named in (None, "") else named
     if isinstance(model, str):
         model = served_model(routing, model, names)
-    return parse(body if model == named else {**body, "model": model})
+    parsed = parse(body if model == named else {**body, "model": model})
+    if routing.active and isinstance(parsed, GenerationBody):
+        parsed._routed = routed(routing, replace(sent, body=body))
+    return parsed
 
 
 async def send_answer(request: Request, body: GenerationBody, generation: Deliverable) -> Response:
@@ -112,7 +120,7 @@ def headers_of(body: GenerationBody) -> dict[str, str] | None:
 async def submit(request: Request, body: GenerationBody, key: ApiKey | None, prepare: Prepare) -> Generation:
     """Prepare the request in the tier that it asks for, and submit it. Raises `ApiError` if it is refused."""
     gateway = gateway_of(request)
-    rule: Routed | None = getattr(request.state, "routed", None)
+    rule: Routed | None = body.routed
     placement = place(body, request.headers, key, gateway.tiers, request.state.request_id, rule)
     structlog.contextvars.bind_contextvars(tier=placement.tier.name)
     if placement.rule is not None:

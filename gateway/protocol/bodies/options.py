@@ -66,6 +66,7 @@ class GenerationBody(Body):
     """The fields that the bodies of all endpoints have in common which generate something."""
 
     _ignored: tuple[str, ...] = PrivateAttr(())
+    _routed: Any = PrivateAttr(None)
 
     model: Text
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
@@ -76,6 +77,11 @@ class GenerationBody(Body):
     stream: bool | None = None
     # An extension of vLLM: a number below 0 asks for a higher tier, one above 0 for a lower one.
     priority: Annotated[int, Field(ge=-INT64, lt=INT64), Whole] | None = None
+
+    @property
+    def routed(self) -> Any:
+        """The `gateway.requests.prepare.routing.Routed` of the rule that chose the tier; None if there is none."""
+        return self._routed
 
     @property
     def ignored_names(self) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "
     ("change", "message"),
     [
         ({"stop": ""}, "Invalid value for 'stop': it must not be empty."),
-        ({"stop": list("abcde")}, "Invalid value for 'stop': it must have at most 4 entries."),
+        ({"stop": [*"abcdefghijklmnopq"]}, "Invalid value for 'stop': it must have at most 16 entries."),
         ({"stop": 5}, "Invalid type for 'stop': must be a string or an array of strings."),
         ({"messages": []}, "Invalid value for 'messages': it must not be empty."),
         ({"messages": "hello"}, "Invalid type for 'messages': it must be an array."),

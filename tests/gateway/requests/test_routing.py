@@ -137,3 +137,11 @@ async def test_listed_suffixes_are_models() -> None:
         names = [model.id async for model in stand.client.models.list()]
         assert names == [MODEL, "alias", f"{MODEL}:flex", "alias:flex"]
         assert (await stand.client.models.retrieve(f"{MODEL}:flex")).id == f"{MODEL}:flex"
+
+
+async def test_a_body_that_is_parsed_in_another_process_is_routed_too() -> None:
+    async with running_stand(tiers=SHIPPED) as stand:
+        body = {"model": f"{MODEL}:flex", "messages": HI, "max_tokens": 4, "user": "x" * 300_000}
+        answer = await stand.post("/v1/chat/completions", body, headers=RECEIPT)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["tidegate"]["rule"] == "flex-suffix"
