@@ -43,6 +43,7 @@ class _TierHistory:
     prompt_tokens: Ewma = field(default_factory=lambda: Ewma(ENDED_WEIGHT))
     computed_tokens: Ewma = field(default_factory=lambda: Ewma(ENDED_WEIGHT))  # prompt tokens that were not cached
     output_tokens: Ewma = field(default_factory=lambda: Ewma(ENDED_WEIGHT))
+    max_tokens: Ewma = field(default_factory=lambda: Ewma(ENDED_WEIGHT))
     used_share: Ewma = field(default_factory=lambda: Ewma(USED_SHARE_WEIGHT))  # share of the engine's time
     used_s: float = 0.0  # seconds of engine time since the start
 
@@ -58,6 +59,7 @@ class _TierHistory:
             self.prompt_tokens.add(fmean(e.prompt_tokens for e in ended), weight)
             self.computed_tokens.add(fmean(e.prompt_tokens - e.cached_tokens for e in ended), weight)
             self.output_tokens.add(fmean(e.output_tokens for e in ended), weight)
+            self.max_tokens.add(fmean(e.max_tokens for e in ended), weight)
 
     def add_used(self, used_s: float, interval_s: float) -> None:
         """Update the share of engine time that the tier uses.
@@ -208,6 +210,7 @@ def _request_s(
 ) -> float:
     """Return the engine time of an average request while all slots are in use; 0 if no output is known.
 
+    Its output is that of ended requests, in proportion to `max_tokens`: those that are held may be of another kind.
     Until a request has ended, the requests that the worker decodes now stand for ended ones.
     """
     computed_tokens, output_tokens = history.computed_tokens.value, history.output_tokens.value
@@ -215,6 +218,8 @@ def _request_s(
     if not history.num_ended and decodes:
         computed_tokens = fmean(len(s.request.prompt_token_ids) - (s.num_cached_tokens or 0) for s in decodes)
         output_tokens = fmean(len(s.output_token_ids) for s in decodes)
+    elif states and history.max_tokens.value:
+        output_tokens *= fmean(s.request.sampling.max_tokens for s in states) / history.max_tokens.value
     return computed_tokens * prompt_token_s + output_tokens * output_token_s if output_tokens else 0.0
 
 

@@ -24,6 +24,7 @@ class Ended:
     output_tokens: int
     met_slo: bool
     cached_tokens: int = 0  # prompt tokens that were found in the prefix cache
+    max_tokens: int = 0  # of the request; 0: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,4 +157,5 @@ def lookup(state: RequestState) -> PrefixLookup | None:
 def ended(state: RequestState, reason: str) -> Ended:
     prompt, output = len(state.request.prompt_token_ids), len(state.output_token_ids)
     met_slo = state.status is Status.FINISHED and state.met_slo()
-    return Ended(state.tier.name, reason, prompt, output, met_slo, state.num_cached_tokens or 0)
+    cached, max_tokens = state.num_cached_tokens or 0, state.request.sampling.max_tokens
+    return Ended(state.tier.name, reason, prompt, output, met_slo, cached, max_tokens)

@@ -145,3 +145,15 @@ def test_the_whole_engine_gives_more_than_what_higher_tiers_leave() -> None:
     assert busy.prefill_tokens_per_s == pytest.approx(0.25 * idle.prefill_tokens_per_s, rel=0.01)
     assert busy.whole_prefill_tokens_per_s == idle.whole_prefill_tokens_per_s
     assert busy.whole_output_tokens_per_s == idle.whole_output_tokens_per_s >= 4 * busy.output_tokens_per_s * 0.99
+
+
+def test_the_length_of_answers_follows_max_tokens() -> None:
+    """After short answers, long ones are held: their slots become free as much later."""
+    estimator, core = make_estimator()
+    end(estimator, 20, prompt_tokens=10, output_tokens=40, max_tokens=50)
+    hold(core, 64, prompt=10, max_tokens=50)
+    short_per_s = measure(estimator, core)["realtime"].drain_per_s
+    long_estimator, long_core = make_estimator()
+    end(long_estimator, 20, prompt_tokens=10, output_tokens=40, max_tokens=50)
+    hold(long_core, 64, prompt=10, max_tokens=1500)
+    assert measure(long_estimator, long_core)["realtime"].drain_per_s < short_per_s / 20
