@@ -13,6 +13,7 @@ from bench.chaos.door import Door
 from bench.conformance.command import Conformance
 from bench.engines.commands import Engines
 from bench.facade import Facade
+from bench.fairness import Fairness
 from bench.fuzz.command import Fuzz
 from bench.images.command import Images
 from bench.isolation.command import Isolation
@@ -28,7 +29,8 @@ class Bench(BaseSettings):
     """Experiments that compare Tidegate with other systems, with other policies and with its own simulator.
 
     Experiments on a server. isolation: interactive and bulk traffic together under several policies, judged by goals;
-    with --experiment frontier, what bulk gets against how much slower interactive answers become.
+    with --experiment frontier, what bulk gets against how much slower interactive answers become. fairness: one key's
+    chats beside another key's floods.
 
     Experiments on our server and vLLM's, which take turns. closed-loops: throughput and first tokens with many streams.
 
@@ -61,6 +63,7 @@ class Bench(BaseSettings):
     simulator_accuracy: CliSubCommand[SimulatorAccuracy]
     conformance: CliSubCommand[Conformance]
     facade: CliSubCommand[Facade]
+    fairness: CliSubCommand[Fairness]
     chaos: CliSubCommand[Chaos]
     door: CliSubCommand[Door]
     fuzz: CliSubCommand[Fuzz]

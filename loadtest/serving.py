@@ -58,9 +58,9 @@ def tidegate_environment() -> dict[str, str]:
 
 @asynccontextmanager
 async def serving(
-    command: Sequence[str], log_file: Path, ready_path: str, environment: Mapping[str, str]
+    command: Sequence[str], log_file: Path, ready_path: str, environment: Mapping[str, str], api_key: str = ""
 ) -> AsyncIterator[Server]:
-    """Run `command` with a free `--port` until the block ends.
+    """Run `command` with a free `--port` until the block ends. Its requests carry `api_key`, if there is one.
 
     Yields the server once `ready_path` answers 200. Raises `TargetError` if the server ends or does not
     become ready.
@@ -77,7 +77,7 @@ async def serving(
             start_new_session=True,
         )
     try:
-        target = Target("127.0.0.1", port)
+        target = Target("127.0.0.1", port, api_key=api_key)
         await _wait_until_ready(process, target, ready_path, log_file)
         yield Server(replace(target, model=await discover_model(target)), process.pid)
     finally:

@@ -50,7 +50,7 @@ HOUSES = {
     " → estimates running locustfile serving → reporting → checks commands simulation"
     " → calibration measure",
     "bench": "engines gpu_check simulator_accuracy store chaos → isolation"
-    " → conformance fuzz images peers → facade readme_figures",
+    " → conformance fuzz images peers → facade fairness readme_figures",
     "scheduler/drivers": "calls steps streams",
     "engine/native": "device → kv → batch → attention → model sampling → cpu cuda → execution → startup",
 }

@@ -135,6 +135,7 @@ def serving_tidegate(
     num_threads: int,
     flags: Sequence[str],
     vllm_python: Path | None = None,
+    api_key: str = "",
 ) -> AbstractAsyncContextManager[Server]:
     """Run `tidegate serve` until the block ends, with its data and its log in `folder`.
 
@@ -146,7 +147,7 @@ def serving_tidegate(
     if vllm_python is not None:
         command = [str(vllm_python), *command[1:], "--engine", "vllm"]
         environment = vllm_server_environment(num_threads) | {"PYTHONPATH": str(ROOT)}
-    return serving(command, folder / "tidegate.log", "/ready", environment)
+    return serving(command, folder / "tidegate.log", "/ready", environment, api_key)
 
 
 def engine_python(engine: str, vllm_python: Path | None) -> Path | None:
