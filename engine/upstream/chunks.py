@@ -10,10 +10,11 @@ from typing import Any, Protocol
 import msgspec
 
 from engine.interface import FinishReason, TokenLogprobs
-from engine.streaming import UpstreamLost
+from engine.streaming import UpstreamLost, UpstreamRefused
 from engine.upstream.dialects import Dialect
 
 _DONE = b"[DONE]"
+BAD_REQUEST = 400  # SGLang says so in the stream, as the finish reason
 MAX_ID_DIGITS = 18  # of a token id; Python refuses to convert much longer numbers
 
 
@@ -169,6 +170,8 @@ class _SGLangReader:
         new = ids[self._num_read :] if is_whole else ids
         self._num_read += len(new)
         finish = meta.finish_reason
+        if isinstance(finish, dict) and finish.get("status_code") == BAD_REQUEST:
+            raise UpstreamRefused(f"The model's server refuses the request: {str(finish.get('message'))[:300]}.")
         reason = _reason(finish.get("type") if isinstance(finish, dict) else finish)
         return Piece(new, finish_reason=reason, cached_tokens=meta.cached_tokens)
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.interface import FinishReason, TokenLogprobs
-from engine.streaming import UpstreamLost
+from engine.streaming import UpstreamLost, UpstreamRefused
 from engine.upstream.chunks import EventSplitter, Piece, reader_of
 from engine.upstream.dialects import LLAMA_CPP, SGLANG, VLLM, Dialect
 
@@ -52,6 +52,22 @@ def test_openai_events() -> None:
     piece, usage = read(VLLM, CHUNKS["vllm"], {"choices": [], "usage": {}})
     assert piece == Piece([5], "a", FinishReason.STOP, [TokenLogprobs(5, -1.0, ((5, -1.0), (6, -3.0)))])
     assert usage == Piece()
+
+
+def test_sglang_refuses_a_request_for_good_inside_of_the_stream() -> None:
+    finish = {"type": "abort", "status_code": 400, "message": "The prompt is too long"}
+    with pytest.raises(UpstreamRefused, match="too long"):
+        read(SGLANG, {"output_ids": [], "meta_info": {"finish_reason": finish}})
+    with pytest.raises(UpstreamLost):
+        read(SGLANG, {"output_ids": [], "meta_info": {"finish_reason": {**finish, "status_code": 503}}})
+
+
+def test_the_last_event_says_how_many_tokens_were_cached() -> None:
+    usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 8}}
+    assert read(VLLM, {"choices": [], "usage": usage}) == [Piece(cached_tokens=8)]
+    assert read(VLLM, {"choices": [], "usage": {**usage, "prompt_tokens_details": None}}) == [Piece()]
+    last = {"content": "", "tokens": [], "stop": True, "stop_type": "limit", "timings": {"cache_n": 14}}
+    assert read(LLAMA_CPP, last) == [Piece(finish_reason=FinishReason.LENGTH, cached_tokens=14)]
 
 
 def test_sglang_events_hold_all_tokens_or_only_the_new_ones() -> None:
