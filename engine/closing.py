@@ -42,11 +42,11 @@ class Closer:
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self._tokenizer = tokenizer
         singles = {byte: ids[0] for byte in range(256) if len(ids := tokenizer.tokenize_bytes(bytes([byte]))) == 1}
-        self._brackets, self._closing, self._opening, self._quote, self._letter = (
-            [singles[byte] for byte in text if byte in singles] for text in (b"}]", b"}],", b"{[", b'"', b"z")
+        self._brackets, self._closing, self._opening, self._quote, self._letters = (
+            [singles[byte] for byte in text if byte in singles] for text in (b"}]", b"}],", b"{[", b'"', b"abxz")
         )
-        self._outside = np.array([singles[byte] for byte in (*_OUTSIDE, *singles) if byte in singles])
-        self._in_string = np.array([singles[byte] for byte in (*_IN_STRING, *singles) if byte in singles])
+        self._outside = np.array([singles[byte] for byte in (*_OUTSIDE, *singles) if byte in singles], np.int64)
+        self._in_string = np.array([singles[byte] for byte in (*_IN_STRING, *singles) if byte in singles], np.int64)
         texts = [tokenizer.decode_bytes([token_id]) for token_id in range(tokenizer.vocab_size)]
         self._kinds = _numbered_kinds(texts)
         self._by_kind = np.lexsort((np.array([len(text) for text in texts]), self._kinds))  # in each kind by length
@@ -103,17 +103,19 @@ class Closer:
     def _next(self, state: LLMatcher, way: list[int]) -> list[int]:
         """Return the token of one byte that leads nearest to the end; an empty list if none is allowed.
 
-        Both brackets are allowed only in a string, and a letter such as z only there or in a pattern. Elsewhere, the
-        shorter of a few texts is taken, such as those of an `enum`, and a bracket is opened only if nothing else is
-        allowed: a recursive schema would never end. In a pattern, those that stand last in the `way` come last, since
-        one such as that of an e-mail address lets them be repeated.
+        Both brackets are allowed only in a string, and letters that begin no value only there or in a pattern; both end
+        with a quote. Elsewhere, the shorter of a few texts is taken, such as those of an `enum`, and a bracket is
+        opened only if nothing else is allowed: a recursive schema would never end. In a pattern, the tokens that stand
+        last in the `way` come last, since one such as that of an e-mail address lets them be repeated.
         """
-        in_string = all(state.validate_tokens([bracket]) for bracket in self._brackets)
+        in_string = len(self._brackets) == 2 and all(state.validate_tokens([bracket]) for bracket in self._brackets)
         if in_string and state.validate_tokens(self._quote):
             return self._quote
         order = self._in_string if in_string else self._outside
         allowed = order[_flags(np.frombuffer(state.compute_bitmask(), np.int32))[order] == 1].tolist()
-        in_pattern = in_string or any(token_id in self._letter for token_id in allowed)
+        in_pattern = in_string or not set(self._letters).isdisjoint(allowed)
+        if in_pattern and not set(self._quote).isdisjoint(allowed):
+            return self._quote
         if not allowed or (allowed[0] in self._closing and not in_pattern):
             return allowed[:1]  # type: ignore[no-any-return]
         recent, compared = way[-_RECENT:], len(allowed) <= _MAX_COMPARED

@@ -125,8 +125,9 @@ async def submit(request: Request, body: GenerationBody, key: ApiKey | None, pre
     structlog.contextvars.bind_contextvars(tier=placement.tier.name)
     if placement.rule is not None:
         structlog.contextvars.bind_contextvars(rule=placement.rule)
-        gateway.metrics.requests_routed.labels(placement.rule).inc()
     generation = await gateway.completions.submit(await prepare(placement))
+    if placement.rule is not None:
+        gateway.metrics.requests_routed.labels(placement.rule).inc()
     request.state.headers = generation.headers
     structlog.contextvars.bind_contextvars(tier=generation.tier.name)  # a demotion may have changed it
     return generation

@@ -10,7 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.grammar import Grammars, Matcher
-from tests.engine.test_grammar import DEMO
+from engine.interface import EngineInfo
+from tests.engine.test_grammar import DEMO, allowed, ids, letters, regex
+
+__all__ = ["letters"]  # a fixture
 
 GRAMMARS = Grammars(DEMO)
 STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?", "lenient": True}
@@ -158,3 +161,10 @@ def test_a_sequence_that_is_continued_elsewhere_gets_the_same_tokens() -> None:
             GRAMMARS.masks([once])
             once.consume([token_id])
         assert (GRAMMARS.masks([once])[0] == again).all()
+
+
+def test_a_vocabulary_without_quotes_and_brackets(letters: EngineInfo) -> None:
+    grammars = Grammars(letters)
+    matcher = grammars.compile(regex("[ab]*-[0-9]{3}")).matcher(limit=6)
+    matcher.consume(ids("a"))
+    assert allowed(grammars.masks([matcher]), 40) == [set(ids("-"))]

@@ -1,6 +1,7 @@
 """The official client, which validates each answer strictly."""
 
 import asyncio
+import json
 
 from checks import API_KEY, BASE_URL, MODEL, check, main
 from openai import AsyncOpenAI, NotFoundError, OpenAI
@@ -29,6 +30,12 @@ class Sum(BaseModel):
     second: int
 
 
+class Event(BaseModel):
+    name: str
+    date: str
+    participants: list[str]
+
+
 @check
 def chat() -> None:
     """a chat is answered, with usage"""
@@ -55,6 +62,23 @@ def parse() -> None:
     """chat.completions.parse gives an object of the schema"""
     answer = client.chat.completions.parse(model=MODEL, messages=QUESTION, response_format=Sum, temperature=0)
     assert isinstance(answer.choices[0].message.parsed, Sum)
+
+
+@check
+def open_ended() -> None:
+    """chat.completions.parse gives an object of strings and lists of strings, ended within max_tokens"""
+    question = [{"role": "user", "content": "Alice and Bob are going to a science fair on Friday."}]
+    for _ in range(5):
+        answer = client.chat.completions.parse(model=MODEL, messages=question, response_format=Event, max_tokens=200)
+        assert isinstance(answer.choices[0].message.parsed, Event)
+
+
+@check
+def json_object() -> None:
+    """json_object gives an object, ended within max_tokens"""
+    kind = {"type": "json_object"}
+    answer = client.chat.completions.create(model=MODEL, messages=QUESTION, response_format=kind, max_tokens=200)
+    assert isinstance(json.loads(answer.choices[0].message.content), dict)
 
 
 @check

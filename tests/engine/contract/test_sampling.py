@@ -1,6 +1,7 @@
 """Tokens, log probabilities and ends, compared with transformers' model where that can tell what is right."""
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,17 @@ def test_the_end_of_a_grammar_ends_the_sequence(
     driven = drive(computing_engine, [new("a", PROMPT, **more), new("other", PROMPT, ignore_eos=True)])
     assert text(driven["a"]) in ("yes", "no") and driven["a"].finish_reason is FinishReason.STOP
     assert len(driven["other"].output) == 8
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_output_that_the_model_would_not_end_ends_at_its_limit(
+    computing_engine: CheckedEngine, new: MakeNew, temperature: float
+) -> None:
+    grammar = regex('"[a-m]*","[n-z]*"')
+    news = [new(f"s{i}", PROMPT, max_tokens=12, temperature=temperature, seed=i, grammar=grammar) for i in range(4)]
+    for driven in drive(computing_engine, news).values():
+        assert driven.finish_reason is FinishReason.STOP
+        assert re.fullmatch('"[a-m]*","[n-z]*"', text(driven))
 
 
 def test_a_bad_grammar_fails_only_its_sequence(computing_engine: CheckedEngine, new: MakeNew) -> None:
