@@ -49,8 +49,9 @@ def split_prefills(
     """Return the prefills that go first, and the others.
 
     Those go first that can still be in time, if the rest of the prefill runs now. In an overload hardly any can, and
-    all go first. The first are sorted by deadline plus remaining work, so that a short prompt does not wait for a long
-    prompt that is due at about the same time. Late ones are sorted by deadline.
+    those go first whose prompts are short enough for the SLO. The first are sorted by deadline plus remaining work, so
+    that a short prompt does not wait for a long prompt that is due at about the same time. Late ones are sorted by
+    deadline.
     """
 
     def due_s(state: RequestState) -> float:
@@ -59,10 +60,10 @@ def split_prefills(
     first: list[RequestState] = []
     last: list[RequestState] = []
     for state in states:
-        is_late = now + prefill_s(state, cost) > deadline_s(state)
-        (last if is_late and not is_overload else first).append(state)
+        is_last = is_too_long(state, cost) if is_overload else now + prefill_s(state, cost) > deadline_s(state)
+        (last if is_last else first).append(state)
     first.sort(key=lambda s: (due_s(s), s.edf_key))
-    last.sort(key=lambda s: s.edf_key)
+    last.sort(key=lambda s: (due_s(s) if is_overload else 0.0, s.edf_key))
     return first, last
 
 

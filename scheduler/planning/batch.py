@@ -159,8 +159,9 @@ class _Batch(Draft):
 
         In a bulk tier, prefills that have begun go first, then preempted sequences, then newcomers. Each of these
         groups is sorted by deadline. In an interactive tier, prefills that can still be in time go before late
-        prefills, but leave a share of the time to the late ones. If the tier is overloaded, all prefills go in order
-        of their deadlines and work, so one huge prompt goes after those that arrive while it could have run.
+        prefills, but leave a share of the time to the late ones. If the tier is overloaded, all prefills go in order,
+        but prompts that are too long for the SLO in any case count as late. So one huge prompt neither makes all other
+        requests late nor waits for ever.
         """
         limit_s = budget.limit.prefills_s(self.step_s(), 0.0 if budget.min_share_due else self._min_share_s)
         pending = self._pending(tier, budget)
