@@ -24,14 +24,16 @@ KNOWN_WAITING = 2
 def due_limits(tiers: Sequence[Tier], table: RequestTable, wall_ms: int) -> dict[str, DueLimit]:
     """Return how many requests to claim beyond the limits, by interactive tier, and until which score.
 
-    They are those of keys that have few requests, for which a key with many makes room, and those that have waited so
-    long that they are due all the same (`scheduler.client.admission`).
+    They are those of keys with fewer requests than the one whose requests wait here, which makes room for them, and
+    those that have waited so long that they are due all the same (`scheduler.client.admission`).
     """
     limits = {}
     for tier in tiers:
         if tier.is_interactive:
             until_ms = wall_ms + tier.deadline_ms
-            num_due = sum(state.request.score_ms <= until_ms for state in table.waiting(tier.name))
+            scores_ms = [state.request.score_ms for state in table.waiting(tier.name)]
+            num_due = sum(score_ms <= until_ms for score_ms in scores_ms)
+            until_ms = max([until_ms, *(score_ms - 1 for score_ms in scores_ms[:1])])  # what goes before all that wait
             limits[tier.name] = DueLimit(max(0, PREFETCH - num_due), until_ms)
     return limits
 

@@ -67,5 +67,7 @@ def test_who_is_due_is_claimed_without_a_free_slot() -> None:
         return due_limits(TIERS.by_priority, make_table(TIERS, list(states)), wall_ms)["realtime"].requests
 
     assert due(*flood) == PREFETCH
+    limit = due_limits(TIERS.by_priority, make_table(TIERS, flood), wall_ms)["realtime"]
+    assert limit.until_ms == wall_ms + 100_000 - 1, "also further requests of a key with fewer than the flood's"
     assert due(*flood, make_state("few")) == PREFETCH - 1
     assert set(due_limits(TIERS.by_priority, make_table(TIERS, []), wall_ms)) == {"realtime"}
