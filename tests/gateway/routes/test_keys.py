@@ -140,9 +140,9 @@ async def test_a_request_that_is_not_served_gives_back_its_tokens(redis_client: 
     tiers = make_tiers(realtime={"queue_limit": 1})
     async with metered(redis_client, silent, tiers=tiers) as stand:
         stand.worker.claims = False
-        waiting = asyncio.create_task(stand.post("/v1/completions", TEXT, headers=as_("free")))
+        waiting = asyncio.create_task(stand.post("/v1/completions", {**TEXT, "max_tokens": 1}, headers=as_("short")))
         await until(lambda: stand.waiting == 1)
-        for _ in range(3):
+        for _ in range(3):  # another key's request would go before the waiting one
             full = await stand.post("/v1/completions", {**TEXT, "max_tokens": 60}, headers=as_("short"))
             assert full.status_code == 503
         waiting.cancel()

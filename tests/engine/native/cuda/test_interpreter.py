@@ -31,6 +31,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.timeout(400)
 def test_a_case_of_each_kernel() -> None:
     assert passed_in_the_interpreter("-m", "not full") >= 8
 

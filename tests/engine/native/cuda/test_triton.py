@@ -130,6 +130,7 @@ def test_sampling_is_that_of_the_definition(vocab: int, dtype: torch.dtype) -> N
     assert chosen[4:7] == [-1, -1, -1]
 
 
+@pytest.mark.full
 def test_a_sampler_that_works_has_no_fault_and_a_broken_one_has() -> None:
     from engine.native.cuda.sampler import TritonSampler
 
