@@ -71,6 +71,8 @@ def scores(model: str, task: str) -> list[tuple[float, ...]]:
         "hf": {"pretrained": WEIGHTS, "dtype": "float32", "device": "cpu"},
         "local-completions": {
             **{"model": MODEL, "base_url": f"{BASE_URL}/completions", "tokenizer": WEIGHTS},
+            # With the server's own /tokenizer_info, lm-eval 0.4.13 takes a bos_token_id of 0 for none, unlike its hf.
+            "tokenizer_backend": "huggingface",
             **{"num_concurrent": 4, "max_retries": 1, "tokenized_requests": True},
         },
     }
