@@ -118,7 +118,7 @@ def test_the_parts_need_what_the_product_imports(tmp_path: Path) -> None:
         "fsspec",
         "opentelemetry",
     }
-    transitive = {"pydantic_core"}  # which comes with pydantic
+    transitive = {"pydantic_core", "hiredis"}  # which come with pydantic and redis
     imported = {
         name.partition(".")[0]
         for package in own - {"demo_model"}
