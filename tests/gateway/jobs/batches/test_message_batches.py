@@ -108,6 +108,7 @@ async def test_a_batch_that_is_cancelled_names_what_it_left() -> None:
     async with running_stand(repeat) as stand:
         stand.worker.gate.clear()
         batch = await created(stand, [ask("a"), ask("b")])
+        await until(lambda: stand.waiting == 2)  # its lines have begun
         early = await stand.http.get(f"{BATCHES}/{batch['id']}/results")
         cancelled = (await stand.http.post(f"{BATCHES}/{batch['id']}/cancel")).json()
         batch = await ended(stand.http, batch["id"])
