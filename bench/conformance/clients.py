@@ -28,7 +28,8 @@ class Client:
 
     def command(self, folder: Path) -> list[str]:
         """Return the command that runs the script in the environment in `folder`."""
-        if self.runs_on_node:  # Node looks for packages beside the script
+        if self.runs_on_node:  # Node looks for packages and modules beside the script
+            shutil.copy(SCRIPTS / "checks.mjs", folder)
             return ["node", str(shutil.copy(SCRIPTS / self.script, folder / self.script))]
         return [str(folder / "bin" / "python"), str(SCRIPTS / self.script)]
 

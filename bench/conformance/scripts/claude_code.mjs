@@ -5,6 +5,8 @@ import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { promisify } from "node:util";
 
+import { runAll } from "./checks.mjs";
+
 const claude = join(import.meta.dirname, "node_modules", ".bin", "claude");
 const call = { name: "Bash", arguments: { command: "echo tide-$((40 + 2))", description: "Add" } };
 const prompt = `CALL ${JSON.stringify(call)} THEN 42`;
@@ -47,12 +49,4 @@ const checks = {
   },
 };
 
-for (const [check, run] of Object.entries(checks)) {
-  let error = "";
-  try {
-    await run();
-  } catch (exception) {
-    error = `${exception.name}: ${exception.message}`.slice(0, 500);
-  }
-  console.log(JSON.stringify({ check, error }));
-}
+await runAll(checks);

@@ -5,6 +5,8 @@ import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { promisify } from "node:util";
 
+import { runAll } from "./checks.mjs";
+
 const codex = join(import.meta.dirname, "node_modules", ".bin", "codex");
 const call = { name: "exec_command", arguments: { cmd: "echo tide-$((40 + 2))" } };
 const home = await mkdtemp(join(tmpdir(), "codex-"));
@@ -40,12 +42,4 @@ const checks = {
 };
 
 await writeFile(join(home, "config.toml"), settings);
-for (const [check, run] of Object.entries(checks)) {
-  let error = "";
-  try {
-    await run();
-  } catch (exception) {
-    error = `${exception.name}: ${exception.message}`.slice(0, 500);
-  }
-  console.log(JSON.stringify({ check, error }));
-}
+await runAll(checks);

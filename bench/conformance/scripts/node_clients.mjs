@@ -7,6 +7,8 @@ import { generateObject, generateText, stepCountIs, streamText, tool } from "ai"
 import OpenAI from "openai";
 import { z } from "zod";
 
+import { runAll } from "./checks.mjs";
+
 const baseURL = process.env.CONFORMANCE_BASE_URL;
 const model = process.env.CONFORMANCE_MODEL;
 const apiKey = "conformance"; // the server asks for none, but clients want one
@@ -81,12 +83,4 @@ const checks = {
   },
 };
 
-for (const [check, run] of Object.entries(checks)) {
-  let error = "";
-  try {
-    await run();
-  } catch (exception) {
-    error = `${exception.name}: ${exception.message}`.slice(0, 500);
-  }
-  console.log(JSON.stringify({ check, error }));
-}
+await runAll(checks);

@@ -59,7 +59,9 @@ async def test_a_script_that_breaks_is_a_failed_check(scripts: Path) -> None:
 
 
 def test_each_client_has_its_script() -> None:
-    assert {client.script for client in CLIENTS} | {"checks.py"} == {path.name for path in clients.SCRIPTS.glob("*.*")}
+    assert {client.script for client in CLIENTS} | {"checks.py", "checks.mjs"} == {
+        path.name for path in clients.SCRIPTS.glob("*.*")
+    }
     assert len({client.name for client in CLIENTS}) == len(CLIENTS)
 
 
