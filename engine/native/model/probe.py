@@ -86,7 +86,7 @@ def _record_layers(model: Any, context: int, num_tokens: int, num_rows: int) -> 
     probe = _Probe(masks)
     bind(model, probe)
     device = next(model.parameters()).device
-    positions = torch.arange(num_tokens, device=device)[None]
+    positions = torch.arange(num_tokens, device=device)[None] % context  # learned positions end with the context
     model.set_attn_implementation(_PROBE_NAME)
     try:
         rows = torch.zeros(num_rows, dtype=torch.int64, device=device)

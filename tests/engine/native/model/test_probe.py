@@ -17,15 +17,19 @@ from tests.engine.models import ARCHITECTURES, CONFIGS
 CPU = torch.device("cpu")
 
 
-def probe(directory: Path, config: Any, dtype: torch.dtype = torch.float32) -> list[LayerSpec]:
+def probe(directory: Path, config: Any, dtype: torch.dtype = torch.float32, num_tokens: int = 3) -> list[LayerSpec]:
     config.save_pretrained(directory)
     settings = EngineConfig(str(directory), load_format="dummy", device="cpu")
     hf_config = load_config(settings)
-    return probe_layers(load_model(settings, hf_config, dtype, CPU), hf_config, num_tokens=3, num_rows=2)
+    return probe_layers(load_model(settings, hf_config, dtype, CPU), hf_config, num_tokens, num_rows=2)
 
 
 def shapes(specs: list[LayerSpec]) -> list[tuple[int, int, int | None]]:
     return [(spec.shape.num_kv_heads, spec.shape.head_dim, spec.window) for spec in specs]
+
+
+def test_a_step_may_have_more_tokens_than_the_model_has_positions(tmp_path: Path) -> None:
+    assert shapes(probe(tmp_path, CONFIGS["gpt2"](), num_tokens=300)) == [(4, 8, None)] * 2
 
 
 def test_layers_have_the_shapes_and_windows_passed_to_attention(tmp_path: Path) -> None:
