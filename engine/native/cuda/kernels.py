@@ -42,7 +42,8 @@ class TritonKernels:
     def paged_decode(self, query: Tensor, num_kv_heads: int, paged: PagedRows, scoring: Scoring) -> Tensor:
         """Implements `AttentionKernels.paged_decode`: (heads, rows, head_dim) to (rows, heads, head_dim).
 
-        Launches two kernels: the first computes the splits of all contexts, the second merges them.
+        Launches two kernels: the first computes the splits of all contexts, the second merges them. Rows that keep all
+        processors busy have one split each, and need no second kernel.
         """
         heads, rows, dim = query.shape
         group = _group_of(query, num_kv_heads, paged.slots)
@@ -51,15 +52,18 @@ class TritonKernels:
         tile = _tile(dim, query.dtype)
         min_split = max(tile, self._min_split // tile * tile)
         splits = self._num_splits(rows * num_kv_heads)
-        partial = torch.empty(rows, heads, splits, dim, dtype=torch.float32, device=query.device)
-        state = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=query.device)
         out = query.new_empty(rows, heads, dim)
+        stored = splits if splits > 1 else 0
+        partial = torch.empty(rows, heads, stored, dim, dtype=torch.float32, device=query.device)
+        state = torch.empty(rows, heads, stored, 2, dtype=torch.float32, device=query.device)
         window = scoring.window or 0
         decode_split_kernel[(rows, num_kv_heads, splits)](
             query,
             paged.slots,
             paged.block_table,
             paged.context_lens,
+            out if scoring.sinks is None else scoring.sinks,
+            out,
             partial,
             state,
             scoring.scaling,
@@ -79,9 +83,12 @@ class TritonKernels:
             MIN_SPLIT=min_split,
             HAS_SOFTCAP=scoring.softcap is not None,
             HAS_WINDOW=scoring.window is not None,
+            HAS_SINKS=scoring.sinks is not None,
             DOT_DTYPE=_dot_dtype(query),
             num_stages=DECODE_STAGES,
         )
+        if splits == 1:
+            return out
         decode_merge_kernel[(rows, heads)](
             partial,
             state,

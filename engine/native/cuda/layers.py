@@ -11,6 +11,7 @@ from engine.native.cuda.triton_layers import activate_and_mul_kernel, rms_norm_k
 from engine.native.model.layer_kernels import Activation, Norm
 
 _TILE = 1024  # numbers per program
+_TILE_HEADS = 8  # heads per program
 
 
 class TritonLayerKernels:
@@ -43,7 +44,7 @@ class TritonLayerKernels:
     ) -> None:
         if qkv.shape[1] != shape.query_width + 2 * shape.kv_width or slots.shape[1] != shape.head_dim:
             raise ValueError(f"rows of {qkv.shape[1]} and slots of {slots.shape[1]} numbers do not fit {shape}")
-        rotate_and_write_kernel[(len(qkv), shape.num_query_heads + shape.num_kv_heads)](
+        rotate_and_write_kernel[(len(qkv), -(-(shape.num_query_heads + shape.num_kv_heads) // _TILE_HEADS))](
             qkv,
             slots,
             slot_ids,
@@ -59,10 +60,10 @@ class TritonLayerKernels:
             HEAD_DIM=shape.head_dim,
             PADDED_DIM=_power_of_2(shape.head_dim),
             ROTARY=cosines.shape[-1],
+            TILE=_TILE_HEADS,
             HAS_QUERY_NORM=query_norm is not None,
             HAS_KEY_NORM=key_norm is not None,
             ROUNDS=query_norm is None or query_norm.rounds,
-            num_warps=1,
         )
 
 

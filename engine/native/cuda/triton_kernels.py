@@ -6,8 +6,7 @@ interpreter.
 
 All kernels read a layer's cache as `LayerCache.slots`: (2 × kv_heads × slots, head_dim), all keys, then all values. The
 query heads of a KV head are packed as rows of one matrix product. Scores are multiplied by log2(e), so that the softmax
-is computed with exp2. Products of float32 are exact ("ieee"), not TF32. Each kernel stays one function, because parts
-of its loop would need all of its pointers and sizes as arguments.
+is computed with exp2. Products of float32 are exact ("ieee"), not TF32.
 """
 
 # mypy: ignore-errors
@@ -25,32 +24,69 @@ DOT_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat
 
 @triton.jit
 def _score(queries, keys, scaling, softcap, HAS_SOFTCAP: tl.constexpr, DOT_DTYPE: tl.constexpr):
-    """Return the scores times log2(e): (rows, TILE), float32.
+    """Return the scores times log2(e): (rows, keys), float32.
 
     The scores are s = scaling · (queries · keysᵀ), or softcap · tanh(s / softcap) with HAS_SOFTCAP.
     """
-    scores = tl.dot(queries.to(DOT_DTYPE), tl.trans(keys.to(DOT_DTYPE)), input_precision="ieee") * scaling
+    scores = tl.dot(queries.to(DOT_DTYPE), tl.trans(keys.to(DOT_DTYPE)), input_precision="ieee")
     if HAS_SOFTCAP:
-        squared = tl.exp2(scores / softcap * (2.0 * LOG2_E))
-        scores = softcap * (1.0 - 2.0 / (squared + 1.0))  # tanh
-    return scores * LOG2_E
+        squared = tl.exp2(scores * scaling / softcap * (2.0 * LOG2_E))
+        return softcap * (1.0 - 2.0 / (squared + 1.0)) * LOG2_E  # tanh
+    return scores * (scaling * LOG2_E)
 
 
 @triton.jit
-def _accumulate(best, total, acc, scores, seen, values, DOT_DTYPE: tl.constexpr):
+def _accumulate(best, total, acc, scores, seen, values, ALL_SEEN: tl.constexpr, DOT_DTYPE: tl.constexpr):
     """Add one tile of keys to a running softmax (online softmax; Milakov and Gimelshein 2018); return its new state.
 
     The state per row is the highest score `best`, total = Σ 2^(score - best), and acc = Σ 2^(score - best) · value. A
-    row that sees no key of the tile keeps its state.
+    row that sees no key of the tile keeps its state. With ALL_SEEN, every row sees every key, and `seen` is not used.
     """
-    scores = tl.where(seen, scores, LOWEST)
+    if not ALL_SEEN:
+        scores = tl.where(seen, scores, LOWEST)
     highest = tl.maximum(best, tl.max(scores, axis=1))
-    weights = tl.where(seen, tl.exp2(scores - highest[:, None]), 0.0)
+    weights = tl.exp2(scores - highest[:, None])
+    if not ALL_SEEN:
+        weights = tl.where(seen, weights, 0.0)
     shrink = tl.exp2(best - highest)
     total = total * shrink + tl.sum(weights, axis=1)
     product = tl.dot(weights.to(values.dtype).to(DOT_DTYPE), values.to(DOT_DTYPE), input_precision="ieee")
     acc = acc * shrink[:, None] + product
     return highest, total, acc
+
+
+@triton.jit
+def _load_tile(
+    slots,
+    table,
+    positions,
+    is_key,
+    kv_head,
+    num_slots,
+    ALL_KEYS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+):
+    """Return the keys and values at `positions` (keys,) of the context with this block table: (keys, PADDED_DIM) each.
+
+    With ALL_KEYS, every position has a key, and `is_key` is not used; zeros are in the place of other keys.
+    """
+    dims = tl.arange(0, PADDED_DIM)
+    if ALL_KEYS:
+        block = tl.load(table + positions // BLOCK_SIZE)
+    else:
+        block = tl.load(table + positions // BLOCK_SIZE, mask=is_key, other=0)
+    slot = kv_head.to(tl.int64) * num_slots + block * BLOCK_SIZE + positions % BLOCK_SIZE
+    keys_at = slots + slot[:, None] * HEAD_DIM + dims[None, :]
+    values_at = keys_at + KV_HEADS * num_slots.to(tl.int64) * HEAD_DIM
+    if ALL_KEYS and HEAD_DIM == PADDED_DIM:
+        return tl.load(keys_at), tl.load(values_at)
+    mask = dims[None, :] < HEAD_DIM
+    if not ALL_KEYS:
+        mask = mask & is_key[:, None]
+    return tl.load(keys_at, mask=mask, other=0.0), tl.load(values_at, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -73,8 +109,10 @@ def decode_split_kernel(
     slots,  # (2 × kv_heads × slots, head_dim)
     block_table,  # (rows, blocks), int64
     context_lens,  # (rows,), int64: 0 for a row that only pads a captured graph
-    partial,  # out: (rows, heads, splits, head_dim), float32
-    partial_state,  # out: (rows, heads, splits, 2), float32: best and total of the running softmax
+    sinks,  # (heads,); unused without HAS_SINKS
+    out,  # out if there is one split: (rows, heads, head_dim)
+    partial,  # out if there are more: (rows, heads, splits, head_dim), float32
+    partial_state,  # out if there are more: (rows, heads, splits, 2), float32: best and total of the running softmax
     scaling,
     softcap,
     window,
@@ -92,13 +130,14 @@ def decode_split_kernel(
     MIN_SPLIT: tl.constexpr,  # fewest keys of a split: a multiple of TILE
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     DOT_DTYPE: tl.constexpr,  # dtype of the operands of matrix products
 ):
     """Compute one split of one row's context: acc = Σ 2^(score - best) · value and the state (best, total).
 
     Grid: (rows, KV_HEADS, splits). The number of splits does not depend on the contexts' lengths, so that the grid in a
-    captured graph stays right. Splits without keys write nothing. Assumes that the row's own key and value are in the
-    cache.
+    captured graph stays right. Splits without keys write nothing. A single split writes the attention itself, acc /
+    total; it is zeros for a row whose context length is 0. Assumes that the row's own key and value are in the cache.
     """
     row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     num_splits = tl.num_programs(2)
@@ -106,29 +145,38 @@ def decode_split_kernel(
     visible, start, size = _split_size(length, window, num_splits, TILE, MIN_SPLIT, HAS_WINDOW)
     first = start + split * size
     last = tl.minimum(first + size, length)
-    if first < last:
-        heads, dims = tl.arange(0, PADDED_GROUP), tl.arange(0, PADDED_DIM)
-        is_query = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    heads, dims = tl.arange(0, PADDED_GROUP), tl.arange(0, PADDED_DIM)
+    is_query = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    if (first < last) | (num_splits == 1):
         places = row * row_stride + (kv_head * GROUP + heads) * head_stride
         queries = tl.load(query + places[:, None] + dims[None, :], mask=is_query, other=0.0)
         best = tl.full([PADDED_GROUP], LOWEST, tl.float32)
         total = tl.zeros([PADDED_GROUP], tl.float32)
         acc = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32)
+        table = block_table + row * table_stride
         for tile in range(first, last, TILE):
             positions = tile + tl.arange(0, TILE)
             is_key = (positions < last) & (positions >= visible)
-            block = tl.load(block_table + row * table_stride + positions // BLOCK_SIZE, mask=is_key, other=0)
-            slot = kv_head.to(tl.int64) * num_slots + block * BLOCK_SIZE + positions % BLOCK_SIZE
-            at = slot[:, None] * HEAD_DIM + dims[None, :]
-            mask = is_key[:, None] & (dims < HEAD_DIM)[None, :]
-            keys = tl.load(slots + at, mask=mask, other=0.0)
-            values = tl.load(slots + KV_HEADS * num_slots.to(tl.int64) * HEAD_DIM + at, mask=mask, other=0.0)
+            keys, values = _load_tile(
+                slots, table, positions, is_key, kv_head, num_slots, False, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, KV_HEADS
+            )
             scores = _score(queries, keys, scaling, softcap, HAS_SOFTCAP, DOT_DTYPE)
-            best, total, acc = _accumulate(best, total, acc, scores, is_key[None, :], values, DOT_DTYPE)
-        out = (row * (KV_HEADS * GROUP) + kv_head * GROUP + heads) * num_splits + split
-        tl.store(partial + out[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_query)
-        tl.store(partial_state + out * 2, best, mask=heads < GROUP)
-        tl.store(partial_state + out * 2 + 1, total, mask=heads < GROUP)
+            best, total, acc = _accumulate(best, total, acc, scores, is_key[None, :], values, False, DOT_DTYPE)
+        head = row * (KV_HEADS * GROUP) + kv_head * GROUP + heads
+        if num_splits == 1:
+            if HAS_SINKS:
+                sink = tl.load(sinks + kv_head * GROUP + heads, mask=heads < GROUP, other=0.0).to(tl.float32) * LOG2_E
+                highest = tl.maximum(best, sink)
+                shrink = tl.exp2(best - highest)
+                total = total * shrink + tl.exp2(sink - highest)
+                acc = acc * shrink[:, None]
+            attended = acc / tl.where(total > 0, total, 1.0)[:, None]
+            tl.store(out + head[:, None] * HEAD_DIM + dims[None, :], attended.to(out.dtype.element_ty), mask=is_query)
+        else:
+            at = head * num_splits + split
+            tl.store(partial + at[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_query)
+            tl.store(partial_state + at * 2, best, mask=heads < GROUP)
+            tl.store(partial_state + at * 2 + 1, total, mask=heads < GROUP)
 
 
 @triton.jit(do_not_specialize=["window", "num_splits"], do_not_specialize_on_alignment=["context_lens"])
@@ -236,20 +284,27 @@ def prefill_kernel(
         start = last * 0
         if HAS_WINDOW:
             start = tl.maximum(first_position + 1 - window, 0) // TILE * TILE
+        if not HAS_WINDOW:  # tiles that every token of the program sees as a whole
+            whole = (first_position + 1) // TILE * TILE
+            for tile in range(start, whole, TILE):
+                positions = tile + tl.arange(0, TILE)
+                keys, values = _load_tile(
+                    slots, table, positions, True, kv_head, num_slots, True, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, KV_HEADS
+                )
+                scores = _score(queries, keys, scaling, softcap, HAS_SOFTCAP, DOT_DTYPE)
+                best, total, acc = _accumulate(best, total, acc, scores, True, values, True, DOT_DTYPE)
+            start = whole
         for tile in range(start, last, TILE):
             positions = tile + tl.arange(0, TILE)
             is_key = positions < last
-            block = tl.load(table + positions // BLOCK_SIZE, mask=is_key, other=0)
-            slot = kv_head.to(tl.int64) * num_slots + block * BLOCK_SIZE + positions % BLOCK_SIZE
-            at = slot[:, None] * HEAD_DIM + dims[None, :]
-            mask = is_key[:, None] & (dims < HEAD_DIM)[None, :]
-            keys = tl.load(slots + at, mask=mask, other=0.0)
-            values = tl.load(slots + KV_HEADS * num_slots.to(tl.int64) * HEAD_DIM + at, mask=mask, other=0.0)
+            keys, values = _load_tile(
+                slots, table, positions, is_key, kv_head, num_slots, False, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, KV_HEADS
+            )
             seen = is_key[None, :] & (positions[None, :] <= position[:, None])
             if HAS_WINDOW:
                 seen = seen & (positions[None, :] > position[:, None] - window)
             scores = _score(queries, keys, scaling, softcap, HAS_SOFTCAP, DOT_DTYPE)
-            best, total, acc = _accumulate(best, total, acc, scores, seen, values, DOT_DTYPE)
+            best, total, acc = _accumulate(best, total, acc, scores, seen, values, False, DOT_DTYPE)
         attended = acc / tl.where(total > 0, total, 1.0)[:, None]
         where = ((first_row + token) * (KV_HEADS * GROUP) + head) * HEAD_DIM
         tl.store(out + where[:, None] + dims[None, :], attended.to(out.dtype.element_ty), mask=is_query)

@@ -14,8 +14,11 @@ import triton.language as tl
 
 @triton.jit
 def _normed(x, weight, n, eps, dtype, ROUNDS: tl.constexpr):
-    """Return x / sqrt(sum(x²) / n + eps) · weight in float32, with ROUNDS rounded to `dtype` before the product."""
-    normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / n + eps)
+    """Return x / sqrt(sum(x²) / n + eps) · weight in float32, with ROUNDS rounded to `dtype` before the product.
+
+    `x` is (rows, numbers) and `weight` is (1, numbers); the sum is that of a row.
+    """
+    normed = x * tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / n + eps)
     if ROUNDS:
         normed = normed.to(dtype).to(tl.float32)
     return normed * weight
@@ -37,7 +40,7 @@ def rms_norm_kernel(
 
     Grid: (rows,). Assumes that one program holds a whole row of PADDED_N numbers (a power of 2).
     """
-    places = tl.arange(0, PADDED_N)
+    places = tl.arange(0, PADDED_N)[None, :]
     mask = places < N
     at = tl.program_id(0).to(tl.int64) * N + places
     row = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
@@ -94,6 +97,7 @@ def rotate_and_write_kernel(
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     ROTARY: tl.constexpr,
+    TILE: tl.constexpr,
     HAS_QUERY_NORM: tl.constexpr,
     HAS_KEY_NORM: tl.constexpr,
     ROUNDS: tl.constexpr,
@@ -103,13 +107,15 @@ def rotate_and_write_kernel(
     For i < ROTARY / 2, with j = i + ROTARY / 2: x[i] becomes x[i] · cos[i] - x[j] · sin[i], and x[j] becomes
     x[j] · cos[j] + x[i] · sin[j].
 
-    Grid: (rows, HEADS + KV_HEADS), one program for each query head and each KV head. The program of a KV head also
-    copies the head's values. Assumes that no two rows have the same slot, except padding rows.
+    Grid: (rows, ceil((HEADS + KV_HEADS) / TILE)). A program has TILE heads, and also copies the values of its KV heads.
+    Assumes that no two rows have the same slot, except padding rows.
     """
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
     dtype = qkv.dtype.element_ty
-    dims = tl.arange(0, PADDED_DIM)
-    is_dim = dims < HEAD_DIM
+    head = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
+    dims = tl.arange(0, PADDED_DIM)[None, :]
+    is_dim = (dims < HEAD_DIM) & (head < HEADS + KV_HEADS)
+    is_key = head >= HEADS
     is_turned = dims < ROTARY
     # Each number is rotated together with its partner, half of the rotary dimensions away.
     partners = tl.where(dims < ROTARY // 2, dims + ROTARY // 2, dims - ROTARY // 2)
@@ -119,23 +125,24 @@ def rotate_and_write_kernel(
     y = tl.load(first + partners, mask=is_dim, other=0.0).to(tl.float32)
     # All threads must load their partners before any thread overwrites them.
     tl.debug_barrier()
-    if (head < HEADS) & HAS_QUERY_NORM:
-        mine = tl.load(query_weight + dims, mask=is_dim, other=0.0)
-        theirs = tl.load(query_weight + partners, mask=is_dim, other=0.0)
-        y = _normed(y, theirs, HEAD_DIM, query_eps, dtype, ROUNDS).to(dtype).to(tl.float32)
-        x = _normed(x, mine, HEAD_DIM, query_eps, dtype, ROUNDS).to(dtype).to(tl.float32)
-    if (head >= HEADS) & HAS_KEY_NORM:
-        mine = tl.load(key_weight + dims, mask=is_dim, other=0.0)
-        theirs = tl.load(key_weight + partners, mask=is_dim, other=0.0)
-        y = _normed(y, theirs, HEAD_DIM, key_eps, dtype, ROUNDS).to(dtype).to(tl.float32)
-        x = _normed(x, mine, HEAD_DIM, key_eps, dtype, ROUNDS).to(dtype).to(tl.float32)
+    if HAS_QUERY_NORM:
+        mine = tl.load(query_weight + dims, mask=dims < HEAD_DIM, other=0.0)
+        theirs = tl.load(query_weight + partners, mask=dims < HEAD_DIM, other=0.0)
+        normed_y = _normed(y, theirs, HEAD_DIM, query_eps, dtype, ROUNDS).to(dtype).to(tl.float32)
+        normed_x = _normed(x, mine, HEAD_DIM, query_eps, dtype, ROUNDS).to(dtype).to(tl.float32)
+        x, y = tl.where(is_key, x, normed_x), tl.where(is_key, y, normed_y)
+    if HAS_KEY_NORM:
+        mine = tl.load(key_weight + dims, mask=dims < HEAD_DIM, other=0.0)
+        theirs = tl.load(key_weight + partners, mask=dims < HEAD_DIM, other=0.0)
+        normed_y = _normed(y, theirs, HEAD_DIM, key_eps, dtype, ROUNDS).to(dtype).to(tl.float32)
+        normed_x = _normed(x, mine, HEAD_DIM, key_eps, dtype, ROUNDS).to(dtype).to(tl.float32)
+        x, y = tl.where(is_key, normed_x, x), tl.where(is_key, normed_y, y)
     cosine = tl.load(cosines + row * ROTARY + dims, mask=is_turned, other=1.0).to(tl.float32)
     sine = tl.load(sines + row * ROTARY + dims, mask=is_turned, other=0.0).to(tl.float32)
-    turned = x * cosine + tl.where(dims < ROTARY // 2, -y, y) * sine
-    tl.store(first + dims, turned.to(dtype), mask=is_dim)
-    if head >= HEADS:
-        kv_head = (head - HEADS).to(tl.int64)
-        slot = (kv_head * num_slots + tl.load(slot_ids + row)) * HEAD_DIM
-        tl.store(slots + slot + dims, turned.to(dtype), mask=is_dim)
-        value = tl.load(first + KV_HEADS * HEAD_DIM + dims, mask=is_dim, other=0.0)
-        tl.store(slots + KV_HEADS * num_slots.to(tl.int64) * HEAD_DIM + slot + dims, value, mask=is_dim)
+    turned = (x * cosine + tl.where(dims < ROTARY // 2, -y, y) * sine).to(dtype)
+    tl.store(first + dims, turned, mask=is_dim)
+    is_stored = is_key & is_dim
+    slot = ((head - HEADS).to(tl.int64) * num_slots + tl.load(slot_ids + row)) * HEAD_DIM
+    tl.store(slots + slot + dims, turned, mask=is_stored)
+    value = tl.load(first + KV_HEADS * HEAD_DIM + dims, mask=is_stored, other=0.0)
+    tl.store(slots + KV_HEADS * num_slots.to(tl.int64) * HEAD_DIM + slot + dims, value, mask=is_stored)

@@ -47,7 +47,7 @@ def test_decode(element: str) -> None:
     from engine.native.cuda.kernels import DECODE_STAGES
 
     dot_dtype = kernels.tl.bfloat16 if element == "bf16" else kernels.tl.float32
-    flags = {"HAS_SOFTCAP": True, "HAS_WINDOW": True}
+    flags = {"HAS_SOFTCAP": True, "HAS_WINDOW": True, "HAS_SINKS": True}
     tile = {"TILE": 64 if element == "bf16" else 32}
     split = {**HEADS, **flags, **tile, "PADDED_GROUP": 16, "MIN_SPLIT": 128, "DOT_DTYPE": dot_dtype}
     compiled = compile_for_sm90(kernels.decode_split_kernel, element, 4, split, DECODE_STAGES)
@@ -62,7 +62,7 @@ def test_decode(element: str) -> None:
 def test_prefill() -> None:
     from engine.native.cuda import triton_kernels as kernels
 
-    constants = {**HEADS, "TOKENS": 16, "ROWS": 64, "HAS_SOFTCAP": False, "HAS_WINDOW": True, "HAS_SINKS": True}
+    constants = {**HEADS, "TOKENS": 16, "ROWS": 64, "HAS_SOFTCAP": False, "HAS_WINDOW": False, "HAS_SINKS": True}
     constants["DOT_DTYPE"] = kernels.tl.bfloat16
     compiled = compile_for_sm90(kernels.prefill_kernel, "bf16", 4, constants)
     assert 0 < compiled.metadata.shared <= SHARED_BYTES // 2
@@ -77,9 +77,9 @@ def test_layers() -> None:
     assert compile_for_sm90(
         kernels.activate_and_mul_kernel, "bf16", 4, {"N": 14336, "TILE": 1024, "IS_GELU": True}
     ).asm["cubin"]
-    rotate = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "PADDED_DIM": 128, "ROTARY": 128}
+    rotate = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "PADDED_DIM": 128, "ROTARY": 128, "TILE": 8}
     rotate |= {"HAS_QUERY_NORM": True, "HAS_KEY_NORM": False, "ROUNDS": True}
-    assert compile_for_sm90(kernels.rotate_and_write_kernel, "bf16", 1, rotate).asm["cubin"]
+    assert compile_for_sm90(kernels.rotate_and_write_kernel, "bf16", 4, rotate).asm["cubin"]
 
 
 @pytest.mark.parametrize(("element", "shift"), mostly_full([("bf16", 16), ("fp16", 13), ("fp32", 0)], ("bf16", 16)))
