@@ -3,7 +3,9 @@
 Imports the standard library only. A new part is a new entry in `parts`.
 """
 
+import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +115,8 @@ def _pytest_flags() -> tuple[str, ...]:
     other versions of torch. The top conftest starts servers.
     """
     settings = ("-o", "addopts=", "-o", "filterwarnings=default", "--confcutdir", "tests/engine")
-    return ("-q", "-rs", "--tb=short", "-p", "no:cacheprovider", *settings)
+    parallel = ("-n", str(min(12, os.cpu_count() or 1))) if find_spec("xdist") else ()  # compiling kernels takes cores
+    return ("-q", "-rs", "--tb=short", "-p", "no:cacheprovider", *settings, *parallel)
 
 
 def measured_goals(results: dict[str, dict[str, Any]]) -> dict[str, float | None]:

@@ -81,15 +81,11 @@ class PrefillTensors:
 class PrefillGroup:
     """All prefill chunks of a step."""
 
-    chunks: list[PrefillTensors]
+    chunks: list[PrefillTensors]  # for torch's operators; empty in a graph, which has kernels
     rows: slice  # the rows of all chunks
     tables: Tensor  # as in `PagedChunks`
     extents: Tensor  # as in `PagedChunks`
-
-    @property
-    def longest(self) -> int:
-        """The number of tokens of the longest chunk."""
-        return max(chunk.rows.stop - chunk.rows.start for chunk in self.chunks)
+    longest: int  # the number of tokens of the longest chunk, or more
 
 
 class StepTensors:
@@ -141,7 +137,7 @@ def upload_step(batch: StepBatch, num_blocks: int, block_size: int, upload: Uplo
     unfilled = np.array(batch.unfilled_blocks, dtype=np.int64)
     arrays = [batch.token_ids, batch.positions, batch.slot_ids, batch.logit_rows, unfilled]
     arrays += [array for group in groups for array in (group.block_table, group.context_lens)]
-    arrays += [_extents(chunks, first_row), *(chunk.block_table for chunk in chunks)]
+    arrays += [chunk_extents(chunks, first_row), *(chunk.block_table for chunk in chunks)]
     buffer = upload(arrays)
     tensors = iter(torch.split(buffer, [array.size for array in arrays]))
     token_ids, positions, slot_ids, logit_rows, unfilled_blocks = (next(tensors) for _ in range(5))
@@ -153,19 +149,25 @@ def upload_step(batch: StepBatch, num_blocks: int, block_size: int, upload: Uplo
         extents = next(tensors).view(len(chunks), -1)
         tables = buffer[-sum(chunk.block_table.size for chunk in chunks) :]
         own = [PrefillTensors(chunk, next(tensors), num_blocks) for chunk in chunks]
-        prefills = PrefillGroup(own, slice(first_row, batch.num_rows), tables, extents)
+        longest = max(chunk.num_rows for chunk in chunks)
+        prefills = PrefillGroup(own, slice(first_row, batch.num_rows), tables, extents, longest)
     step = StepTensors(token_ids, positions, slot_ids, num_blocks * block_size, decode_groups, prefills)
     return UploadedStep(step, logit_rows, unfilled_blocks)
 
 
-def _extents(chunks: Seq[PrefillChunk], first_row: int) -> Ints:
-    """Return `PagedChunks.extents` for these chunks; rows are counted from `first_row`."""
+def chunk_extents(chunks: Seq[PrefillChunk], first_row: int) -> Ints:
+    """Return `PagedChunks.extents` for these chunks, (chunks, 4); rows are counted from `first_row`."""
     starts = np.cumsum([0, *(chunk.block_table.size for chunk in chunks)])[:-1]
     rows = [
         (chunk.first_row - first_row, chunk.num_rows, chunk.start, int(at))
         for chunk, at in zip(chunks, starts, strict=True)
     ]
-    return np.array(rows, dtype=np.int64)
+    return np.array(rows, dtype=np.int64).reshape(-1, 4)
+
+
+def chunk_tables(chunks: Seq[PrefillChunk]) -> Ints:
+    """Return `PagedChunks.block_tables` for these chunks, (blocks,)."""
+    return np.concatenate([chunk.block_table for chunk in chunks]) if chunks else np.zeros(0, dtype=np.int64)
 
 
 def to_cpu(arrays: Seq[Ints]) -> Tensor:

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,8 +17,8 @@ from engine.native.batch.layer_boundary import LayerBoundary
 from engine.native.batch.packing import StepBatch, in_one_group
 from engine.native.batch.sampled_tokens import fill_in
 from engine.native.batch.tensors import StepTensors, Upload, UploadedStep, to_cpu, upload_step
-from engine.native.cuda.decode_graphs import DecodeGraphs
 from engine.native.cuda.pinned_ring import Event, PinnedRing
+from engine.native.cuda.step_graphs import StepGraphs
 from engine.native.kv.cache import KVCache
 from engine.native.model.loader import forward
 
@@ -47,7 +46,7 @@ class ModelRunner:
         bind(model, self.attention)
         self._kernels = kernels
         self._upload: Upload = PinnedRing(device).upload if device.type == "cuda" else to_cpu
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         self._pace = LaunchPace() if device.type == "cuda" else None
         self._first_row = torch.zeros(1, dtype=torch.int64, device=device)
 
@@ -60,7 +59,7 @@ class ModelRunner:
     def num_layers(self) -> int:
         return len(self._cache.layers)
 
-    def use_graphs(self, graphs: DecodeGraphs) -> None:
+    def use_graphs(self, graphs: StepGraphs) -> None:
         """Use `graphs` from now on for the steps that they support."""
         self._graphs = graphs
 
@@ -77,10 +76,10 @@ class ModelRunner:
         logits are then those of the remaining sampled rows. Raises `StepEvicted` if no row remains.
         """
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-            logits = None if self._graphs is None else self._graphs.run(batch, previous)
-            if logits is None:
+            size = None if self._graphs is None else self._graphs.fitting_size(batch)
+            if self._graphs is None or size is None:
                 return self._run_eagerly(batch, previous, running)
-            return self._sampled(logits, batch)
+            return self._graphs.run(batch, size, previous)
 
     def _run_eagerly(self, batch: StepBatch, previous: Tensor | None, running: RunningChunks | None) -> Tensor | None:
         uploaded = self._uploaded(batch)
@@ -102,17 +101,6 @@ class ModelRunner:
         if self._kernels is not None:
             batch = in_one_group(batch)
         return upload_step(batch, self._cache.num_blocks, self._cache.block_size, self._upload)
-
-    def _sampled(self, logits: Tensor, batch: StepBatch) -> Tensor | None:
-        """Return the rows of `logits` to sample from; None if there are none. `logits` has one row per token.
-
-        If every row is sampled, in the existing order, as in most steps, return `logits` itself without a copy.
-        """
-        if np.array_equal(batch.logit_rows, np.arange(len(logits))):
-            return logits
-        if not len(batch.logit_rows):
-            return None
-        return logits[self._upload([batch.logit_rows])]
 
     def compute(self, step: StepTensors, rows: Tensor, boundary: Boundary | None = None) -> Tensor:
         """Write the keys and values of the step, and return the logits of `rows`, (rows, vocab)."""

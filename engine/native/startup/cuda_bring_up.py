@@ -14,9 +14,8 @@ from torch import nn
 
 from engine.interface import EngineInfo, blocks_for
 from engine.native.attention.kernels import AttentionKernels
-from engine.native.cuda.decode_graphs import CaptureFailure, DecodeGraphs
 from engine.native.cuda.pinned_ring import PinnedRing
-from engine.native.device import free_bytes
+from engine.native.cuda.step_graphs import CaptureFailure, GraphSize, StepGraphs
 from engine.native.execution.model_runner import ModelRunner
 from engine.native.kv.cache import KVCache
 from engine.native.model.fused_layer import FusedDecoderLayer
@@ -30,6 +29,7 @@ from engine.sampling.sampler import DeviceSampler, sample_ids
 
 _CAPTURE_S = 15.0  # time limit for capturing graphs at start, seconds
 _GRAPH_BYTES = 8 << 20  # device memory of a captured graph besides its tensors
+_WORKSPACE_BYTES = 64 << 20  # device memory that libraries take for the stream of the captures
 
 
 def working_kernels(
@@ -108,41 +108,56 @@ def fuse_with_kernels(model: nn.Module, runner: ModelRunner, kernels: LayerKerne
     return fusion.fuse_layers(model, runner, fuse, fusion.record_trial_step(model, runner, info).layers)
 
 
-def graph_bytes(sizes: Sequence[int], max_blocks: int, step_bytes: int) -> int:
-    """Return the largest device memory, in bytes, that captured graphs of these `sizes` (in rows) can take.
+def graph_bytes(sizes: Sequence[GraphSize], max_blocks: int, step_bytes: int) -> int:
+    """Return the largest device memory, in bytes, that captured graphs of these `sizes` can take.
 
     `max_blocks` is the largest number of KV blocks of one sequence. `step_bytes` is the memory of the largest step of
-    any kind, including its logits.
+    any kind, including its logits: the graphs share it, and keep logits of their own.
     """
-    lines = max(sizes) * (max_blocks + 8) * 8
-    return 2 * lines + 2 * step_bytes + len(sizes) * _GRAPH_BYTES
+    lines = max(size.decodes + size.num_chunks for size in sizes) * (max_blocks + 8) * 8
+    return 2 * lines + 2 * step_bytes + len(sizes) * _GRAPH_BYTES + _WORKSPACE_BYTES
 
 
 def capture_graphs(
-    runner: ModelRunner, cache: KVCache, info: EngineInfo, sizes: Sequence[int], limit_bytes: int, device: torch.device
-) -> DecodeGraphs | None:
-    """Capture graphs of decode steps, within about `_CAPTURE_S` seconds and `limit_bytes` of device memory.
+    runner: ModelRunner,
+    cache: KVCache,
+    info: EngineInfo,
+    sizes: Sequence[GraphSize],
+    limit_bytes: int,
+    device: torch.device,
+) -> StepGraphs | None:
+    """Capture graphs of steps, within about `_CAPTURE_S` seconds and `limit_bytes` of device memory.
 
     Return None if no size fits the KV blocks, or if the capture fails; the reason of a failure is logged. The engine
     must have no sequences.
     """
     log = structlog.get_logger(__name__)
-    fitting = [size for size in sizes if size <= info.num_blocks]  # each row needs a block
+    fitting = [size for size in sizes if size.fits(info)]
     if not fitting:
         return None
     max_blocks = blocks_for(info.max_model_len, info.block_size)
+
+    def used_bytes() -> int:
+        torch.cuda.empty_cache()  # without what the passes before a capture took
+        return torch.cuda.memory_reserved(device) + len(graphs.captured_sizes) * _GRAPH_BYTES
+
     try:
-        least_free = free_bytes(device) - limit_bytes
-        graphs = DecodeGraphs(runner.compute, cache, fitting, max_blocks, PinnedRing(device, depth=2))
+        graphs = StepGraphs(runner.compute, cache, fitting, max_blocks, PinnedRing(device, depth=2))
         with torch.cuda.device(device):
-            graphs.capture(_graph_maker(runner, device), lambda: free_bytes(device) > least_free, _CAPTURE_S)
+            most_bytes = used_bytes() + limit_bytes
+            graphs.capture(_graph_maker(runner, device), lambda: used_bytes() < most_bytes, _CAPTURE_S)
     except Exception as error:  # modeling code may do anything that a capture does not allow
         log.warning("no CUDA graphs: every step is launched kernel by kernel", reason=first_line(error))
         return None
     finally:
         torch.cuda.empty_cache()  # frees the memory of the passes before each capture
     captured = graphs.captured_sizes
-    log.info("CUDA graphs captured", batch_sizes=captured, left_out=len(sizes) - len(captured))
+    log.info(
+        "CUDA graphs captured",
+        decodes=[size.decodes for size in captured if not size.prefill],
+        with_prefill=sum(size.prefill > 0 for size in captured),
+        left_out=len(sizes) - len(captured),
+    )
     return graphs
 
 

@@ -24,7 +24,7 @@ from engine.native.attention.kernels import AttentionKernels
 from engine.native.cpu.build import load_library
 from engine.native.cpu.kernels import CpuKernels
 from engine.native.cpu.sampler import CpuSampler
-from engine.native.cuda.decode_graphs import bucket_sizes
+from engine.native.cuda.step_graphs import GraphSize, graph_sizes
 from engine.native.device import choose_device, choose_dtype
 from engine.native.execution.model_runner import ModelRunner
 from engine.native.execution.torch_engine import TorchEngine
@@ -158,7 +158,7 @@ class _Kernels:
 
     library: ctypes.CDLL | None  # compiled C++ library; only on a CPU
     attention: AttentionKernels | None
-    graph_sizes: list[int]  # numbers of rows for which decode graphs are captured; empty: no graphs
+    graph_sizes: list[GraphSize]  # of the graphs to capture; empty: no graphs
 
     @property
     def attention_name(self) -> str:
@@ -173,7 +173,7 @@ def _choose_kernels(config: EngineConfig, loaded: _Loaded, progress: Progress) -
         attention = _attention_kernels(config, loaded, library)
     wants_graphs = config.cuda_graphs and loaded.device.type == "cuda" and attention is not None
     largest = min(config.max_num_seqs, config.max_step_tokens)
-    return _Kernels(library, attention, bucket_sizes(largest) if wants_graphs else [])
+    return _Kernels(library, attention, graph_sizes(largest, config.max_step_tokens) if wants_graphs else [])
 
 
 def _attention_kernels(config: EngineConfig, loaded: _Loaded, library: ctypes.CDLL | None) -> AttentionKernels | None:

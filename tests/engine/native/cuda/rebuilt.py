@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 
 from engine.native.attention.kernels import AttentionKernels
-from engine.native.cuda.decode_graphs import DecodeGraphs
 from engine.native.cuda.pinned_ring import PinnedRing
+from engine.native.cuda.step_graphs import GraphSize, StepGraphs
 from engine.native.execution.model_runner import ModelRunner
 from engine.native.execution.torch_engine import TorchEngine
 
@@ -51,14 +51,14 @@ def with_kernels(engine: TorchEngine, kernels: AttentionKernels | None) -> Torch
 
 
 def with_graphs(
-    engine: TorchEngine, sizes: Sequence[int], kernels: AttentionKernels | None = None
-) -> tuple[TorchEngine, DecodeGraphs, dict[int, RerunGraph]]:
-    """Return the same with decode graphs of these sizes, which own the last KV block."""
+    engine: TorchEngine, sizes: Sequence[GraphSize], kernels: AttentionKernels | None = None
+) -> tuple[TorchEngine, StepGraphs, dict[GraphSize, RerunGraph]]:
+    """Return the same with graphs of these sizes, which own the last KV block."""
     info = replace(engine.info, num_blocks=engine.info.num_blocks - 1)
     runner = _runner(engine, kernels)
     made: list[RerunGraph] = []
     max_blocks = -(-info.max_model_len // info.block_size)
-    graphs = DecodeGraphs(runner.compute, engine._runner._cache, sizes, max_blocks, plain_ring())
+    graphs = StepGraphs(runner.compute, engine._runner._cache, sizes, max_blocks, plain_ring())
 
     def make() -> RerunGraph:
         made.append(RerunGraph())
@@ -68,7 +68,7 @@ def with_graphs(
     runner.use_graphs(graphs)
     for graph in made:
         graph.num_replays = 0
-    return TorchEngine(info, runner), graphs, dict(zip(sorted(sizes, reverse=True), made, strict=True))
+    return TorchEngine(info, runner), graphs, dict(zip(sizes, made, strict=True))
 
 
 def _runner(engine: TorchEngine, kernels: AttentionKernels | None) -> ModelRunner:

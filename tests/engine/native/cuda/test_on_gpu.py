@@ -40,7 +40,8 @@ def test_kernels_fused_layers_and_graphs_are_used(name: str, make_engine: MakeEn
     engine, logs = build(make_engine, name)
     assert engine.info.attention_backend == "own Triton kernels"
     assert logs["model optimized"]["fused_layers"] == 2
-    assert logs["CUDA graphs captured"]["batch_sizes"] == [1, 2, 4, 8, 16]
+    assert logs["CUDA graphs captured"]["decodes"] == [1, 2, 4, 8, 16]
+    assert logs["CUDA graphs captured"]["with_prefill"] == 2
     assert not [entry for entry in logs.values() if entry["log_level"] == "warning"]
 
 

@@ -15,6 +15,7 @@ import torch
 from engine.interface import SamplingParams
 from engine.native.attention.kernels import AttentionKernels, HeadShape, Scoring
 from engine.native.batch.tensors import to_cpu
+from engine.native.cuda.step_graphs import GraphSize
 from engine.native.kv.cache import LayerShape
 from engine.native.model.layer_kernels import LayerKernels
 from engine.native.model.probe import LayerSpec
@@ -187,7 +188,11 @@ def test_an_engine_with_the_kernels_gives_the_tokens_of_generate(
     name: str, has_graphs: bool, kernels: AttentionKernels, make_engine: MakeEngine, model_directory: ModelDirectory
 ) -> None:
     plain = make_engine(name, optimize=False)
-    engine = with_graphs(plain, [1, 3], kernels)[0] if has_graphs else with_kernels(plain, kernels)
+    engine = (
+        with_graphs(plain, [GraphSize(3), GraphSize(1), GraphSize(2, 6)], kernels)[0]
+        if has_graphs
+        else with_kernels(plain, kernels)
+    )
     rng = random.Random(3)
     prompts = {f"s{i}": tuple(rng.randrange(1, VOCAB_SIZE) for _ in range(n)) for i, n in enumerate((12, 3, 1))}
     news = [make_new(seq_id, prompt, max_tokens=3) for seq_id, prompt in prompts.items()]

@@ -6,6 +6,7 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from engine.native.attention.kernels import AttentionKernels, HeadShape, PagedChunks, PagedRows, Scoring
+from engine.native.cuda.step_graphs import GraphSize
 from engine.native.kv.cache import LayerShape
 from engine.native.model.probe import LayerSpec
 from engine.native.startup.cuda_bring_up import capture_graphs, graph_bytes, working_kernels
@@ -63,12 +64,13 @@ def test_without_a_working_device_there_are_no_graphs(make_engine: MakeEngine) -
     engine = make_engine("llama", optimize=False)
     runner = engine._runner
     with capture_logs() as logs:
-        assert capture_graphs(runner, runner._cache, engine.info, [1, 2], 1 << 30, torch.device("cuda", 0)) is None
+        assert capture_graphs(runner, runner._cache, engine.info, [GraphSize(1)], 1 << 30, torch.device("cuda", 0)) is None
     (entry,) = logs
     assert entry["event"].startswith("no CUDA graphs")
     assert entry["reason"]
 
 
 def test_graph_memory_covers_their_lines_and_a_step() -> None:
-    assert graph_bytes([1, 2, 64], 100, step_bytes=1000) > 64 * 105 * 8 + 1000
-    assert graph_bytes([1, 2], 100, 1000) < graph_bytes([1, 2, 4], 100, 1000)
+    assert graph_bytes([GraphSize(1), GraphSize(64), GraphSize(2)], 100, step_bytes=1000) > 64 * 105 * 8 + 1000
+    sizes = [GraphSize(2), GraphSize(1)]
+    assert graph_bytes(sizes, 100, 1000) < graph_bytes([*sizes, GraphSize(1, 64)], 100, 1000)
