@@ -139,8 +139,9 @@ class StepPlan:
     resume: tuple[str, ...] = ()  # preempted sequences that may be run again
     start: tuple[NewSequence, ...] = ()
     run: tuple[Run, ...] = ()
-    # Async scheduling: the plan was made before the result of the previous step was known. Runs of sequences that
-    # finished or failed in that step are skipped.
+    # Async scheduling: the plan was made before the result of the previous step was known. What it says of sequences
+    # that finished or failed in that step is skipped. A run of more tokens than are left, because that step found some
+    # in the prefix cache, runs those that are left. It has no aborts, and its preemptions are pauses.
     ahead: bool = False
 
     @property

@@ -230,8 +230,11 @@ class RequestState:
         return blocks_for(self.num_computed_tokens, block_size) if self.is_resident else 0
 
     def own_blocks(self, block_size: int) -> int:
-        """Return the number of KV blocks that only this sequence holds. Preempting the sequence frees these blocks."""
-        return self.blocks_held(block_size) - self.num_shared_blocks
+        """Return the number of KV blocks that only this sequence holds. Preempting the sequence frees these blocks.
+
+        A step in flight may have shared blocks that are not known to be held yet.
+        """
+        return max(0, self.blocks_held(block_size) - self.num_shared_blocks)
 
     def lose_blocks(self, to: Status) -> None:
         """Record that the sequence loses its KV blocks on the device.

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from engine.interface import EngineInfo, PlanError, SequenceOutput, StepEviction, StepPlan, StepResult
-from engine.sequences.sequence_table import Chunk, SequenceTable
+from engine.sequences.sequence_table import Chunk, Outcome, SequenceTable, output_of
 from engine.step_time.cost import StepCost
 
+_UNKNOWN_TOKEN = -1  # stands for the token that a step in flight samples
 FIRST_ORDINARY_TOKEN = 3  # lower ids are never generated: they stand for a model's special tokens
 
 
@@ -56,6 +57,10 @@ class _Step:
     mark_s: float = 0.0
     progress: float = 0.0
 
+    @property
+    def ends_s(self) -> float:
+        return self.started_s + self.duration_s
+
     def progress_at(self, elapsed_s: float) -> float:
         left_s = self.duration_s - self.mark_s
         return 1.0 if left_s <= 0 else self.progress + (1 - self.progress) * (elapsed_s - self.mark_s) / left_s
@@ -92,7 +97,8 @@ class ModeledEngine:
         """Make an engine without sequences. Raises `ValueError` if there is a drift but no timer."""
         if drift is not None and timer is None:
             raise ValueError("a drift over time needs a timer")
-        eviction = info.step_eviction if timer is not None else StepEviction.NOTHING
+        can_evict = timer is not None and not info.steps_ahead
+        eviction = info.step_eviction if can_evict else StepEviction.NOTHING
         self.info = replace(info, step_eviction=eviction, caches_prefixes=prefix_cache)
         self._sleep = sleep
         self._cost = cost or StepCost()
@@ -105,6 +111,7 @@ class ModeledEngine:
         self._salt = salt
         self._table = SequenceTable(info, prefix_cache=prefix_cache)
         self._running: _Step | None = None
+        self._next: _Step | None = None  # begins when the running step ends; only with `info.steps_ahead`
         self._evictees: set[str] = set()  # sequences to evict from the running step
 
     @property
@@ -120,12 +127,18 @@ class ModeledEngine:
         return grammar
 
     def submit(self, plan: StepPlan) -> None:
-        """Begin a step. Raises `PlanError` if the plan breaks the rules or a step is in flight."""
-        if self._running is not None:
+        """Begin a step. Raises `PlanError` if the plan breaks the rules or too many steps are in flight."""
+        if self._running is not None and not (plan.ahead and self.info.steps_ahead and self._next is None):
             raise PlanError("a step is in flight already: collect it first")
+        if plan.ahead:
+            plan = self._table.without_ended(plan)
         self._table.check(plan)
         self._evictees.clear()
-        self._running = self._begin(plan)
+        step = self._begin(plan)
+        if self._running is None:
+            self._running = step
+        else:
+            self._next = step
 
     async def collect(self) -> StepResult:
         """Wait for the step in flight and return its result. Raises `RuntimeError` if no step is in flight.
@@ -138,8 +151,8 @@ class ModeledEngine:
         if self._timer is None:
             await self._sleep(step.duration_s)
         else:
-            await self._timer.wait_until(step.started_s + step.duration_s)
-        self._running = None
+            await self._timer.wait_until(step.ends_s)
+        self._running, self._next = self._next, None
         return self._result(step)
 
     def check_alive(self) -> None:
@@ -165,16 +178,21 @@ class ModeledEngine:
 
     def close(self) -> None:
         self._table = SequenceTable(self.info, prefix_cache=self._prefix_cache)
-        self._running = None
+        self._running = self._next = None
 
     def _begin(self, plan: StepPlan) -> _Step:
         started_s = 0.0 if self._timer is None else self._timer.now()
+        if self._running is not None:
+            started_s = max(started_s, self._running.ends_s)
         chunks = self._table.begin(plan)
         copying_s = len(self._table.copies) * self.info.swap_block_s
         slowdown = max(0.1, self._random.gauss(1.0, self._noise)) if chunks else 1.0
         if self._drift is not None:
             slowdown *= self._drift(started_s)
         duration_s = (copying_s + self._computing_s(chunks)) * slowdown
+        if self.info.steps_ahead:  # as long as the step is in flight, it has its tokens already
+            for chunk in chunks:
+                self._table.launch(chunk, _UNKNOWN_TOKEN if chunk.samples else None)
         return _Step(plan.step_id, chunks, chunks, copying_s, slowdown, duration_s, started_s)
 
     def _computing_s(self, chunks: list[Chunk]) -> float:
@@ -196,8 +214,12 @@ class ModeledEngine:
         step.duration_s = elapsed_s + layer_s + whole_s * (1 - progress - layer)
 
     def _result(self, step: _Step) -> StepResult:
-        if step.remaining is step.chunks:  # the usual case: nothing was evicted
-            outputs, evicted = [self._advance(chunk) for chunk in step.chunks], []
+        evicted: list[str] = []
+        if self.info.steps_ahead:
+            outcomes = {chunk.sequence.seq_id: Outcome(self._token(chunk)) for chunk in step.chunks}
+            outputs, _ = self._table.finalize_all(step.chunks, outcomes)
+        elif step.remaining is step.chunks:  # the usual case: nothing was evicted
+            outputs = [self._advance(chunk) for chunk in step.chunks]
         else:
             remaining = {chunk.sequence.seq_id for chunk in step.remaining}
             evicted = [c.sequence.seq_id for c in step.chunks if c.sequence.seq_id not in remaining]
@@ -213,14 +235,16 @@ class ModeledEngine:
         )
 
     def _advance(self, chunk: Chunk) -> SequenceOutput:
-        sequence, end = chunk.sequence, chunk.end
-        if end < sequence.num_tokens:
-            self._table.advance(chunk, None)
-            return SequenceOutput(sequence.seq_id, end, num_cached_tokens=chunk.num_cached)
+        token = self._token(chunk)
+        return output_of(chunk, Outcome(token), self._table.advance(chunk, token))
+
+    def _token(self, chunk: Chunk) -> int | None:
+        """Return the token that the chunk samples, if any."""
+        sequence = chunk.sequence
+        if chunk.end < sequence.num_tokens and sequence.token_ids[chunk.end] != _UNKNOWN_TOKEN:
+            return None
         seed = sequence.sampling.seed + self._salt
-        token = modeled_token(seed, end - sequence.num_prompt_tokens, self.info.vocab_size)
-        reason = self._table.advance(chunk, token)
-        return SequenceOutput(sequence.seq_id, end, (token,), reason, chunk.num_cached)
+        return modeled_token(seed, chunk.end - sequence.num_prompt_tokens, self.info.vocab_size)
 
     def _evict(self, chunk: Chunk) -> SequenceOutput:
         self._table.evict_from_step(chunk)

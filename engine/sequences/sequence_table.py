@@ -8,7 +8,7 @@ begins after the full blocks that it finds in the cache. So copy-on-write is not
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.interface import (
     EngineInfo,
@@ -132,6 +132,20 @@ class SequenceTable:
     def check(self, plan: StepPlan) -> None:
         """Check `plan` in the order of its execution. Raises `PlanError` for the first rule that the plan breaks."""
         PlanCheck(self._info, self._sequences, self.pool, self.swap_pool).run(plan)
+
+    def without_ended(self, plan: StepPlan) -> StepPlan:
+        """Return a plan with `ahead` as it must be executed, now that more is known (`StepPlan.ahead`)."""
+        starting = {new.seq_id for new in plan.start}
+        runs = []
+        for run in plan.run:
+            sequence = self._sequences.get(run.seq_id)
+            if run.seq_id in starting:
+                runs.append(run)
+            elif sequence is not None:
+                runs.append(Run(run.seq_id, min(run.num_tokens, sequence.num_uncomputed_tokens)))
+        preempt = tuple(preempt for preempt in plan.preempt if preempt.seq_id in self._sequences)
+        resume = tuple(seq_id for seq_id in plan.resume if seq_id in self._sequences)
+        return replace(plan, preempt=preempt, resume=resume, run=tuple(runs))
 
     # --- methods that write: only after `check` ----------------------------------------------------------
 

@@ -8,7 +8,7 @@ not know vLLM's messages or processes (`BatchExecutor`).
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from time import perf_counter
 
@@ -76,7 +76,7 @@ class VllmStepper:
         """Start a step. Raises the same errors as `step`."""
         started_s = perf_counter()
         if plan.ahead:
-            plan = replace(plan, run=tuple(run for run in plan.run if run.seq_id in self._table))
+            plan = self._table.without_ended(plan)
         else:
             self._finalize_all()
         self._table.check(plan)

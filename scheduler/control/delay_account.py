@@ -68,6 +68,24 @@ class DelayAccounts:
                 left_s = min(left_s, (state.tier.max_slowdown - 1) * alone_s - delay_s)
         return left_s
 
+    def left_after_s(
+        self, states: Iterable[RequestState], runs: Sequence[InteractiveRun], elapsed_s: float, is_protected: bool
+    ) -> float:
+        """Return what `left_s` will be after a step with these `runs`, if it takes `elapsed_s` seconds.
+
+        `is_protected` says that it has no bulk.
+        """
+        fixed_s, delay_s, own_s = self._fixed_s, self._delay_s, [state.own_s for state, _, _ in runs]
+        if is_protected:
+            self._enter(runs, elapsed_s, 0.0)
+        else:
+            self.add_shared_step(runs, elapsed_s, 0.0)
+        left_s = self.left_s(states)
+        self._fixed_s, self._delay_s = fixed_s, delay_s
+        for (state, _, _), before_s in zip(runs, own_s, strict=True):
+            state.own_s = before_s
+        return left_s
+
     def _enter(self, runs: Sequence[InteractiveRun], alone_s: float, overhead_s: float) -> None:
         """Divide the time without bulk among the requests in proportion to predicted costs."""
         cost = self.step_time.cost(mixed=step_work(runs).is_mixed)

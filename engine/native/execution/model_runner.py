@@ -56,6 +56,11 @@ class ModelRunner:
         return self._cache.dtype
 
     @property
+    def no_ids(self) -> Tensor:
+        """The token ids (0,) of a step that samples nothing."""
+        return self._first_row[:0]
+
+    @property
     def num_layers(self) -> int:
         return len(self._cache.layers)
 

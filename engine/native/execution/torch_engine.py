@@ -9,7 +9,7 @@ it runs (`EngineThread`).
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
@@ -109,7 +109,7 @@ class TorchEngine:
         """
         started_s = perf_counter()
         if plan.ahead:
-            plan = replace(plan, run=tuple(run for run in plan.run if run.seq_id in self._table))
+            plan = self._table.without_ended(plan)
         else:
             self._finalize_all()
         self._table.check(plan)
@@ -156,16 +156,17 @@ class TorchEngine:
 
         Return False, with nothing changed, if the step needs the host or does not fit into memory.
         """
-        sequences = [chunk.sequence for chunk in chunks if chunk.samples]
-        if not self.info.steps_ahead or not sequences or not all(_is_simple(chunk) for chunk in chunks):
+        if not self.info.steps_ahead or not chunks or not all(_is_simple(chunk) for chunk in chunks):
             return False
         batch = pack_step(chunks, self.info.block_size)
         previous = self._in_flight[-1].tokens.ids if self._in_flight else None
+        if previous is not None and not len(previous):
+            previous = None  # no token is missing
         try:
             logits = self._runner.run(batch, previous)
-            assert logits is not None
             rows = [SamplingRow(c.sequence.sampling, c.sequence.num_output_tokens) for c in batch.sampled_chunks]
-            tokens = SampledTokens(self._device_sampler(logits, rows), self._waiter)
+            ids = self._runner.no_ids if logits is None else self._device_sampler(logits, rows)
+            tokens = SampledTokens(ids, self._waiter)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -25,7 +25,10 @@ from scheduler.worker.driver import RequestWorker
 # prediction. The worker then sends no heartbeats. They go on when the step ends after all.
 STUCK_S = 2.0
 STUCK_FACTOR = 10.0  # far beyond the errors of predictions (`tidegate_step_time_error_ratio`)
-PLANNING_S = 0.003  # seconds; async scheduling plans the next step this long before the step in flight should end
+# With async scheduling, the next step is planned before the step in flight should end, by this multiple of the time
+# that planning takes: planning itself, launching, which takes the host about as long, and a reserve.
+PLANNING_LEAD = 3.0
+PLANNING_GAIN = 0.1  # weight of the newest plan in the mean time of planning
 
 
 class StepDriver:
@@ -38,6 +41,7 @@ class StepDriver:
         self._engine = engine
         self._step_log = step_log
         self._begun_s: float | None = None  # begin of the step in flight; None: none is in flight
+        self._planning_s = 0.001  # mean time that planning takes, in seconds
 
     @property
     def is_stuck(self) -> bool:
@@ -110,16 +114,23 @@ class StepDriver:
     async def _submit_next(self, collecting: "asyncio.Task[StepResult]") -> bool:
         """Plan and submit the next step shortly before the step in flight ends.
 
-        Planning late lets the plan include more arrivals. Return False if no step was submitted, because something must
-        be decided first.
+        Planning late lets the plan include more arrivals. Return False if no step was submitted, because the plan must
+        wait for the result of the step in flight.
         """
-        wait_s = self.core.running.step_s - PLANNING_S
+        lead_s = PLANNING_LEAD * self._planning_s
+        wait_s = self.core.running.expected_s - lead_s
         if wait_s > 0:
             await asyncio.wait({collecting}, timeout=wait_s)
-        plan = None if self._worker.is_stopped else self.core.planner.plan_async(self._clock.now())
-        if plan is not None:
-            self._engine.submit(plan)
-        return plan is not None
+        if self._worker.is_stopped:
+            return False
+        begun_s = self._clock.now()
+        self._worker.send(self.core.held.refuse(begun_s))
+        plan = self.core.planner.plan_ahead(begun_s + lead_s)
+        if plan is None:
+            return False
+        self._engine.submit(plan)
+        self._planning_s += PLANNING_GAIN * (self._clock.now() - begun_s - self._planning_s)
+        return True
 
     def _apply(self, result: StepResult, begun_s: float) -> None:
         now = self._clock.now()

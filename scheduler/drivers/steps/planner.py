@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 
-from engine.interface import EngineInfo, PreemptionMode, Run, StepEviction, StepPlan, blocks_for
+from engine.interface import EngineInfo, PreemptionMode, StepEviction, StepPlan
+from engine.step_time.cost import StepWork
 from engine.step_time.model import StepTimeModel
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier
@@ -19,6 +20,7 @@ from scheduler.control.controller import SLAController
 from scheduler.control.step_limit import Allowance
 from scheduler.drivers.steps.engine_state import EngineState
 from scheduler.drivers.steps.isolation import Isolation
+from scheduler.drivers.steps.projection import projected
 from scheduler.drivers.steps.running_step import RunningStep
 from scheduler.holdings.holdings import Holdings
 from scheduler.planning.batch import form_batch
@@ -53,7 +55,6 @@ class Planner:
         self._prefixes = PromptPrefixes(engine)
         self._yielding = Yielding()
         self._next_step_id = 0
-        self._min_shares_served: frozenset[str] = frozenset()  # tiers whose min share the newest plan serves
         self.idle_until_s = NEVER_S  # if the newest plan was empty: the time at which the first batching delay ends
         self.preemptions: Counter[tuple[str, str]] = Counter()  # number of preemptions, by (tier, mode)
         self.recomputed_tokens: Counter[str] = Counter()  # number of tokens whose KV was lost, by tier
@@ -65,9 +66,8 @@ class Planner:
         plan = replace(plan, abort=self._engine_state.pop_aborts())
         self.idle_until_s = self._idle_until_s(budgets, now) if plan.is_empty else NEVER_S
         if not plan.is_empty:
-            self._min_shares_served = frozenset(name for name, budget in budgets.tiers.items() if budget.min_share_due)
             self._isolation.note_plan(plan)
-            self._enter(plan, now)
+            self._enter(plan, budgets, now)
         return plan
 
     def _form(self, budgets: Budgets, now: float) -> StepPlan:
@@ -76,18 +76,15 @@ class Planner:
         The other kind of step is taken if nothing can run in the first.
         """
         view, aborts = self._engine_state.view(), frozenset(self._engine_state.aborts)
-        withheld = self._withholds_bulk(now)
-        tiers = [tier for tier in self._held.tiers if tier.is_interactive or not withheld]
-
-        def form(tiers: Sequence[Tier], barred: Container[str]) -> StepPlan:
-            return form_batch(self._next_step_id, view, tiers, self._table, budgets, now, barred, self._prefixes)
+        tiers = self._tiers(now)
 
         def shared() -> StepPlan:
             # If a request came back before its old sequence is aborted, it starts in the step after the abort.
-            return form(tiers, aborts.union(self._isolation.held_back()))
+            barred = aborts.union(self._isolation.held_back())
+            return self._form_batch(tiers, budgets, now, view, barred)
 
         def single(state: RequestState) -> StepPlan:
-            return form((state.tier,), self._table.states.keys() - {state.id})
+            return self._form_batch((state.tier,), budgets, now, view, self._table.states.keys() - {state.id})
 
         alone = self._isolation.next_alone()
         if alone is None or alone.id in aborts or alone.tier not in tiers:
@@ -98,10 +95,12 @@ class Planner:
         plan = shared()
         return plan if plan.run else single(alone)
 
-    def plan_async(self, now: float) -> StepPlan | None:
-        """Return the plan of the step after the one in flight: the same decodes without the sequences that end.
+    def plan_ahead(self, now: float) -> StepPlan | None:
+        """Return the plan of the step after the one in flight, before the result of that one is known.
 
-        Return None if there is anything to decide. Like `plan`, it updates the request states.
+        `now` is the time at which the step in flight is expected to end. Like `plan`, it updates the request states.
+        Return None if the plan must wait for the result: if nothing could run, or a sequence must be aborted or lose
+        its blocks, since it may be in the step in flight.
         """
         running = self._running.plan
         if (
@@ -109,20 +108,29 @@ class Planner:
             or self._engine.steps_ahead < 1
             or self._engine_state.num_abandoned
             or self._held.num_refused
+            or self._isolation.has_suspects
+            or self._running.copies_blocks
         ):
             return None
-        withheld = self._withholds_bulk(now)
-        if withheld and self._running.has_bulk:
-            return None
-        states = list(self._table.interactive() if withheld else self._table)
-        plan = async_plan(running, self._next_step_id, self._engine_state.view(), states)
-        if plan is not None:
-            self._enter(plan, now)
+        with projected(running, self._table, self._engine_state.view()) as after:
+            budgets = self.budgets(now, is_ahead=True)
+            plan = self._form_batch(self._tiers(now), budgets, now, after.view, after.ending)
+            if not plan.run or any(preempt.mode is not PreemptionMode.PAUSE for preempt in plan.preempt):
+                return None
+            plan = replace(plan, ahead=True)
+            self._enter(plan, budgets, now)
         return plan
 
-    def _withholds_bulk(self, now: float) -> bool:
+    def _form_batch(
+        self, tiers: Sequence[Tier], budgets: Budgets, now: float, view: EngineView, barred: Container[str]
+    ) -> StepPlan:
+        return form_batch(self._next_step_id, view, tiers, self._table, budgets, now, barred, self._prefixes)
+
+    def _tiers(self, now: float) -> Sequence[Tier]:
+        """Return the tiers that may run: in a slot without bulk, the interactive ones alone."""
         is_on = self._controller.measures_slowdown
-        return self._running.slowdown.withholds(is_on, self._table.interactive(), now)
+        withheld = self._running.slowdown.withholds(is_on, self._table.interactive(), now)
+        return [tier for tier in self._held.tiers if tier.is_interactive or not withheld]
 
     def _idle_until_s(self, budgets: Budgets, now: float) -> float:
         """Return the time at which a batching delay or a slot without bulk ends, whichever is first."""
@@ -158,12 +166,13 @@ class Planner:
         has_slot = self._table.num_resident(state.tier.name) < slots
         return has_slot and has_blocks(state, self._engine_state.view(), below)
 
-    def budgets(self, now: float) -> Budgets:
+    def budgets(self, now: float, *, is_ahead: bool = False) -> Budgets:
+        """Return the budgets of the next step. It comes after the step in flight if `is_ahead`, else at once."""
         self._let_yield()
         states = list(self._table.interactive())
         can_waste = self._controller.step_eviction is not StepEviction.NOTHING
         waste_s = self._running.waste_budget.level if can_waste else NEVER_S
-        allowed = Allowance(self._running.accounts.left_s(self._owed(states)), waste_s)
+        allowed = Allowance(self._running.left_s(self._owed(states), is_ahead=is_ahead), waste_s)
         return self._controller.budgets(states, self._step_time.cost(), now, allowed, self._step_time.cost(mixed=False))
 
     def _owed(self, states: Sequence[RequestState]) -> Iterable[RequestState]:
@@ -176,11 +185,15 @@ class Planner:
         for state in self._table.set_yielding(self._yielding.find(self._held.tiers, self._table)):
             self._running.accounts.open(state, 0.0, 0.0)
 
-    def _enter(self, plan: StepPlan, now: float) -> None:
+    def _enter(self, plan: StepPlan, budgets: Budgets, now: float) -> None:
         states = self._table.states
         self._next_step_id += 1
-        cost = self._step_time.cost(mixed=any(run.num_tokens > 1 for run in plan.run))
-        self._running.begin(plan, states, cost, now, self._min_shares_served)
+        min_shares = frozenset(name for name, budget in budgets.tiers.items() if budget.min_share_due)
+        work = StepWork()
+        for run in plan.run:
+            work.add(run.num_tokens, states[run.seq_id].num_computed_tokens)
+        expected_s = self._step_time.predict(work) if plan.run else 0.0
+        self._running.begin(plan, states, self._step_time.cost(mixed=work.is_mixed), now, min_shares, expected_s)
         for preempt in plan.preempt:
             states[preempt.seq_id].stop(now, preempt.mode.value)
             self._preempt(states[preempt.seq_id], preempt.mode)
@@ -209,31 +222,3 @@ class Planner:
             self.recomputed_tokens[state.tier.name] += state.num_computed_tokens
         state.lose_blocks(Status.SWAPPED if mode is PreemptionMode.SWAP else Status.PREEMPTED)
         self._table.update(state)
-
-
-def async_plan(running: StepPlan, step_id: int, view: EngineView, states: list[RequestState]) -> StepPlan | None:
-    """Return the plan that follows `running`: one more token for each of its sequences that can continue.
-
-    It is made before the result of `running` is known, so that the device does not wait for the host between two steps.
-    Sequences that are certain to end with `running` are left out. Return None if there is anything to decide: unless
-    all requests in `states` decode in the running step, and there are blocks for their next tokens. `states` and `view`
-    are as before the result of `running`.
-    """
-    in_step = {run.seq_id for run in running.run}
-    if len(states) != len(in_step) or any(s.id not in in_step or not s.is_decode for s in states):
-        return None
-    continuing = [s for s in states if not s.ends_with(1, view.max_model_len)]
-    if not continuing or _new_blocks(states, 1, view) + _new_blocks(continuing, 2, view) > view.free_blocks:
-        return None
-    order = {run.seq_id: i for i, run in enumerate(running.run)}
-    continuing.sort(key=lambda s: order[s.id])
-    return StepPlan(step_id, run=tuple(Run(s.id, 1) for s in continuing), ahead=True)
-
-
-def _new_blocks(states: list[RequestState], num_tokens: int, view: EngineView) -> int:
-    """Return the number of sequences that need a new KV block for the last one of their next `num_tokens` tokens."""
-    size = view.block_size
-    return sum(
-        blocks_for(s.num_computed_tokens + num_tokens, size) - blocks_for(s.num_computed_tokens + num_tokens - 1, size)
-        for s in states
-    )

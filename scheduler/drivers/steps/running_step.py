@@ -44,6 +44,27 @@ class RunningStep:
         return step.timing.step_s if step is not None else 0.0
 
     @property
+    def expected_s(self) -> float:
+        """The length in seconds that the step that runs is expected to have; `step_s` is rather too long than short."""
+        step = self._oldest
+        return step.expected_s if step is not None else 0.0
+
+    @property
+    def copies_blocks(self) -> bool:
+        """Whether the step that runs copies KV blocks to the host or back."""
+        return self._oldest is not None and self._oldest.swaps
+
+    def left_s(self, states: Iterable[RequestState], *, is_ahead: bool) -> float:
+        """Return the time that bulk may add to the next step (`DelayAccounts.left_s`).
+
+        With `is_ahead`, the step that runs counts as if it had ended as expected.
+        """
+        step = self._oldest
+        if not is_ahead or step is None:
+            return self.accounts.left_s(states)
+        return self.accounts.left_after_s(states, step.planned_interactive(), step.expected_s, step.is_protected)
+
+    @property
     def is_any(self) -> bool:
         return bool(self._steps)
 
@@ -71,11 +92,16 @@ class RunningStep:
         return next(iter(self._steps.values()), None)
 
     def begin(
-        self, plan: StepPlan, states: Mapping[str, RequestState], cost: StepCost, now: float, protected: Collection[str]
+        self,
+        plan: StepPlan,
+        states: Mapping[str, RequestState],
+        cost: StepCost,
+        now: float,
+        protected: Collection[str],
+        expected_s: float = 0.0,
     ) -> None:
-        """Track a submitted step. `states` are the request states before the step.
+        """Track a submitted step, which should take `expected_s`. `states` are the request states before the step.
 
-        For an async plan, they do not include the result of the running step: one more token of each sequence.
         Sequences of `protected` tiers are not evicted, because the step serves the min share of these tiers.
         """
         runs: dict[str, TrackedRun] = {}
@@ -97,7 +123,7 @@ class RunningStep:
         itl_s = min((tier.slo.itl_p99_ms or NEVER_S for tier in interactive.values()), default=NEVER_S) / 1000
         swaps = any(p.mode is PreemptionMode.SWAP for p in plan.preempt)
         swaps = swaps or any(states[seq_id].status is Status.SWAPPED for seq_id in plan.resume)
-        num_computed = {run.seq_id: states[run.seq_id].num_computed_tokens + plan.ahead for run in plan.run}
+        num_computed = {run.seq_id: states[run.seq_id].num_computed_tokens for run in plan.run}
         self._steps[plan.step_id] = TrackedStep(
             plan,
             num_computed,
@@ -110,6 +136,7 @@ class RunningStep:
             frozenset(interactive),
             itl_s,
             accounts,
+            expected_s,
         )
 
     def evictees(self, newcomer: RequestState, step_eviction: StepEviction, now: float) -> Sequence[str]:
@@ -162,6 +189,8 @@ class RunningStep:
         step = self._steps.pop(result.step_id, None)
         if step is None:
             return
+        if self._oldest is not None:
+            self._oldest.note_cached(result)
         report.sequences, report.work = step.sequences, step.work(result)
         if not step.timing.step_s:
             return

@@ -33,7 +33,7 @@ class TrackedStep:
     """A submitted step whose result has not come yet."""
 
     plan: StepPlan
-    num_computed: Mapping[str, int]  # number of computed tokens before the step, by sequence
+    num_computed: dict[str, int]  # number of computed tokens before the step, by sequence
     swaps: bool  # whether the step copies KV blocks to the host or back
     timing: StepTiming
     cost: StepCost
@@ -43,6 +43,7 @@ class TrackedStep:
     interactive: frozenset[str]  # the interactive tiers with sequences in the step
     itl_s: float = NEVER_S  # the shortest ITL SLO of these tiers
     accounts: Sequence[tuple[RequestState, float]] = ()  # requests that want a receipt, and the predicted costs
+    expected_s: float = 0.0  # predicted length without a safety factor
     is_eviction_requested: bool = False
     wasted_s: float = 0.0  # bulk work that the requested eviction throws away
 
@@ -63,6 +64,25 @@ class TrackedStep:
         """Return what the step computed of interactive requests."""
         found = ((self.runs[output.seq_id].state, output) for output in result.outputs if output.seq_id in self.runs)
         return [(state, *self._tokens(output)) for state, output in found if state.tier.is_interactive]
+
+    def planned_interactive(self) -> list[InteractiveRun]:
+        """Return what the step will compute of the interactive requests that yield to nobody."""
+        runs = ((self.runs[run.seq_id].state, run.num_tokens, self.num_computed[run.seq_id]) for run in self.plan.run)
+        return [run for run in runs if run[0].is_protected]
+
+    @property
+    def is_protected(self) -> bool:
+        """Whether all sequences of the step are of interactive requests that yield to nobody."""
+        return all(run.state.is_protected for run in self.runs.values())
+
+    def note_cached(self, before: StepResult) -> None:
+        """Correct the computed tokens of a step that was planned before the result of the step before it.
+
+        It was not known then which tokens the prefix cache has.
+        """
+        for output in before.outputs:
+            if output.num_cached_tokens and output.seq_id in self.num_computed:
+                self.num_computed[output.seq_id] = output.num_computed_tokens
 
     def _tokens(self, output: SequenceOutput) -> tuple[int, int]:
         """Return how many tokens were computed for an output, and how many there were before."""
@@ -126,7 +146,7 @@ class TrackedStep:
         self, accounts: DelayAccounts, runs: Sequence[InteractiveRun], result: StepResult, overhead_s: float
     ) -> None:
         """Enter the finished step into the delay accounts. `runs` are its interactive runs."""
-        if all(run.state.is_protected for run in self.runs.values()):
+        if self.is_protected:
             accounts.add_step(runs, result.elapsed_s, overhead_s, is_typical=self.work(result) is not None)
         else:
             protected = [run for run in runs if run[0].is_protected]

@@ -93,6 +93,10 @@ def build_modeled(directory: Path) -> Engine:
     return ModeledEngine(info, lambda seconds: asyncio.sleep(0), prefix_cache=True)
 
 
+def build_modeled_ahead(directory: Path) -> Engine:
+    return ModeledEngine(make_info(directory, steps_ahead=1), lambda seconds: asyncio.sleep(0), prefix_cache=True)
+
+
 def build_native(directory: Path) -> Engine:
     block_bytes = 4 * 2 * 2 * 2 * 32 * 4  # tokens, keys and values, layers, heads, numbers a head, bytes a number
     return build_engine(
@@ -133,9 +137,10 @@ def build_vllm(directory: Path) -> Engine:
 
 
 # By name: the function that builds the engine, and the marks of its tests.
-MADE_UP = ("modeled", "scripted")  # engines that make their tokens up; the others compute a model
+MADE_UP = ("modeled", "modeled-ahead", "scripted")  # engines that make their tokens up; the others compute a model
 ENGINES: dict[str, tuple[Callable[[Path], Engine], tuple[pytest.MarkDecorator, ...]]] = {
     "modeled": (build_modeled, ()),
+    "modeled-ahead": (build_modeled_ahead, ()),
     "scripted": (build_scripted, ()),
     "native": (build_native, ()),
     "vllm": (build_vllm, (NEEDS_VLLM,)),

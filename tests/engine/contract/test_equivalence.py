@@ -14,7 +14,7 @@ from tests.engine.contract.checked_engine import CheckedEngine
 from tests.engine.contract.conftest import MakeNew
 from tests.engine.contract.engines import END, MAX_TOKEN, OTHER_END, VOCAB_SIZE
 from tests.engine.contract.reported import Reported, assert_alike
-from tests.engine.drive import Driven, drive, make_new, random_chunks, random_preemption
+from tests.engine.drive import Driven, compiled, drive, make_new, random_chunks, random_preemption
 
 _salts = count()
 NO_END = ((END, -100.0), (OTHER_END, -100.0))
@@ -168,3 +168,75 @@ def test_steps_planned_ahead_give_the_same_tokens(engine: CheckedEngine, new: Ma
     assert outputs == {k: d.output for k, d in expected.items()}
     for n in news:
         assert_alike(reported.output[n.seq_id], expected_reported.output[n.seq_id])
+
+
+class DriverAhead:
+    """Plans each step before the result of the one before it: newcomers, chunks of prompts, decodes and pauses."""
+
+    def __init__(self, engine: CheckedEngine, news: list[NewSequence], rng: random.Random) -> None:
+        self.driven = {new.seq_id: Driven(new) for new in news}  # by what results have said
+        self._engine, self._rng = engine, rng
+        self._waiting = list(news)
+        self._paused: set[str] = set()
+        self._in_flight: StepPlan | None = None
+
+    def run(self, after_step: Reported) -> dict[str, Driven]:
+        while not all(s.is_over for s in self.driven.values()):
+            plan = self._plan()
+            if not plan.is_empty:
+                self._engine.submit(plan)
+            if self._in_flight is not None:
+                result = self._engine.collect()
+                after_step(result)
+                self._in_flight = None
+                for output in result.outputs:
+                    s = self.driven[output.seq_id]
+                    s.num_computed, s.finish_reason = output.num_computed_tokens, output.finish_reason
+                    s.output += output.token_ids
+            self._in_flight = None if plan.is_empty else plan
+        if self._in_flight is not None:
+            assert not self._engine.collect().outputs
+        return self.driven
+
+    def _plan(self) -> StepPlan:
+        arrived = [self._waiting.pop() for _ in range(min(len(self._waiting), self._rng.randint(0, 2)))]
+        live = {i for i, s in self.driven.items() if not s.is_over} - {new.seq_id for new in self._waiting}
+        resume = [i for i in sorted(self._paused & live) if self._rng.random() < 0.5]
+        pause = [i for i in sorted(live - self._paused) if self._rng.random() < 0.15]
+        pause = [i for i in pause if i not in {new.seq_id for new in arrived}]
+        self._paused = (self._paused - set(resume) | set(pause)) & live
+        budget, runs = self._engine.info.max_step_tokens, []
+        for seq_id in sorted(live - self._paused):
+            num_tokens = min(self._uncomputed(seq_id), self._rng.randint(1, 9), budget)
+            if num_tokens:
+                runs.append(Run(seq_id, num_tokens))
+                budget -= num_tokens
+        preempt = tuple(Preempt(seq_id, PreemptionMode.PAUSE) for seq_id in pause)
+        is_ahead = self._in_flight is not None
+        return StepPlan(0, preempt=preempt, resume=tuple(resume), start=tuple(arrived), run=tuple(runs), ahead=is_ahead)
+
+    def _uncomputed(self, seq_id: str) -> int:
+        """Return how many tokens are left after the step in flight; none if it is certain to end the sequence."""
+        s = self.driven[seq_id]
+        in_flight = (
+            0 if self._in_flight is None else sum(r.num_tokens for r in self._in_flight.run if r.seq_id == seq_id)
+        )
+        left = s.num_uncomputed - min(in_flight, s.num_uncomputed)
+        if left or not in_flight:
+            return left
+        return int(len(s.output) + 1 < s.new.sampling.max_tokens)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_plans_of_all_kinds_made_ahead_give_the_same_tokens(engine: CheckedEngine, seed: int) -> None:
+    if not engine.info.steps_ahead:
+        pytest.skip("this engine takes one step at a time")
+    news = [compiled(engine, new) for new in family(engine)]
+    expected, expected_reported = alone(engine, news)
+    reported = Reported()
+    salted = [replace(new, cache_salt=f"ahead-{next(_salts)}") for new in news[:3]]
+    shared = [replace(new, cache_salt=f"ahead of all {seed}") for new in news[3:]]
+    driven = DriverAhead(engine, salted + shared, random.Random(seed)).run(reported)
+    for seq_id, one in expected.items():
+        assert driven[seq_id].output == one.output
+        assert_alike(reported.output[seq_id], expected_reported.output[seq_id])

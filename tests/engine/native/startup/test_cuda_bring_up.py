@@ -64,7 +64,9 @@ def test_without_a_working_device_there_are_no_graphs(make_engine: MakeEngine) -
     engine = make_engine("llama", optimize=False)
     runner = engine._runner
     with capture_logs() as logs:
-        assert capture_graphs(runner, runner._cache, engine.info, [GraphSize(1)], 1 << 30, torch.device("cuda", 0)) is None
+        assert (
+            capture_graphs(runner, runner._cache, engine.info, [GraphSize(1)], 1 << 30, torch.device("cuda", 0)) is None
+        )
     (entry,) = logs
     assert entry["event"].startswith("no CUDA graphs")
     assert entry["reason"]
