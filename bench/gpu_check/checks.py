@@ -61,7 +61,7 @@ def parts(out: Path, weights: Path) -> list[Part]:
     )  # fmt: skip
     probe = (python, "-m", "bench.engines.device_probe")
     isolation = (python, "-m", "bench", "isolation", "--shape", "135m", "--arms", "A0,A1,OURS")
-    small, large, shared = out / "engine-135m.json", out / "engine-8b.json", out / "isolation.json"
+    large, shared = out / "engine-8b.json", out / "isolation.json"
     return [
         Part(
             "cuda-tests",
@@ -71,11 +71,10 @@ def parts(out: Path, weights: Path) -> list[Part]:
             needs=(*ENGINE, "msgspec", "pytest"),
         ),
         Part(
-            "engine-135m",
-            (*engine, "--shape", "135m", "--streams", "1,32", "--rounds", "2", "--work", "decode")
-            + ("--json", str(small)),
+            "step-times",
+            (python, "-m", "bench.engines.step_times", "--device", "cuda", "--shape", SHAPE),
             60,
-            result_file=small,
+            has_result_line=True,
             needs=(*ENGINE, *COMMANDS),
         ),
         Part(

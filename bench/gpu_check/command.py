@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -59,32 +59,33 @@ def place_for_weights() -> Path:
     return in_memory if fits else on_disk
 
 
-def missing_packages(names: Sequence[str], environment: dict[str, str]) -> list[str]:
-    """Return the packages in `names` that cannot be imported.
+def missing_packages(names: Sequence[str], environment: dict[str, str]) -> dict[str, str]:
+    """Return the packages in `names` that cannot be imported, and why: most lack a package of their own.
 
     Returns all of them if the process that tries the imports fails or takes too long.
     """
     program = (
-        "import importlib, json, sys\nlost = []\nfor name in sys.argv[1:]:\n"
-        "    try: importlib.import_module(name)\n    except Exception: lost.append(name)\nprint(json.dumps(lost))"
+        "import importlib, json, sys\nlost = {}\nfor name in sys.argv[1:]:\n"
+        "    try: importlib.import_module(name)\n    except Exception as error: lost[name] = str(error)\n"
+        "print(json.dumps(lost))"
     )
     command = [sys.executable, "-c", program, *names]
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=IMPORT_LIMIT_S, check=True
         )
-        lost: list[str] = json.loads(done.stdout.strip().splitlines()[-1])
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return list(names)
-    return [name for name in lost if not any(map(shutil.which, EXECUTABLES.get(name, ())))]
+        lost: dict[str, str] = json.loads(done.stdout.strip().splitlines()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        return dict.fromkeys(names, str(error))
+    return {name: why for name, why in lost.items() if not any(map(shutil.which, EXECUTABLES.get(name, ())))}
 
 
-def package_table(listed: Sequence[Part], missing: Collection[str]) -> Table:
+def package_table(listed: Sequence[Part], missing: Mapping[str, str]) -> Table:
     """Return a table with a row for each package: whether it is installed, and which parts are not run without it."""
     rows = []
     for name in dict.fromkeys(name for part in listed for name in part.needs):
         without = ", ".join(part.name for part in listed if name in part.needs)
-        rows.append((name, "MISSING", f"not run: {without}") if name in missing else (name, "there", ""))
+        rows.append((name, missing[name], f"not run: {without}") if name in missing else (name, "there", ""))
     return Table.of(("package", "state", ""), rows)
 
 

@@ -168,6 +168,12 @@ class StepGraphs:
                 return size
         return None
 
+    def decode_replay(self, num_decodes: int) -> Callable[[], None] | None:
+        """Return a function that replays the graph of a step of so many decodes, with the inputs of the newest step."""
+        sizes = (size for size in self._by_rows if size.decodes >= num_decodes and not size.prefill)
+        size = next(sizes, None)
+        return None if size is None else self._graphs[size].replay
+
     @torch.inference_mode()
     def run(self, batch: StepBatch, size: GraphSize, previous: Tensor | None = None) -> Tensor | None:
         """Run the step as the graph of `size`, and return the logits (rows, vocab) of its `logit_rows`, or None.

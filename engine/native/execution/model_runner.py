@@ -68,6 +68,10 @@ class ModelRunner:
         """Use `graphs` from now on for the steps that they support."""
         self._graphs = graphs
 
+    def decode_replay(self, rows: int) -> Callable[[], None] | None:
+        """Return a function that repeats the newest decode step of `rows` rows; None if no graph has that many."""
+        return None if self._graphs is None else self._graphs.decode_replay(rows)
+
     @torch.inference_mode()
     def run(
         self, batch: StepBatch, previous: Tensor | None = None, running: RunningChunks | None = None

@@ -144,6 +144,10 @@ class TorchEngine:
         """End the thread that waits for the device; the memory is freed with the engine."""
         self._waiter.shutdown()
 
+    def decode_replay(self, rows: int) -> Callable[[], None] | None:
+        """Return a function that repeats the newest decode step of `rows` rows; None if no graph has that many."""
+        return self._runner.decode_replay(rows)
+
     def _copy_swapped(self) -> None:
         if self._swap is not None and len(self._table.copies):
             self._swap.copy(self._table.copies)

@@ -152,10 +152,10 @@ def test_it_starts_where_no_package_is_installed() -> None:
 def test_packages_that_are_missing_are_in_a_table_with_what_they_prevent() -> None:
     listed = [Part("a", (), 1, needs=("json", "no_such_module")), Part("b", (), 1, needs=("json",))]
     missing = missing_packages(["json", "no_such_module"], dict(os.environ))
-    assert missing == ["no_such_module"]
+    assert missing == {"no_such_module": "No module named 'no_such_module'"}
     rows = [row.cells for row in package_table(listed, missing).rows]
-    assert rows == [("json", "there", ""), ("no_such_module", "MISSING", "not run: a")]
-    assert missing_packages(["json"], {"PYTHONHOME": "/nowhere"}) == ["json"]  # a Python that does not even start
+    assert rows == [("json", "there", ""), ("no_such_module", "No module named 'no_such_module'", "not run: a")]
+    assert list(missing_packages(["json"], {"PYTHONHOME": "/nowhere"})) == ["json"]  # a Python that does not even start
 
 
 def test_several_calls_fill_one_record(
