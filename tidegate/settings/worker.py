@@ -47,6 +47,9 @@ class WorkerSettings(CommonSettings):
     )
     device: str = Field(default="auto", description="cpu, cuda, cuda:1 …; auto: CUDA if there is a GPU")
     dtype: str = Field(default="auto", description="float32, bfloat16 or float16; auto: bfloat16 where it is fast")
+    quantize: Literal["int8"] | None = Field(
+        default=None, description="int8: quantise the weights at the start, by output channel (--engine native)"
+    )
     max_model_len: int | None = Field(
         default=None, ge=2, description="the most tokens of a prompt and its output together"
     )
@@ -81,6 +84,13 @@ class WorkerSettings(CommonSettings):
             raise ValueError("--engine openai needs the URL of a server: --upstream http://HOST:PORT")
         if self.engine != "openai" and self.upstream is not None:
             raise ValueError("--upstream is for --engine openai")
+        return self
+
+    @model_validator(mode="after")
+    def _engine_quantizes(self) -> Self:
+        if self.quantize is not None and self.engine != "native":
+            way = 'use --vllm-args "--quantization …"' if self.engine == "vllm" else "its server chooses the weights"
+            raise ValueError(f"--quantize is for --engine native, not {self.engine}: {way}")
         return self
 
     @model_validator(mode="after")

@@ -66,6 +66,7 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         model=settings.model_path,
         load_format=settings.load_format,
         dtype=settings.dtype,
+        quantize=settings.quantize,
         device=settings.device,
         max_model_len=settings.max_model_len,
         max_step_tokens=settings.max_step_tokens,

@@ -2,6 +2,7 @@
 // layer. Knows the order of a layer's parts; the headers contain the arithmetic of the parts.
 
 #include "attention.h"
+#include "buffer.h"
 #include "layers.h"
 #include "products.h"
 
@@ -9,7 +10,7 @@ using namespace tidegate;
 
 // Returns whether this library has matrix products.
 extern "C" int has_products() {
-#ifdef __AVX512BF16__
+#ifdef TIDEGATE_PRODUCTS
     return 1;
 #else
     return 0;
@@ -26,7 +27,7 @@ extern "C" int use_tiles([[maybe_unused]] int wanted) {
 #endif
 }
 
-#ifdef __AVX512BF16__
+#ifdef TIDEGATE_PRODUCTS
 
 namespace {
 
@@ -57,31 +58,8 @@ struct Step {
     int32_t threads;
 };
 
-// Memory for the numbers that one part of a layer passes to the next. It is kept from call to call and only grows,
-// since fresh memory pages would take 8 % of a long prefill's time.
-class Buffer {
-  public:
-    Buffer() = default;
-    ~Buffer() { release(); }
-    Buffer(const Buffer &) = delete;
-    Buffer &operator=(const Buffer &) = delete;
-
-    bf16 *of(Index n) {
-        if (n > size) {
-            release();
-            numbers = new (std::align_val_t(64)) bf16[n];
-            size = n;
-        }
-        return numbers;
-    }
-
-  private:
-    void release() { ::operator delete[](numbers, std::align_val_t(64)); }
-    bf16 *numbers = nullptr;
-    Index size = 0;
-};
-
-thread_local Buffer t_normed, t_qkv, t_attended, t_gate_up, t_activated;
+// What one part of a layer passes to the next.
+thread_local Buffer<bf16> t_normed, t_qkv, t_attended, t_gate_up, t_activated;
 
 // Computes hidden += residual_scale · norm(x · weightᵀ) for hidden (rows, linear.out) and x (rows, linear.in), with all
 // threads of the enclosing parallel region. Uses `product`, which is like hidden.

@@ -6,7 +6,7 @@
 
 #include "linear.h"
 
-#ifdef __AVX512BF16__
+#ifdef TIDEGATE_PRODUCTS
 
 namespace tidegate {
 

@@ -1,14 +1,17 @@
 // The packed weight of a linear layer, and functions that handle 16 outputs at once. Does not know how products are
 // computed.
 //
-// A weight (out, in) is packed in panels of 16 outputs: (out / 16, in / 2, 16, 2). One 64-byte load reads the weights
-// of a pair of inputs for 16 outputs, and 16 such loads fill an AMX tile.
+// A bfloat16 weight (out, in) is packed in panels of 16 outputs: (out / 16, in / 2, 16, 2). One 64-byte load reads the
+// weights of a pair of inputs for 16 outputs, and 16 such loads fill an AMX tile. An int8 weight is packed likewise with
+// four inputs: (out / 16, in / 4, 16, 4), as codes that are 128 larger.
 
 #pragma once
 
 #include "numbers.h"
 
-#ifdef __AVX512BF16__
+// Every processor that multiplies bfloat16 multiplies bytes, too.
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+#define TIDEGATE_PRODUCTS
 #include <immintrin.h>
 
 namespace tidegate {
@@ -16,9 +19,11 @@ namespace tidegate {
 constexpr Index kPanel = 16;  // outputs of a panel
 
 struct Linear {
-    const bf16 *weight;  // packed in panels
-    const bf16 *bias;    // (out,), or null
-    Index out, in;       // a multiple of 16, and a multiple of 2
+    const bf16 *weight;    // packed in panels; null for an int8 weight
+    const uint8_t *codes;  // the same of an int8 weight; else null
+    const float *scales;   // (out,): of an int8 weight; else null
+    const bf16 *bias;      // (out,), or null
+    Index out, in;         // a multiple of 16, and a multiple of 2 (bfloat16) or 4 (int8)
 };
 
 // Reads 16 bfloat16 numbers as floats.

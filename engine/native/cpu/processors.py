@@ -26,11 +26,12 @@ class Processor:
         return self.needs.issubset(flags)
 
 
-_BF16 = ("-march=x86-64-v4", "-mavx512bf16")
+_BF16 = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
+_BF16_NEEDS = _LEVEL_4 | {"avx512_bf16", "avx512_vnni"}
 _PROCESSORS = {
     "x86_64": (
-        Processor("amx", (*_BF16, "-mamx-tile", "-mamx-bf16"), _LEVEL_4 | {"avx512_bf16", "amx_tile", "amx_bf16"}),
-        Processor("avx512-bf16", _BF16, _LEVEL_4 | {"avx512_bf16"}),
+        Processor("amx", (*_BF16, "-mamx-tile", "-mamx-bf16"), _BF16_NEEDS | {"amx_tile", "amx_bf16"}),
+        Processor("avx512-bf16", _BF16, _BF16_NEEDS),
         Processor("avx512", ("-march=x86-64-v4",), _LEVEL_4),
         Processor("avx2", ("-march=x86-64-v3",), _LEVEL_3),
     ),

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from engine.native.model.fused_layer import concatenated
+from engine.native.model.fused_layer import concatenate_linears
+from engine.native.model.quantized import QuantizedLinear
 
 PANEL = 16  # outputs of a panel; the same as kPanel in linear.h
 
@@ -20,6 +21,8 @@ class LinearArguments(ctypes.Structure):
 
     _fields_ = [
         ("weight", ctypes.c_void_p),
+        ("codes", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("out", ctypes.c_int64),
         ("inner", ctypes.c_int64),
@@ -27,18 +30,30 @@ class LinearArguments(ctypes.Structure):
 
 
 class PackedWeight:
-    """The concatenated weights (out, in) of linear layers, bfloat16, packed in panels (see linear.h)."""
+    """The concatenated weights (out, in) of linear layers, bfloat16 or int8, packed in panels (see linear.h)."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         """Concatenate and pack the weights of `layers`. Raises `ValueError` if they do not fit panels."""
-        weight, self._bias = concatenated(layers)
-        self.out_features, self.in_features = weight.shape
-        if self.out_features % PANEL or self.in_features % 2 or weight.dtype is not torch.bfloat16:
-            raise ValueError(f"a {weight.dtype} weight of {tuple(weight.shape)} does not fit panels")
-        panels = weight.view(self.out_features // PANEL, PANEL, self.in_features // 2, 2)
-        self._panels = panels.transpose(1, 2).contiguous()
+        joined = concatenate_linears(layers)
+        self.out_features, self.in_features = joined.out_features, joined.in_features
+        if not fits_panels(joined) or joined.weight.dtype is not torch.bfloat16:
+            raise ValueError(f"a {joined.weight.dtype} weight of {tuple(joined.weight.shape)} does not fit panels")
+        self._bias = None if joined.bias is None else joined.bias.detach()
         bias = None if self._bias is None else self._bias.data_ptr()
-        self.arguments = LinearArguments(self._panels.data_ptr(), bias, self.out_features, self.in_features)
+        weight: int | None = None
+        codes, scales = weight, weight
+        if isinstance(joined, QuantizedLinear):
+            self._panels, self._scales = self._packed(joined.codes.view(torch.uint8) ^ 0x80), joined.scales
+            codes, scales = self._panels.data_ptr(), self._scales.data_ptr()
+        else:
+            self._panels = self._packed(joined.weight.detach())
+            weight = self._panels.data_ptr()
+        self.arguments = LinearArguments(weight, codes, scales, bias, self.out_features, self.in_features)
+
+    def _packed(self, weight: Tensor) -> Tensor:
+        together = _inputs_together(weight.dtype)
+        panels = weight.view(self.out_features // PANEL, PANEL, self.in_features // together, together)
+        return panels.transpose(1, 2).contiguous()
 
 
 class Products:
@@ -87,4 +102,16 @@ class PanelLinear(nn.Module):
 
 def fits_panels(*layers: nn.Linear) -> bool:
     """Return whether the sizes of all `layers` allow packing in panels."""
-    return all(layer.out_features % PANEL == 0 and layer.in_features % 2 == 0 for layer in layers)
+    return all(
+        layer.out_features % PANEL == 0 and layer.in_features % _inputs_together(_kind(layer)) == 0 for layer in layers
+    )
+
+
+def _kind(layer: nn.Linear) -> torch.dtype:
+    """Return the dtype of the numbers that a packed weight has."""
+    return torch.int8 if isinstance(layer, QuantizedLinear) else layer.weight.dtype
+
+
+def _inputs_together(kind: torch.dtype) -> int:
+    """Return how many inputs of an output are side by side in a panel: what fills 32 bits."""
+    return 4 // kind.itemsize

@@ -7,7 +7,7 @@
 
 #include "linear.h"
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(TIDEGATE_PRODUCTS) && defined(__linux__)
 #define TIDEGATE_TILES
 #include <sys/syscall.h>
 #include <unistd.h>

@@ -13,6 +13,7 @@ from engine.native.attention.paged import PagedAttention
 from engine.native.batch.layer_boundary import compact_rows
 from engine.native.model.layer_kernels import LayerKernels, Norm
 from engine.native.model.layer_parts import LayerParts
+from engine.native.model.quantized import QuantizedLinear, joined_biases
 
 Join = Callable[[Sequence[nn.Linear]], nn.Module]  # joins linear layers that read the same input into one layer
 
@@ -79,8 +80,11 @@ class FusedDecoderLayer(nn.Module):
         return attention.attend(form.layer_idx, query, key, value, form.scaling, form.softcap).flatten(1)
 
 
-def concatenate_linears(layers: Sequence[nn.Linear]) -> nn.Module:
-    """Return one linear layer whose output is the concatenation of the outputs of `layers`."""
+def concatenate_linears(layers: Sequence[nn.Linear]) -> nn.Linear:
+    """Return one linear layer whose output is the concatenation of the outputs of `layers`, all of the same kind."""
+    quantized = [layer for layer in layers if isinstance(layer, QuantizedLinear)]
+    if quantized:
+        return QuantizedLinear.joined(quantized)
     weight, bias = concatenated(layers)
     joined = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     joined.weight = nn.Parameter(weight, requires_grad=False)
@@ -92,7 +96,4 @@ def concatenate_linears(layers: Sequence[nn.Linear]) -> nn.Module:
 def concatenated(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     """Return the weights (out, in) and biases (out,) of `layers`, end to end; None if no layer has a bias."""
     weight = torch.cat([layer.weight.detach() for layer in layers])
-    if all(layer.bias is None for layer in layers):
-        return weight, None
-    biases = [weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach() for layer in layers]
-    return weight, torch.cat(biases)
+    return weight, joined_biases(layers, weight.device)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from engine.native.attention.kernels import HeadShape
 from engine.native.model.layer_kernels import Activation, Norm
+from engine.native.model.quantized import QuantizedLinear
 
 # The norms of a layer by their names: before attention, after it, before the MLP and after it. Llama and most others;
 # Gemma 2 and 3.
@@ -80,7 +81,8 @@ def parts_of(layer: Any) -> LayerParts | None:
     if qkv is None or gate_up is None or any(True for _ in attn.parameters(recurse=False)):  # such as attention sinks
         return None
     linears = (*qkv, attn.o_proj, *gate_up, mlp.down_proj)
-    shape = _head_shape(attn, qkv) if all(map(is_plain_linear, linears)) else None
+    is_plain = all(map(is_plain_linear, linears)) and len(set(map(type, linears))) == 1
+    shape = _head_shape(attn, qkv) if is_plain else None
     activation = _activation_of(getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None))
     if shape is None or activation is None:
         return None
@@ -112,6 +114,9 @@ def parts_of(layer: Any) -> LayerParts | None:
 
 
 def is_plain_linear(module: Any) -> bool:
+    """Return whether `module` is one of our quantised layers, or an unchanged linear layer with a plain weight."""
+    if type(module) is QuantizedLinear:
+        return True
     return type(module) is nn.Linear and type(module.weight) is nn.Parameter
 
 

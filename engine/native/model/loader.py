@@ -108,7 +108,7 @@ def _counted(parts: Collection[Any], phase: Phase) -> Iterator[Any]:
 def weight_bytes(config: EngineConfig, hf_config: Any, dtype: torch.dtype) -> int | None:
     """Return the size of the weights in memory, in bytes; None if it is not known before they are loaded."""
     if config.load_format == "dummy" or quantization_method(hf_config) is None:
-        return _plain_bytes(hf_config, dtype)
+        return _plain_bytes(hf_config, dtype, config.quantize is not None)
     return stored_bytes(str(Path(config.model).expanduser()))
 
 
@@ -171,11 +171,12 @@ def _unsupported_reason(hf_config: Any) -> str | None:
     return None
 
 
-def _plain_bytes(hf_config: Any, dtype: torch.dtype) -> int:
-    """Return the size in bytes that all weights have in `dtype`, without quantisation."""
+def _plain_bytes(hf_config: Any, dtype: torch.dtype, is_int8: bool) -> int:
+    """Return the size in bytes that all weights have in `dtype`; with `is_int8`, those of linear layers in int8."""
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
-    return sum(p.numel() * p.element_size() for p in skeleton.parameters())
+    linears = {m.weight for m in skeleton.modules() if isinstance(m, nn.Linear)} if is_int8 else set()
+    return sum(p.numel() * (1 if p in linears else p.element_size()) for p in skeleton.parameters())
 
 
 def _check_fits(needed: int | None, device: torch.device) -> None:

@@ -5,7 +5,7 @@ layer may be replaced.
 """
 
 import ctypes
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import structlog
 import torch
@@ -19,6 +19,7 @@ from engine.native.cpu.products import PanelLinear, Products, fits_panels
 from engine.native.execution.model_runner import ModelRunner
 from engine.native.model.fused_layer import FusedDecoderLayer, concatenate_linears
 from engine.native.model.layer_parts import LayerParts
+from engine.native.model.quantized import QuantizedLinear
 from engine.native.startup.fusion import Replacement, fuse_layers, record_trial_step
 
 LinearReplacement = Callable[[nn.Linear], nn.Module | None]
@@ -45,7 +46,11 @@ def _cpu_layers(runner: ModelRunner, library: ctypes.CDLL, dtype: torch.dtype) -
     """
     kernels, step = CpuKernels(library, dtype), SharedStep()
     has_products = Products.available(library, dtype)
-    join = PackedLinear if can_pack(dtype) else concatenate_linears
+    has_onednn = can_pack(dtype)
+
+    def join(layers: Sequence[nn.Linear]) -> nn.Module:
+        is_quantized = isinstance(layers[0], QuantizedLinear)
+        return PackedLinear(layers) if has_onednn and not is_quantized else concatenate_linears(layers)
 
     def fuse(parts: LayerParts) -> nn.Module:
         if has_products and NativeDecoderLayer.supports(parts):
@@ -66,7 +71,7 @@ def _packing(library: ctypes.CDLL | None, dtype: torch.dtype) -> LinearReplaceme
     def pack(linear: nn.Linear) -> nn.Module | None:
         if products is not None and fits_panels(linear):
             return PanelLinear(linear, products)
-        return PackedLinear([linear]) if has_onednn else None
+        return PackedLinear([linear]) if has_onednn and not isinstance(linear, QuantizedLinear) else None
 
     return pack
 

@@ -12,11 +12,9 @@ These are the steps, in order:
 
 import ctypes
 from dataclasses import dataclass, replace
-from typing import Any
 
 import structlog
 import torch
-from torch import nn
 
 from engine.config import EngineConfig, EngineStartError
 from engine.interface import EngineInfo, StepEviction, blocks_for
@@ -25,14 +23,12 @@ from engine.native.cpu.build import load_library
 from engine.native.cpu.kernels import CpuKernels
 from engine.native.cpu.sampler import CpuSampler
 from engine.native.cuda.step_graphs import GraphSize, graph_sizes
-from engine.native.device import choose_device, choose_dtype
 from engine.native.execution.model_runner import ModelRunner
 from engine.native.execution.torch_engine import TorchEngine
-from engine.native.kv.cache import KVCache, LayerShape, block_bytes
-from engine.native.kv.sizing import fitting_model_len, num_kv_blocks, wanted_model_len
+from engine.native.kv.cache import KVCache, block_bytes
+from engine.native.kv.sizing import fitting_model_len, num_kv_blocks
 from engine.native.kv.swap import SwapSpace, make_swap_space
-from engine.native.model.loader import context_limit, eos_token_ids, is_on_hub, is_quantised, load_config, load_model
-from engine.native.model.probe import LayerSpec, probe_layers
+from engine.native.model.loader import eos_token_ids, is_quantised
 from engine.native.startup.cpu_eviction_trial import can_evict_rows
 from engine.native.startup.cpu_optimize import optimize_for_cpu
 from engine.native.startup.cuda_bring_up import (
@@ -43,16 +39,15 @@ from engine.native.startup.cuda_bring_up import (
     working_sampler,
 )
 from engine.native.startup.fusion import is_same_model, trial_logits
+from engine.native.startup.loading import Loaded, load
 from engine.progress import Progress
 from engine.sampling.sampler import DeviceSampler, on_host, sample_ids
-
-_SMALL_MODEL = 10_000_000  # a model with fewer parameters is small; see `_set_threads`
 
 
 def build_native_engine(config: EngineConfig, progress: Progress) -> TorchEngine:
     """Build an engine whose steps run on the caller's thread. Raises `EngineStartError` if the engine cannot start."""
     _check_sizes(config)
-    loaded = _load(config, progress)
+    loaded = load(config, progress)
     kernels = _choose_kernels(config, loaded, progress)
     memory = _divide_memory(config, loaded, kernels)
     info = _describe(config, loaded, kernels, memory)
@@ -85,70 +80,6 @@ def _check_sizes(config: EngineConfig) -> None:
             raise EngineStartError(f"{name} is {value}: it must be at least 1")
 
 
-# -- load the model ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """The loaded model, with its device, dtype, configuration and memory needs."""
-
-    device: torch.device
-    dtype: torch.dtype
-    hf_config: Any
-    wanted_len: int  # maximum tokens in a sequence, if the KV cache has room for them
-    model: nn.Module
-    specs: list[LayerSpec]  # one for each layer: the properties that attention needs
-    step_bytes: int  # device memory that the largest step needs beyond weights and KV; 0 on a CPU
-
-    @property
-    def layers(self) -> list[LayerShape]:
-        return [spec.shape for spec in self.specs]
-
-
-def _load(config: EngineConfig, progress: Progress) -> _Loaded:
-    device = choose_device(config.device)
-    dtype = choose_dtype(config.dtype, device)
-    # The hub's client shows its downloads itself.
-    with progress.phase("loading the model", draws_itself=is_on_hub(config)) as phase:
-        hf_config = load_config(config)
-        wanted_len = wanted_model_len(config, context_limit(hf_config))
-        model = load_model(config, hf_config, dtype, device, phase)
-    _set_threads(config, model)
-    with progress.phase("probing the model"):
-        specs, step_bytes = _measure(model, hf_config, config, device)
-    return _Loaded(device, dtype, hf_config, wanted_len, model, specs, step_bytes)
-
-
-def _set_threads(config: EngineConfig, model: nn.Module) -> None:
-    """Set the number of CPU threads of an operator: the configured number, or 1 for a small model.
-
-    For a larger model without a configured number, torch's default stays. The operators of a small model are too short
-    to be divided among threads: a second thread makes a step of the demo model only 1.2 times as fast, and occupies the
-    core that the gateway needs.
-    """
-    is_small = sum(p.numel() for p in model.parameters()) < _SMALL_MODEL
-    if config.num_threads is not None or is_small:
-        torch.set_num_threads(config.num_threads or 1)
-
-
-def _measure(
-    model: nn.Module, hf_config: Any, config: EngineConfig, device: torch.device
-) -> tuple[list[LayerSpec], int]:
-    """Return for each layer the properties that attention needs, and the memory of the largest step in bytes.
-
-    On a CPU the number of bytes is 0: KV gets only a part of the free memory, and the rest is ample for a step.
-    """
-    if device.type == "cpu":
-        return probe_layers(model, hf_config, 1, 1, config.max_model_len), 0
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    num_rows = min(config.max_num_seqs, config.max_step_tokens)
-    specs = probe_layers(model, hf_config, config.max_step_tokens, num_rows, config.max_model_len)
-    peak = torch.cuda.max_memory_allocated(device) - before
-    torch.cuda.empty_cache()
-    return specs, peak
-
-
 # -- choose kernels ------------------------------------------------------------------------------------------------
 
 
@@ -167,7 +98,7 @@ class _Kernels:
         return "own Triton kernels" if self.library is None else "own C++ kernels"
 
 
-def _choose_kernels(config: EngineConfig, loaded: _Loaded, progress: Progress) -> _Kernels:
+def _choose_kernels(config: EngineConfig, loaded: Loaded, progress: Progress) -> _Kernels:
     library = load_library(progress) if loaded.device.type == "cpu" and config.optimize else None
     with progress.phase("trying the attention kernels"):
         attention = _attention_kernels(config, loaded, library)
@@ -176,7 +107,7 @@ def _choose_kernels(config: EngineConfig, loaded: _Loaded, progress: Progress) -
     return _Kernels(library, attention, graph_sizes(largest, config.max_step_tokens) if wants_graphs else [])
 
 
-def _attention_kernels(config: EngineConfig, loaded: _Loaded, library: ctypes.CDLL | None) -> AttentionKernels | None:
+def _attention_kernels(config: EngineConfig, loaded: Loaded, library: ctypes.CDLL | None) -> AttentionKernels | None:
     if loaded.device.type == "cuda" and config.optimize:
         num_heads = getattr(loaded.hf_config.get_text_config(decoder=True), "num_attention_heads", None)
         return working_kernels(
@@ -199,7 +130,7 @@ class _Memory:
     swap: SwapSpace | None
 
 
-def _divide_memory(config: EngineConfig, loaded: _Loaded, kernels: _Kernels) -> _Memory:
+def _divide_memory(config: EngineConfig, loaded: Loaded, kernels: _Kernels) -> _Memory:
     sizes = kernels.graph_sizes
     max_blocks = blocks_for(loaded.wanted_len, config.block_size)  # blocks of the longest sequence
     for_graphs = graph_bytes(sizes, max_blocks, loaded.step_bytes) if sizes else 0
@@ -211,7 +142,7 @@ def _divide_memory(config: EngineConfig, loaded: _Loaded, kernels: _Kernels) -> 
     return _Memory(num_blocks, one_block, for_graphs, cache, swap)
 
 
-def _make_cache(loaded: _Loaded, num_blocks: int, block_size: int) -> KVCache:
+def _make_cache(loaded: Loaded, num_blocks: int, block_size: int) -> KVCache:
     try:
         return KVCache(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device)
     except (torch.OutOfMemoryError, MemoryError, OSError) as error:
@@ -221,7 +152,7 @@ def _make_cache(loaded: _Loaded, num_blocks: int, block_size: int) -> KVCache:
 # -- describe the engine -------------------------------------------------------------------------------------------
 
 
-def _describe(config: EngineConfig, loaded: _Loaded, kernels: _Kernels, memory: _Memory) -> EngineInfo:
+def _describe(config: EngineConfig, loaded: Loaded, kernels: _Kernels, memory: _Memory) -> EngineInfo:
     device, swap = loaded.device, memory.swap
     return EngineInfo(
         model_path=config.model,
@@ -243,7 +174,7 @@ def _describe(config: EngineConfig, loaded: _Loaded, kernels: _Kernels, memory: 
     )
 
 
-def _log(info: EngineInfo, loaded: _Loaded, memory: _Memory) -> None:
+def _log(info: EngineInfo, loaded: Loaded, memory: _Memory) -> None:
     structlog.get_logger(__name__).info(
         "engine ready",
         model=info.model_path,
@@ -264,7 +195,7 @@ def _log(info: EngineInfo, loaded: _Loaded, memory: _Memory) -> None:
 # -- make the model faster ------------------------------------------------------------------------------------------
 
 
-def _optimize(runner: ModelRunner, info: EngineInfo, loaded: _Loaded, kernels: _Kernels) -> None:
+def _optimize(runner: ModelRunner, info: EngineInfo, loaded: Loaded, kernels: _Kernels) -> None:
     """Replace layers by faster ones. Raises `EngineStartError` if this changes the results of the whole model."""
     before = trial_logits(runner, info)
     if loaded.device.type == "cpu":
@@ -275,19 +206,19 @@ def _optimize(runner: ModelRunner, info: EngineInfo, loaded: _Loaded, kernels: _
         raise EngineStartError(f"{info.model_path} computes something else with faster layers: use --no-optimize")
 
 
-def _capture_graphs(runner: ModelRunner, info: EngineInfo, loaded: _Loaded, kernels: _Kernels, memory: _Memory) -> None:
+def _capture_graphs(runner: ModelRunner, info: EngineInfo, loaded: Loaded, kernels: _Kernels, memory: _Memory) -> None:
     graphs = capture_graphs(runner, memory.cache, info, kernels.graph_sizes, memory.graph_bytes, loaded.device)
     if graphs is not None:
         runner.use_graphs(graphs)
 
 
-def _device_sampler(info: EngineInfo, loaded: _Loaded, kernels: _Kernels) -> DeviceSampler:
+def _device_sampler(info: EngineInfo, loaded: Loaded, kernels: _Kernels) -> DeviceSampler:
     if kernels.attention is None or loaded.device.type != "cuda":
         return sample_ids
     return working_sampler(info.vocab_size, loaded.dtype, loaded.device)
 
 
-def _step_eviction(runner: ModelRunner, info: EngineInfo, loaded: _Loaded, kernels: _Kernels) -> StepEviction:
+def _step_eviction(runner: ModelRunner, info: EngineInfo, loaded: Loaded, kernels: _Kernels) -> StepEviction:
     """Return the granularity at which sequences can be evicted from a running step.
 
     Nothing can be evicted with CUDA graphs, because a graph is always replayed as a whole, or with async scheduling,

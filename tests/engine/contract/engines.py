@@ -7,8 +7,9 @@ block, because vLLM's blocks for CPUs are larger than those of the native engine
 import asyncio
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from engine.config import EngineConfig
 from engine.factory import build_engine
 from engine.interface import Engine, EngineInfo
 from engine.modeled.engine import ModeledEngine
+from engine.native.model.quantized import QuantizedLinear
 from engine.thread import EngineThread
 from engine.vllm.constraints import Constraints
 from engine.vllm.stepper import VllmStepper
@@ -61,6 +63,7 @@ def write_model(directory: Path) -> Any:
     model = save_model(directory, config, poisoned_token=POISON)
     with torch.no_grad():
         _forbid_poison(model)
+        _round_to_int8(model)
     model.save_pretrained(directory)
     return model
 
@@ -73,6 +76,13 @@ def _forbid_poison(model: Any) -> None:
         layer.mlp.down_proj.weight[0] = 0.0
     model.lm_head.weight[POISON] = 0.0
     model.lm_head.weight[POISON, 0] = -1000.0
+
+
+def _round_to_int8(model: Any) -> None:
+    """Give all linear layers weights that int8 holds exactly, so that quantised engines compute the same model."""
+    for linear in (module for module in model.modules() if isinstance(module, torch.nn.Linear)):
+        quantized = QuantizedLinear.of(linear)
+        linear.weight.copy_(quantized.codes * quantized.scales[:, None])
 
 
 def make_info(directory: Path, **more: Any) -> EngineInfo:
@@ -97,12 +107,13 @@ def build_modeled_ahead(directory: Path) -> Engine:
     return ModeledEngine(make_info(directory, steps_ahead=1), lambda seconds: asyncio.sleep(0), prefix_cache=True)
 
 
-def build_native(directory: Path) -> Engine:
+def build_native(directory: Path, quantize: Literal["int8"] | None = None) -> Engine:
     block_bytes = 4 * 2 * 2 * 2 * 32 * 4  # tokens, keys and values, layers, heads, numbers a head, bytes a number
     return build_engine(
         EngineConfig(
             str(directory),
             dtype="float32",
+            quantize=quantize,
             device="cpu",
             block_size=4,
             max_model_len=CONTEXT_BLOCKS * 4,
@@ -143,5 +154,6 @@ ENGINES: dict[str, tuple[Callable[[Path], Engine], tuple[pytest.MarkDecorator, .
     "modeled-ahead": (build_modeled_ahead, ()),
     "scripted": (build_scripted, ()),
     "native": (build_native, ()),
+    "int8": (partial(build_native, quantize="int8"), ()),
     "vllm": (build_vllm, (NEEDS_VLLM,)),
 }

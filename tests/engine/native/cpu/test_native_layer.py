@@ -4,7 +4,7 @@ Steps mix prefills, chunks after a context, and decodes.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -74,9 +74,12 @@ def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     library_with(request.param, monkeypatch)
 
 
-def logits_of_steps(directory: Path, optimize: bool) -> tuple[Any, list[Tensor]]:
+def logits_of_steps(
+    directory: Path, optimize: bool, quantize: Literal["int8"] | None = None
+) -> tuple[Any, list[Tensor]]:
     """Return the model and the logits after each sequence that a step completes."""
-    config = EngineConfig(str(directory), dtype="bfloat16", kv_cache_bytes=1 << 20, optimize=optimize, block_size=8)
+    options: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_bytes": 1 << 20, "block_size": 8}
+    config = EngineConfig(str(directory), optimize=optimize, quantize=quantize, **options)
     engine = build_torch_engine(config)
     table, found = SequenceTable(engine.info), []
     generator = torch.Generator().manual_seed(5)
@@ -96,11 +99,13 @@ def logits_of_steps(directory: Path, optimize: bool) -> tuple[Any, list[Tensor]]
     return engine._runner._model, found
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_layer_in_one_call_computes_the_same(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "quantize"), [*((name, None) for name in CONFIGS), *((name, "int8") for name in ("biases", "gemma3"))]
+)
+def test_a_layer_in_one_call_computes_the_same(name: str, quantize: Literal["int8"] | None, tmp_path: Path) -> None:
     save_model(tmp_path, CONFIGS[name]())
-    native, actual = logits_of_steps(tmp_path, optimize=True)
-    _, expected = logits_of_steps(tmp_path, optimize=False)
+    native, actual = logits_of_steps(tmp_path, True, quantize)
+    _, expected = logits_of_steps(tmp_path, False, quantize)
     assert sum(isinstance(module, NativeDecoderLayer) for module in native.modules()) == 3
     assert len(actual) == len(expected) == 3
     for ours, theirs in zip(actual, expected, strict=True):

@@ -11,7 +11,7 @@ from torch import nn
 from engine.config import EngineConfig, EngineStartError
 from engine.factory import build_torch_engine
 from engine.native.cpu.packed_linear import PackedLinear, can_pack
-from engine.native.startup import engine_builder
+from engine.native.startup import loading
 from tests.engine.models import CONFIGS, save_model
 from tests.engine.native.cpu.compiled import compiled_library
 
@@ -43,7 +43,7 @@ def test_a_layer_with_known_parts_and_other_arithmetic_is_not_fused(
 ) -> None:
     """The trial finds it: this Llama doubles what its attention adds to the residual stream."""
     save_model(tmp_path, CONFIGS["llama"]())
-    load = engine_builder.load_model
+    load = loading.load_model
 
     def load_doubled(*args: Any) -> Any:
         model: Any = load(*args)
@@ -51,7 +51,7 @@ def test_a_layer_with_known_parts_and_other_arithmetic_is_not_fused(
             layer.self_attn.register_forward_hook(lambda module, inputs, output: (2 * output[0], *output[1:]))
         return model
 
-    monkeypatch.setattr(engine_builder, "load_model", load_doubled)
+    monkeypatch.setattr(loading, "load_model", load_doubled)
     assert build(tmp_path)[1]["fused_layers"] == 0
 
 
@@ -103,14 +103,14 @@ class KeepsItsEmbedding(nn.Module):
 def test_a_model_that_reuses_an_input_of_its_layers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each fused layer is right, but it overwrites in place the embeddings that the model has kept."""
     save_model(tmp_path, CONFIGS["llama"]())
-    load = engine_builder.load_model
+    load = loading.load_model
 
     def load_wrapped(*args: Any) -> Any:
         model: Any = load(*args)
         model.model = KeepsItsEmbedding(model.model)
         return model
 
-    monkeypatch.setattr(engine_builder, "load_model", load_wrapped)
+    monkeypatch.setattr(loading, "load_model", load_wrapped)
     with pytest.raises(EngineStartError, match="--no-optimize"):
         build(tmp_path)
     build(tmp_path, optimize=False)
