@@ -105,8 +105,7 @@ class NewSequence:
     output_token_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(msgspec.Struct, frozen=True):  # a struct, since a step makes hundreds
     """An instruction to compute the next `num_tokens` (≥ 1) known tokens of `seq_id`, or fewer if fewer are left.
 
     A sequence without KV first takes the blocks of its prefix that are in the prefix cache. Only the remaining tokens
@@ -169,8 +168,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens as (id, log probability), likeliest first
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceOutput:
+class SequenceOutput(msgspec.Struct, frozen=True):  # a struct, since a step makes hundreds
     """The outcome of one `Run`."""
 
     seq_id: str

@@ -5,6 +5,7 @@ tier (`gateway.identity` does), nor how a knob is moved (`scheduler.control` doe
 for example `tiers.bulk.batch_size.start: …`.
 """
 
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -169,7 +170,7 @@ class Tier(_Strict):
         limit_ms = self.slo.ttft_p99_ms if self.admission.predict else self.admission.patience_ms
         return None if limit_ms is None else limit_ms / 1000
 
-    @property
+    @cached_property
     def is_interactive(self) -> bool:
         """Whether the tier has a latency SLO. A tier without a latency SLO is a bulk tier.
 

@@ -12,9 +12,9 @@ from scheduler.config import Tier
 from scheduler.request import Lease, Request, is_sampled
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Sample:
-    """One observed latency, for metrics and the controller."""
+    """One observed latency, for metrics and the controller. Nothing in it changes."""
 
     # "ttft" | "itl" | "e2e" (arrival to end) | "queue" (arrival to first step) | "service" (first step to first token)
     kind: str
@@ -114,14 +114,12 @@ class RequestState:
     marks: TraceMarks | None = None  # None: the request is not traced
     prompt_digests: tuple[int, ...] | None = None  # see `PromptPrefixes`, which computes them when it needs them
     _status: Status = Status.WAITING
+    id: str = field(init=False)
 
     def __post_init__(self) -> None:
+        self.id = self.request.id
         if is_sampled(self.request.traceparent):
             self.marks = TraceMarks()
-
-    @property
-    def id(self) -> str:
-        return self.request.id
 
     @property
     def lease(self) -> Lease:

@@ -29,19 +29,19 @@ from engine.sequences.sequence import Sequence, SequenceStatus
 _NONE_SCORED = range(0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Chunk:
-    """A `Run` whose blocks are allocated: the tokens `start … start + num_tokens - 1` of `sequence`."""
+    """A `Run` whose blocks are allocated: the tokens `start … end - 1` of `sequence`. Nothing in it changes."""
 
     sequence: Sequence
     start: int
     num_tokens: int
     unfilled_block: int | None = None  # a newly allocated block with slots that the chunk does not write
     num_cached: int = 0  # tokens before `start` that this step took from the prefix cache
+    end: int = field(init=False)
 
-    @property
-    def end(self) -> int:
-        return self.start + self.num_tokens
+    def __post_init__(self) -> None:
+        self.end = self.start + self.num_tokens
 
     @property
     def samples(self) -> bool:
@@ -60,9 +60,9 @@ class Chunk:
         return range(max(self.start + 1, sequence.num_scored_tokens), min(self.end + 1, sequence.num_prompt_tokens))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Outcome:
-    """The result of one chunk.
+    """The result of one chunk. Nothing in it changes.
 
     If `is_evicted` is true, the sequence stays as it was before the step, and no other field is set.
     """
@@ -142,7 +142,8 @@ class SequenceTable:
             if run.seq_id in starting:
                 runs.append(run)
             elif sequence is not None:
-                runs.append(Run(run.seq_id, min(run.num_tokens, sequence.num_uncomputed_tokens)))
+                left = sequence.num_uncomputed_tokens
+                runs.append(run if run.num_tokens <= left else Run(run.seq_id, left))
         preempt = tuple(preempt for preempt in plan.preempt if preempt.seq_id in self._sequences)
         resume = tuple(seq_id for seq_id in plan.resume if seq_id in self._sequences)
         return replace(plan, preempt=preempt, resume=resume, run=tuple(runs))
@@ -286,7 +287,7 @@ class SequenceTable:
     def _allocate(self, run: Run, num_cached: int) -> Chunk:
         sequence = self._sequences[run.seq_id]
         start = sequence.num_computed_tokens
-        num_tokens = min(run.num_tokens, sequence.num_uncomputed_tokens)
+        num_tokens = min(run.num_tokens, sequence.num_tokens - start)
         end = start + num_tokens
         missing = blocks_for(end, self._info.block_size) - len(sequence.block_table)
         if missing <= 0:

@@ -7,9 +7,9 @@ HTTP statuses; does not know tiers, attempts or time.
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import suppress
-from dataclasses import replace
 
 import msgspec
+from msgspec import structs
 
 from engine.interface import EngineInfo, FinishReason, SamplingParams, SequenceOutput
 from engine.streaming import (
@@ -84,7 +84,7 @@ class HttpUpstream:
                     if output.finish_reason is None:
                         yield output
                         continue
-                    yield replace(output, num_cached_tokens=await self._cached_tokens(piece, pieces))
+                    yield structs.replace(output, num_cached_tokens=await self._cached_tokens(piece, pieces))
                     return
             raise UpstreamLost("The server ended the stream before the answer was whole.")
         finally:

@@ -182,9 +182,11 @@ class RequestTable:
         """Add `state` to the table, or move it to the group to which it belongs now."""
         group = _group_of(state)
         entry = self._entries.get(state.id)
+        if entry is not None and entry[0] is group and group is not _Group.NOT_RESIDENT:
+            return
         key = (state.status is Status.WAITING, state.edf_key)
         if entry is not None:
-            if entry[0] is group and (group is not _Group.NOT_RESIDENT or entry[1] == key):
+            if entry == (group, key):
                 return
             self.remove(state)
         self._states[state.id] = state

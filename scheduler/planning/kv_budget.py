@@ -62,6 +62,8 @@ class BlockBudget:
         sequences do, at least `reserve_blocks` stay free.
         """
         need, available = self._demand(state, num_tokens, reserve_blocks)
+        if not need and state.is_resident:
+            return []
         chosen = self._victims(state, need - available, candidates) if need > available else []
         if chosen is None:
             return None
@@ -79,7 +81,8 @@ class BlockBudget:
         if not state.is_resident:
             kept_free = reserve_blocks if self._any_resident else 0
             return self._room_needed(state), self._free - self._total_reserved - kept_free
-        need = max(0, blocks_for(state.num_computed_tokens + num_tokens, size) - state.blocks_held(size))
+        computed = state.num_computed_tokens
+        need = blocks_for(computed + num_tokens, size) - blocks_for(computed, size)
         own = self._reserved.get(state.id, 0)
         return need, self._free if need <= own else self._free - self._total_reserved + own
 

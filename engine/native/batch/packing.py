@@ -10,6 +10,7 @@ Chunks of one token (decodes) come first, sorted from the longest context to the
 contexts is a slice of the rows.
 """
 
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -166,11 +167,11 @@ def _decode_groups(decodes: list[Chunk], block_size: int) -> Iterator[DecodeGrou
 def _decode_group(decodes: list[Chunk], first_row: int, block_size: int) -> DecodeGroup:
     context_lens = np.array([c.end for c in decodes], dtype=np.int64)
     num_blocks = blocks_for(decodes[0].end, block_size)
-    table = np.empty((len(decodes), num_blocks), dtype=np.int64)
-    for row, chunk in zip(table, decodes, strict=True):
+    table = array("q")
+    for chunk in decodes:
         # If the chunk is a piece of a larger chunk, its block table continues with blocks that are not written yet.
-        own = chunk.sequence.block_table[: blocks_for(chunk.end, block_size)]
-        row[: len(own)] = own
+        own = chunk.sequence.block_table[: -(-chunk.end // block_size)]
+        table.extend(own)
         # The padding is masked. It repeats a block of the same sequence, so that no other KV enters the computation.
-        row[len(own) :] = own[0]
-    return DecodeGroup(first_row, len(decodes), table, context_lens)
+        table.extend(own[:1] * (num_blocks - len(own)))
+    return DecodeGroup(first_row, len(decodes), np.frombuffer(table, np.int64).reshape(-1, num_blocks), context_lens)

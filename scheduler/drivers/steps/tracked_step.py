@@ -15,9 +15,9 @@ from scheduler.planning.step_eviction import StepTiming
 from scheduler.request_state import RequestState
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TrackedRun:
-    """A sequence in a step."""
+    """A sequence in a step. Nothing in it changes."""
 
     state: RequestState
     run_s: float  # predicted cost of its run

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from msgspec import structs
+
 from engine.interface import SequenceOutput
 from engine.step_time.model import StepTimeModel
 from engine.streaming import (
@@ -224,7 +226,7 @@ class StreamCore:
         self._note_cached(state, output)
         is_part = self._streams.is_part(state, output)
         if is_part:
-            output = replace(output, finish_reason=None)
+            output = structs.replace(output, finish_reason=None)
         elif output.finish_reason is not None:
             self._forget(state)
         self.held.outputs.add(state, output, self._bulk_total_s, now, report)

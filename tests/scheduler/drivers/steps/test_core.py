@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from engine.interface import SequenceFailure, StepResult, TokenLogprobs
 from engine.step_time.cost import StepCost, StepWork
@@ -393,7 +394,7 @@ def step_scored(stepped: SteppedCore, after_s: float = 0.0, prompt: tuple[int, .
     result = run_now(stepped.engine.collect())
     stepped.now += after_s
     (output,) = result.outputs
-    output = replace(output, logprobs=scored(*output.token_ids), prompt_logprobs=scored(*prompt))
+    output = structs.replace(output, logprobs=scored(*output.token_ids), prompt_logprobs=scored(*prompt))
     report = stepped.core.apply(replace(result, outputs=(output,)), stepped.now)
     return [event for events in report.events.values() for event in events]
 
