@@ -12,12 +12,15 @@ from pkgutil import resolve_name
 from pydantic import ValidationError
 from pydantic_settings import CliApp, SettingsError
 
+from engine import gguf
+from engine.config import EngineStartError
 from tidegate.logs import configure_logging
 from tidegate.settings import base, commands
 from tidegate.settings.base import CONFIG_VARIABLE, CommonSettings
 from tidegate.settings.commands import DemoSettings, DoctorSettings, ServeSettings
 from tidegate.settings.gateway import GatewaySettings
 from tidegate.settings.worker import WorkerSettings
+from tidegate.supervision.keeper import EX_CONFIG
 from tidegate.supervision.process import keep_files_private
 
 EX_USAGE = 2
@@ -128,7 +131,21 @@ def _load(kind: type[CommonSettings], command: str, args: list[str]) -> CommonSe
         sys.exit(EX_USAGE)
     configure_logging(command, settings.log_level, settings.log_format)
     keep_files_private()
-    return settings
+    return _with_unpacked_model(command, settings)
+
+
+def _with_unpacked_model(command: str, settings: CommonSettings) -> CommonSettings:
+    """Return the settings with a directory in place of a GGUF file. If it cannot be read, end the program."""
+    if settings.model is None or not settings.model.endswith(gguf.SUFFIX) or command == "adopt":
+        return settings
+    computes = getattr(settings, "engine", "native") in ("native", "vllm") and command != "gateway"
+    try:
+        file = Path(settings.model).expanduser()
+        directory = gguf.unpacked(file, with_weights=computes and settings.load_format == "auto")
+    except EngineStartError as error:
+        print(f"tidegate {command}: {error}", file=sys.stderr)
+        sys.exit(EX_CONFIG)
+    return settings.model_copy(update={"model": str(directory), "served_model_name": list(settings.base_names)})
 
 
 def _take_config(args: list[str]) -> list[str]:

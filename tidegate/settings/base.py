@@ -56,7 +56,9 @@ class CommonSettings(BaseSettings):
     config: Path | None = Field(
         default=None, description="YAML file with settings; flags and environment variables override it"
     )
-    model: str | None = Field(default=None, description="transformers model directory or hub id; unset: the demo model")
+    model: str | None = Field(
+        default=None, description="transformers model directory, hub id or GGUF file; unset: the demo model"
+    )
     served_model_name: Annotated[list[str] | None, NoDecode] = Field(
         default=None, description="model name or names that clients use; unset: the name of the model"
     )
@@ -115,8 +117,13 @@ class CommonSettings(BaseSettings):
     @property
     def model_names(self) -> tuple[str, ...]:
         """The names that clients use for the model and its adapters. The first one is the main name."""
-        own = [self.model.rstrip("/").rsplit("/", 1)[-1] if self.model else DEMO_MODEL]
-        return (*(self.served_model_name or own), *self.adapter_paths)
+        return (*self.base_names, *self.adapter_paths)
+
+    @property
+    def base_names(self) -> list[str]:
+        """The names of the model itself."""
+        own = self.model.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf") if self.model else DEMO_MODEL
+        return self.served_model_name or [own]
 
     @property
     def adapter_paths(self) -> dict[str, str]:

@@ -45,7 +45,7 @@ def read_weights(model: str, hf_config: Any, device: torch.device, options: dict
         if method is None:
             raise
         raise EngineStartError(f"model {model} is quantised with {method}: {_one_line(error)}") from error
-    _check_report(model, report)
+    check_report(model, report)
     if "device_map" not in options and device.type != "cpu":
         loaded = loaded.to(device)
     module: nn.Module = loaded
@@ -104,7 +104,7 @@ def _indexed_files(index: Path) -> list[str]:
         raise EngineStartError(f"model {index.parent}: {index.name} is not a valid index of weights") from error
 
 
-def _check_report(model: str, report: dict[str, Any]) -> None:
+def check_report(model: str, report: dict[str, Any]) -> None:
     """Raises `EngineStartError` if weights are missing or have the wrong shape.
 
     transformers itself would fill such weights with random numbers. Unused weights are only logged as a warning.
@@ -136,7 +136,7 @@ def _one_line(error: Exception) -> str:
 
 @contextmanager
 def _without_transformers_log() -> Iterator[None]:
-    """Silence transformers' table of weights that do not match the model; `_check_report` reports these weights."""
+    """Silence transformers' table of weights that do not match the model; `check_report` reports these weights."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:

@@ -1,0 +1,95 @@
+"""Write what a GGUF file contains as a directory of transformers. A process of its own: `engine.gguf` starts it.
+
+    python -m engine.native.model.gguf [--weights] FILE DIRECTORY
+
+Prints one line of JSON about the weights. On a failure, the last line of stderr is the reason.
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from gguf import GGUFReader
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from engine.config import EngineStartError
+from engine.native.model.weights import check_report
+
+_WIDE = {"F32", "F16", "F64"}  # kinds of tensors whose numbers bfloat16 would round much
+
+
+def unpack(file: Path, directory: Path, with_weights: bool) -> dict[str, Any]:
+    """Write the configuration and the tokenizer, and the weights if wanted. Return what was written of weights."""
+    place = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    reader = GGUFReader(file)
+    config = AutoConfig.from_pretrained(**place)
+    config.save_pretrained(directory)
+    _write_tokenizer(reader, directory, place)
+    _write_ends(reader, config, directory)
+    kinds = Counter(tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1)
+    about: dict[str, Any] = {"tensors": dict(kinds), "weights": "not needed here"}
+    if with_weights:
+        dtype = torch.float32 if kinds.keys() & _WIDE else torch.bfloat16
+        _write_weights(file, directory, place, config, dtype)
+        about["weights"] = f"unpacked to {str(dtype).removeprefix('torch.')}"
+    return about
+
+
+def _write_tokenizer(reader: GGUFReader, directory: Path, place: dict[str, str]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(**place)
+    tokenizer.chat_template = tokenizer.chat_template or _value(reader, "tokenizer.chat_template")
+    tokenizer.save_pretrained(directory)
+
+
+def _write_ends(reader: GGUFReader, config: Any, directory: Path) -> None:
+    """Write generation_config.json with all tokens that end an answer: of a text, of a turn, of a message."""
+    ends = [_value(reader, f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    known = list(dict.fromkeys(int(end) for end in (config.eos_token_id, *ends) if isinstance(end, int)))
+    GenerationConfig(bos_token_id=config.bos_token_id, eos_token_id=known or None).save_pretrained(directory)
+
+
+def _write_weights(file: Path, directory: Path, place: dict[str, str], config: Any, dtype: torch.dtype) -> None:
+    """Write the weights to one file, in `dtype`. Raises `EngineStartError` if some are missing."""
+    options: dict[str, Any] = {"config": config, "dtype": dtype, "output_loading_info": True}
+    if hasattr(transformers, "GgufConfig"):  # versions without it always unpack
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    model, report = AutoModelForCausalLM.from_pretrained(**place, **options)
+    check_report(str(file), report)
+    model.config.save_pretrained(directory)  # with the dtype
+    partial = directory / "unpacking"
+    model.save_pretrained(partial, max_shard_size="10TB")
+    (partial / "model.safetensors").replace(directory / "model.safetensors")
+    for left in partial.iterdir():
+        left.unlink()
+    partial.rmdir()
+
+
+def _value(reader: GGUFReader, name: str) -> Any:
+    field = reader.get_field(name)
+    return None if field is None else field.contents()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--weights", action="store_true")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("directory", type=Path)
+    asked = parser.parse_args()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        about = unpack(asked.file, asked.directory, asked.weights)
+    except EngineStartError as error:
+        sys.exit(str(error))
+    except Exception as error:  # transformers tells of unknown files and architectures in many ways
+        sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())}")
+    print(json.dumps(about))
+
+
+if __name__ == "__main__":
+    main()
