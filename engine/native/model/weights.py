@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 from engine.config import EngineStartError
 
 _INDEX = "model.safetensors.index.json"
+_WAY_OUT = "or use --engine vllm, or the model's plain weights with --quantize int8"
 _MAX_NAMED = 3  # a message lists the names of at most this many weights
 
 
@@ -30,7 +31,7 @@ def read_weights(model: str, hf_config: Any, device: torch.device, options: dict
     """Return the model with the weights of `model`, a directory or hub id, on `device`.
 
     `options` are passed to `from_pretrained`. Raises `EngineStartError` if weights are missing, damaged or of the wrong
-    shape, or if the package for their quantisation is missing.
+    shape, or if their quantisation needs a package or a device that is missing.
     """
     _check_files(Path(model))
     method = quantization_method(hf_config)
@@ -41,11 +42,15 @@ def read_weights(model: str, hf_config: Any, device: torch.device, options: dict
             loaded, report = AutoModelForCausalLM.from_pretrained(
                 model, config=hf_config, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )
-    except ImportError as error:
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # each quantisation package tells in its own way what it lacks
         if method is None:
             raise
-        raise EngineStartError(f"model {model} is quantised with {method}: {_one_line(error)}") from error
+        raise EngineStartError(f"model {model} is quantised with {method}: {_one_line(error)} ({_WAY_OUT})") from error
     check_report(model, report)
+    if method is not None and getattr(loaded, "hf_quantizer", None) is None:
+        loaded = loaded.to(options["dtype"])  # unpacked to plain weights, of which some keep the checkpoint's dtype
     if "device_map" not in options and device.type != "cpu":
         loaded = loaded.to(device)
     module: nn.Module = loaded

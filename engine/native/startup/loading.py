@@ -14,7 +14,7 @@ from engine.config import EngineConfig, EngineStartError
 from engine.native.device import choose_device, choose_dtype
 from engine.native.kv.cache import LayerShape
 from engine.native.kv.sizing import wanted_model_len
-from engine.native.model.loader import context_limit, is_on_hub, load_config, load_model
+from engine.native.model.loader import context_limit, is_on_hub, is_quantised, load_config, load_model
 from engine.native.model.probe import LayerSpec, probe_layers
 from engine.native.model.quantized import quantize
 from engine.native.model.weights import quantization_method
@@ -60,9 +60,10 @@ def _load_weights(
     """Return the loaded model. With `--quantize`, only the quantised weights come to `device`."""
     if config.quantize is None:
         return load_model(config, hf_config, dtype, device, phase)
-    if (method := quantization_method(hf_config)) is not None:
-        raise EngineStartError(f"the weights of {config.model} are quantised already, with {method}: drop --quantize")
     model = load_model(config, hf_config, dtype, torch.device("cpu"), phase)
+    if is_quantised(model):
+        method = quantization_method(hf_config)
+        raise EngineStartError(f"the weights of {config.model} are quantised already, with {method}: drop --quantize")
     num_quantized = quantize(model)
     structlog.get_logger(__name__).info("weights quantised", kind=config.quantize, linears=num_quantized)
     try:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import random
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,13 +13,14 @@ import pytest
 import structlog
 import torch
 from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
 from torch import Tensor
 
 from engine.config import EngineConfig, EngineStartError
 from engine.factory import build_torch_engine
 from engine.native.model.loader import load_config, load_model
 from tests.engine.drive import drive, make_new
-from tests.engine.models import CONFIGS, generate, save_model
+from tests.engine.models import CONFIGS, generate, make_prompts, save_model
 
 CPU = torch.device("cpu")
 INDEX = "model.safetensors.index.json"
@@ -176,15 +178,15 @@ def test_damaged_shards_are_refused(damage: Callable[[Path], object], message: s
     assert re.search(message, refusal(sharded))
 
 
-# The package that each quantisation method needs first, as the error names it if no such package is installed.
+# The packages that each quantisation method needs, in the order in which the error names the first that is missing.
 PACKAGES = {
-    "torchao": "torchao",
-    "gptq": "optimum",
-    "awq": "gptqmodel",
-    "compressed-tensors": "compressed-tensors",
-    "bitsandbytes": "accelerate",
-    "fp8": "accelerate",
-    "hqq": "hqq",
+    "torchao": ("torchao",),
+    "gptq": ("optimum", "gptqmodel"),
+    "awq": ("gptqmodel",),
+    "compressed-tensors": ("compressed-tensors",),
+    "bitsandbytes": ("accelerate", "bitsandbytes"),
+    "fp8": ("accelerate",),
+    "hqq": ("hqq",),
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "torchao": {"quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}}},
@@ -195,13 +197,42 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("method", PACKAGES)
 def test_a_quantised_model_names_the_package_that_it_needs(method: str, llama: Path) -> None:
-    package = PACKAGES[method]
-    if importlib.util.find_spec(package.replace("-", "_")):
-        pytest.skip(f"{package} is installed")
+    missing = [name for name in PACKAGES[method] if not importlib.util.find_spec(name.replace("-", "_"))]
+    if not missing:
+        pytest.skip("its packages are installed")
     change_config(llama, quantization_config={"quant_method": method, **SETTINGS.get(method, {})})
     message = refusal(llama)
     assert f"is quantised with {method}: " in message
-    assert package in message.split(": ", 1)[1].lower()
+    assert missing[0] in message.split(": ", 1)[1].lower()
+    assert message.endswith("(or use --engine vllm, or the model's plain weights with --quantize int8)")
+
+
+def test_fp8_weights_are_unpacked_where_no_gpu_has_them(tmp_path: Path) -> None:
+    """A checkpoint with one scale for each 16 × 16 numbers, as DeepSeek's: the tokens are those of its numbers."""
+    pytest.importorskip("accelerate", reason="transformers needs it: tidegate[gguf] has it")
+    block = 16
+    model = save_model(tmp_path, CONFIGS["llama"]())
+    stored = {}
+    for name, weight in model.state_dict().items():
+        if not name.endswith("_proj.weight"):
+            stored[name] = weight.bfloat16()
+            weight.copy_(stored[name])
+            continue
+        blocks = weight.unflatten(1, (-1, block)).unflatten(0, (-1, block))
+        scales = blocks.abs().amax((1, 3), keepdim=True) / 448
+        codes = (blocks / scales).to(torch.float8_e4m3fn)
+        stored[name], stored[f"{name}_scale_inv"] = codes.flatten(2).flatten(0, 1), scales[:, 0, :, 0].contiguous()
+        weight.copy_((codes.float() * scales).flatten(2).flatten(0, 1))
+    save_file(stored, tmp_path / SINGLE, metadata={"format": "pt"})
+    change_config(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [block, block]})
+    with capture_logs() as logs:
+        engine = build_torch_engine(make_config(tmp_path, kv_cache_bytes=1 << 20))
+    assert [entry["fused_layers"] for entry in logs if entry["event"] == "model optimized"] == [2]
+    prompts = make_prompts(random.Random(3), count=3)
+    driven = drive(engine, [make_new(k, p, max_tokens=8) for k, p in prompts.items()])
+    expected = {k: generate(model, p, 8) for k, p in prompts.items()}
+    assert {k: tuple(d.output) for k, d in driven.items()} == expected
+    build_torch_engine(make_config(tmp_path, quantize="int8", kv_cache_bytes=1 << 20))  # plain weights again
 
 
 def test_an_unknown_quantisation_is_not_read_as_plain_weights(llama: Path) -> None:

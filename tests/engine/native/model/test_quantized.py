@@ -89,10 +89,9 @@ def test_a_router_is_not_quantised(tmp_path: Path) -> None:
     assert not any(isinstance(model.get_submodule(name), QuantizedLinear) for name in routers)
 
 
-def test_weights_that_are_quantised_already_are_refused(tmp_path: Path) -> None:
-    made = CONFIGS["llama"]()
-    save_model(tmp_path, made)
-    made.quantization_config = {"quant_method": "fp8"}
-    made.save_pretrained(tmp_path)
-    with pytest.raises(EngineStartError, match="are quantised already, with fp8: drop --quantize"):
+def test_weights_that_are_quantised_already_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model(tmp_path, CONFIGS["llama"]())
+    monkeypatch.setattr("engine.native.startup.loading.is_quantised", lambda model: True)
+    monkeypatch.setattr("engine.native.startup.loading.quantization_method", lambda hf_config: "awq")
+    with pytest.raises(EngineStartError, match="are quantised already, with awq: drop --quantize"):
         build_torch_engine(EngineConfig(str(tmp_path), dtype="float32", quantize="int8"))
