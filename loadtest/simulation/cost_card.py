@@ -54,6 +54,7 @@ class CostCard(_Strict):
     sheds: StepEviction = StepEviction.NOTHING
     num_layers: int = Field(default=30, ge=1, description="of the model; a step can be interrupted after each")
     host_overhead_s: float = Field(default=0.0, ge=0, description="between two steps, with the engine idle")
+    steps_ahead: int = Field(default=0, ge=0, le=1, description="planned while one runs, so that no engine is idle")
     num_swap_blocks: int = Field(default=0, ge=0)
     swap_block_s: float = Field(default=0.0, ge=0)
     price_per_hour: float = Field(default=0.0, ge=0, description="of one worker, in whatever currency")
@@ -76,6 +77,7 @@ class CostCard(_Strict):
             preemption_modes=modes,
             num_swap_blocks=self.num_swap_blocks,
             swap_block_s=self.swap_block_s,
+            steps_ahead=self.steps_ahead,
             step_eviction=self.sheds,
             num_layers=self.num_layers,
         )

@@ -5,6 +5,7 @@ idle. Nothing scrapes a simulated worker.
 """
 
 from array import array
+from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry
@@ -34,7 +35,7 @@ class WatchedEngine:
         self._host_overhead_s = host_overhead_s
         self._record = record
         self._computed: dict[str, int] = {}  # number of tokens with KV, by sequence
-        self._submitted: StepPlan | None = None
+        self._in_flight: deque[StepPlan] = deque()
 
     @property
     def info(self) -> EngineInfo:
@@ -45,7 +46,7 @@ class WatchedEngine:
 
     def submit(self, plan: StepPlan) -> None:
         self._engine.submit(plan)
-        self._submitted = plan
+        self._in_flight.append(plan)
         for seq_id in plan.abort:
             self._computed.pop(seq_id, None)
         for preempt in plan.preempt:
@@ -54,9 +55,10 @@ class WatchedEngine:
 
     async def collect(self) -> StepResult:
         result = await self._engine.collect()
-        if self._submitted is not None and self._submitted.run:
-            self._record_step(self._submitted, result)
-            if self._host_overhead_s:
+        plan = self._in_flight.popleft()
+        if plan.run:
+            self._record_step(plan, result)
+            if self._host_overhead_s and not self._in_flight:  # else the device is not idle
                 await self._sleep(self._host_overhead_s)
         return result
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from engine.step_time.cost import StepCost
-from loadtest.simulation.cost_card import CostCard
+from loadtest.simulation.cost_card import CostCard, load_cost_card
 from loadtest.simulation.observation import RequestRecord
 from loadtest.traffic.scenario import Scenario
 from tests.loadtest.simulation.builders import chats, make_card, make_tiers, run_scenario
@@ -31,6 +31,7 @@ ROWS = {"step_s": 0.0063, "prefill_token_s": 1e-3, "attend_s": 1e-8, "context_to
 CARDS = {
     "linear": make_card(decode=LINEAR, mixed=LINEAR, num_blocks=20_000),
     "gpu": make_card(decode=GPU, mixed={**GPU, "step_s": 0.0105}, num_blocks=20_000, sheds="nothing"),
+    "h200": load_cost_card("8b-h200"),
     "concave": ConcaveCard.model_validate(make_card(decode=ROWS, mixed=ROWS, num_blocks=20_000).model_dump()),
 }
 CHAT = {
