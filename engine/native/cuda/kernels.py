@@ -84,7 +84,7 @@ class TritonKernels:
             HAS_SOFTCAP=scoring.softcap is not None,
             HAS_WINDOW=scoring.window is not None,
             HAS_SINKS=scoring.sinks is not None,
-            DOT_DTYPE=_dot_dtype(query),
+            DOT_DTYPE=dot_dtype(query),
             num_stages=DECODE_STAGES,
         )
         if splits == 1:
@@ -143,7 +143,7 @@ class TritonKernels:
             HAS_SOFTCAP=scoring.softcap is not None,
             HAS_WINDOW=scoring.window is not None,
             HAS_SINKS=scoring.sinks is not None,
-            DOT_DTYPE=_dot_dtype(query),
+            DOT_DTYPE=dot_dtype(query),
         )
         return out
 
@@ -188,7 +188,7 @@ def _tile(head_dim: int, dtype: torch.dtype) -> int:
     return max(_MIN_TILE, min(most, _TILE_BYTES // (_padded(head_dim) * dtype.itemsize)))
 
 
-def _dot_dtype(query: Tensor) -> Any:
+def dot_dtype(query: Tensor) -> Any:
     """Return the Triton dtype of the operands of matrix products.
 
     It is the queries' dtype, except for bfloat16 on a CPU: Triton's interpreter stores bfloat16 as integers and would

@@ -42,7 +42,7 @@ class QuantizedLinear(nn.Linear):
         return cls(codes.clamp_(-_LARGEST, _LARGEST).to(torch.int8), scales, bias, linear.weight.dtype)
 
     @classmethod
-    def joined(cls, layers: Sequence[Self]) -> Self:
+    def joined(cls, layers: "Sequence[QuantizedLinear]") -> Self:
         """Return one layer whose output is the concatenation of the outputs of `layers`."""
         codes, scales = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("codes", "scales"))
         return cls(codes, scales, joined_biases(layers, codes.device), layers[0].weight.dtype)

@@ -18,11 +18,12 @@ from engine.native.cuda.pinned_ring import PinnedRing
 from engine.native.cuda.step_graphs import CaptureFailure, GraphSize, StepGraphs
 from engine.native.execution.model_runner import ModelRunner
 from engine.native.kv.cache import KVCache
-from engine.native.model.fused_layer import FusedDecoderLayer
+from engine.native.model.fused_layer import FusedDecoderLayer, Join, concatenate_linears
 from engine.native.model.layer_kernels import LayerKernels
 from engine.native.model.layer_parts import LayerParts
 from engine.native.model.loader import first_line
 from engine.native.model.probe import LayerSpec
+from engine.native.model.quantized import QuantizedLinear
 from engine.native.startup import fusion
 from engine.native.startup.cuda_trial import find_fault, sampler_fault
 from engine.sampling.sampler import DeviceSampler, sample_ids
@@ -88,24 +89,50 @@ def optimize_for_cuda(model: nn.Module, runner: ModelRunner, info: EngineInfo) -
     try:
         from engine.native.cuda.layers import TritonLayerKernels
 
-        with torch.cuda.device(next(model.parameters()).device):
-            num_fused = fuse_with_kernels(model, runner, TritonLayerKernels(), info)
+        device = next(model.parameters()).device
+        with torch.cuda.device(device):
+            join = _join(model, runner.dtype, device)
+            num_fused = fuse_with_kernels(model, runner, TritonLayerKernels(), info, join)
     except Exception as error:
         log.warning("not all layers are fused", reason=first_line(error))
     else:
         log.info("model optimized", fused_layers=num_fused)
 
 
-def fuse_with_kernels(model: nn.Module, runner: ModelRunner, kernels: LayerKernels, info: EngineInfo) -> int:
+def fuse_with_kernels(
+    model: nn.Module, runner: ModelRunner, kernels: LayerKernels, info: EngineInfo, join: Join = concatenate_linears
+) -> int:
     """Replace common decoder layers by layers that use `kernels`; return how many were replaced.
 
-    The engine must have no sequences.
+    `join` makes the linear layers; quantised ones outside these layers are replaced, too. The engine must have no
+    sequences.
     """
 
     def fuse(parts: LayerParts) -> nn.Module:
-        return FusedDecoderLayer(parts, runner.attention, kernels)
+        return FusedDecoderLayer(parts, runner.attention, kernels, join)
 
-    return fusion.fuse_layers(model, runner, fuse, fusion.record_trial_step(model, runner, info).layers)
+    num_fused = fusion.fuse_layers(model, runner, fuse, fusion.record_trial_step(model, runner, info).layers)
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if type(child) is QuantizedLinear:
+                setattr(parent, name, join([child]))
+    return num_fused
+
+
+def _join(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Join:
+    """Return what makes linear layers: with the kernel for int8 weights, if there are any and it works on `device`."""
+    if not any(isinstance(module, QuantizedLinear) for module in model.modules()):
+        return concatenate_linears
+    try:
+        from engine.native.cuda.quantized_linear import KernelLinear, quantized_fault
+
+        fault = quantized_fault(dtype, device)
+    except Exception as error:  # compiler, driver or architecture may fail in any way
+        fault = first_line(error)
+    if fault is None:
+        return lambda layers: KernelLinear.joined([layer for layer in layers if isinstance(layer, QuantizedLinear)])
+    structlog.get_logger(__name__).warning("no kernel for int8: weights are unpacked in each step", reason=fault)
+    return concatenate_linears
 
 
 def graph_bytes(sizes: Sequence[GraphSize], max_blocks: int, step_bytes: int) -> int:

@@ -25,7 +25,9 @@ KINDS = {
     **dict.fromkeys(("block_table", "block_tables", "context_lens", "extents", "slot_ids"), "*i64"),
     **dict.fromkeys(("partial", "partial_state", "sinks", "rules", "weight", "query_weight", "key_weight"), "*fp32"),
     **dict.fromkeys(("scaling", "softcap", "eps", "query_eps", "key_eps"), "fp32"),
-    "vocab": "i32",
+    "codes": "*i8",
+    "scales": "*fp32",
+    **dict.fromkeys(("vocab", "num_rows"), "i32"),
     **dict.fromkeys(("window", "num_slots", "row_stride", "head_stride", "table_stride", "num_splits"), "i32"),
 }
 
@@ -80,6 +82,15 @@ def test_layers() -> None:
     rotate = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "PADDED_DIM": 128, "ROTARY": 128, "TILE": 8}
     rotate |= {"HAS_QUERY_NORM": True, "HAS_KEY_NORM": False, "ROUNDS": True}
     assert compile_for_sm90(kernels.rotate_and_write_kernel, "bf16", 4, rotate).asm["cubin"]
+
+
+def test_int8_products() -> None:
+    from engine.native.cuda import triton_products as kernels
+
+    constants = {"OUT": 4096, "IN": 4096, "HAS_BIAS": True, "ROWS": 16, "OUTPUTS": 32, "INPUTS": 128}
+    constants["DOT_DTYPE"] = kernels.tl.bfloat16
+    compiled = compile_for_sm90(kernels.int8_product_kernel, "bf16", 4, constants)
+    assert 0 < compiled.metadata.shared <= SHARED_BYTES // 3
 
 
 @pytest.mark.parametrize(("element", "shift"), mostly_full([("bf16", 16), ("fp16", 13), ("fp32", 0)], ("bf16", 16)))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from engine.interface import SamplingParams
 from engine.native.attention.kernels import AttentionKernels, HeadShape, Scoring
@@ -19,6 +20,7 @@ from engine.native.cuda.step_graphs import GraphSize
 from engine.native.kv.cache import LayerShape
 from engine.native.model.layer_kernels import LayerKernels
 from engine.native.model.probe import LayerSpec
+from engine.native.model.quantized import QuantizedLinear
 from engine.native.startup.cuda_bring_up import fuse_with_kernels
 from engine.native.startup.cuda_trial import find_fault, sampler_fault
 from engine.sampling.sampler import SamplingRow, sample_ids
@@ -219,3 +221,54 @@ def test_fused_layers_give_the_tokens_of_generate(
     driven = drive(engine, [make_new(seq_id, prompt, max_tokens=3) for seq_id, prompt in prompts.items()])
     expected = {seq_id: generate(model_directory(name)[1], prompt, 3) for seq_id, prompt in prompts.items()}
     assert {seq_id: tuple(d.output) for seq_id, d in driven.items()} == expected
+
+
+@pytest.mark.parametrize("rows", mostly_full([1, 16, 33, 64, 65], 33))
+@pytest.mark.parametrize("dtype", mostly_full(DTYPES, torch.float32))
+def test_int8_products(dtype: torch.dtype, rows: int) -> None:
+    from engine.native.cuda.quantized_linear import KernelLinear, quantized_fault
+
+    assert quantized_fault(dtype, torch.device(DEVICE)) is None
+    layers = []
+    for outputs, has_bias in ((40, False), (64, True)):
+        layer = nn.Linear(150, outputs, bias=has_bias, device="meta")
+        generator = torch.Generator().manual_seed(outputs)
+        layer.weight = nn.Parameter(torch.randn(outputs, 150, generator=generator).to(DEVICE, dtype))
+        if has_bias:
+            layer.bias = nn.Parameter(torch.randn(outputs, generator=generator).to(DEVICE, dtype))
+        layers.append(QuantizedLinear.of(layer))
+    x = torch.randn(1, rows, 150, generator=torch.Generator().manual_seed(rows)).to(DEVICE, dtype)
+    x[0, 0, 3] = float("nan")
+    with torch.inference_mode():
+        actual, expected = KernelLinear.joined(layers)(x), QuantizedLinear.joined(layers)(x)
+    assert actual[0, 0].isnan().all()
+    bound = 1e-4 if dtype is torch.float32 else 0.02
+    torch.testing.assert_close(actual[0, 1:], expected[0, 1:], atol=20 * bound, rtol=bound)
+
+
+def test_an_int8_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    from engine.native.cuda import quantized_linear
+
+    monkeypatch.setattr(quantized_linear.KernelLinear, "forward", lambda self, x: 2 * QuantizedLinear.forward(self, x))
+    assert quantized_linear.quantized_fault(torch.float32, torch.device(DEVICE)) == (
+        "int8 products differ by 1.000 from their definition"
+    )
+
+
+@pytest.mark.full
+def test_a_quantised_engine_with_the_kernel_gives_the_tokens_of_the_definition(
+    make_engine: MakeEngine, layer_kernels: LayerKernels, kernels: AttentionKernels
+) -> None:
+    from engine.native.cuda.quantized_linear import KernelLinear
+    from engine.native.startup.cuda_bring_up import _join
+
+    plain = make_engine("llama", optimize=False, quantize="int8")
+    prompts = {"a": tuple(range(3, 22)), "b": (5, 9, 2)}
+    news = [make_new(k, p, max_tokens=6) for k, p in prompts.items()]
+    expected = {k: d.output for k, d in drive(plain, news).items()}
+    engine = with_kernels(make_engine("llama", optimize=False, quantize="int8"), kernels)
+    runner = engine._runner
+    join = _join(runner._model, torch.float32, torch.device(DEVICE))
+    assert fuse_with_kernels(runner._model, runner, layer_kernels, engine.info, join) == 2
+    assert sum(isinstance(module, KernelLinear) for module in runner._model.modules()) == 2 * 4 + 1
+    assert {k: d.output for k, d in drive(engine, news).items()} == expected
