@@ -61,7 +61,7 @@ test-vllm-contract: .venv-vllm/.installed
 
 # A whole server before llama.cpp's own, which has an environment of its own.
 test-llama: $(VENV)/.installed-dev .venv-llama/.installed
-	$(BIN)/pytest tests/system/test_upstream_llama.py
+	$(BIN)/pytest tests/system/test_upstream_llama.py tests/system/test_gguf_llama.py
 
 .venv-llama/.installed:
 	$(PYTHON) -m venv .venv-llama
