@@ -63,6 +63,7 @@ TORCH_ROOMS = {
     "demo_model",
     "loadtest.random_weights",
     "bench.engines.device_probe",
+    "bench.engines.step_times",
 }
 # Decisions without clocks, I/O, logs, metrics or tensors: only drivers have those.
 PURE_ROOMS = (
