@@ -200,7 +200,7 @@ class MemoryQueue:
         self._shared.listeners = [found for found in self._shared.listeners if found[1] is not self._wakeups]
 
     def _take_numbers(self, count: int) -> int:
-        first = max(self._shared.sequence + 1, 1000 * self._clock.wall_ms())
+        first = (self._shared.sequence or 1000 * self._clock.wall_ms()) + 1
         self._shared.sequence = first + count - 1
         return first
 

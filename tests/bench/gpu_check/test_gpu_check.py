@@ -117,6 +117,7 @@ def test_the_parts_need_what_the_product_imports(tmp_path: Path) -> None:
         "rich",
         "fsspec",
         "opentelemetry",
+        "gguf",
     }
     transitive = {"pydantic_core", "hiredis"}  # which come with pydantic and redis
     imported = {

@@ -4,7 +4,7 @@ import asyncio
 import math
 from dataclasses import dataclass, field
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
@@ -207,6 +207,10 @@ async def scenario_with_losses(url: str, done: list[tuple]) -> None:  # type: ig
         await client.aclose()
 
 
+PUT = ("put", "realtime", [("a", START_MS, 3, 4, "")], None, None)
+
+
+@example(done=[PUT, ("claim", "w1", {"realtime": 1}, 1.0, None), ("advance", 2.5), ("requeue_expired",)] * 2)
 @given(done=st.lists(operations, min_size=5, max_size=30))
 def test_both_queues_agree_and_conserve(valkey_server: Store, done: list[tuple]) -> None:  # type: ignore[type-arg]
     valkey_server.empty()

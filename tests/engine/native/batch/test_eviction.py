@@ -215,7 +215,7 @@ def make_native(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pyt
         if not (tmp_path / "config.json").exists():
             save_model(tmp_path, NATIVE_CONFIGS[name]())
         # Prefills and decodes round differently: how a prompt is cut must not depend on evictions.
-        config = EngineConfig(str(tmp_path), dtype="bfloat16", kv_cache_bytes=1 << 20, block_size=8, prefix_cache=False)
+        config = EngineConfig(str(tmp_path), dtype="bfloat16", kv_cache_bytes=1 << 21, block_size=8, prefix_cache=False)
         engine = build_torch_engine(config)
         assert engine.info.step_eviction is StepEviction.ROWS
         return engine
