@@ -37,6 +37,9 @@ class Guide(Protocol):
     async def ask(self) -> Address:
         """Return the address of the primary. Raises `redis.exceptions.ConnectionError` if it does not know it."""
 
+    def others(self, known: "dict[Address, Guide]") -> "dict[Address, Guide]":
+        """Return the guides that the last answer named: those of `known`, and new ones."""
+
     async def aclose(self) -> None:
         """Close the connection. The next question opens it again."""
 
@@ -50,6 +53,9 @@ class SentinelGuide:
         host, port = await self.sentinel.discover_master(self.service)
         return host, int(port)
 
+    def others(self, known: dict[Address, Guide]) -> dict[Address, Guide]:
+        return {}
+
     async def aclose(self) -> None:
         await self.sentinel.aclose()
 
@@ -59,6 +65,8 @@ class ClusterGuide:
 
     def __init__(self, place: Address, namespace: str, settings: dict[str, Any]) -> None:
         self.host, port = place
+        self._namespace, self._settings = namespace, settings
+        self._nodes: list[Address] = []  # primaries and replicas, as it said last
         kind: type[AbstractConnection] = settings.get("connection_class", Connection)
         options = _unbounded({**settings, "connection_class": kind, "host": self.host, "port": port})
         self.pool = BlockingConnectionPool(**options)
@@ -69,19 +77,30 @@ class ClusterGuide:
         pipeline.execute_command("CLUSTER INFO")
         pipeline.execute_command("CLUSTER SLOTS")
         state, slots = await pipeline.execute()
+        self._nodes = [self._place(node) for _, _, *nodes in slots for node in nodes]
         primary = self._primary(slots)
         # A node that is cut off from the others, and has not noticed a failover, fails after the cluster's time limit.
         if state["cluster_state"] != "ok" or primary is None:
             raise MasterNotFoundError(f"The cluster has no primary for slot {self._slot}.")
         return primary
 
+    def others(self, known: dict[Address, Guide]) -> dict[Address, Guide]:
+        return {
+            place: known.get(place) or ClusterGuide(place, self._namespace, self._settings) for place in self._nodes
+        }
+
     async def aclose(self) -> None:
         await self.pool.disconnect()
 
     def _primary(self, slots: Sequence[Any]) -> Address | None:
-        """Return the primary in a reply to CLUSTER SLOTS. A host that is left out is the one that was asked."""
+        """Return the primary in a reply to CLUSTER SLOTS."""
         found = (primary for first, last, primary, *_ in slots if first <= self._slot <= last)
-        return next(((host.decode() if host else self.host, int(port)) for host, port, *_ in found), None)
+        return next(map(self._place, found), None)
+
+    def _place(self, node: Sequence[Any]) -> Address:
+        """Return the address of a node of such a reply. A host that is left out is the one that was asked."""
+        host, port, *_ = node
+        return host.decode() if host else self.host, int(port)
 
 
 def _unbounded(settings: dict[str, Any]) -> dict[str, Any]:
@@ -105,6 +124,7 @@ class Route:
     guides: list[Guide] = field(default_factory=list)  # the one that knew last comes first; none: the address is fixed
     connections: WeakSet[SupportsAbort] = field(default_factory=WeakSet)
     changes: int = 0  # how often it has turned out that connections lead to a wrong or dead node
+    _learned: dict[Address, Guide] = field(default_factory=dict)  # nodes that the last answer named; the URL may not
     _primary: Address | None = None
     _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -133,7 +153,7 @@ class Route:
         return address
 
     async def _ask(self) -> Address:
-        for guide in list(self.guides):
+        for guide in (*self.guides, *self._learned.values()):
             try:
                 async with asyncio.timeout(NODE_S):
                     address = await guide.ask()
@@ -142,7 +162,9 @@ class Route:
             finally:
                 # It opens its connection again for the next question. A cancellation must not leave it open.
                 await asyncio.shield(guide.aclose())
-            self.guides.remove(guide)
-            self.guides.insert(0, guide)
+            if guide in self.guides:
+                self.guides.remove(guide)
+                self.guides.insert(0, guide)
+            self._learned = guide.others(self._learned)
             return address
-        raise MasterNotFoundError("No Sentinel, or no node of the cluster, that the URL names knows the primary.")
+        raise MasterNotFoundError("No Sentinel that the URL names, or no known node of the cluster, knows the primary.")

@@ -1,7 +1,9 @@
 """The gateway process: what it reads from its settings before it serves."""
 
+import errno
 import json
 import math
+import socket
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -16,8 +18,9 @@ from gateway.protocol.errors import ApiError
 from scheduler.clock import SystemClock
 from scheduler.store.connection import connect
 from scheduler.virtual_time import VirtualClock, run_virtual
+from tidegate.gateway import process
 from tidegate.gateway.parts import load_sampling_defaults, make_webhooks
-from tidegate.gateway.process import REACH_S, connection_limits, reach
+from tidegate.gateway.process import REACH_S, connection_limits, reach, run_gateway
 from tidegate.settings.gateway import GatewaySettings
 from tidegate.supervision.process import CannotStart
 
@@ -76,6 +79,34 @@ def test_a_gateway_waits_a_minute_for_its_store() -> None:
         assert clock.now() - began_s == REACH_S
 
     run_virtual(story())
+
+
+def test_a_gateways_port_refuses_connections_until_its_store_has_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+    bound = process.bind("127.0.0.1", 0)
+    monkeypatch.setattr(process, "bind", lambda host, port: bound)
+
+    async def reach_no_store(*_: object) -> None:
+        with socket.socket() as client:
+            tried.append(client.connect_ex(bound.getsockname()))
+        raise ConnectionError("nobody answers")
+
+    monkeypatch.setattr(process, "reach", reach_no_store)
+    settings = GatewaySettings(redis_url=f"unix://{tmp_path}/nobody.sock", data_dir=tmp_path)
+    assert run_gateway(settings) == 1
+    assert tried == [errno.ECONNREFUSED]
+
+
+def test_an_open_port_takes_connections_and_the_slower_of_two_starting_gateways_says_why_it_ends() -> None:
+    with process.bind("127.0.0.1", 0) as first, socket.socket() as client:
+        place = first.getsockname()
+        with process.bind(*place) as second:
+            process.open_port(first)
+            client.connect(place)
+            with pytest.raises(CannotStart, match=f"cannot listen on 127.0.0.1:{place[1]}: another program does"):
+                process.open_port(second)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A worker's own port: what it answers, and when."""
 
 import asyncio
+import socket
 from http import HTTPStatus
 from pathlib import Path
 from unittest import mock
@@ -20,7 +21,7 @@ from tests.tidegate.test_worker import Rig, play
 from tidegate.settings.worker import WorkerSettings
 from tidegate.supervision.keeper import EX_CONFIG, WATCHDOG_S
 from tidegate.supervision.process import listen
-from tidegate.worker.health import WorkerHealth
+from tidegate.worker.health import WorkerHealth, answering
 from tidegate.worker.process import WorkerProcess, run_process
 
 OK, UNAVAILABLE = HTTPStatus.OK, HTTPStatus.SERVICE_UNAVAILABLE
@@ -87,6 +88,32 @@ def test_the_port_answers_while_the_process_works_and_is_closed_after_it(tmp_pat
     assert seen[2].headers["content-type"].startswith("text/plain; version=")
     with pytest.raises(httpx.ConnectError):
         httpx.get(pages[0], verify=False)
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        ("HTTP/1.1\r\nHost: localhost:8001", 200),
+        ("HTTP/1.1\r\nHost: 127.0.0.1", 200),
+        ("HTTP/1.0", 200),
+        ("HTTP/1.1", 400),
+        ("HTTP/1.1\r\nHost: localhost\r\nHost: localhost", 400),
+        ("HTTP/1.1\r\nHost: evil@127.0.0.1", 400),
+        ("HTTP/1.1\r\nHost: rebound.example", 403),
+        (f"HTTP/1.1\r\nHost: {'a' * 400}", 403),
+    ],
+)
+@pytest.mark.parametrize("bound", ["127.0.0.1", "0.0.0.0"])
+def test_a_port_of_this_machine_only_checks_the_host(bound: str, head: str, status: int) -> None:
+    with (
+        listen(bound, 0) as listener,
+        answering(listener, lambda path: (OK, "text/plain", b"ok\n")),
+        socket.create_connection(("127.0.0.1", listener.getsockname()[1]), timeout=30) as client,
+    ):
+        client.sendall(f"GET /metrics {head}\r\n\r\n".encode())
+        answer = b"".join(iter(lambda: client.recv(4096), b""))
+    is_for_scrapers = bound == "0.0.0.0" and "rebound.example" in head
+    assert answer.split()[1] == str(200 if is_for_scrapers else status).encode()
 
 
 def test_a_port_in_use_is_named_with_its_flag(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -40,11 +40,12 @@ from tidegate.supervision.process import (
     SWITCH_INTERVAL_S,
     Background,
     CannotStart,
+    bind,
     freeze_heap,
     gateway_name,
     hangup_calls,
     ignore_hangup,
-    listen,
+    open_port,
     raise_descriptor_limit,
     signals_call,
 )
@@ -68,7 +69,8 @@ def run_gateway(settings: GatewaySettings) -> int:
     max_descriptors = raise_descriptor_limit()
     try:
         with (
-            listen(settings.host, settings.port) as listener,
+            # A load balancer finds it closed until the gateway can serve.
+            bind(settings.host, settings.port) as listener,
             traced("gateway", gateway_name(listener.getsockname()[1]), settings.otel) as tracing,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as run,
         ):
@@ -140,6 +142,7 @@ async def _serve(
     try:
         await reach(redis, clock)
         await check_storage(gateway.files.tie)
+        open_port(listener)
         freeze_heap()
         log.info("the gateway serves", host=settings.host, port=port, tls=certificate is not None)
         with signals_call(drain), hangup_calls(reload, drain):

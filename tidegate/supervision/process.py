@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -148,10 +149,36 @@ def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
 
     `flag` is the flag with which the operator chooses another port.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = bind(host, port, flag)
+    open_port(bound, flag)
+    return bound
+
+
+def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
+    """Return a socket that has its address, but refuses connections until `open_port`. Raises like `listen`."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    with _cannot_listen(bound, host, port, flag):
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if bound.family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        bound.bind((host, port))
+    return bound
+
+
+def open_port(bound: socket.socket, flag: str = "--port") -> None:
+    """Let a socket of `bind` listen. Raises `CannotStart` if another program has begun to listen there meanwhile."""
+    host, port = bound.getsockname()[:2]
+    with _cannot_listen(bound, host, port, flag):
+        bound.listen(BACKLOG)
+
+
+@contextmanager
+def _cannot_listen(bound: socket.socket, host: str, port: int, flag: str) -> Iterator[None]:
+    """Close the socket after an `OSError` of the block, and raise `CannotStart`."""
     try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        yield
     except OSError as error:
+        bound.close()
         if error.errno == errno.EADDRINUSE:
             reason = f"cannot listen on {host}:{port}: another program does; end it, or choose another port with {flag}"
         else:

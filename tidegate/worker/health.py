@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from gateway.http.access.hosts import AllowedHosts, address_of, is_one_host
 from scheduler.clock import Clock
 from tidegate.supervision.keeper import WATCHDOG_S
 
@@ -59,13 +60,20 @@ def _said(trouble: str) -> Answer:
 
 @contextmanager
 def answering(listener: socket.socket, answer: Callable[[str], Answer]) -> Iterator[None]:
-    """Let a thread answer GET and HEAD requests at `listener` within the block."""
+    """Let a thread answer GET and HEAD requests at `listener` within the block.
+
+    At a loopback address, the `Host` header must be one of this machine, as at a gateway. Elsewhere any one is taken,
+    since a scraper may know the worker by any name.
+    """
+    bound: str = listener.getsockname()[0]
+    address = address_of(bound)
+    allowed = AllowedHosts(() if address and address.is_loopback else ("*",), bound)
 
     class Handler(BaseHTTPRequestHandler):
         timeout = TIMEOUT_S
 
         def do_GET(self) -> None:
-            status, kind, content = answer(self.path)
+            status, kind, content = self._refusal() or answer(self.path)
             self.send_response(status)
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(content)))
@@ -74,6 +82,18 @@ def answering(listener: socket.socket, answer: Callable[[str], Answer]) -> Itera
                 self.wfile.write(content)
 
         do_HEAD = do_GET
+
+        def _refusal(self) -> Answer | None:
+            hosts = self.headers.get_all("Host") or [""] * (self.request_version == "HTTP/1.0")
+            if not is_one_host(hosts):
+                return HTTPStatus.BAD_REQUEST, "text/plain", b"a request must have exactly one valid Host header\n"
+            if not allowed.allows(hosts[0]):
+                return (
+                    HTTPStatus.FORBIDDEN,
+                    "text/plain",
+                    b"this Host is not allowed here: use the address, or localhost\n",
+                )
+            return None
 
         def log_message(self, format: str, *args: object) -> None:
             """Log nothing: probes come every few seconds."""

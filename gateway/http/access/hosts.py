@@ -35,11 +35,14 @@ class AllowedHosts:
         self._names = {"localhost", *names}
         self._suffixes = tuple(name[1:] for name in names if name.startswith("*."))
         listens_on = address_of(bound)
-        self.allows = lru_cache(MAX_CACHED)(self._allows)
+        self._cached = lru_cache(MAX_CACHED)(self._allows)
         self._any_address = bound != "localhost" and (listens_on is None or not listens_on.is_loopback)
 
-    def _allows(self, host: str) -> bool:
+    def allows(self, host: str) -> bool:
         """Whether the `Host` header `host` is allowed. Browsers always send one, so a missing one is allowed."""
+        return len(host) <= MAX_HOST and self._cached(host)
+
+    def _allows(self, host: str) -> bool:
         if self._any or not host:
             return True
         name = host_name(host)
@@ -64,14 +67,19 @@ class HostCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             hosts = Headers(scope=scope).getlist("host") or [""] * (scope["http_version"] == "1.0")
-            if len(hosts) != 1 or not HOST.fullmatch(hosts[0]):
+            if not is_one_host(hosts):
                 message = "A request must have exactly one `Host` header, with a host name and perhaps a port."
                 await error_response(invalid_request(message, code="invalid_http"), scope)(scope, receive, send)
                 return
-            if self._is_open() and (len(hosts[0]) > MAX_HOST or not self._allowed.allows(hosts[0])):
+            if self._is_open() and not self._allowed.allows(hosts[0]):
                 await error_response(host_not_allowed(hosts[0]), scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def is_one_host(hosts: Sequence[str]) -> bool:
+    """Return whether these are the `Host` headers of a valid request: one, and well-formed."""
+    return len(hosts) == 1 and HOST.fullmatch(hosts[0]) is not None
 
 
 def host_name(host: str) -> str:

@@ -199,6 +199,11 @@ class Cluster:
         """Nobody listens at the first of the nodes that it names."""
         return f"redis+cluster://127.0.0.1:1,{','.join(f'127.0.0.1:{node.port}' for node in self.nodes)}"
 
+    @staticmethod
+    def url_of(node: Server) -> str:
+        """The URL that names only this node."""
+        return f"redis+cluster://127.0.0.1:{node.port}"
+
     async def start(self) -> None:
         """Return when all nodes know each other and take writes: two seconds after the start of the last node."""
         everyone = [*self.nodes, *self.spare]

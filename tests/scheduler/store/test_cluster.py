@@ -62,6 +62,23 @@ async def test_queue_transactions_and_listeners_follow_the_slot(tmp_path: Path) 
         await client.aclose()
 
 
+async def test_nodes_that_the_url_does_not_name_are_learned(tmp_path: Path) -> None:
+    with server_cluster(tmp_path, num_spare=1) as cluster:
+        await cluster.start()
+        [named] = cluster.spare
+        client = connection.connect(cluster.url_of(named))
+        leases = Keys.of(client).leases
+        await client.sadd(leases, "a")
+        old = cluster.primary_of(leases)
+        named.end(signal.SIGKILL)
+        move_slot(cluster, client)
+        cluster.spare.remove(named)
+        await until(lambda: cluster.primary_of(leases) is not old)
+        async with asyncio.timeout(MAX_AWAY_S):
+            assert await client.smembers(leases) == {b"a"}
+        await client.aclose()
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -78,11 +95,12 @@ def test_a_node_without_the_keys_is_a_wrong_one(error: Exception) -> None:
 
 
 @pytest.mark.full
-async def test_a_replica_of_the_cluster_takes_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names_all", [True, False], ids=["all-named", "primary-named"])
+async def test_a_replica_of_the_cluster_takes_over(tmp_path: Path, names_all: bool) -> None:
     with server_cluster(tmp_path, num_spare=1) as cluster:
         await cluster.start()
-        client = connection.connect(cluster.url)
-        [replica], primary = cluster.spare, cluster.primary_of(Keys.of(client).leases)
+        [replica], primary = cluster.spare, cluster.primary_of("{tidegate}:leases")
+        client = connection.connect(cluster.url if names_all else cluster.url_of(primary))
         replica.ask("CLUSTER", "REPLICATE", primary.ask("CLUSTER", "MYID"))
         await until(lambda: replica.ask("INFO", "replication")["master_link_status"] == "up")
         queue = RedisQueue(client, ManualClock(), "w")
