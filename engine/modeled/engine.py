@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from engine.interface import EngineInfo, PlanError, SequenceOutput, StepEviction, StepPlan, StepResult
-from engine.sequences.sequence_table import Chunk, Outcome, SequenceTable, output_of
+from engine.sequences.chunk import Chunk, Outcome, output_of
+from engine.sequences.sequence_table import SequenceTable
 from engine.step_time.cost import StepCost
 
 _UNKNOWN_TOKEN = -1  # stands for the token that a step in flight samples

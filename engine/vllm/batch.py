@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.grammar import Bits
-from engine.sequences.sequence_table import Chunk, Outcome
+from engine.sequences.chunk import Chunk, Outcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from collections.abc import Sequence as Seq
 from engine.grammar import Bits, Grammars, Matcher, forbid_tokens
 from engine.interface import EngineInfo, GrammarError
 from engine.sampling.sequence_state import NOTHING_LEFT, SequenceStates
+from engine.sequences.chunk import Chunk
 from engine.sequences.sequence import Sequence
-from engine.sequences.sequence_table import Chunk
 
 
 class Constraints:

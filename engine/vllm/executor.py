@@ -14,7 +14,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 
 from engine.config import EngineStartError
-from engine.sequences.sequence_table import Chunk, Outcome
+from engine.sequences.chunk import Chunk, Outcome
 from engine.vllm.batch import Batch, ExecutorDied
 from engine.vllm.messages import Messages, decode
 from engine.vllm.worker import COMPUTE_STEP, FREEZE_HEAP

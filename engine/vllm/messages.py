@@ -17,8 +17,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from engine.grammar import Bits
 from engine.interface import TokenLogprobs
 from engine.sampling.sequence_state import BROKEN_LOGITS
+from engine.sequences.chunk import Chunk, Outcome
 from engine.sequences.sequence import Sequence
-from engine.sequences.sequence_table import Chunk, Outcome
 from engine.vllm.batch import Batch
 from engine.vllm.logits_processor import EXTRA_ARGS_KEY
 

@@ -14,7 +14,8 @@ from time import perf_counter
 
 from engine.grammar import CompiledGrammar
 from engine.interface import EngineInfo, PreemptionMode, SequenceFailure, SequenceOutput, StepPlan, StepResult
-from engine.sequences.sequence_table import Chunk, Outcome, SequenceTable
+from engine.sequences.chunk import Chunk, Outcome
+from engine.sequences.sequence_table import SequenceTable
 from engine.vllm.batch import Batch, BatchExecutor
 from engine.vllm.constraints import Constraints
 

@@ -69,7 +69,7 @@ class DelayAccounts:
         return left_s
 
     def left_after_s(
-        self, states: Iterable[RequestState], runs: Sequence[InteractiveRun], elapsed_s: float, is_protected: bool
+        self, states: Iterable[RequestState], runs: Sequence[InteractiveRun], elapsed_s: float, *, is_protected: bool
     ) -> float:
         """Return what `left_s` will be after a step with these `runs`, if it takes `elapsed_s` seconds.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 
 from engine.interface import StepEviction
 from engine.native.batch.packing import Ints, pack_step, rows_of
-from engine.sequences.sequence_table import Chunk
+from engine.sequences.chunk import Chunk
 
 _NO_EVICTEES: frozenset[str] = frozenset()
 

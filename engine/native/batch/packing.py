@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.interface import blocks_for
-from engine.sequences.sequence_table import Chunk
+from engine.sequences.chunk import Chunk
 
 Ints = npt.NDArray[np.int64]
 

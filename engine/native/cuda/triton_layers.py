@@ -80,6 +80,16 @@ def activate_and_mul_kernel(
     tl.store(out + row * N + places, (activated * up).to(out.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _normed_pairs(x, y, weight, dims, partners, eps, dtype, HEAD_DIM: tl.constexpr, ROUNDS: tl.constexpr):
+    """Return normalised heads x (heads, dims), and y, which has the numbers of the same heads at `partners`."""
+    mine = tl.load(weight + dims, mask=dims < HEAD_DIM, other=0.0)
+    theirs = tl.load(weight + partners, mask=dims < HEAD_DIM, other=0.0)
+    normed_x = _normed(x, mine, HEAD_DIM, eps, dtype, ROUNDS).to(dtype).to(tl.float32)
+    normed_y = _normed(y, theirs, HEAD_DIM, eps, dtype, ROUNDS).to(dtype).to(tl.float32)
+    return normed_x, normed_y
+
+
 @triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["slot_ids"])
 def rotate_and_write_kernel(
     qkv,  # (rows, (heads + 2 × kv_heads) × head_dim): queries and keys are changed in place
@@ -126,16 +136,10 @@ def rotate_and_write_kernel(
     # All threads must load their partners before any thread overwrites them.
     tl.debug_barrier()
     if HAS_QUERY_NORM:
-        mine = tl.load(query_weight + dims, mask=dims < HEAD_DIM, other=0.0)
-        theirs = tl.load(query_weight + partners, mask=dims < HEAD_DIM, other=0.0)
-        normed_y = _normed(y, theirs, HEAD_DIM, query_eps, dtype, ROUNDS).to(dtype).to(tl.float32)
-        normed_x = _normed(x, mine, HEAD_DIM, query_eps, dtype, ROUNDS).to(dtype).to(tl.float32)
+        normed_x, normed_y = _normed_pairs(x, y, query_weight, dims, partners, query_eps, dtype, HEAD_DIM, ROUNDS)
         x, y = tl.where(is_key, x, normed_x), tl.where(is_key, y, normed_y)
     if HAS_KEY_NORM:
-        mine = tl.load(key_weight + dims, mask=dims < HEAD_DIM, other=0.0)
-        theirs = tl.load(key_weight + partners, mask=dims < HEAD_DIM, other=0.0)
-        normed_y = _normed(y, theirs, HEAD_DIM, key_eps, dtype, ROUNDS).to(dtype).to(tl.float32)
-        normed_x = _normed(x, mine, HEAD_DIM, key_eps, dtype, ROUNDS).to(dtype).to(tl.float32)
+        normed_x, normed_y = _normed_pairs(x, y, key_weight, dims, partners, key_eps, dtype, HEAD_DIM, ROUNDS)
         x, y = tl.where(is_key, normed_x, x), tl.where(is_key, normed_y, y)
     cosine = tl.load(cosines + row * ROTARY + dims, mask=is_turned, other=1.0).to(tl.float32)
     sine = tl.load(sines + row * ROTARY + dims, mask=is_turned, other=0.0).to(tl.float32)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import structlog
 import torch
 
-from engine.sequences.sequence_table import Chunk, Outcome
+from engine.sequences.chunk import Chunk, Outcome
 
 Outcomes = dict[str, Outcome]  # by sequence id
 

@@ -16,7 +16,7 @@ from engine.native.execution.model_runner import ModelRunner
 from engine.native.execution.oom_split import Outcomes
 from engine.native.sampling.logprobs import token_logprobs
 from engine.native.sampling.pipeline import SamplingPipeline
-from engine.sequences.sequence_table import Chunk, Outcome
+from engine.sequences.chunk import Chunk, Outcome
 
 
 class StepComputation:

@@ -32,7 +32,8 @@ from engine.native.kv.swap import SwapSpace
 from engine.native.sampling.pipeline import SamplingPipeline
 from engine.sampling.sampler import DeviceSampler, Sampler, SamplingRow, sample, sample_ids
 from engine.sampling.sequence_state import BROKEN_LOGITS
-from engine.sequences.sequence_table import Chunk, Outcome, SequenceTable, output_of
+from engine.sequences.chunk import Chunk, Outcome, output_of
+from engine.sequences.sequence_table import SequenceTable
 
 
 @dataclass(frozen=True, slots=True)

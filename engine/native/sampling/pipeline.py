@@ -23,8 +23,8 @@ from engine.native.sampling.logprobs import token_logprobs
 from engine.sampling.penalties import Penalties, add_bias, apply_penalties, forbid
 from engine.sampling.sampler import Sampler, SamplingRow, sample
 from engine.sampling.sequence_state import BROKEN_LOGITS, NOTHING_LEFT, SequenceStates
+from engine.sequences.chunk import Outcome
 from engine.sequences.sequence import Sequence
-from engine.sequences.sequence_table import Outcome
 
 _BROKEN = Outcome(failure=BROKEN_LOGITS)
 _NOTHING_LEFT = Outcome(failure=NOTHING_LEFT)

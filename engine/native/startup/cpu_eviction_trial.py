@@ -14,7 +14,7 @@ from engine.native.execution.model_runner import ModelRunner
 from engine.native.model.fused_layer import FusedDecoderLayer
 from engine.native.model.loader import first_line
 from engine.native.startup.fusion import has_room, is_same_model, trial_chunks
-from engine.sequences.sequence_table import Chunk
+from engine.sequences.chunk import Chunk
 
 
 def can_evict_rows(model: nn.Module, runner: ModelRunner, info: EngineInfo) -> bool:

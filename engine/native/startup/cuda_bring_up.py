@@ -14,8 +14,9 @@ from torch import nn
 
 from engine.interface import EngineInfo, blocks_for
 from engine.native.attention.kernels import AttentionKernels
+from engine.native.cuda.graph_sizes import GraphSize
 from engine.native.cuda.pinned_ring import PinnedRing
-from engine.native.cuda.step_graphs import CaptureFailure, GraphSize, StepGraphs
+from engine.native.cuda.step_graphs import CaptureFailure, StepGraphs
 from engine.native.execution.model_runner import ModelRunner
 from engine.native.kv.cache import KVCache
 from engine.native.model.fused_layer import FusedDecoderLayer, Join, concatenate_linears

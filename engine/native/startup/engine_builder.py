@@ -22,7 +22,7 @@ from engine.native.attention.kernels import AttentionKernels
 from engine.native.cpu.build import load_library
 from engine.native.cpu.kernels import CpuKernels
 from engine.native.cpu.sampler import CpuSampler
-from engine.native.cuda.step_graphs import GraphSize, graph_sizes
+from engine.native.cuda.graph_sizes import GraphSize, graph_sizes
 from engine.native.execution.model_runner import ModelRunner
 from engine.native.execution.torch_engine import TorchEngine
 from engine.native.kv.cache import KVCache, block_bytes

@@ -17,7 +17,8 @@ from engine.interface import EngineInfo, NewSequence, Run, SamplingParams, StepP
 from engine.native.batch.packing import StepBatch, pack_step
 from engine.native.execution.model_runner import ModelRunner
 from engine.native.model.layer_parts import LayerParts, is_plain_linear, parts_of
-from engine.sequences.sequence_table import Chunk, SequenceTable
+from engine.sequences.chunk import Chunk
+from engine.sequences.sequence_table import SequenceTable
 
 Replacement = Callable[[LayerParts], nn.Module]  # from the parts of a layer to the layer that replaces it
 

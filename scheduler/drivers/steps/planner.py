@@ -107,7 +107,6 @@ class Planner:
             running is None
             or self._engine.steps_ahead < 1
             or self._engine_state.num_abandoned
-            or self._held.num_refused
             or self._isolation.has_suspects
             or self._running.copies_blocks
         ):

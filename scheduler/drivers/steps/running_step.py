@@ -62,7 +62,8 @@ class RunningStep:
         step = self._oldest
         if not is_ahead or step is None:
             return self.accounts.left_s(states)
-        return self.accounts.left_after_s(states, step.planned_interactive(), step.expected_s, step.is_protected)
+        runs = step.planned_interactive()
+        return self.accounts.left_after_s(states, runs, step.expected_s, is_protected=step.is_protected)
 
     @property
     def is_any(self) -> bool:

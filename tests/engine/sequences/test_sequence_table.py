@@ -22,8 +22,9 @@ from engine.interface import (
     StepPlan,
     blocks_for,
 )
+from engine.sequences.chunk import Chunk
 from engine.sequences.sequence import Sequence, SequenceStatus
-from engine.sequences.sequence_table import Chunk, SequenceTable
+from engine.sequences.sequence_table import SequenceTable
 from tests.engine.drive import make_new
 
 SIZE = 4

@@ -7,7 +7,7 @@ import numpy as np
 
 from engine.grammar import Bits
 from engine.modeled.engine import modeled_token
-from engine.sequences.sequence_table import Chunk, Outcome
+from engine.sequences.chunk import Chunk, Outcome
 from engine.vllm.batch import Batch
 
 VOCAB_SIZE = 97  # of the tokens that `modeled` samples

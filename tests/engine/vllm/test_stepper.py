@@ -10,7 +10,7 @@ from demo_model.location import demo_model_path
 from engine.grammar import Bits
 from engine.interface import EngineDead, EngineInfo, FinishReason, Preempt, PreemptionMode, Run, StepPlan
 from engine.sampling.sequence_state import BROKEN_LOGITS, NOTHING_LEFT
-from engine.sequences.sequence_table import Chunk, Outcome
+from engine.sequences.chunk import Chunk, Outcome
 from engine.thread import EngineThread
 from engine.vllm.constraints import Constraints
 from engine.vllm.stepper import VllmStepper

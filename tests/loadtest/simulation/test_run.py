@@ -64,6 +64,15 @@ def test_the_hosts_time_between_steps_is_not_the_engines() -> None:
     assert slow_s - fast_s == pytest.approx(4 * 0.05, abs=1e-4), "once a step"
 
 
+def test_the_hosts_time_is_hidden_where_steps_are_planned_ahead() -> None:
+    """Each answer of 4 tokens ends with a step after which there is nothing to plan."""
+    cards = [make_card(noise=0.0, host_overhead_s=s, steps_ahead=1, sheds="nothing") for s in (0.05, 0.0)]
+    (slow, _), (fast, _) = (make_experiment(make_trace(8, 2.0), card=card).run() for card in cards)
+    slow_s, fast_s = slow.classes[0].e2e.p50, fast.classes[0].e2e.p50
+    assert slow_s is not None and fast_s is not None
+    assert slow_s - fast_s == pytest.approx(0.05, abs=1e-4)
+
+
 def test_two_workers_share_one_queue() -> None:
     """Work for one worker and a third: one falls further and further behind, two have time left."""
     trace = make_trace(160, 0.125, prompt=256, output=2)

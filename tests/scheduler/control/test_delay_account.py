@@ -50,6 +50,23 @@ def test_an_answer_takes_max_slowdown_times_as_long_as_alone(slowdown: float, er
     assert taken_s / without_s == pytest.approx(slowdown, abs=0.02)
 
 
+@pytest.mark.parametrize("has_bulk", [False, True])
+def test_what_will_be_left_after_a_step_is_what_is_left_then(has_bulk: bool) -> None:
+    """To ask changes nothing."""
+    found, state = accounts(), chat()
+    found.open(state, 0.0, 0.0)
+    runs = [(state, PROMPT, 0)]
+    elapsed_s = alone_s(runs) + 0.003 * has_bulk
+    before_s = found.left_s([state])
+    expected_s = found.left_after_s([state], runs, elapsed_s, is_protected=not has_bulk)
+    assert found.left_s([state]) == before_s
+    if has_bulk:
+        found.add_shared_step(runs, elapsed_s, 0.0)
+    else:
+        found.add_step(runs, elapsed_s, 0.0, is_typical=False)
+    assert found.left_s([state]) == expected_s != before_s
+
+
 def test_bulk_adds_nothing_to_the_first_step_of_a_request() -> None:
     found, state = accounts(), chat()
     found.open(state, 0.0, 0.0)

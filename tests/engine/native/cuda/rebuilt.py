@@ -6,8 +6,9 @@ from dataclasses import replace
 import torch
 
 from engine.native.attention.kernels import AttentionKernels
+from engine.native.cuda.graph_sizes import GraphSize
 from engine.native.cuda.pinned_ring import PinnedRing
-from engine.native.cuda.step_graphs import GraphSize, StepGraphs
+from engine.native.cuda.step_graphs import StepGraphs
 from engine.native.execution.model_runner import ModelRunner
 from engine.native.execution.torch_engine import TorchEngine
 

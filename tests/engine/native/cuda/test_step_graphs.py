@@ -13,7 +13,8 @@ from engine.interface import NewSequence, PreemptionMode, Run, StepPlan
 from engine.native.attention.kernels import AttentionKernels
 from engine.native.batch.packing import StepBatch, pack_step
 from engine.native.cpu.kernels import CpuKernels
-from engine.native.cuda.step_graphs import CaptureFailure, GraphSize, StepGraphs, graph_sizes
+from engine.native.cuda.graph_sizes import GraphSize, graph_sizes
+from engine.native.cuda.step_graphs import CaptureFailure, StepGraphs
 from engine.native.execution.torch_engine import TorchEngine
 from engine.sequences.sequence_table import SequenceTable
 from tests.engine.conftest import MakeEngine, ModelDirectory
@@ -127,7 +128,7 @@ def test_padding_writes_to_the_scratch_block_only(kernels: AttentionKernels, mak
 
 def test_a_step_runs_as_the_smallest_graph_that_fits(kernels: AttentionKernels, make_engine: MakeEngine) -> None:
     engine = make_engine("qwen3", optimize=False)
-    sizes = [GraphSize(4), GraphSize(2), GraphSize(2, 8), GraphSize(4, 4), GraphSize(4, 8)]
+    sizes = [GraphSize(4), GraphSize(2), GraphSize(2, 8), GraphSize(4, 4), GraphSize(4, 8), GraphSize(2, 80)]
     engine, graphs, _ = with_graphs(engine, sizes, kernels)
     table = SequenceTable(engine.info)
 
@@ -140,8 +141,9 @@ def test_a_step_runs_as_the_smallest_graph_that_fits(kernels: AttentionKernels, 
     assert fitting(3) == (4, 4)
     assert fitting(1, 5) == (2, 8)
     assert fitting(1, 1, 1, 5) == (4, 8)
-    assert fitting(1, 9) is None
-    assert fitting(2, 2, 2) == (2, 8)  # three chunks: a graph of 4 tokens has room for two
+    assert fitting(1, 99) is None
+    assert fitting(*[2] * 32) == (2, 80)
+    assert fitting(*[2] * 33) is None  # a graph has room for 32 chunks
 
 
 def packed(engine: TorchEngine, table: SequenceTable, counts: tuple[int, ...]) -> StepBatch:

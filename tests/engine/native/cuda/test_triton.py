@@ -16,7 +16,7 @@ from torch import nn
 from engine.interface import SamplingParams
 from engine.native.attention.kernels import AttentionKernels, HeadShape, Scoring
 from engine.native.batch.tensors import to_cpu
-from engine.native.cuda.step_graphs import GraphSize
+from engine.native.cuda.graph_sizes import GraphSize
 from engine.native.kv.cache import LayerShape
 from engine.native.model.layer_kernels import LayerKernels
 from engine.native.model.probe import LayerSpec

@@ -22,6 +22,17 @@ def test_an_ordinary_plan_waits_for_the_step_before_it(engine: TorchEngine) -> N
     assert [output.seq_id for output in engine.finalize().outputs] == ["b"]
 
 
+def test_a_step_that_samples_nothing_is_launched_ahead_too(engine: TorchEngine) -> None:
+    """Otherwise the device would wait for the host after each chunk of a long prompt."""
+    new = make_new("a", range(3, 23), max_tokens=2)
+    engine.launch(StepPlan(0, start=(new,), run=(Run("a", 8),)))
+    engine.launch(StepPlan(1, run=(Run("a", 8),), ahead=True))
+    assert [step.step_id for step in engine._in_flight] == [0, 1]
+    engine.launch(StepPlan(2, run=(Run("a", 4),), ahead=True))
+    outputs = [engine.finalize().outputs[0] for _ in range(3)]
+    assert [(o.num_computed_tokens, len(o.token_ids)) for o in outputs] == [(8, 0), (16, 0), (20, 1)]
+
+
 def test_a_block_filled_with_placeholders_is_cached_with_its_real_tokens(engine: TorchEngine) -> None:
     """A block enters the prefix cache when its tokens are known."""
     new = make_new("a", range(3, 9), max_tokens=18)

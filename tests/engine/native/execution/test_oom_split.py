@@ -16,8 +16,8 @@ from engine.interface import NewSequence, PreemptionMode
 from engine.native.batch.packing import StepBatch
 from engine.native.execution.model_runner import ModelRunner
 from engine.native.execution.oom_split import cut, is_out_of_memory
+from engine.sequences.chunk import Chunk
 from engine.sequences.sequence import Sequence
-from engine.sequences.sequence_table import Chunk
 from tests.engine.conftest import MakeEngine
 from tests.engine.drive import Driven, drive, make_new, random_chunks, random_preemption
 from tests.engine.models import CONFIGS, POISON, save_model

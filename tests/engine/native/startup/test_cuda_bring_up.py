@@ -6,7 +6,7 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from engine.native.attention.kernels import AttentionKernels, HeadShape, PagedChunks, PagedRows, Scoring
-from engine.native.cuda.step_graphs import GraphSize
+from engine.native.cuda.graph_sizes import GraphSize
 from engine.native.kv.cache import LayerShape
 from engine.native.model.probe import LayerSpec
 from engine.native.startup.cuda_bring_up import capture_graphs, graph_bytes, working_kernels

@@ -111,9 +111,52 @@ def test_tokens_that_the_prefix_cache_had_are_not_run_again() -> None:
     assert names(plan) == {"again": 32}
     stepped_core.engine.submit(plan)  # type: ignore[arg-type]
     stepped_core.collect()
-    stepped_core.collect()
+    report = stepped_core.collect()
+    assert report.work is not None
+    assert report.work.decodes == 1, "the cached tokens are no work of the step that was planned before they were known"
     state = stepped_core.core.held.table.states["again"]
     assert (state.num_computed_tokens, len(state.output_token_ids)) == (81, 2)
+
+
+def test_what_bulk_may_add_counts_the_step_in_flight_as_ended() -> None:
+    """That step holds as much bulk as the chat allows, so that the next one may hold little."""
+    stepped_core = stepped(make_info(steps_ahead=1, num_blocks=4000), realtime={"max_slowdown": 1.25})
+    stepped_core.accept(make_request("chat", prompt=64, max_tokens=400))
+    for _ in range(100):
+        stepped_core.step()
+    stepped_core.accept(*(make_request(f"b{i}", "bulk", prompt=16, max_tokens=99) for i in range(60)))
+    running = stepped_core.core.running
+    chat = stepped_core.core.held.table.states["chat"]
+    before_s = running.left_s([chat], is_ahead=False)
+    stepped_core.submit()
+    after_s = running.left_s([chat], is_ahead=True)
+    assert after_s < before_s
+    stepped_core.collect()
+    assert running.left_s([chat], is_ahead=False) == pytest.approx(after_s, abs=1e-3)
+
+
+def test_a_step_is_expected_to_take_its_usual_time_and_planned_to_take_rather_more() -> None:
+    """The next plan is made shortly before the expected end: by the other time, it would mostly come too late."""
+    core = make_core(make_tiers(), AHEAD, None)
+    stepped_core = SteppedCore(core, COST, noise=0.2)
+    stepped_core.accept(make_request("a", max_tokens=400))
+    for _ in range(300):
+        stepped_core.step()
+    stepped_core.submit()
+    assert core.running.expected_s == pytest.approx(COST.step(COST.decode(330)), rel=0.15)
+    assert core.running.step_s > 1.2 * core.running.expected_s
+
+
+def test_a_request_that_is_refused_is_told_while_steps_follow_each_other() -> None:
+    async def story(world: World) -> None:
+        bulk = asyncio.create_task(world.ask("bulk", "bulk", 20, 300))
+        await world.clock.sleep(0.1)
+        refused = await world.ask("too long", "realtime", AHEAD.max_model_len + 1)
+        assert refused.events[-1].error
+        assert not bulk.done()
+        await bulk
+
+    run_world(story, info=AHEAD, cost=COST, known=COST)
 
 
 @dataclass
