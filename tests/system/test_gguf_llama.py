@@ -1,8 +1,6 @@
 """The same GGUF file in this engine and in llama.cpp gives the same greedy tokens. `make test-llama` runs it."""
 
 import random
-import signal
-import subprocess
 from pathlib import Path
 
 import httpx
@@ -14,16 +12,11 @@ from engine.gguf import unpacked
 from tests.engine.drive import drive, make_new
 from tests.engine.gguf_files import write_llama
 from tests.engine.models import make_prompts, save_model, tiny
-from tests.system.server import free_port, wait_for
+from tests.system.llama import MARKS, llama_server
 
 pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
-PYTHON = Path(__file__).parents[2] / ".venv-llama" / "bin" / "python"
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.skipif(not PYTHON.exists(), reason="llama.cpp has an environment of its own: make test-llama"),
-    pytest.mark.timeout(400),
-]
+pytestmark = MARKS
 NUM_TOKENS = 8
 
 
@@ -48,27 +41,10 @@ def test_greedy_tokens_are_those_of_llama_cpp(kind: str, tmp_path: Path, monkeyp
 
 
 def generated_by_llama(file: Path, prompts: dict[str, tuple[int, ...]]) -> dict[str, list[int]]:
-    port = free_port()
-    url, log = f"http://127.0.0.1:{port}", file.with_suffix(".log")
-    with log.open("wb") as out:
-        argv = [str(PYTHON), "-I", str(Path(__file__).with_name("llama_server.py")), str(port), str(file)]
-        process = subprocess.Popen(argv, stdout=out, stderr=out, start_new_session=True)
-
-    def is_up() -> bool:
-        assert process.poll() is None, log.read_text(errors="replace")[-2000:]
-        try:
-            return httpx.get(f"{url}/v1/models").status_code == 200
-        except httpx.TransportError:
-            return False
-
-    try:
-        wait_for(is_up, 120.0, "llama.cpp")
-        found = {}
+    found = {}
+    with llama_server(file) as url:
         for name, prompt in prompts.items():
             body = {"prompt": list(prompt), "n_predict": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
             answer = httpx.post(f"{url}/completion", json={**body, "return_tokens": True}, timeout=60).json()
             found[name] = answer["tokens"]
-        return found
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait(60)
+    return found

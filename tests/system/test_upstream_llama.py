@@ -1,57 +1,30 @@
 """The whole server in front of a real llama.cpp on the CPU, with Gemma 3 270M behind the demo model's tokenizer.
 
-The two vocabularies do not match, so texts mean nothing here; token ids do. It needs an environment with xllamacpp:
-`make test-llama` makes one. Other runs skip it.
+The two vocabularies do not match, so texts mean nothing here; token ids do.
 """
 
 import asyncio
 import json
 import shutil
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from openai import AsyncOpenAI
 
 from demo_model.location import demo_model_path
+from tests.system.llama import MARKS, llama_server
 from tests.system.llama_server import SLOT_TOKENS
-from tests.system.server import Server, free_port, make_client, running, wait_for
+from tests.system.server import Server, make_client, running
 
-PYTHON = Path(__file__).parents[2] / ".venv-llama" / "bin" / "python"
-START_S = 120.0
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.skipif(not PYTHON.exists(), reason="llama.cpp has an environment of its own: make test-llama"),
-    pytest.mark.timeout(400),
-]
+pytestmark = MARKS
 GEMMA_VOCAB = 262_144
 
 
 @pytest.fixture(scope="module")
 def llama_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    port, folder = free_port(), tmp_path_factory.mktemp("llama")
-    url, log = f"http://127.0.0.1:{port}", folder / "log"
-    script = Path(__file__).with_name("llama_server.py")
-    with log.open("wb") as out:
-        argv = [str(PYTHON), "-I", str(script), str(port), str(folder / "model.gguf")]
-        process = subprocess.Popen(argv, stdout=out, stderr=out, start_new_session=True)
-
-    def is_up() -> bool:
-        assert process.poll() is None, log.read_text(errors="replace")[-2000:]
-        try:
-            return httpx.get(f"{url}/v1/models").status_code == 200
-        except httpx.TransportError:
-            return False
-
-    try:
-        wait_for(is_up, START_S, "llama.cpp")
+    with llama_server(tmp_path_factory.mktemp("llama") / "model.gguf") as url:
         yield url
-    finally:
-        process.kill()
-        process.wait(60)
 
 
 @pytest.fixture(scope="module")
