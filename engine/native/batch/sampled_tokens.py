@@ -17,21 +17,21 @@ class SampledTokens:
 
     `ids` is the tensor (rows,) on the device. An id below 0 marks a row with broken logits. `waiter` has one thread,
     which waits until the copy to the host is complete. So an error of the device is raised by `wait`, and nobody asks
-    the device again and again.
+    the device again and again. `begun` is the moment at which the device began the step, if it tells the time.
     """
 
-    def __init__(self, ids: Tensor, waiter: Executor) -> None:
+    def __init__(self, ids: Tensor, waiter: Executor, begun: torch.cuda.Event | None = None) -> None:
         self.ids = ids
         self._host = ids
         self._copied: Future[None] = Future()
+        self._begun, self._ended = begun, begun
         if ids.device.type == "cuda":
             self._host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
             self._host.copy_(ids, non_blocking=True)
             # The event is recorded right after the copy, so that nobody waits for later work. The stream is named,
-            # because the thread's current device may be another one. A blocking event does not keep a core busy.
-            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(ids.device))
-            self._copied = waiter.submit(event.synchronize)
+            # because the thread's current device may be another one.
+            self._ended = moment_on(ids.device)
+            self._copied = waiter.submit(self._ended.synchronize)
         else:
             self._copied.set_result(None)
 
@@ -51,6 +51,24 @@ class SampledTokens:
         """
         self._copied.result()
         return [token_id if token_id >= 0 else None for token_id in self._host.tolist()]
+
+    def device_s(self) -> float | None:
+        """Return the seconds that the device took from `begun` until the copy was complete; None if `begun` is None.
+
+        Call it after `wait`. The host may learn much later that a step has ended, for example while it launches the
+        kernels of the next one, so its clock would add that time to this step and take it from the next.
+        """
+        if self._begun is None or self._ended is None:
+            return None
+        return float(self._begun.elapsed_time(self._ended)) / 1000
+
+
+def moment_on(device: torch.device) -> torch.cuda.Event:
+    """Return the moment at which the device, a GPU, will have done the work that it has been given so far."""
+    # A blocking event does not keep a core busy.
+    event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def placeholder(row: int) -> int:

@@ -15,7 +15,7 @@ from engine.native.attention.paged import Boundary, PagedAttention, bind
 from engine.native.batch.eviction import RunningChunks
 from engine.native.batch.layer_boundary import LayerBoundary
 from engine.native.batch.packing import StepBatch, in_one_group
-from engine.native.batch.sampled_tokens import fill_in
+from engine.native.batch.sampled_tokens import fill_in, moment_on
 from engine.native.batch.tensors import StepTensors, Upload, UploadedStep, to_cpu, upload_step
 from engine.native.cuda.pinned_ring import Event, PinnedRing
 from engine.native.cuda.step_graphs import StepGraphs
@@ -63,6 +63,10 @@ class ModelRunner:
     @property
     def num_layers(self) -> int:
         return len(self._cache.layers)
+
+    def moment(self) -> torch.cuda.Event | None:
+        """Return the moment at which the device will have done the work that it has been given; None on a CPU."""
+        return moment_on(self._device) if self._device.type == "cuda" else None
 
     def use_graphs(self, graphs: StepGraphs) -> None:
         """Use `graphs` from now on for the steps that they support."""

@@ -108,7 +108,7 @@ class TorchEngine:
         If the step's tokens can stay on the device, return while the device computes the step; a plan with `ahead` may
         follow. Otherwise compute the step before returning.
         """
-        started_s = perf_counter()
+        started_s, begun = perf_counter(), self._runner.moment()
         if plan.ahead:
             plan = self._table.without_ended(plan)
         else:
@@ -116,7 +116,7 @@ class TorchEngine:
         self._table.check(plan)
         chunks = self._table.begin(plan)
         self._copy_swapped()
-        if not self._launch_step(plan, chunks, started_s):
+        if not self._launch_step(plan, chunks, started_s, begun):
             self._compute_at_once(plan, chunks, started_s)
 
     @property
@@ -156,7 +156,9 @@ class TorchEngine:
     # -- steps of async scheduling: their tokens stay on the device until they are finalized -----------------------
 
     @torch.inference_mode()
-    def _launch_step(self, plan: StepPlan, chunks: list[Chunk], started_s: float) -> bool:
+    def _launch_step(
+        self, plan: StepPlan, chunks: list[Chunk], started_s: float, begun: torch.cuda.Event | None
+    ) -> bool:
         """Launch a step whose tokens can stay on the device, and return True.
 
         Return False, with nothing changed, if the step needs the host or does not fit into memory.
@@ -171,7 +173,7 @@ class TorchEngine:
             logits = self._runner.run(batch, previous)
             rows = [SamplingRow(c.sequence.sampling, c.sequence.num_output_tokens) for c in batch.sampled_chunks]
             ids = self._runner.no_ids if logits is None else self._device_sampler(logits, rows)
-            tokens = SampledTokens(ids, self._waiter)
+            tokens = SampledTokens(ids, self._waiter, begun)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -197,7 +199,7 @@ class TorchEngine:
             failure = BROKEN_LOGITS if token_id is None else None
             outcomes[chunk.sequence.seq_id] = Outcome(token_id, failure=failure)
         outputs, failures = self._table.finalize_all(step.chunks, outcomes)
-        self._report(step.step_id, outputs, failures, step.started_s)
+        self._report(step.step_id, outputs, failures, step.started_s, device_s=step.tokens.device_s())
 
     # -- other steps: computed to their end at once ------------------------------------------------------------------
 
@@ -230,9 +232,11 @@ class TorchEngine:
         failures: list[SequenceFailure],
         started_s: float,
         evicted: tuple[str, ...] = (),
+        device_s: float | None = None,
     ) -> None:
         now_s = perf_counter()
-        busy_s = now_s - max(started_s, self._finalized_s)  # the device computes the previous step first
+        # The device computes the previous step first.
+        busy_s = now_s - max(started_s, self._finalized_s) if device_s is None else device_s
         self._finalized_s = now_s
         self._results.append(
             StepResult(

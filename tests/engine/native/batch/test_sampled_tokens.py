@@ -8,20 +8,27 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from engine.native.batch.sampled_tokens import SampledTokens
+from engine.native.batch.sampled_tokens import SampledTokens, moment_on
 
 
 class FakeEvent:
-    """An event that notes the stream on which it is recorded, and fails if `error` is set."""
+    """An event that notes the stream on which it is recorded, and fails if `error` is set.
+
+    Each is 12 ms later than the one before it.
+    """
 
     streams: list[object] = []
     error: Exception | None = None
 
-    def __init__(self, *, blocking: bool) -> None:
-        assert blocking
+    def __init__(self, *, enable_timing: bool, blocking: bool) -> None:
+        assert enable_timing and blocking
 
     def record(self, stream: object) -> None:
         self.streams.append(stream)
+        self.number = len(self.streams)
+
+    def elapsed_time(self, later: "FakeEvent") -> float:
+        return 12.0 * (later.number - self.number)
 
     def synchronize(self) -> None:
         if self.error is not None:
@@ -44,9 +51,9 @@ def waiter() -> Iterator[ThreadPoolExecutor]:
         yield executor
 
 
-def on_second_gpu(waiter: ThreadPoolExecutor) -> SampledTokens:
+def on_second_gpu(waiter: ThreadPoolExecutor, begun: Any = None) -> SampledTokens:
     with FakeTensorMode():
-        return SampledTokens(torch.empty(3, dtype=torch.int64, device="cuda:1"), waiter)
+        return SampledTokens(torch.empty(3, dtype=torch.int64, device="cuda:1"), waiter, begun)
 
 
 def test_the_copy_is_awaited_on_the_stream_of_the_tokens_own_device(event: Any, waiter: ThreadPoolExecutor) -> None:
@@ -66,7 +73,15 @@ def test_an_error_of_the_device_calls_the_callback_and_is_raised_by_wait(
     assert calls == [True]
 
 
+def test_the_device_tells_how_long_it_took(event: Any, waiter: ThreadPoolExecutor) -> None:
+    begun = moment_on(torch.device("cuda:1"))
+    first = on_second_gpu(waiter, begun)
+    on_second_gpu(waiter)  # launched before anyone waits for the first step
+    assert first.device_s() == 0.012
+
+
 def test_tokens_on_the_host_are_known_at_once(waiter: ThreadPoolExecutor) -> None:
     tokens, calls = SampledTokens(torch.tensor([4, -1]), waiter), list[bool]()
     tokens.call_when_known(lambda: calls.append(True))
     assert (tokens.are_known, tokens.wait(), calls) == (True, [4, None], [True])
+    assert tokens.device_s() is None

@@ -92,6 +92,15 @@ def test_a_burst_beyond_any_captured_batch_size(make_engine: MakeEngine, model_d
         assert tuple(driven[seq_id].output) == tuple(generate(model, prompt, 1 + i % 20)), seq_id
 
 
+def test_int8_weights_give_the_cpus_tokens(make_engine: MakeEngine) -> None:
+    news = [make_new(seq_id, prompt, max_tokens=MAX_TOKENS) for seq_id, prompt in PROMPTS.items()]
+    expected = {k: d.output for k, d in drive(make_engine("llama", optimize=False, quantize="int8"), news).items()}
+    engine, logs = build(make_engine, "llama", quantize="int8")
+    assert logs["model optimized"]["fused_layers"] == 2
+    assert not [entry for entry in logs.values() if entry["log_level"] == "warning"]
+    assert {k: d.output for k, d in drive(engine, news).items()} == expected
+
+
 def test_graphs_can_be_switched_off(make_engine: MakeEngine) -> None:
     assert "CUDA graphs captured" not in build(make_engine, "llama", cuda_graphs=False)[1]
 

@@ -46,12 +46,13 @@ def test_sizes_of_steps_without_prefill_grow_with_the_batch() -> None:
     assert len(decodes(512)) == 43
 
 
-def test_a_step_with_a_prefill_has_a_graph_if_it_is_no_larger_than_a_step() -> None:
+def test_a_step_with_a_prefill_has_a_graph_if_its_prefill_is_no_larger_than_a_step() -> None:
     mixed = [size for size in graph_sizes(256, 2048) if size.prefill]
-    assert len(set(mixed)) == 4 * 7
+    assert len(set(mixed)) == 4 * 11
     assert {size.decodes for size in mixed} == {16, 64, 128, 256}
+    assert max(mixed, key=sum) == (256, 2048)
     assert [size for size in graph_sizes(20, 100) if size.prefill] == [(20, 64), (16, 64)]
-    assert not [size for size in graph_sizes(8, 64) if size.prefill]
+    assert not [size for size in graph_sizes(8, 63) if size.prefill]
     assert GraphSize(8, 64).num_chunks == 32
     assert GraphSize(8, 5).num_chunks == 2
 

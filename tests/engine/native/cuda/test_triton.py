@@ -256,6 +256,7 @@ def test_an_int8_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.full
+@pytest.mark.skipif(HAS_GPU, reason="test_on_gpu.py has it on the GPU")
 def test_a_quantised_engine_with_the_kernel_gives_the_tokens_of_the_definition(
     make_engine: MakeEngine, layer_kernels: LayerKernels, kernels: AttentionKernels
 ) -> None:
