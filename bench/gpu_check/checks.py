@@ -60,7 +60,7 @@ def parts(out: Path, weights: Path) -> list[Part]:
         + ("--weights-dir", str(weights), "--logs", str(out / "logs"))
     )  # fmt: skip
     probe = (python, "-m", "bench.engines.device_probe")
-    isolation = (python, "-m", "bench", "isolation", "--shape", "135m", "--arms", "A0,A1,OURS")
+    isolation = (python, "-m", "bench", "isolation", "--shape", SHAPE, "--arms", "A0,A1,OURS")
     large, shared = out / "engine-8b.json", out / "isolation.json"
     return [
         Part(
@@ -95,11 +95,10 @@ def parts(out: Path, weights: Path) -> list[Part]:
             needs=(*ENGINE, *COMMANDS),
         ),
         Part(
-            "isolation-135m",
-            # A short search for the solo goodput sets the load, so that the load fits a fast GPU and a slow one.
-            (*isolation, "--search-seconds", "4", "--search-budget", "30", "--duration", "16", "--rounds", "1")
-            + ("--lead", "3", "--server-flags", "--device cuda", "--json", str(shared))
-            + ("--report", str(out / "isolation")),
+            "isolation-8b",
+            # 4 chats a second: the search for the goodput takes longer than the check may.
+            (*isolation, "--clients", "8", "--load", "0.5", "--duration", "24", "--rounds", "1", "--lead", "3")
+            + ("--server-flags", "--device cuda", "--json", str(shared), "--report", str(out / "isolation")),
             150,
             result_file=shared,
             needs=(*ENGINE, *COMMANDS, *SERVER, "matplotlib"),
