@@ -61,6 +61,7 @@ class StepCost:
     context_token_s: float = 0.0
     decode_s: float = 0.0002
     min_step_s: float = 0.0  # no step is shorter, however little work it holds
+    slowdown: float = 1.0  # how many times as long as usually all steps take now; the coefficients include it
 
     def prefill(self, num_tokens: int, context: int) -> float:
         """Return the cost of a prefill chunk of `num_tokens` tokens that follow `context` computed tokens."""

@@ -61,7 +61,7 @@ class StepKind:
     def cost(self, slowdown: float, min_step_s: float) -> StepCost:
         """Return the present coefficients, multiplied by the slowdown and by the safety factor."""
         k = [value * scale * slowdown * self.safety for value, scale in zip(self._theta, _SCALE, strict=True)]
-        return StepCost(k[0], k[1], k[2], k[3], k[4], min_step_s * slowdown * self.safety)
+        return StepCost(k[0], k[1], k[2], k[3], k[4], min_step_s * slowdown * self.safety, slowdown)
 
     def predict(self, x: Sequence[float]) -> float:
         """Return the expected seconds of a step with features `x`."""

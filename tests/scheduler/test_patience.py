@@ -29,12 +29,13 @@ Load = Callable[["Users"], Awaitable[None]]
 class Users:
     """Send requests of random lengths, and note how each first token was predicted and when it came."""
 
-    def __init__(self, world: World, cost: StepCost) -> None:
+    def __init__(self, world: World, cost: StepCost, warm_s: float) -> None:
         self.world = world
+        self._warm_s = world.clock.now() + warm_s
         self._cost = cost
         self._rng = random.Random(7)
         self._count = 0
-        self.ratios: list[float] = []  # predicted ÷ measured, of requests with a prediction
+        self.ratios: list[float] = []  # predicted ÷ measured, of requests with a prediction after `warm_s`
 
     async def ask(self) -> None:
         self._count += 1
@@ -42,9 +43,10 @@ class Users:
         output = int(OUTPUT[self._cost] * self._rng.lognormvariate(0, 0.5)) + 2
         request = self.world.request(f"r{self._count}", prompt=min(prompt, 4000), max_tokens=min(output, 1000))
         predicted_s, sent_s = await self._predicted_s(request), self.world.clock.now()
+        is_counted = predicted_s is not None and sent_s >= self._warm_s
         async with await self.world.submit(request) as events:  # fails if the request is refused
             async for event in events:
-                if event.token_ids and event.index == 0 and predicted_s is not None:
+                if event.token_ids and event.index == 0 and is_counted:
                     self.ratios.append(predicted_s / (self.world.clock.now() - sent_s))
 
     async def _predicted_s(self, request: Request) -> float | None:
@@ -93,11 +95,14 @@ def arrivals(rate_per_s: float) -> Load:
     return load
 
 
-def ratios(load: Load, cost: StepCost, tiers: TierSet) -> list[float]:
-    """Play `load` and return predicted ÷ measured first tokens. Fails if a request is refused."""
+def ratios(load: Load, cost: StepCost, tiers: TierSet, warm_s: float = 0.0) -> list[float]:
+    """Play `load` and return predicted ÷ measured first tokens. Fails if a request is refused.
+
+    Requests before `warm_s` do not count.
+    """
 
     async def story(world: World) -> list[float]:
-        users = Users(world, cost)
+        users = Users(world, cost, warm_s)
         await load(users)
         return users.ratios
 
@@ -114,17 +119,21 @@ def test_a_benchmark_of_a_fresh_server_sees_no_error(load: Load, cost: StepCost)
 
 
 @pytest.mark.parametrize(
-    ("load", "share"),
+    ("load", "warm_s", "share"),
     [
-        (streams(32), 0.9),
-        pytest.param(streams(128, 10.0), 0.7, marks=pytest.mark.full),
-        pytest.param(arrivals(36), 0.7, marks=pytest.mark.full),
+        (streams(32), 0.0, 0.9),
+        pytest.param(streams(128, 10.0), 5.0, 0.9, marks=pytest.mark.full),
+        pytest.param(arrivals(36), 0.0, 0.7, marks=pytest.mark.full),
     ],
     ids=["32 streams", "128 streams", "1.2 x capacity"],
 )
-def test_most_predictions_are_right_within_a_factor_of_two(load: Load, share: float) -> None:
-    """Of the longest waits fewer are, since who is late does not always wait in order."""
-    predicted = ratios(load, GPU, PATIENT)
+def test_most_predictions_are_right_within_a_factor_of_two(load: Load, warm_s: float, share: float) -> None:
+    """Of the longest waits fewer are, since who is late does not always wait in order.
+
+    After 128 prompts that come at once to a fresh server, it takes seconds until the capacity that it has seen holds
+    decodes as well; until then predictions are up to ten times too long.
+    """
+    predicted = ratios(load, GPU, PATIENT, warm_s)
     assert sum(0.5 <= ratio <= 2 for ratio in predicted) >= share * len(predicted) > 0
 
 

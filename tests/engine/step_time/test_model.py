@@ -143,9 +143,11 @@ def test_one_slow_step_moves_nothing_and_a_lasting_slowness_is_learned() -> None
     model.observe(work, before)
     model.observe(work, 100 * before)
     assert model.predict(work) == pytest.approx(before, rel=0.01), "a normal step lay between the two slow ones"
+    assert model.cost().slowdown == pytest.approx(1.0, rel=0.01)
     for _ in range(60):
         model.observe(work, 10 * before)
     assert model.predict(work) == pytest.approx(10 * before, rel=0.1)
+    assert model.cost().slowdown == pytest.approx(10.0, rel=0.1)
 
 
 def in_tiles(rng: random.Random) -> tuple[StepWork, float]:

@@ -42,10 +42,11 @@ def form(
     tiers: TierSet | None = None,
     now: float = 0.0,
     view: dict[str, Any] | None = None,
+    cost: StepCost = COST,
     decode_cost: StepCost | None = None,
     **budgets: TierBudget,
 ) -> StepPlan:
-    """A plan with `COST`; the tiers not named have a budget without limits."""
+    """A plan; the tiers not named have a budget without limits."""
     tiers = tiers or make_tiers()
     of_tier = {tier.name: budgets.get(tier.name, budget()) for tier in tiers.by_priority}
     return form_batch(
@@ -53,7 +54,7 @@ def form(
         make_view(**(view or {})),
         tiers.by_priority,
         make_table(tiers, states),
-        Budgets(of_tier, COST, decode_cost or COST),
+        Budgets(of_tier, cost, decode_cost or cost),
         now,
         frozenset(),
         PromptPrefixes(make_info()),
@@ -228,6 +229,11 @@ def test_an_overloaded_tier_is_served_in_order_except_for_prompts_that_are_too_l
     assert next(iter(ran(form([late, fresh], realtime=budget(**room))))) == "fresh"
     huge = make_state("huge", prompt=900, claimed_s=-9.0)
     assert list(ran(form([huge, late], realtime=budget(**room, overloaded=True)))) == ["late", "huge"]
+    # What is too long while everything takes twice as long, but not usually, keeps its place.
+    slow = replace(COST, prefill_token_s=2 * COST.prefill_token_s, slowdown=2.0)
+    long = make_state("long", prompt=400, claimed_s=-9.0)
+    assert next(iter(ran(form([long, late], cost=slow, realtime=budget(0.5, overloaded=True))))) == "long"
+    assert next(iter(ran(form([huge, late], cost=slow, realtime=budget(0.5, overloaded=True))))) == "late"
 
 
 # -- the min share -----------------------------------------------------------------------------------------------------
