@@ -134,7 +134,7 @@ class BatchRun:
             case BatchStatus.FINALIZING:
                 await self._finish(BatchStatus.COMPLETED, batch, None)
             case BatchStatus.CANCELLING:
-                await self._finish(BatchStatus.CANCELLED, batch, BATCH_CANCELLED)
+                await self._cancel(batch, path)
 
     async def _give_up(self, batch: Batch, error: ContentLost) -> None:
         """End a batch of which something is lost. Results that are left are kept."""
@@ -145,10 +145,14 @@ class BatchRun:
         is_cancelling = batch.status is BatchStatus.CANCELLING
         await self._move(BatchStatus.CANCELLED if is_cancelling else BatchStatus.EXPIRED, errors=(INPUT_LOST,), **ids)
 
-    async def _validate(self, batch: Batch, path: Path) -> None:
+    async def _scanned(self, batch: Batch, path: Path) -> InputScan:
         scan, self._scan = self._scan, None
         if scan is None:
             scan = await offload(path, scan_input, self._parts.rules(batch.endpoint))
+        return scan
+
+    async def _validate(self, batch: Batch, path: Path) -> None:
+        scan = await self._scanned(batch, path)
         if batch.input_sha256 not in (None, scan.sha256):
             return await self._move(BatchStatus.FAILED, errors=(INPUT_DAMAGED,))
         errors = scan.errors or await self._parts.quota.reserve(batch, path)
@@ -175,6 +179,16 @@ class BatchRun:
             await self._move(BatchStatus.FINALIZING)
         elif self._now_s() >= batch.expires_at:
             await self._finish(BatchStatus.EXPIRED, batch, BATCH_EXPIRED)
+
+    async def _cancel(self, batch: Batch, path: Path) -> None:
+        """End a cancelled batch. The lines of one that had not begun are named as well, if its input can be used."""
+        if batch.in_progress_at is not None:
+            return await self._finish(BatchStatus.CANCELLED, batch, BATCH_CANCELLED)
+        scan = await self._scanned(batch, path)
+        if scan.errors:
+            return await self._move(BatchStatus.CANCELLED)
+        ids = await write_files(self._store, self._parts.files, batch, BATCH_CANCELLED)
+        await self._move(BatchStatus.CANCELLED, total=scan.total, model=scan.model, **ids)
 
     async def _finish(self, end: BatchStatus, batch: Batch, unfinished: tuple[str, str] | None) -> None:
         await self._move(end, **await self._write_files(batch, unfinished))

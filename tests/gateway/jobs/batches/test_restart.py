@@ -218,6 +218,19 @@ async def test_cancel_reaches_a_batch_of_another_gateway(redis_client: Redis, va
     await other.aclose()
 
 
+async def test_lines_of_a_batch_that_is_cancelled_before_it_begins_are_named(
+    redis_client: Redis, tmp_path: Path
+) -> None:
+    batch_id = await plant(redis_client, tmp_path, 3)
+    await BatchStore(redis_client).move(batch_id, BatchStatus.CANCELLING, int(time.time()))
+    async with running_gateway(redis_client, tmp_path) as gateway:
+        batch = await gateway.ended(batch_id)
+        unfinished = await gateway.read(batch.error_file_id)
+    assert (batch.status, batch.in_progress_at, batch.output_file_id) == ("cancelled", None, None)
+    assert batch.request_counts is not None and batch.request_counts.total == 3
+    assert [entry["error"]["code"] for entry in unfinished] == ["batch_cancelled"] * 3
+
+
 LOST_STATES = [
     ([], "expired"),
     ([BatchStatus.IN_PROGRESS], "expired"),
