@@ -48,10 +48,14 @@ def _complete(operation: dict[str, Any], method: str, path: str) -> None:
 
 
 def _name_models(operation: dict[str, Any], model_names: Sequence[str]) -> None:
-    """Say in the schema of the body which models there are."""
+    """Say in the schema of the body which models there are, and that it need not name one."""
     for content in operation.get("requestBody", {}).get("content", {}).values():
-        if "model" in content["schema"].get("properties", {}):
-            content["schema"]["properties"]["model"] = {"type": "string", "enum": list(model_names)}
+        schema = content["schema"]
+        if "model" in schema.get("properties", {}):
+            schema["properties"]["model"] = {"type": "string", "enum": list(model_names)}
+            schema["required"] = [name for name in schema.get("required", ()) if name != "model"]
+            if not schema["required"]:
+                del schema["required"]
 
 
 def _links(method: str, path: str) -> dict[str, Any]:

@@ -133,7 +133,7 @@ async def count_input_tokens(request: Request, key: Caller, owner: Owner) -> dic
 @router.post("/v1/responses/compact", openapi_extra=json_body(ResponseRequest))
 async def compact_response(request: Request, key: Caller) -> Response:
     """Return a conversation as its user's messages and a summary of all the rest, for the input of later requests."""
-    async with hold_object(request, parse_compaction) as body:
+    async with hold_object(request, parser_for(request, parse_compaction, key)) as body:
         new = gateway_of(request).responses.new_compaction(body)
         generation = await submit(request, body, key, new.prepare)
     return await send_answer(request, body, new.run(generation))

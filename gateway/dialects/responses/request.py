@@ -195,8 +195,6 @@ def parse_compaction(body: dict[str, Any]) -> ResponseRequest:
 
     Raises `ApiError` 400 as `parse_response_request` does, and for what a compaction has not.
     """
-    if body.get("model") is None:
-        raise invalid_request("Missing required parameter: 'model'.", "model", "missing_required_parameter")
     for name in ("stream", "background", "conversation"):
         if body.get(name):
             raise unsupported_parameter(name)

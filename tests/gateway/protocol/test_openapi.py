@@ -13,6 +13,7 @@ CALLS = [
     ("POST", "/v1/chat/completions", HI, "ChatCompletion"),
     ("POST", "/v1/chat/completions", {**HI, "messages": 5}, "Error"),
     ("POST", "/v1/completions", {"model": MODEL, "prompt": "hi"}, "Completion"),
+    ("POST", "/v1/completions", {"prompt": "hi"}, "Completion"),
     ("POST", "/v1/responses", {"model": MODEL, "input": "hi", "store": False}, "Response"),
     ("POST", "/v1/responses/input_tokens", {"model": MODEL, "input": "hi"}, "InputTokens"),
     ("GET", "/v1/models", None, "ModelList"),
@@ -45,6 +46,7 @@ async def test_every_operation_has_its_answer_and_its_errors() -> None:
     )
     body = operations["post", "/v1/chat/completions"]["requestBody"]["content"]["application/json"]["schema"]
     assert MODEL in body["properties"]["model"]["enum"]
+    assert "model" not in body["required"]  # as CALLS show
 
 
 async def test_answers_are_as_described() -> None:
