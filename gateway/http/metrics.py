@@ -77,6 +77,9 @@ class GatewayMetrics:
             ["reason"],
         )
         self.workers_alive = gauge("tidegate_workers_alive", "Workers with a fresh heartbeat.")
+        self.workers_wanted = gauge(
+            "tidegate_workers_wanted", "Workers that the load needs, for autoscalers: see GET /admin/scale.", ["model"]
+        )
         self.workers_unreadable = gauge(
             "tidegate_workers_unreadable",
             "Workers whose heartbeats this gateway cannot read, as those of another version.",

@@ -20,6 +20,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from gateway.http.exposition import render
 from gateway.keys.usage import NO_KEY
 from gateway.routes.dependencies import authenticated
+from gateway.routes.operators.scale import read_scale
 from gateway.state import STORE_TIMEOUT_S, Gateway, gateway_of
 from scheduler.client.client import SchedulerClient
 from scheduler.clock import Clock
@@ -172,6 +173,8 @@ async def exposition(gateway: Gateway) -> bytes:
             for status, count in (await gateway.batches.counts_by_status()).items():
                 metrics.batches.labels(status).set(count)
             metrics.dead_letters.set(await gateway.dead_letters.count(gateway.clock.wall_ms()))
+            # Without the store, it stays as it was, so that an autoscaler changes nothing.
+            metrics.workers_wanted.labels(gateway.model.names[0]).set((await read_scale(gateway)).wanted)
     if queues is None:
         metrics.show_store(False, STORE_TIMEOUT_S, {})
     else:

@@ -126,6 +126,11 @@ class Admission:
         self._heartbeats.update(workers, now, wall_ms)
         self._backlogs = backlogs
 
+    def output_shares(self) -> dict[str, float]:
+        """Return the part of `max_tokens` that answers usually take, by tier. A tier without answers has none."""
+        usages = {name: self._in_flight.usage(name) for name in self._tiers.tiers}
+        return {name: usage.output_share for name, usage in usages.items() if usage.output_share is not None}
+
     # -- predictions -------------------------------------------------------------------------------------------
 
     def predicted_ttft_s(self, tier: Tier, backlogs: Mapping[str, Backlog], now: float) -> float | None:

@@ -16,6 +16,7 @@ from scheduler.client.cancellations import Cancellations
 from scheduler.client.live_workers import LiveWorkers
 from scheduler.client.open_requests import OpenRequests
 from scheduler.client.rejection import Rejected
+from scheduler.client.scale import DueWork, ScaleSignal, scale_signal
 from scheduler.client.token_stream import MAX_LOGPROBS, HeldLogprobs, TokenStream
 from scheduler.clock import Clock
 from scheduler.config import Tier, TierSet
@@ -23,6 +24,7 @@ from scheduler.events.base import EventChannel
 from scheduler.queue.base import Backlog, Queue, QueueFull, TooFarBehind
 from scheduler.registry.base import WorkerRegistry
 from scheduler.registry.heartbeat_monitor import CHECK_S
+from scheduler.registry.worker_status import WorkerStatus
 from scheduler.request import Request, TokenEvent
 from scheduler.store.errors import StoreRefused
 
@@ -33,6 +35,7 @@ CHECK_EVERY = 3  # number of refreshes between two checks; a lost request is fai
 # Seconds without any worker after which open interactive requests fail. Together with the time in which a hung worker
 # is noticed (its step counts as stuck after `scheduler.drivers.steps.driver.STUCK_S`), nobody waits for more than 10 s.
 MAX_AWAY_S = 4.0
+ASKED_S = 60.0  # seconds for which a request that was refused because there is no worker counts as work for one
 
 
 class SchedulerClient:
@@ -70,6 +73,8 @@ class SchedulerClient:
         # Ids of requests ended by `fail_open`. A worker may still run them, so `close` cancels them.
         self._failed_here: list[str] = []
         self.live = LiveWorkers(registry, clock)
+        self._reported: tuple[Sequence[WorkerStatus], Mapping[str, Backlog]] = (), {}  # at the last refresh
+        self._refused_without_s: float | None = None  # when the last request was refused because there is no worker
         self.is_draining = False
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -139,6 +144,24 @@ class SchedulerClient:
         predicted = {t.name: self._admission.predicted_ttft_s(t, backlogs, now) for t in self.tiers.tiers.values()}
         return {tier: seconds for tier, seconds in predicted.items() if seconds is not None}
 
+    def scale_signal(self, due: Sequence[DueWork], *, has_more: bool) -> ScaleSignal:
+        """Return how many workers are wanted, as of the last refresh. `due` is the work of batches.
+
+        With `has_more` there is work besides, such as batches of unknown size.
+        """
+        workers, backlogs = self._reported
+        refused_s = self._refused_without_s
+        was_refused = refused_s is not None and self._clock.now() - refused_s < ASKED_S
+        return scale_signal(
+            self.tiers.by_priority,
+            workers,
+            len(self.live.starting),
+            backlogs,
+            self._admission.output_shares(),
+            due,
+            has_more=has_more or was_refused,
+        )
+
     async def submit(self, requests: Sequence[Request]) -> TokenStream | Rejected:
         """Enqueue all `requests` (of one tier) and return their token stream.
 
@@ -159,6 +182,7 @@ class SchedulerClient:
         if not self._has_engine(requests[0].tier):
             if (refusal := self._cancellations.refusal) is not None:  # then workers cannot announce themselves
                 raise StoreRefused(refusal.cause)
+            self._refused_without_s = self._clock.now()
             return rejection.no_engine(self.live.starting)
         ticket = self._admission.begin(requests, self._clock.now(), self._clock.wall_ms())
         if isinstance(ticket, Rejected):
@@ -265,8 +289,9 @@ class SchedulerClient:
                 log.warning("worker list not refreshed", error=str(error))
 
     async def _refresh(self) -> None:
-        workers = await self.live.reporting()
-        self._admission.on_heartbeat(workers, await self.backlogs(), self._clock.now(), self._clock.wall_ms())
+        workers, backlogs = await self.live.reporting(), await self.backlogs()
+        self._reported = workers, backlogs
+        self._admission.on_heartbeat(workers, backlogs, self._clock.now(), self._clock.wall_ms())
 
     def _fail_unserved(self) -> None:
         """Fail the open interactive requests if no worker has been alive for `MAX_AWAY_S`."""

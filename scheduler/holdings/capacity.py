@@ -176,6 +176,7 @@ class CapacityEstimator:
             whole_output_tokens_per_s=status.safety
             * _per_s(1.0, _output_token_s(history, decode_cost, tier.batch_size.max)),
             num_ended=history.num_ended,
+            used_share=max(0.0, history.used_share.value),
         )
 
     def _prefill_beside_decodes_per_s(self, backlog: _Backlog, cost: StepCost, prompt_token_s: float) -> float:

@@ -32,6 +32,7 @@ class TierCapacity:
     whole_prefill_tokens_per_s: float = 0.0
     whole_output_tokens_per_s: float = 0.0
     num_ended: int = 0  # requests of the tier that have ended since the worker's start
+    used_share: float = 0.0  # of the engine's time, lately
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from gateway.jobs.batches.forecast.promises import Commitment, earliest_promise_
 from gateway.jobs.batches.input.size import InputSize
 from gateway.jobs.batches.model import Batch, BatchStatus, NewBatch
 from gateway.jobs.batches.store import BatchStore
+from scheduler.client.scale import DueWork
 from scheduler.clock import Clock
 from scheduler.config import Tier
 from scheduler.registry.worker_status import WorkerStatus
@@ -102,6 +103,16 @@ class BatchForecasts:
             if other.id != batch.id and not other.best_effort and other.expires_at <= batch.expires_at
         ]
         return estimates.line_times(work, sooner, rates)
+
+    async def due_work(self) -> tuple[list[DueWork], int]:
+        """Return the work of all batches that are promised to end in time, and the number of all that are not over.
+
+        The work is not known while the workers' rates are not.
+        """
+        entries, rates, now_s = await self._running(), self._rates(), self._now_s()
+        promised = [] if rates is None else [entry for entry in entries if not entry[0].best_effort]
+        expected = attrgetter("expected")
+        return [DueWork(b.lines_due_s - now_s, rates.whole_s(w, expected)) for b, w in promised if rates], len(entries)
 
     async def _describe(self, batch: Batch, pace: Pace | None) -> dict[str, Any]:
         estimate = await self._estimate(batch, pace) if batch.status in RUNNING else None
