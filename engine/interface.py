@@ -199,6 +199,9 @@ class StepResult:
     failures: tuple[SequenceFailure, ...] = ()
     free_blocks: int = 0  # KV blocks that a new sequence could get; cached blocks that no sequence holds are included
     elapsed_s: float = 0.0  # seconds that the device was busy with the step
+    # With async scheduling: seconds from the end of the step before this one until this one was launched; 0: it was
+    # launched in time, or its plan was not made ahead.
+    late_s: float = 0.0
     free_swap_blocks: int = 0
     # (sequence, number of its blocks that other sequences hold as well), for each sequence whose number has changed in
     # this step. Freeing or preempting the sequence would not free these blocks.

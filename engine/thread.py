@@ -9,10 +9,11 @@ from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from queue import SimpleQueue
 from threading import Thread
+from time import perf_counter
 from typing import Protocol
 
 from engine.interface import EngineDead, EngineInfo, PlanError, StepEviction, StepPlan, StepResult
@@ -78,6 +79,8 @@ class EngineThread:
         self._pending: deque[_Submitted] = deque()
         self._death: BaseException | None = None
         self._is_closed = False
+        self._ended_s = 0.0  # time by `perf_counter` at which a launched step was last seen to have ended
+        self._num_ends = 0  # launched steps that were seen to have ended
         self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._thread = Thread(target=self._run, args=(make, made), name="engine", daemon=True)
         self._thread.start()
@@ -167,7 +170,7 @@ class EngineThread:
         flight, because no further step may be launched then. After an error, `launched` holds the replies of the steps
         that have no result.
         """
-        stepper.call_when_finished(lambda: self._inbox.put(_Signal.STEP_FINISHED))
+        stepper.call_when_finished(self._note_end)
         while (message := self._inbox.get()) is not _Signal.CLOSE:
             if isinstance(message, _Submitted):
                 launched.append(message.reply)
@@ -175,23 +178,36 @@ class EngineThread:
                     stepper.launch(message.plan)
                 except PlanError as error:
                     launched.pop().send(error)
+                else:
+                    is_late = message.plan.ahead and (len(launched) == 1 or stepper.is_finished)
+                    message.reply.late_s = perf_counter() - self._ended_s if is_late else 0.0
+                    message.reply.num_ends = self._num_ends
             while launched and (len(launched) > stepper.info.steps_ahead or stepper.is_finished):
-                _finalize(stepper, launched)
+                self._finalize(stepper, launched)
         while launched:
-            _finalize(stepper, launched)
+            self._finalize(stepper, launched)
 
+    def _note_end(self) -> None:
+        """Note that a step has ended. Called on the thread that waited for it."""
+        self._ended_s = perf_counter()
+        self._num_ends += 1
+        self._inbox.put(_Signal.STEP_FINISHED)
 
-def _finalize(stepper: Stepper, launched: "deque[_Reply]") -> None:
-    launched[0].send(stepper.finalize())
-    launched.popleft()
+    def _finalize(self, stepper: Stepper, launched: "deque[_Reply]") -> None:
+        result, reply = stepper.finalize(), launched[0]
+        is_computed_at_launch = reply.num_ends == self._num_ends  # nobody waited for its end
+        reply.send(replace(result, late_s=0.0 if is_computed_at_launch else reply.late_s))
+        launched.popleft()
 
 
 class _Reply:
     """A future of the event loop that the engine's thread resolves."""
 
-    __slots__ = ("_loop", "future")
+    __slots__ = ("_loop", "future", "late_s", "num_ends")
 
     def __init__(self) -> None:
+        self.late_s = 0.0  # of the step, as in its result
+        self.num_ends = 0  # launched steps that were seen to have ended when this one was launched
         self._loop = asyncio.get_running_loop()
         self.future: asyncio.Future[StepResult | BaseException] = self._loop.create_future()
 

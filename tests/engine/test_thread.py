@@ -79,6 +79,31 @@ class FakeStepper:
         self.num_closed += 1
 
 
+class InTurn(FakeStepper):
+    """Each call of `finish` lets one more step end."""
+
+    def __init__(self, answer: Callable[[StepPlan], None] = lambda plan: None) -> None:
+        super().__init__(answer, steps_ahead=1)
+        self._num_ended = self._num_finalized = 0
+        self._ended = threading.Condition()
+
+    @property
+    def is_finished(self) -> bool:
+        return self._num_ended > self._num_finalized
+
+    def finish(self, error: Exception | None = None) -> None:
+        with self._ended:
+            self._num_ended += 1
+            self._ended.notify()
+        self._on_finished()
+
+    def finalize(self) -> StepResult:
+        with self._ended:
+            assert self._ended.wait_for(lambda: self.is_finished, timeout=30)
+        self._num_finalized += 1
+        return StepResult(self._in_flight.popleft())
+
+
 @asynccontextmanager
 async def running(stepper: FakeStepper) -> AsyncIterator[EngineThread]:
     engine = EngineThread(lambda: stepper)
@@ -206,6 +231,41 @@ async def test_an_async_plan_is_launched_while_the_step_before_it_runs() -> None
             await asyncio.sleep(0)
         launcher.finish()
         assert [(await engine.collect()).step_id for _ in range(2)] == [1, 2]
+
+
+@pytest.mark.parametrize("ends", ["later", "during the launch", "before"])
+async def test_a_step_that_is_launched_after_the_end_of_the_one_before_it_says_how_late_it_is(ends: str) -> None:
+    def launch(plan: StepPlan) -> None:
+        if plan.step_id == 2 and ends == "during the launch":
+            launcher.finish()
+
+    launcher = InTurn(launch)
+    async with running(launcher) as engine:
+        engine.submit(StepPlan(1))
+        if ends == "before":
+            launcher.finish()
+        engine.submit(StepPlan(2, ahead=True))
+        while launcher.launched != [1, 2]:
+            await asyncio.sleep(0)
+        if ends == "later":
+            launcher.finish()
+        first = await engine.collect()
+        launcher.finish()
+        second = await engine.collect()
+    assert first.late_s == 0
+    assert (second.late_s > 0) == (ends != "later")
+
+
+async def test_a_step_that_is_computed_while_it_is_launched_is_not_late() -> None:
+    """As a step with log probabilities is: only a launched step tells of its end."""
+    launcher = FakeStepper(steps_ahead=1)
+    launcher.finish()  # no later step tells of its end
+    async with running(launcher) as engine:
+        engine.submit(StepPlan(1))
+        first = await engine.collect()
+        engine.submit(StepPlan(2, ahead=True))
+        second = await engine.collect()
+    assert (first.late_s, second.late_s) == (0, 0)
 
 
 async def test_closing_finalizes_launched_steps() -> None:

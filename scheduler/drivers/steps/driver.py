@@ -25,10 +25,12 @@ from scheduler.worker.driver import RequestWorker
 # prediction. The worker then sends no heartbeats. They go on when the step ends after all.
 STUCK_S = 2.0
 STUCK_FACTOR = 10.0  # far beyond the errors of predictions (`tidegate_step_time_error_ratio`)
-# With async scheduling, the next step is planned before the step in flight should end, by this multiple of the time
-# that planning takes: planning itself, launching, which takes the host about as long, and a reserve.
-PLANNING_LEAD = 3.0
-PLANNING_GAIN = 0.1  # weight of the newest plan in the mean time of planning
+# With async scheduling, the next step is planned some time before the step in flight should end: the lead. A step that
+# is launched late makes the lead longer by a share of the delay, and each other one makes it a little shorter. So the
+# device hardly waits, whatever planning, launching, threads and timers take on a machine.
+LATE_GAIN = 0.5
+LEAD_DECAY = 0.003
+LEAST_LEAD_S = 0.0005  # seconds
 
 
 class StepDriver:
@@ -41,7 +43,7 @@ class StepDriver:
         self._engine = engine
         self._step_log = step_log
         self._begun_s: float | None = None  # begin of the step in flight; None: none is in flight
-        self._planning_s = 0.001  # mean time that planning takes, in seconds
+        self._lead_s = 0.002  # the lead in seconds
 
     @property
     def is_stuck(self) -> bool:
@@ -117,24 +119,25 @@ class StepDriver:
         Planning late lets the plan include more arrivals. Return False if no step was submitted, because the plan must
         wait for the result of the step in flight.
         """
-        lead_s = PLANNING_LEAD * self._planning_s
-        wait_s = self.core.running.expected_s - lead_s
+        expected_s = self.core.running.expected_s
+        self._lead_s = max(LEAST_LEAD_S, min(self._lead_s, expected_s))  # more than the whole step is of no use
+        wait_s = expected_s - self._lead_s
         if wait_s > 0:
             await asyncio.wait({collecting}, timeout=wait_s)
         if self._worker.is_stopped:
             return False
-        begun_s = self._clock.now()
-        self._worker.send(self.core.held.refuse(begun_s))
-        plan = self.core.planner.plan_ahead(begun_s + lead_s)
+        now = self._clock.now()
+        self._worker.send(self.core.held.refuse(now))
+        plan = self.core.planner.plan_ahead(now + self._lead_s)
         if plan is None:
             return False
         self._engine.submit(plan)
-        self._planning_s += PLANNING_GAIN * (self._clock.now() - begun_s - self._planning_s)
         return True
 
     def _apply(self, result: StepResult, begun_s: float) -> None:
         now = self._clock.now()
         overhead_s = max(0.0, now - begun_s - result.elapsed_s)
+        self._lead_s += LATE_GAIN * result.late_s or -LEAD_DECAY * self._lead_s
         report = self.core.apply(result, now, overhead_s)
         if report.sequences:
             self._worker.metrics.record_step(result.elapsed_s, report.sequences)

@@ -1,7 +1,8 @@
 """Async scheduling: plans that are made before the result of the step in flight is known."""
 
 import asyncio
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -206,6 +207,38 @@ def test_nearly_every_step_is_planned_ahead(num_bulk: int) -> None:
     steps = run_world(story, info=info, cost=COST, known=COST, noise=0.05)
     assert len(steps.plans) > 50
     assert steps.share_ahead >= 0.9
+
+
+LAUNCH_S = 0.0025  # what the engine needs from a plan to its launch, of a step of 5 ms
+
+
+@pytest.mark.parametrize("launch_s", [0.0, LAUNCH_S])
+def test_plans_are_made_as_early_as_the_engine_needs_them(launch_s: float) -> None:
+    """An engine that launches late says so. Then plans come earlier, until the device hardly waits."""
+
+    async def story(world: World) -> list[float]:
+        engine, leads, submit, collect = world.engine, list[float](), world.engine.submit, world.engine.collect
+        late_s = deque[float]()
+
+        def noting(plan: StepPlan) -> None:
+            ends_s = engine._running.ends_s if engine._running is not None else world.clock.now()
+            lead_s = ends_s - world.clock.now() if plan.ahead else launch_s
+            leads.append(lead_s)
+            late_s.append(max(0.0, launch_s - lead_s))
+            submit(plan)
+
+        async def reporting() -> StepResult:
+            return replace(await collect(), late_s=late_s.popleft())
+
+        engine.submit, engine.collect = noting, reporting
+        await world.ask("chat", "realtime", 20, 1500)
+        return leads[500:]
+
+    info = make_info(steps_ahead=1, max_model_len=2000)
+    leads = run_world(story, info=info, cost=COST, known=COST, noise=0.05)
+    late_s = sum(max(0.0, launch_s - lead_s) for lead_s in leads) / len(leads)
+    assert late_s < 0.02 * COST.step_s
+    assert launch_s <= sorted(leads)[len(leads) // 2] < launch_s + 0.0015
 
 
 def test_answers_of_steps_planned_ahead_are_right() -> None:
