@@ -99,6 +99,8 @@ def _check_native(settings: ServeSettings) -> Iterator[Finding]:
             "this machine has nvidia-smi, but torch finds no GPU",
             "run `nvidia-smi`; if it lists a GPU, install the torch build for its driver (https://pytorch.org)",
         )
+    if found.for_vllm:
+        yield warning("engine", f"vLLM may be faster here: {found.for_vllm}", "try --engine vllm (tidegate[vllm])")
     yield _kernels(found.no_kernels, is_gpu=found.is_gpu)
     yield _memory(found.free_bytes, found.weight_bytes)
 
