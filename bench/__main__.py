@@ -21,6 +21,7 @@ from bench.peers.command import ClosedLoops
 from bench.readme_figures import ReadmeFigures
 from bench.simulator_accuracy import SimulatorAccuracy
 from bench.store.command import Store
+from bench.vllm_surface import VllmSurface
 from loadtest.progress import progress
 from loadtest.running import run_cli
 
@@ -45,7 +46,8 @@ class Bench(BaseSettings):
     Images. images: the images of gateway and worker, built, started with a store, and tried.
 
     Other experiments. simulator-accuracy: a measured run compared with its simulation. readme: the figures of the
-    README, in one sitting. store: the store's CPU time for idle workers, requests and a dead worker.
+    README, in one sitting. store: the store's CPU time for idle workers, requests and a dead worker. vllm-surface: what
+    a release of vLLM lacks of what our engine over it uses.
 
     Plots need `pip install 'tidegate[loadtest]'`. `python -m bench.gpu_check` runs the checks that need a GPU."""
 
@@ -70,6 +72,7 @@ class Bench(BaseSettings):
     images: CliSubCommand[Images]
     readme: CliSubCommand[ReadmeFigures]
     store: CliSubCommand[Store]
+    vllm_surface: CliSubCommand[VllmSurface]
 
     def cli_cmd(self) -> None:
         name = next(field for field in type(self).model_fields if getattr(self, field) is not None)

@@ -49,7 +49,7 @@ HOUSES = {
     "loadtest": "machine progress random_weights traffic → client model_shapes"
     " → estimates running locustfile serving → reporting → checks commands simulation"
     " → calibration measure",
-    "bench": "engines gpu_check simulator_accuracy store chaos → isolation"
+    "bench": "engines gpu_check simulator_accuracy store vllm_surface chaos → isolation"
     " → conformance fuzz images peers → facade fairness readme_figures",
     "scheduler/drivers": "calls steps streams",
     "engine/native": "device → kv → batch → attention → model sampling → cpu cuda → execution → startup",
