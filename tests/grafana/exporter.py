@@ -134,6 +134,7 @@ class Deployment:
         self._scrapes += 1
         has_lost_one = self._faulty and self._scrapes > 3
         self.gateway.workers_alive.set(len(self.workers) - has_lost_one)
+        self.gateway.workers_wanted.labels("model").set(len(self.workers))
         self.gateway.show_store(not self._faulty, 0.001, dict.fromkeys(TIERS.tiers, 2000.0 if self._faulty else 0.1))
         self.gateway.batches.labels("in_progress").set(1)
         self.gateway.batches_late.set(1)
