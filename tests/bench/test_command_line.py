@@ -59,4 +59,4 @@ def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> Non
         main(["--help"])
     about, _, listed = capsys.readouterr().out.partition("subcommands:")
     commands = [line.split()[0] for line in listed.splitlines()[2:] if line.strip()]
-    assert len(commands) == 13 and all(f" {command}: " in about.replace("\n", " ") for command in commands)
+    assert len(commands) == 14 and all(f" {command}: " in about.replace("\n", " ") for command in commands)
