@@ -41,9 +41,10 @@ class ApiKey:
     `tiers` are the tiers that the key may use (None: all tiers). `default_tier` is the tier of requests without a
     `service_tier` (None: the default tier of tiers.yaml). `admin` says whether the key may use /admin. The next three
     are limits over all gateways (None: no limit). `files_quota_mb` is the size of all its files in MB (None: the
-    server's default). `webhook` is None for the server's own secret, and no URL. `batch_weight` is the weight of its
-    batches among those of other keys. `batch_concurrent_lines` and `batch_enqueued_tokens` limit the lines of its
-    batches that run at the same time on one gateway, and the prompt tokens of its unfinished batches (None: no limit).
+    server's default). `webhook` is None for the server's own secret, and no URL. `weight` is its share beside
+    other keys, of an interactive tier and of the lines of batches. `batch_concurrent_lines` and `batch_enqueued_tokens`
+    limit the lines of its batches that run at the same time on one gateway, and the prompt tokens of its unfinished
+    batches (None: no limit).
     """
 
     name: str
@@ -56,7 +57,7 @@ class ApiKey:
     concurrent_requests: int | None = None
     files_quota_mb: int | None = None
     webhook: KeyWebhook | None = None
-    batch_weight: int = 1
+    weight: int = 1
     batch_concurrent_lines: int | None = None
     batch_enqueued_tokens: int | None = None
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from gateway.identity import ApiKey, KeyWebhook
 from gateway.keys.webhooks import secret_bytes, url_fault
@@ -63,7 +63,8 @@ class KeyEntry(BaseModel):
     tokens_per_minute: Limit | None = None
     concurrent_requests: Limit | None = None
     files_quota_mb: Limit | None = None
-    batch_weight: Annotated[int, Field(ge=1, le=1000)] = 1
+    # Older files call it `batch_weight`.
+    weight: Annotated[int, Field(ge=1, le=1000, validation_alias=AliasChoices("weight", "batch_weight"))] = 1
     batch_concurrent_lines: Limit | None = None
     batch_enqueued_tokens: Limit | None = None
     webhook: WebhookEntry | None = None

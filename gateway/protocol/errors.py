@@ -223,16 +223,19 @@ def unavailable(message: str) -> ApiError:
 def rejected(reason: Rejected, tier: Tier, patient: str | None = None) -> ApiError:
     """Return the error for a request that admission rejected.
 
-    The status is 503 if the server cannot serve the tier at the moment. It is 429 in a bulk tier if its queue is full
-    or the request's deadline is too near. `patient` is the `service_tier` of a tier in which the caller's requests
-    wait longer instead of being rejected; None if there is no such tier.
+    The status is 503 if the server cannot serve the tier at the moment. It is 429 where the key's own requests are in
+    the way, and in a bulk tier if its queue is full or the request's deadline is too near. `patient` is the
+    `service_tier` of a tier in which the caller's requests wait longer instead of being rejected; None if there is no
+    such tier.
     """
     headers = retry_after(reason.retry_after_s) | ({"x-should-retry": "false"} if reason.is_final else {})
-    is_crowded = reason.reason in (RejectReason.OVERLOADED, RejectReason.QUEUE_FULL)
+    is_crowded = reason.reason in (RejectReason.OVERLOADED, RejectReason.QUEUE_FULL, RejectReason.KEY_LIMIT)
     way_out = f'With `"service_tier": "{patient}"` it would wait its turn.' if patient and is_crowded else ""
     message = " ".join(filter(None, (reason.message, way_out, reason.advice)))
     if reason.reason in (RejectReason.DRAINING, RejectReason.OVERLOADED, RejectReason.TIER_GONE):
         return ApiError(503, message, "server_error", code="server_overloaded", headers=headers)
+    if reason.reason is RejectReason.KEY_LIMIT:
+        return ApiError(429, message, "requests", code="rate_limit_exceeded", headers=headers)
     if reason.reason is RejectReason.NO_ENGINE:
         return ApiError(503, message, "server_error", code="engine_overloaded", headers=headers)
     if tier.is_interactive:

@@ -18,7 +18,7 @@ from engine.interface import SamplingParams
 from loadtest.simulation.deployment import Deployment
 from loadtest.simulation.observation import Observation, RequestRecord
 from loadtest.simulation.traffic import OfferedRequest, RequestLoop, Traffic
-from scheduler.client.rejection import Rejected, RejectReason
+from scheduler.client.rejection import DEMOTES, Rejected
 from scheduler.client.token_stream import TokenStream
 from scheduler.request import VERSION, EventKind, Request, TokenEvent
 
@@ -134,7 +134,7 @@ class SimulatedClients:
         """Submit the requests. If their tier is overloaded and has `demote_to`, submit them to that tier instead."""
         outcome = await self._client.submit(requests)
         below = self._tiers[requests[0].tier].admission.demote_to
-        if below is None or not isinstance(outcome, Rejected) or outcome.reason is not RejectReason.OVERLOADED:
+        if below is None or not isinstance(outcome, Rejected) or outcome.reason not in DEMOTES:
             return outcome
         for record in records:
             record.served_tier = below
@@ -198,6 +198,7 @@ class SimulatedClients:
             reply_to=self._client.gateway_id,
             version=VERSION,
             owner=offered.owner,
+            weight=offered.weight,
         )
 
     def _now_s(self) -> float:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from loadtest.traffic.scenario import Scenario
+from loadtest.traffic.scenario import Scenario, TrafficClass
 from loadtest.traffic.scenario_arrivals import ClosedLoop
 from loadtest.traffic.workload import PlannedRequest, generator, plan_closed_loop, plan_open_loop
 from scheduler.config import Tier, TierSet
@@ -112,6 +112,7 @@ class OfferedRequest:
     seed: int
     deadline_s: float | None = None
     owner: str = ""  # name of the API key that sends it
+    weight: int = 1  # of that key
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +151,11 @@ def scenario_traffic(scenario: Scenario, tiers: TierSet, duration_s: float, seed
     loops = []
     for name, traffic in scenario.classes.items():
         if isinstance(traffic.arrivals, ClosedLoop):
-            plan = _offered(classes[name], traffic.key, plan_closed_loop(traffic, seed, round_), prompts)
+            plan = _offered(classes[name], traffic, plan_closed_loop(traffic, seed, round_), prompts)
             loops.append(RequestLoop(name, traffic.arrivals.streams, plan, traffic.role == "interactive"))
         else:
             planned = plan_open_loop(traffic, duration_s, seed, round_)
-            arrivals += _offered(classes[name], traffic.key, planned, prompts)
+            arrivals += _offered(classes[name], traffic, planned, prompts)
     arrivals.sort(key=lambda r: r.at_s)
     return Traffic(classes, arrivals, loops, shares)
 
@@ -240,8 +241,10 @@ class _Prompts:
         return prompt
 
 
-def _offered(tier: str, owner: str, plan: Iterable[PlannedRequest], prompts: _Prompts) -> Iterator[OfferedRequest]:
+def _offered(
+    tier: str, sender: TrafficClass, plan: Iterable[PlannedRequest], prompts: _Prompts
+) -> Iterator[OfferedRequest]:
     for p in plan:
         name, prompt = p.traffic_class, prompts.planned(p)
-        request_id, output = f"{name}-{p.index}", p.output_tokens
-        yield OfferedRequest(request_id, name, tier, p.at_s, prompt, output, p.prompt_seed, owner=owner)
+        what = (f"{name}-{p.index}", name, tier, p.at_s, prompt, p.output_tokens, p.prompt_seed)
+        yield OfferedRequest(*what, owner=sender.key, weight=sender.key_weight)

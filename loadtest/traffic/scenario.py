@@ -103,6 +103,7 @@ class TrafficClass(Strict):
     role: Role
     service_tier: str | None = None  # the request field of this name; None: the field is left out
     key: str = ""  # name of the API key that sends the class, in simulations: keys of a tier share the engine
+    key_weight: int = Field(default=1, ge=1)
     arrivals: OpenLoop | ClosedLoop
     prompt_tokens: Lengths  # without the shared prefix, if there is one
     output_tokens: Lengths

@@ -81,7 +81,7 @@ class Admission:
         has_few = tier.is_interactive and self._has_few(tier, owner, count)
         if forecast is not None and has_few:
             forecast = forecast.behind_own_requests()  # keys with many make room at the workers
-        rejected = self._check_local(tier, forecast, owner, count, now) if forecast is not None else None
+        rejected = self._check_local(tier, forecast, requests, now) if forecast is not None else None
         if rejected is not None:
             return rejected
         if forecast is not None:
@@ -102,9 +102,10 @@ class Admission:
         for request in ticket.requests:
             self.forget(request.id)
         if isinstance(reply, QueueFull):
-            return rejection.queue_full(ticket.tier, reply, self._heartbeats.workers())
+            full = rejection.queue_full(ticket.tier, reply, self._heartbeats.workers())
+            return self._of_key(full, ticket.tier, ticket.forecast, ticket.requests) or full
         assert ticket.forecast is not None, "without a forecast, the queue was given no limit to compare with"
-        return self._refuse(ticket.tier, ticket.forecast, reply.ahead, len(ticket.requests), ticket.began_s)
+        return self._refuse(ticket.tier, ticket.forecast, reply.ahead, ticket.requests, ticket.began_s)
 
     def forget(self, request_id: str) -> None:
         """Remove a request that has ended or was never enqueued."""
@@ -141,15 +142,17 @@ class Admission:
         forecast = self._forecast(tier, (), now, 0) if tier.is_interactive else None
         if forecast is None:
             return None
-        return forecast.own_s + self._wait_s(forecast, tier, "", backlogs)
+        return forecast.own_s + self._wait_s(forecast, tier, backlogs)
 
-    def _wait_s(self, forecast: Forecast, tier: Tier, owner: str, backlogs: Mapping[str, Backlog]) -> float:
+    def _wait_s(
+        self, forecast: Forecast, tier: Tier, backlogs: Mapping[str, Backlog], owner: str = "", weight: int = 1
+    ) -> float:
         """Return a key's predicted wait behind the requests in `backlogs` or behind this gateway's own requests.
 
         The longer wait counts: `backlogs` holds the requests of other gateways, and the own requests are up to date.
         Whoever has few requests does not wait behind others' backlogs.
         """
-        own_s = forecast.behind_own_requests().wait_s(self._own_requests(tier, owner))
+        own_s = forecast.behind_own_requests().wait_s(self._own_requests(tier, owner, weight))
         if self._has_few(tier, owner, 1):
             return own_s
         tiers = (*self._above[tier.name], tier.name)
@@ -187,46 +190,67 @@ class Admission:
         usage, left_s = self._in_flight.usage(tier.name), (deadline_ms - wall_ms) / 1000
         return completion(requests, capacity, usage, left_s, cap_own_work=has_tier_deadline)
 
-    def _check_local(self, tier: Tier, forecast: Forecast, owner: str, count: int, now: float) -> Rejected | None:
+    def _check_local(self, tier: Tier, forecast: Forecast, requests: Sequence[Request], now: float) -> Rejected | None:
         """Return why the requests are refused because of this gateway's own requests in flight; None if they are not.
 
         This check does not depend on the age of the last heartbeats.
         """
-        own, forecast = self._own_requests(tier, owner), forecast.behind_own_requests()
+        own = self._own_requests(tier, requests[0].owner, requests[0].weight)
+        forecast = forecast.behind_own_requests()
         if not tier.is_interactive or forecast.limit(()).admits(own):
             return None
-        return self._refuse(tier, forecast, own, count, now)
+        return self._refuse(tier, forecast, own, requests, now)
 
-    def _refuse(self, tier: Tier, forecast: Forecast, ahead: Backlog, count: int, now: float) -> Rejected:
-        """Return the rejection of `count` requests that would wait behind the work `ahead`.
+    def _refuse(
+        self, tier: Tier, forecast: Forecast, ahead: Backlog, requests: Sequence[Request], now: float
+    ) -> Rejected:
+        """Return the rejection of requests that would wait behind the work `ahead`.
 
-        If the tier is interactive, close it, and give the client the next place among those that come back.
+        If the tier is interactive, close it unless only the key's own requests are in the way, and give the client the
+        next place among those that come back.
         """
         predicted_s = forecast.seconds(ahead)
         if not tier.is_interactive:
             return rejection.too_late(tier, predicted_s, forecast.target_s, forecast.own_s)
-        self._closed.add(tier.name)
         rejected = rejection.overloaded(tier, predicted_s)
+        if (of_key := self._of_key(rejected, tier, forecast, requests)) is not None:
+            rejected = of_key
+        else:
+            self._closed.add(tier.name)
         if not forecast.drain_per_s:
             return rejected
-        wait_s = self._returns.next_s(tier.name, now, rejected.retry_after_s, count / forecast.drain_per_s)
+        wait_s = self._returns.next_s(tier.name, now, rejected.retry_after_s, len(requests) / forecast.drain_per_s)
         return rejected.in_place(wait_s)
+
+    def _of_key(
+        self, rejected: Rejected, tier: Tier, forecast: Forecast | None, requests: Sequence[Request]
+    ) -> Rejected | None:
+        """Return the rejection that names the key as the cause; None if a key with few requests would wait as well."""
+        owner = requests[0].owner
+        num_open = self._in_flight.num_open(tier.name, owner)
+        if not (owner and tier.is_interactive) or num_open + len(requests) <= FEW_REQUESTS:
+            return None
+        few = self._own_requests(tier, "", 1)
+        if forecast is not None and not forecast.behind_own_requests().limit(()).admits(few):
+            return None
+        return rejection.of_key(rejected, tier, num_open)
 
     def _expect_first_token(self, tier: Tier, requests: Sequence[Request], forecast: Forecast, now: float) -> None:
         """Remember the predicted wait, so that it can be compared with the measured wait."""
         if not (tier.is_interactive and forecast.is_complete):
             return
-        wait_s = self._wait_s(forecast, tier, requests[0].owner, self._backlogs) / self._correction.factor(tier.name)
+        wait_s = self._wait_s(forecast, tier, self._backlogs, requests[0].owner, requests[0].weight)
+        wait_s /= self._correction.factor(tier.name)
         if wait_s > forecast.own_s:  # the measured time of a shorter wait is mostly that of the request's own work
             exceeded_share = SLO_EXCEEDED_SHARE if tier.admission.predict else MEDIAN_EXCEEDED_SHARE
             self._correction.expect(requests[-1].id, tier.name, now, forecast.own_s, wait_s, exceeded_share)
 
-    def _own_requests(self, tier: Tier, owner: str) -> Backlog:
+    def _own_requests(self, tier: Tier, owner: str, weight: int) -> Backlog:
         """Return how many of this gateway's open requests of `tier` are ahead of a new one of a key, and their tokens.
 
         The tokens are those of prompts without a first token, with all those of the tiers above.
         """
-        requests, tokens = self._in_flight.ahead(tier.name, owner, FEW_REQUESTS)
+        requests, tokens = self._in_flight.ahead(tier.name, owner, weight, FEW_REQUESTS)
         return Backlog(requests, tokens + self._in_flight.unanswered_tokens(self._above[tier.name]))
 
     def _has_few(self, tier: Tier, owner: str, count: int) -> bool:
@@ -237,9 +261,9 @@ class Admission:
     def _in_order(self, tier: Tier, requests: Sequence[Request]) -> Sequence[Request]:
         """Return the requests with their places in the queue of an interactive tier.
 
-        The first few of a key have their deadlines as scores. Each further one counts as due one `deadline_ms` later
-        than the one before, so that of two keys the one with fewer open requests goes first. A key's own requests stay
-        in order.
+        The first few of a key have their deadlines as scores. Each further one counts as due one `deadline_ms`, divided
+        by the key's weight, later than the one before, so that of two keys of one weight the one with fewer open
+        requests goes first. A key's own requests stay in order.
         """
         if not tier.is_interactive:
             return requests
@@ -247,7 +271,8 @@ class Admission:
         num_open, last_ms = self._in_flight.num_open(tier.name, owner), self._in_flight.last_ms(tier.name, owner)
         placed = []
         for number, request in enumerate(requests, num_open + 1):
-            last_ms = max(last_ms, request.deadline_ms + max(0, number - FEW_REQUESTS) * tier.deadline_ms)
+            later_ms = max(0, number - FEW_REQUESTS) * tier.deadline_ms // request.weight
+            last_ms = max(last_ms, request.deadline_ms + later_ms)
             placed.append(structs.replace(request, order_ms=last_ms) if last_ms > request.deadline_ms else request)
         return placed
 

@@ -4,7 +4,7 @@ The counts are exact at every moment, while a worker's heartbeat may be a second
 even after its requests have left the queue. The counts cover only the requests of this gateway.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -39,14 +39,21 @@ class TierUsage:
     output_share: float | None = None  # output tokens ÷ `max_tokens`; None: no request has ended
 
 
+@dataclass(slots=True)
+class _OpenOfKey:
+    """The open requests of one key in one tier."""
+
+    requests: int = 0
+    prompt_tokens: int = 0  # of those that are unanswered
+    last_ms: int = 0  # their greatest score
+    weight: int = 1  # that of the newest
+
+
 class InFlight:
     def __init__(self) -> None:
         self._requests: dict[str, Request] = {}
         self._unanswered: set[str] = set()  # ids of the requests that have no first token yet
-        self._num_open: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by tier and key
-        # Prompt tokens of the unanswered requests, by tier and key.
-        self._prompt_tokens: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        self._last_ms: dict[tuple[str, str], int] = {}  # greatest score of a key's open requests, by tier and key
+        self._open: defaultdict[str, dict[str, _OpenOfKey]] = defaultdict(dict)  # by tier and key
         self._cached: defaultdict[str, _Share] = defaultdict(_Share)
         self._output: defaultdict[str, _Share] = defaultdict(_Share)
 
@@ -56,25 +63,24 @@ class InFlight:
             if request.id in self._requests:
                 continue
             self._requests[request.id] = request
-            self._num_open[request.tier][request.owner] += 1
-            self._last_ms[request.tier, request.owner] = request.score_ms
+            of_key = self._open[request.tier].setdefault(request.owner, _OpenOfKey())
+            of_key.requests += 1
+            of_key.last_ms, of_key.weight = request.score_ms, request.weight
             # A request with another delivery mode sends no event at its first token, so it is never counted as
             # unanswered.
             if request.delivery is Delivery.EACH_STEP and not are_passed:
                 self._unanswered.add(request.id)
-                self._prompt_tokens[request.tier][request.owner] += len(request.prompt_token_ids)
+                of_key.prompt_tokens += len(request.prompt_token_ids)
 
     def remove(self, request_id: str) -> None:
         """Forget a request that has ended in any way. An unknown id changes nothing."""
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._mark_answered(request)
-            num_open = self._num_open[request.tier]
-            num_open[request.owner] -= 1
-            if not num_open[request.owner]:
-                del num_open[request.owner]
-                self._prompt_tokens[request.tier].pop(request.owner, None)
-                self._last_ms.pop((request.tier, request.owner), None)
+            of_tier = self._open[request.tier]
+            of_tier[request.owner].requests -= 1
+            if not of_tier[request.owner].requests:
+                del of_tier[request.owner]
 
     def on_event(self, event: TokenEvent) -> None:
         """Process an event: the first event of a request ends its wait, the last event removes the request."""
@@ -94,36 +100,43 @@ class InFlight:
     def _mark_answered(self, request: Request) -> None:
         if request.id in self._unanswered:
             self._unanswered.remove(request.id)
-            self._prompt_tokens[request.tier][request.owner] -= len(request.prompt_token_ids)
+            self._open[request.tier][request.owner].prompt_tokens -= len(request.prompt_token_ids)
 
     def num_open(self, tier: str, owner: str | None = None) -> int:
         """Return the number of the tier's open requests, of all keys or of one."""
-        return self._num_open[tier].total() if owner is None else self._num_open[tier][owner]
+        if owner is None:
+            return sum(of_key.requests for of_key in self._open[tier].values())
+        return self._of_key(tier, owner).requests
 
     def unanswered_tokens(self, tiers: Iterable[str]) -> int:
         """Return the prompt tokens of all requests in `tiers` without a first token.
 
         These requests may be in the queue or at a worker.
         """
-        return sum(self._prompt_tokens[tier].total() for tier in tiers)
+        return sum(of_key.prompt_tokens for tier in tiers for of_key in self._open[tier].values())
 
     def last_ms(self, tier: str, owner: str) -> int:
         """Return the greatest score of the key's open requests; 0 if there are none."""
-        return self._last_ms.get((tier, owner), 0)
+        return self._of_key(tier, owner).last_ms
 
-    def ahead(self, tier: str, owner: str, few: int) -> tuple[int, int]:
+    def ahead(self, tier: str, owner: str, weight: int, few: int) -> tuple[int, int]:
         """Return how many open requests of the tier are before the next one of a key, and their unanswered tokens.
 
-        Of each other key, as many are before it as the key has itself, or the first `few` if that is more. Their tokens
-        are estimated: their share of the key's requests, times its tokens.
+        Of each other key, the first `few` are before it, and of the further ones as many as the key has itself beyond
+        `few`, in proportion to the weights. Their tokens are estimated: their share of the key's requests, times its
+        tokens.
         """
-        open_of, tokens_of = self._num_open[tier], self._prompt_tokens[tier]
-        most, requests, tokens = max(few, open_of[owner] + 1), 0, 0
-        for other, count in open_of.items():
-            before = count if other == owner else min(count, most)
+        beyond = max(0, self._of_key(tier, owner).requests + 1 - few) / weight
+        requests, tokens = 0, 0
+        for other, of_key in self._open[tier].items():
+            count = of_key.requests
+            before = count if other == owner else min(count, few + int(beyond * of_key.weight))
             requests += before
-            tokens += tokens_of[other] * before // count if count else 0
+            tokens += of_key.prompt_tokens * before // count
         return requests, tokens
+
+    def _of_key(self, tier: str, owner: str) -> _OpenOfKey:
+        return self._open[tier].get(owner, _OpenOfKey())
 
     def due_by(self, tier: str, deadline_ms: int) -> tuple[int, int]:
         """Return the prompt tokens and the maximum output tokens of running requests due by `deadline_ms`.

@@ -22,11 +22,16 @@ RESTART_S = 5.0  # seconds; typical time until a restarted server serves again
 class RejectReason(Enum):
     QUEUE_FULL = "queue_full"  # the tier's `queue_limit` is reached: clients sent too many requests
     OVERLOADED = "overloaded"  # a first token would come after the tier's patience, or after its TTFT SLO
+    KEY_LIMIT = "key_limit"  # the key's own open requests are in the way: one with few would be admitted
     DEADLINE = "deadline"  # the request would end after its deadline
     NO_ENGINE = "no_engine"  # no worker is alive
     DRAINING = "draining"
     # The tier was removed after the request was assigned to it and before the request was enqueued.
     TIER_GONE = "tier_gone"
+
+
+# Reasons for which the request is served in the lower tier of `admission.demote_to`, if there is one.
+DEMOTES = frozenset({RejectReason.OVERLOADED, RejectReason.KEY_LIMIT})
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +111,12 @@ def overloaded(tier: Tier, predicted_s: float) -> Rejected:
     rule = limit if predicted_s > limit_s else f"the tier opens again at {_text(reopens_s)}"
     message = f"The {tier.name} tier is overloaded: a first token would take about {_text(predicted_s)}, and {rule}."
     return _rejected(RejectReason.OVERLOADED, message, predicted_s - reopens_s, predicted_s)
+
+
+def of_key(rejected: Rejected, tier: Tier, num_open: int) -> Rejected:
+    """Return the rejection of a request whose key has `num_open` open ones, where other keys would be admitted."""
+    message = f"The {tier.name} tier has no room for another request of this API key, which has {num_open} open."
+    return replace(rejected, reason=RejectReason.KEY_LIMIT, message=message)
 
 
 def too_late(tier: Tier, predicted_s: float, left_s: float, own_s: float) -> Rejected:

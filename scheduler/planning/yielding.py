@@ -3,7 +3,7 @@
 A request yields while a request of a higher interactive tier is there. In one tier, the requests of a key beyond its
 first `OWN_REQUESTS` yield while there are requests of another key that has used less of the engine. So a key that
 floods its tier gets what others leave, and all of it where it is alone. Two keys that both want more than half get half
-each, since what one has used more makes it the one that yields.
+each, or shares in proportion to their weights, since what one has used more makes it the one that yields.
 
 Knows requests and what their runs cost; does not know how plans treat those that yield.
 """
@@ -17,21 +17,21 @@ from scheduler.request_state import RequestState
 
 # Requests of a key that yield to no other key of their tier: those of one person with a few windows or agents.
 OWN_REQUESTS = 4
-# Seconds of engine time that a key may be behind the one that has used the most: what it has not asked for is not owed
-# to it for ever.
+# Seconds of engine time, for each unit of weight, that a key may be behind the one that has used the most: what it has
+# not asked for is not owed to it for ever.
 MAX_BEHIND_S = 1.0
 
 
 class Yielding:
-    """What the keys of each interactive tier have used. Owned by the planner."""
+    """What the keys of each interactive tier have used for each unit of their weights. Owned by the planner."""
 
     def __init__(self) -> None:
         self._used_s: defaultdict[str, dict[str, float]] = defaultdict(dict)  # by tier and key: engine time
 
     def charge(self, state: RequestState, seconds: float) -> None:
-        """Add the cost of a run to what the request's key has used."""
+        """Add the cost of a run, divided by the key's weight, to what the request's key has used."""
         used_s = self._used_s[state.tier.name]
-        used_s[state.request.owner] = used_s.get(state.request.owner, 0.0) + seconds
+        used_s[state.request.owner] = used_s.get(state.request.owner, 0.0) + seconds / state.request.weight
 
     def find(self, tiers: Sequence[Tier], table: RequestTable) -> set[str]:
         """Return the ids of the requests that yield now. `tiers` are sorted from the highest priority to the lowest."""

@@ -96,6 +96,7 @@ def make_request(
     job_part: str = "",
     version: int = VERSION,
     owner: str = "",
+    weight: int = 1,
     order_ms: int = 0,
     **sampling: Any,
 ) -> Request:
@@ -117,6 +118,7 @@ def make_request(
         job_part=job_part,
         version=version,
         owner=owner,
+        weight=weight,
         order_ms=order_ms,
     )
 

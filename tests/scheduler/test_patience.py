@@ -54,7 +54,7 @@ class Users:
         forecast = admission._forecast(tier, [request], self.world.clock.now(), 0)
         if forecast is None:
             return None
-        return forecast.own_s + admission._wait_s(forecast, tier, "", await self.world.client.backlogs())
+        return forecast.own_s + admission._wait_s(forecast, tier, await self.world.client.backlogs())
 
 
 def streams(count: int, lasts_s: float = LASTS_S) -> Load:

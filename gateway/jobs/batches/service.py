@@ -249,7 +249,7 @@ class BatchService:
 
     def _share_of(self, owner: str | None) -> KeyShare:
         key = self._keyring.named(owner)
-        return KeyShare() if key is None else KeyShare(key.batch_weight, key.batch_concurrent_lines)
+        return KeyShare() if key is None else KeyShare(key.weight, key.batch_concurrent_lines)
 
     def _now_s(self) -> int:
         return self._clock.wall_ms() // 1000

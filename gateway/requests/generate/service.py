@@ -24,7 +24,7 @@ from gateway.requests.prepare.placement import Placement
 from gateway.requests.prepare.preparation import Model, Preparation
 from gateway.requests.prepare.prepared import PreparedRequest
 from scheduler.client.client import SchedulerClient
-from scheduler.client.rejection import Rejected, RejectReason
+from scheduler.client.rejection import DEMOTES, Rejected
 from scheduler.client.token_stream import TokenStream
 from scheduler.clock import Clock
 from scheduler.config import Tier
@@ -144,7 +144,7 @@ class CompletionService:
         await self._preparation.let_others_run(len(prepared.requests), prepared.owner)
         outcome = await self._client.submit(prepared.requests)
         demotion = prepared.demotion
-        if isinstance(outcome, Rejected) and outcome.reason is RejectReason.OVERLOADED and demotion is not None:
+        if isinstance(outcome, Rejected) and outcome.reason in DEMOTES and demotion is not None:
             demoted = prepared.demoted(demotion)
             lower_outcome = await self._client.submit(demoted.requests)
             if not isinstance(lower_outcome, Rejected):

@@ -31,6 +31,7 @@ class Placement:
     service_tier: str
     request_id: str
     owner: str | None = None
+    weight: int = 1  # of the caller's key
     demotion: ResolvedTier | None = None  # the lower tier that serves what `tier` cannot serve in time
     patient: str | None = None  # the `service_tier` that a rejection recommends
     receipt_for: str | None = None  # the `service_tier` that was asked for, if the answer shall have a receipt
@@ -66,6 +67,7 @@ def place(
         service_tier=resolved.service_tier,
         request_id=request_id,
         owner=key.name if key else None,
+        weight=key.weight if key else 1,
         demotion=demotion_of(resolved.tier, key, tiers),
         patient=patient_service_tier(resolved.tier, key, tiers),
         receipt_for=(wished or "auto") if has_receipt else None,

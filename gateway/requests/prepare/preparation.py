@@ -183,6 +183,7 @@ class Preparation:
             "version": VERSION,
             "delivery": delivery_of(request, tier),
             "owner": placement.owner or "",
+            "weight": placement.weight,
             "cache_salt": cache_salt(placement.owner, request.cache_salt),
             "is_seeded": request.seed is not None,
             "wants_receipt": placement.receipt_for is not None,

@@ -54,7 +54,7 @@ def _key(key: ApiKey) -> dict[str, Any]:
         "tokens_per_minute": key.tokens_per_minute,
         "concurrent_requests": key.concurrent_requests,
         "files_quota_mb": key.files_quota_mb,
-        "batch_weight": key.batch_weight,
+        "weight": key.weight,
         "batch_concurrent_lines": key.batch_concurrent_lines,
         "batch_enqueued_tokens": key.batch_enqueued_tokens,
     }

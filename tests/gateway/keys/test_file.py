@@ -19,7 +19,7 @@ def test_load_and_authenticate(tmp_path: Path) -> None:
     path.write_text(
         "keys:\n"
         "  - {name: one, key: sk-one, tiers: [bulk], default_tier: bulk}\n"
-        f"  - {{name: two, sha256: {digest}, batch_weight: 4, batch_concurrent_lines: 8, batch_enqueued_tokens: 20}}\n"
+        f"  - {{name: two, sha256: {digest}, weight: 4, batch_concurrent_lines: 8, batch_enqueued_tokens: 20}}\n"
     )
     keyring = Keyring([entry.to_key() for entry in read_entries(path, make_tiers())])
     assert not keyring.is_open
@@ -27,7 +27,13 @@ def test_load_and_authenticate(tmp_path: Path) -> None:
     assert one is not None and two is not None
     assert (one.name, one.tiers, one.default_tier) == ("one", frozenset({"bulk"}), "bulk")
     assert (two.name, two.tiers, two.default_tier) == ("two", None, None)
-    assert (two.batch_weight, two.batch_concurrent_lines, two.batch_enqueued_tokens) == (4, 8, 20)
+    assert (two.weight, two.batch_concurrent_lines, two.batch_enqueued_tokens) == (4, 8, 20)
+
+
+def test_the_older_name_of_the_weight_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text("keys: [{name: a, key: b, batch_weight: 4}]")
+    assert [entry.to_key().weight for entry in read_entries(path)] == [4]
 
 
 def test_webhooks_are_read_and_a_rotation_keeps_them(tmp_path: Path) -> None:
@@ -58,7 +64,7 @@ def test_a_bad_secret_of_a_webhook_is_not_repeated(tmp_path: Path) -> None:
         ("keys: [{name: a, key: b, tiers: [gold]}]", "key 'a': there is no tier 'gold'"),
         ("keys: [{name: a, key: b, tiers: [bulk], default_tier: batch}]", "default_tier is not among its tiers"),
         ("keys: [{name: a, key: b, requests_per_minute: 0}]", "'keys[0].requests_per_minute'"),
-        ("keys: [{name: a, key: b, batch_weight: 0}]", "'keys[0].batch_weight'"),
+        ("keys: [{name: a, key: b, weight: 0}]", "'keys[0].weight'"),
         ("keys: [{name: a, key: b}, {name: a, key: c, admin: true}]", "key 'a': its entries differ"),
         ("keys: [{name: a, key: b}, {name: c, key: b}]", "two entries have the same secret"),
         ("keys: [", "not YAML"),

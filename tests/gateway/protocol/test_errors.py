@@ -322,6 +322,7 @@ def test_every_reason_to_reject_has_its_status() -> None:
         assert statuses == {
             RejectReason.QUEUE_FULL: refused,
             RejectReason.OVERLOADED: 503,
+            RejectReason.KEY_LIMIT: 429,
             RejectReason.DEADLINE: refused,
             RejectReason.NO_ENGINE: 503,
             RejectReason.DRAINING: 503,

@@ -68,6 +68,13 @@ def test_another_keys_loops_do_not_push_a_chat_aside(streams: int, most: int) ->
     assert median_ttft_s(beside) <= most * median_ttft_s(alone)
 
 
+def test_two_floods_share_the_engine_by_the_weights_of_their_keys() -> None:
+    heavy = traffic("a", output_tokens=64, streams=40) | {"key_weight": 3}
+    classes = {"heavy": heavy, "light": traffic("b", output_tokens=64, streams=40)}
+    done = {name: sum(r.is_done for r in served(classes, name)) for name in classes}
+    assert 2.2 <= done["heavy"] / done["light"] <= 4.0
+
+
 def two_tiers() -> TierSet:
     """Return the recipe of docs/tiers.md for tenants that pay for their latency."""
     document = find_tiers("").document(defaults=False)

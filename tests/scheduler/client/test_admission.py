@@ -207,3 +207,51 @@ def test_predicted_ttft_is_that_of_a_short_request_that_arrives_now() -> None:
     assert admission.predicted_ttft_s(known["realtime"], backlogs, 0.0) == pytest.approx(0.01 + 0.1 + 0.3)
     assert admission.predicted_ttft_s(known["bulk"], backlogs, 0.0) is None
     assert admission.predicted_ttft_s(known["realtime"], backlogs, 60.0) is None
+
+
+def of_key(owner: str, name: str, prompt: int = 100, **more: Any) -> Request:
+    return make_request(f"{owner}-{name}", prompt=prompt, owner=owner, **more)
+
+
+def test_a_key_that_floods_is_told_to_wait_and_others_are_not() -> None:
+    admission = make_admission(tiers())
+    outcomes = [submit(admission, of_key("a", str(n), 70)) for n in range(12)]
+    rejected = [outcome for outcome in outcomes if isinstance(outcome, Rejected)]
+    assert {r.reason for r in rejected} == {RejectReason.KEY_LIMIT}
+    assert "which has 7 open" in rejected[0].message and rejected[-1].retry_after_s > rejected[0].retry_after_s
+    assert not admission.is_closed("realtime")
+    assert attempt(admission, of_key("b", "0")) is None
+
+
+def test_where_everybody_would_wait_no_key_is_blamed() -> None:
+    admission = make_admission(tiers())
+    assert isinstance(submit(admission, of_key("a", "0", 450)), Ticket)
+    for n in range(8):
+        submit(admission, of_key("a", str(n), 100))
+    outcome = attempt(admission, of_key("b", "0", 200))
+    assert outcome is not None and outcome.reason is RejectReason.OVERLOADED
+    assert admission.is_closed("realtime")
+
+
+def test_a_queue_full_of_one_keys_requests_is_that_keys_limit() -> None:
+    """Where keys are not told apart, the queue is full for everybody."""
+    for owner, reason in (("a", RejectReason.KEY_LIMIT), ("", RejectReason.QUEUE_FULL)):
+        admission = make_admission(make_tiers(realtime={"admission": {"patience_ms": None}}))
+        for n in range(9):
+            assert isinstance(submit(admission, of_key(owner, str(n), 1)), Ticket)
+        ticket = admission.begin([of_key(owner, "next", 1)], 0.0, EPOCH_MS)
+        assert isinstance(ticket, Ticket)
+        rejected = admission.settle(ticket, QueueFull("realtime", depth=9, limit=9))
+        assert rejected is not None and rejected.reason is reason
+
+
+def test_further_requests_of_a_key_are_placed_by_its_weight() -> None:
+    admission = make_admission(make_tiers(realtime={"admission": {"patience_ms": None}}))
+    places: dict[str, list[int]] = {}
+    for owner, weight in (("a", 1), ("b", 4)):
+        ticket = admission.begin([of_key(owner, str(n), 1, weight=weight) for n in range(12)], 0.0, EPOCH_MS)
+        assert isinstance(ticket, Ticket)
+        places[owner] = [request.score_ms - request.deadline_ms for request in ticket.requests]
+    deadline_ms = ticket.tier.deadline_ms
+    assert places["a"] == [0, 0, 0, 0] + [n * deadline_ms for n in range(1, 9)]
+    assert places["b"] == [0, 0, 0, 0] + [n * deadline_ms // 4 for n in range(1, 9)]

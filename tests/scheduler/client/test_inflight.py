@@ -41,12 +41,20 @@ def test_ahead_of_a_key_are_as_many_of_each_other_as_it_has_itself() -> None:
     in_flight = InFlight()
     in_flight.add([make_request(f"a{n}", prompt=10, owner="a") for n in range(100)])
     in_flight.add([make_request(f"b{n}", prompt=10, owner="b") for n in range(6)])
-    assert in_flight.ahead("realtime", "a", few=4) == (106, 1060)
-    assert in_flight.ahead("realtime", "b", few=4) == (7 + 6, 70 + 60)
-    assert in_flight.ahead("realtime", "c", few=4) == (4 + 4, 40 + 40)
+    assert in_flight.ahead("realtime", "a", 1, few=4) == (106, 1060)
+    assert in_flight.ahead("realtime", "b", 1, few=4) == (7 + 6, 70 + 60)
+    assert in_flight.ahead("realtime", "c", 1, few=4) == (4 + 4, 40 + 40)
     for n in range(6):
         in_flight.remove(f"b{n}")
-    assert in_flight.ahead("realtime", "c", few=4) == (4, 40)
+    assert in_flight.ahead("realtime", "c", 1, few=4) == (4, 40)
+
+
+def test_what_is_ahead_of_a_key_is_in_proportion_to_the_weights() -> None:
+    in_flight = InFlight()
+    in_flight.add([make_request(f"a{n}", prompt=10, owner="a", weight=3) for n in range(100)])
+    in_flight.add([make_request(f"b{n}", prompt=10, owner="b") for n in range(9)])
+    assert in_flight.ahead("realtime", "b", 1, few=4) == (4 + 3 * 6 + 9, 40 + 180 + 90)
+    assert in_flight.ahead("realtime", "c", 3, few=4) == (4 + 4, 40 + 40)
 
 
 IDS = st.sampled_from("abcd")

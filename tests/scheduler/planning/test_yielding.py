@@ -8,8 +8,8 @@ from tests.scheduler.builders import make_state, make_tiers
 TIERS = make_tiers(gold={"priority": 200, "slo": {"ttft_p99_ms": 300}})
 
 
-def of_key(owner: str, count: int, tier: str = "realtime") -> list[RequestState]:
-    return [make_state(f"{tier}-{owner}{i}", tier, tiers=TIERS, owner=owner) for i in range(count)]
+def of_key(owner: str, count: int, tier: str = "realtime", weight: int = 1) -> list[RequestState]:
+    return [make_state(f"{tier}-{owner}{i}", tier, tiers=TIERS, owner=owner, weight=weight) for i in range(count)]
 
 
 def find(yielding: Yielding, *states: RequestState) -> set[str]:
@@ -52,3 +52,12 @@ def test_a_key_is_owed_no_more_than_a_second() -> None:
     assert find(yielding, *a, *b) == {a[-1].id}
     yielding.charge(b[0], MAX_BEHIND_S + 0.1)
     assert find(yielding, *a, *b) == {b[-1].id}
+
+
+def test_what_a_key_has_used_counts_by_its_weight() -> None:
+    yielding, a, b = Yielding(), of_key("a", OWN_REQUESTS + 1, weight=3), of_key("b", OWN_REQUESTS + 1)
+    yielding.charge(a[0], 0.9)
+    yielding.charge(b[0], 0.4)
+    assert find(yielding, *a, *b) == {b[-1].id}
+    yielding.charge(a[0], 0.4)
+    assert find(yielding, *a, *b) == {a[-1].id}
