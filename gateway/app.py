@@ -45,7 +45,7 @@ def create_app(gateway: Gateway) -> FastAPI:
         middleware=[  # from the outermost to the innermost
             Middleware(Cors, allowed=gateway.allowed_origins),
             Middleware(RequestContext, metrics=gateway.metrics, clock=gateway.clock),
-            Middleware(OneAtATime),
+            Middleware(OneAtATime, keyring=gateway.keyring),
             *([Middleware(gateway.tracing)] if gateway.tracing is not None else []),
             Middleware(HostCheck, allowed=gateway.allowed_hosts, is_open=lambda: gateway.keyring.is_open),
             Middleware(RefuseWhileDraining, is_draining=lambda: gateway.client.is_draining),

@@ -8,7 +8,7 @@ be inverted by guessing, which is what the slow hashes for passwords guard again
 import hashlib
 import hmac
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gateway.protocol.errors import invalid_api_key, invalid_value
@@ -107,14 +107,25 @@ class Keyring:
 
         Raises `ApiError` 401 if the header contains no configured key.
         """
-        if self.is_open:
-            return None
+        key = self.find(authorization)
+        if key is None and not self.is_open:
+            raise invalid_api_key()
+        return key
+
+    def find(self, authorization: str | None) -> ApiKey | None:
+        """Return the configured key that an `Authorization` header contains; None if there is none."""
         scheme, _, secret = (authorization or "").partition(" ")
         digest = hashlib.sha256(secret.strip().encode("utf-8", "surrogateescape")).digest()
         for key in self._by_digest.get(digest[:INDEX_BYTES], ()):
             if hmac.compare_digest(key.sha256, digest) and scheme.lower() == "bearer":
                 return key
-        raise invalid_api_key()
+        return None
+
+
+def authorization_of(headers: Mapping[str, str]) -> str | None:
+    """Return the value of `Authorization`. A key in `x-api-key`, as of Anthropic's clients, counts as a Bearer's."""
+    key = headers.get("x-api-key")
+    return headers.get("authorization", None if key is None else f"Bearer {key}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ MAY_IMPORT = {
 HOUSES = {
     "tidegate": "batch logs settings supervision top tracing → demo gateway keys valkey worker → adopt doctor serve"
     " → cli",
-    "gateway": "console fairness store_keys → files → protocol → dead_letters http identity output → keys → requests"
+    "gateway": "console fairness store_keys → files → protocol → dead_letters identity output → http → keys → requests"
     " → dialects → jobs → state → routes → app",
     "gateway/requests": "tokens → answers → prepare → generate",
     "gateway/jobs": "batches idempotency responses tasks uploads webhooks",

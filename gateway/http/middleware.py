@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.fairness import FairLock
 from gateway.http.disconnect import CLIENT_CLOSED
 from gateway.http.metrics import GatewayMetrics
+from gateway.identity import Keyring, authorization_of
 from gateway.protocol.error_handlers import error_response
 from gateway.protocol.errors import internal_error, too_large
 from scheduler.clock import Clock
@@ -27,15 +28,21 @@ QUIET_ROUTES = frozenset({"/health", "/ready", "/metrics", "/console/{name:path}
 
 
 class OneAtATime:
-    """The middleware that lets requests begin one after the other, however many come at once."""
+    """The middleware that lets requests begin one after the other, however many come at once.
 
-    def __init__(self, app: ASGIApp) -> None:
+    Keys take turns, and so do the addresses of those without a key of `keyring`: many keys may share the address of one
+    proxy.
+    """
+
+    def __init__(self, app: ASGIApp, keyring: Keyring) -> None:
         self._app = app
+        self._keyring = keyring
         self._lock = FairLock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            await self._lock.acquire((scope.get("client") or ("",))[0])
+            key = self._keyring.find(authorization_of(Headers(scope=scope)))
+            await self._lock.acquire((scope.get("client") or ("",))[0] if key is None else key.name)
         await self._app(scope, receive, send)
 
 

@@ -23,7 +23,7 @@ import structlog
 from fastapi import Depends, Request
 
 from gateway.http.access.hosts import address_of, host_name
-from gateway.identity import ApiKey
+from gateway.identity import ApiKey, authorization_of
 from gateway.protocol.errors import ApiError, foreign_origin
 from gateway.state import gateway_of
 
@@ -66,7 +66,7 @@ async def authenticated(request: Request) -> ApiKey | None:
     if keyring.is_open and (origin := _other_origin(request)) and not gateway.allowed_origins.allows(origin):
         raise foreign_origin(origin)
     try:
-        key = keyring.authenticate(_authorization(request))
+        key = keyring.authenticate(authorization_of(request.headers))
     except ApiError:
         await _slow_down(request)
         raise
@@ -74,12 +74,6 @@ async def authenticated(request: Request) -> ApiKey | None:
         structlog.contextvars.bind_contextvars(key=key.name)
         request.state.key_name = key.name
     return key
-
-
-def _authorization(request: Request) -> str | None:
-    """Return the value of `Authorization`. A key in `x-api-key`, as of Anthropic's clients, counts as a Bearer's."""
-    key = request.headers.get("x-api-key")
-    return request.headers.get("authorization", None if key is None else f"Bearer {key}")
 
 
 Caller = Annotated[ApiKey | None, Depends(authenticated)]

@@ -1,6 +1,7 @@
 """Owners take turns, and each has a share of what is under way and of the memory."""
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator
 
 import pytest
@@ -8,6 +9,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from gateway.fairness import FairLock, HeldBytes, UnderWay
 from gateway.http.middleware import OneAtATime
+from gateway.identity import ApiKey, Keyring
 
 
 class Iterations:
@@ -72,22 +74,43 @@ async def test_who_no_longer_wants_a_turn_keeps_nobody_waiting(client: str) -> N
     await asyncio.wait_for(last, 30)
 
 
+async def nothing_comes() -> Message:
+    return {"type": "http.disconnect"}
+
+
+async def nothing_is_sent(message: Message) -> None:
+    raise AssertionError("the app sends nothing")
+
+
+def scope_of(secret: str = "") -> Scope:
+    return {"type": "http", "client": ("127.0.0.1", 1), "headers": [(b"authorization", f"Bearer {secret}".encode())]}
+
+
 async def test_requests_that_come_together_begin_one_after_the_other(iterations: Iterations) -> None:
     begun = list[int]()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         begun.append(iterations.num)
 
-    async def receive() -> Message:
-        return {"type": "http.disconnect"}
-
-    async def send(message: Message) -> None:
-        raise AssertionError("the app sends nothing")
-
-    one_at_a_time = OneAtATime(app)
-    scope = {"type": "http", "client": ("127.0.0.1", 1)}
-    await asyncio.gather(*(one_at_a_time(dict(scope), receive, send) for _ in range(5)))
+    begin = OneAtATime(app, Keyring())
+    await asyncio.gather(*(begin(scope_of(), nothing_comes, nothing_is_sent) for _ in range(5)))
     assert len(set(begun)) == 5
+
+
+@pytest.mark.parametrize(("secret", "goes_first"), [("b", True), ("wrong", False)])
+async def test_keys_that_share_an_address_take_turns(secret: str, goes_first: bool) -> None:
+    """A secret that is no key's does not open a queue of its own: it would cost nothing to make up many."""
+    keyring = Keyring([ApiKey(name, hashlib.sha256(name.encode()).digest()) for name in ("a", "b")])
+    begun = list[str]()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        begun.append(scope["headers"][0][1].decode().removeprefix("Bearer "))
+
+    begin = OneAtATime(app, keyring)
+    flood = "a" if secret == "b" else "made up"
+    scopes = [*(scope_of(flood) for _ in range(20)), scope_of(secret)]
+    await asyncio.gather(*(begin(scope, nothing_comes, nothing_is_sent) for scope in scopes))
+    assert (begun.index(secret) <= 2) is goes_first
 
 
 def test_what_is_under_way_is_limited_for_each_owner_and_in_all() -> None:

@@ -1,13 +1,17 @@
 """The gateway process: what it reads from its settings before it serves."""
 
+import asyncio
 import errno
+import itertools
 import json
 import math
 import socket
-from contextlib import nullcontext
+from collections import Counter
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import pytest
+import uvloop
 from pydantic import SecretStr
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
@@ -107,6 +111,39 @@ def test_an_open_port_takes_connections_and_the_slower_of_two_starting_gateways_
             client.connect(place)
             with pytest.raises(CannotStart, match=f"cannot listen on 127.0.0.1:{place[1]}: another program does"):
                 process.open_port(second)
+
+
+def test_many_connections_are_accepted_in_one_iteration_of_the_loop() -> None:
+    """Else a client's new connection would wait behind each one that another client has just opened."""
+    count = 2 * process.ACCEPTS
+    accepted_at: list[int] = []
+    transports: list[asyncio.BaseTransport] = []
+
+    async def accept(listeners: list[socket.socket]) -> None:
+        loop, iteration, done = asyncio.get_running_loop(), itertools.count(), asyncio.Event()
+
+        class Accepted(asyncio.Protocol):
+            def connection_made(self, transport: asyncio.BaseTransport) -> None:
+                accepted_at.append(now)
+                transports.append(transport)
+                if len(accepted_at) == count:
+                    done.set()
+
+        servers = [await loop.create_server(Accepted, sock=listener) for listener in listeners]
+        async with asyncio.timeout(60):
+            while not done.is_set():
+                now = next(iteration)
+                await asyncio.sleep(0)
+        for ended in (*servers, *transports):
+            ended.close()
+
+    with ExitStack() as stack, asyncio.Runner(loop_factory=uvloop.new_event_loop) as run:
+        listener = stack.enter_context(process.bind("127.0.0.1", 0))
+        process.open_port(listener)
+        for _ in range(count):
+            stack.enter_context(socket.create_connection(listener.getsockname()))
+        run.run(accept(process.listeners_of(listener)))
+    assert max(Counter(accepted_at).values()) == process.ACCEPTS
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ log = structlog.get_logger()
 REACH_S = 60.0  # seconds for the store to answer, before the gateway serves
 REACH_PAUSE_S = 1.0
 CHECK_STORAGE_S = 10.0  # seconds for the storage and the store to show their markers, before the gateway serves
+ACCEPTS = 16  # connections that are accepted in one iteration of the event loop
 
 
 def run_gateway(settings: GatewaySettings) -> int:
@@ -148,11 +149,20 @@ async def _serve(
         with signals_call(drain), hangup_calls(reload, drain):
             async with background:
                 background.start(report_life(lambda: server.started))
-                await server.serve(sockets=[listener])
+                await server.serve(sockets=listeners_of(listener))
     finally:
         await redis.aclose()
     log.info("the gateway has drained")
     return 0 if server.started else 1
+
+
+def listeners_of(listener: socket.socket) -> list[socket.socket]:
+    """Return `ACCEPTS` descriptors of the listening socket.
+
+    uvloop accepts one connection of each descriptor in an iteration of the event loop. With one descriptor, a new
+    client would wait for as many iterations as others have just opened connections.
+    """
+    return [listener, *(listener.dup() for _ in range(ACCEPTS - 1))]
 
 
 async def reach(redis: Redis, clock: Clock) -> None:
