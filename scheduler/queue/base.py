@@ -225,6 +225,10 @@ class Queue(LeaseStore, Protocol):
         """Return the number of waiting (not leased) requests of each tier."""
         ...
 
+    async def idle_workers(self, tiers: Sequence[str]) -> dict[str, int]:
+        """Return how many workers with the load 0 wait for each tier (`claim`)."""
+        ...
+
     async def backlogs(self, tiers: Sequence[str]) -> dict[str, Backlog]:
         """Return the number of waiting requests of each tier, and their tokens."""
         ...

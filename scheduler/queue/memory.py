@@ -174,6 +174,9 @@ class MemoryQueue:
     async def known(self, request_ids: Sequence[str]) -> list[bool]:
         return [request_id in self._shared.records for request_id in request_ids]
 
+    async def idle_workers(self, tiers: Sequence[str]) -> dict[str, int]:
+        return {tier: sum(load == 0 for load in self._shared.waiters[tier].values()) for tier in tiers}
+
     async def depths(self, tiers: Sequence[str]) -> dict[str, int]:
         return {tier: backlog.requests for tier, backlog in (await self.backlogs(tiers)).items()}
 

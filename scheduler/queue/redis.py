@@ -121,6 +121,12 @@ class RedisQueue(LeasedQueue):
             pipeline.zcard(self._keys.queue + tier)
         return dict(zip(tiers, await pipeline.execute(), strict=True))
 
+    async def idle_workers(self, tiers: Sequence[str]) -> dict[str, int]:
+        pipeline = self._client.pipeline(transaction=False)
+        for tier in tiers:
+            pipeline.zcount(self._keys.waiters + tier, 0, 0)
+        return dict(zip(tiers, await pipeline.execute(), strict=True))
+
     async def backlogs(self, tiers: Sequence[str]) -> dict[str, Backlog]:
         pipeline = self._client.pipeline(transaction=True)
         for tier in tiers:

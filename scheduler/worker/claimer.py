@@ -1,8 +1,9 @@
 """Claims requests from the queue: as soon as a request is put, and whenever there may be room for more requests.
 
-Requests are also claimed while the engine computes, so that a new request is in the very next step. Knows the core's
-limits and the queue; `RequestIntake` takes the requests that were claimed or cancelled, and `Takeover` those that
-another worker has held before.
+Requests are also claimed while the engine computes, so that a new request is in the very next step. Bulk that this
+worker has claimed and cannot begin goes back as soon as another worker has nothing to do. Knows the core's limits and
+the queue; `RequestIntake` takes the requests that were claimed or cancelled, and `Takeover` those that another worker
+has held before.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ from scheduler.events.base import EventChannel
 from scheduler.holdings.claims import due_limits
 from scheduler.queue.base import Queue
 from scheduler.request import Claimed, EventKind, TokenEvent
+from scheduler.request_state import RequestState
 from scheduler.store.outage import StoreOutage
 from scheduler.worker.core import WorkerCore
 from scheduler.worker.leases import LEASE_S
@@ -68,17 +70,40 @@ class Claimer:
         self._room = asyncio.Event()
         self._waits_for: Set[str] | None = None  # the tiers of whose next request the queue tells; None: unknown
         self._load = 0  # how busy this worker is, as the queue knows it
+        self._unbegun: frozenset[str] = frozenset()  # ids of bulk requests that had not begun at the last look
+        self._gave_back: frozenset[str] = frozenset()  # tiers of which this worker claims nothing until the next look
         self._is_open = True
 
     def note_room(self) -> None:
         """Make `run` claim again, because there may be room for more requests."""
         self._room.set()
 
-    def note_depths(self, depths: Mapping[str, int]) -> None:
-        """Claim if requests wait in a tier that this worker waits for: a wake-up was lost. `depths` are by tier."""
-        if any(depths.get(tier) for tier in self._waits_for or ()):
-            self._waits_for = None
+    async def review(self, depths: Mapping[str, int]) -> None:
+        """Do what is due from time to time. `depths` is the number of requests in the queue, by tier."""
+        if self._gave_back or any(depths.get(tier) for tier in self._waits_for or ()):  # or a wake-up was lost
+            self._waits_for, self._gave_back = None, frozenset()
             self.note_room()
+        bulk = [tier.name for tier in self._core.held.tiers if not tier.is_interactive and not depths.get(tier.name)]
+        await self._outage.attempt(self._share(bulk))
+
+    async def _share(self, tiers: Sequence[str]) -> None:
+        """Give idle workers their shares of the requests of `tiers` that have not begun since the last look.
+
+        What would begin last goes back. Nothing more is claimed of its tiers until the next look, so that the idle
+        workers get it.
+        """
+        table, before = self._core.held.table, self._unbegun
+        self._unbegun = frozenset(state.id for tier in tiers for state in table.waiting(tier))
+        if not before & self._unbegun:
+            return
+        given: list[RequestState] = []
+        for tier, num_idle in (await self._queue.idle_workers(tiers)).items():
+            late = [state for state in table.waiting(tier) if state.id in before]
+            given += late[len(late) // (num_idle + 1) :] if num_idle else ()
+        self._gave_back = frozenset(state.tier.name for state in given)
+        if given:
+            self._intake.release([state.id for state in given])
+            await self._queue.release([state.lease for state in given])
 
     def close(self) -> None:
         """Claim no more requests. Cancelled requests are still dropped."""
@@ -113,6 +138,7 @@ class Claimer:
         """
         held = self._core.held
         limits = self._core.claim_limits(self._clock.now()) if self._is_open and not self._is_stuck() else {}
+        limits = {tier: limit for tier, limit in limits.items() if tier not in self._gave_back}
         due = due_limits([t for t in held.tiers if t.name in limits], held.table, self._clock.wall_ms())
         wanted = Counter(limits) + Counter({tier: limit.requests for tier, limit in due.items()})
         load = 1 + held.num_interactive if len(held) else 0

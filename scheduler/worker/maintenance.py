@@ -79,7 +79,7 @@ class ControllerReview:
         """Do one review."""
         depths = await self._queue.depths([t.name for t in self._core.held.tiers])
         self._apply(depths)
-        self._claimer.note_depths(depths)
+        await self._claimer.review(depths)
         self._intake.changed.set()  # wakes an idle driver, because budgets also change with time
 
     def _apply(self, depths: Mapping[str, int]) -> None:

@@ -441,3 +441,12 @@ async def test_wait_for_work_ends_after_its_timeout(handles: Handles) -> None:
     worker = await listening(handles, "w")
     assert await worker.wait_for_work(0.01) is False
     assert await worker.wait_for_work(0.0) is False
+
+
+async def test_idle_workers_are_those_that_wait_and_hold_nothing(handles: Handles) -> None:
+    first, second, third = await listening(handles, "first"), handles("second"), handles("third")
+    await first.claim({"bulk": 4, "realtime": 4}, LEASE_S, load=0)
+    await second.claim({"bulk": 4}, LEASE_S, load=3)
+    assert await third.idle_workers(["bulk", "realtime", "batch"]) == {"bulk": 1, "realtime": 1, "batch": 0}
+    await third.put([make_request("b", "bulk")])
+    assert await third.idle_workers(["bulk"]) == {"bulk": 0}, "it was woken"
