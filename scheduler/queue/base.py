@@ -167,9 +167,10 @@ class Queue(LeaseStore, Protocol):
         score. Beyond the limit of a tier, those are claimed that `due` names. Each request comes with its output tokens
         that were checkpointed.
 
-        While others wait for a tier, a worker takes no more than its share of what is there. A worker with a `load`, a
-        number that is greater the busier it is, waits from then on for those of these tiers
-        in which there was less than its limit, and for no other of them (`LeaseStore.wait_for_work`). A limit may be 0.
+        While others wait for a tier, a worker takes no more of what is there than makes all equally busy, but at least
+        one. A worker with a `load`, about the number of requests that keep it busy, waits from then on for those of
+        these tiers in which there was less than its limit, and for no other of them (`LeaseStore.wait_for_work`). A
+        limit may be 0.
         """
         ...
 

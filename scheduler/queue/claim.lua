@@ -26,6 +26,22 @@ local function row(request, fence)
   return { request.id, request.payload, fence, request.attempt, output, request.received, request.input }
 end
 
+-- Return how many of a tier's requests this worker takes if others wait for them: as many as make all equally busy.
+local function share_of(tier)
+  local depth = redis.call('ZCARD', QUEUE .. tier)
+  local waiters = depth > 1 and redis.call('ZRANGE', WAITERS .. tier, 0, -1, 'WITHSCORES') or {}
+  local level, sum, count = load + depth, load, 1
+  for i = 1, #waiters, 2 do
+    local other = tonumber(waiters[i + 1])
+    if other >= level then
+      break
+    end
+    sum, count = sum + other, count + 1
+    level = (depth + sum) / count
+  end
+  return math.max(1, math.ceil(level - load))
+end
+
 local last, epoch = unpack(redis.call('MGET', CLAIM .. worker, EPOCH))
 if last and string.sub(last, 1, #name) == name then
   local again = {}
@@ -43,12 +59,11 @@ end
 local requests, waits_for = {}, {}
 for i = 6, #ARGV, 4 do
   local tier, limit, due, until_ms = ARGV[i], tonumber(ARGV[i + 1]), tonumber(ARGV[i + 2]), tonumber(ARGV[i + 3])
-  -- A worker takes no more than its share of what is there, if others wait for it.
   local others = limit > 1 and load and redis.call('ZCARD', WAITERS .. tier) or 0
   if others > 0 then
     others = others - redis.call('ZREM', WAITERS .. tier, worker_id)
   end
-  local share = others > 0 and math.min(limit, math.ceil(redis.call('ZCARD', QUEUE .. tier) / (others + 1))) or limit
+  local share = others > 0 and math.min(limit, share_of(tier)) or limit
   local popped = share > 0 and redis.call('ZPOPMIN', QUEUE .. tier, share) or {}
   local is_empty = others == 0 and #popped < 2 * limit
   for _ = 1, is_empty and 0 or due do

@@ -67,7 +67,7 @@ class MemoryQueue:
         waits_for = []
         for tier, limit in limits.items():
             beyond = due.get(tier, DueLimit(0, 0))
-            share = limit if load is None else self._shared.share(tier, limit, _id_of(self._worker_id))
+            share = limit if load is None else self._shared.share(tier, limit, load, _id_of(self._worker_id))
             popped = self._pop(tier, share) + self._pop(tier, beyond.requests, beyond.until_ms)
             taken += popped
             self._shared.waiters[tier].pop(_id_of(self._worker_id), None)

@@ -1,5 +1,6 @@
 """What the queue in memory stores. Only `MemoryQueue` changes it."""
 
+import math
 from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -88,10 +89,22 @@ class Shared:
     def listeners_of(self, worker_id: str) -> list[Wakeups]:
         return [wakeups for listener, wakeups in self.listeners if listener == worker_id]
 
-    def share(self, tier: str, limit: int, worker_id: str) -> int:
-        """Return how many requests of the tier a worker may take, if others wait for them: its share, up to `limit`."""
-        others = len(self.waiters[tier].keys() - {worker_id})
-        return min(limit, -(-self.waiting[tier].backlog.requests // (others + 1))) if others and limit > 1 else limit
+    def share(self, tier: str, limit: int, load: int, worker_id: str) -> int:
+        """Return how many requests of the tier a worker may take: up to `limit`.
+
+        If others wait for them, it is as many as make all equally busy.
+        """
+        others = sorted(other for waiter, other in self.waiters[tier].items() if waiter != worker_id)
+        depth = self.waiting[tier].backlog.requests
+        if not others or limit <= 1:
+            return limit
+        level, loads = float(load + depth), [load]
+        for other in others if depth > 1 else ():
+            if other >= level:
+                break
+            loads.append(other)
+            level = (depth + sum(loads)) / len(loads)
+        return min(limit, max(1, math.ceil(level - load)))
 
     def wake(self, tier: str) -> None:
         """Wake the least busy worker that waits for `tier`."""

@@ -104,4 +104,4 @@ def test_bulk_that_comes_at_once_is_shared_among_idle_workers() -> None:
     nothing = Traffic({}, [], (), shares_prefixes=False)
     observation = simulate(Setting(tiers, CARD, workers=4), add(*jobs)(nothing), 10.0, drain_s=30.0)
     busy_s = [engine.busy_s for engine in observation.engines]
-    assert min(busy_s) >= 0.4 * max(busy_s)
+    assert min(busy_s) >= 0.9 * max(busy_s)

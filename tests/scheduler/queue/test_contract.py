@@ -112,8 +112,19 @@ async def test_a_worker_takes_its_share_while_others_wait(handles: Handles) -> N
     assert await queues[0].wait_for_work(2.0), "the first of the least busy ones is woken"
     assert len(await queues[0].claim({"realtime": 8}, LEASE_S, load=0)) == 3
     assert await queues[1].wait_for_work(2.0), "and then the next"
-    assert len(await queues[1].claim({"realtime": 8}, LEASE_S, load=0)) == 2
-    assert len(await queues[2].claim({"realtime": 8}, LEASE_S)) == 4, "one that will not wait takes all"
+    assert len(await queues[1].claim({"realtime": 8}, LEASE_S, load=0)) == 3
+    assert len(await queues[2].claim({"realtime": 8}, LEASE_S)) == 3, "one that will not wait takes all"
+
+
+@pytest.mark.parametrize(("load", "others", "share"), [(0, (4,), 7), (4, (0,), 3), (2, (0, 30), 4), (9, (0, 0), 1)])
+async def test_the_share_of_a_worker_makes_all_equally_busy(
+    handles: Handles, load: int, others: tuple[int, ...], share: int
+) -> None:
+    for name, other in (("a", 0), *((f"w{number}", other) for number, other in enumerate(others))):
+        queue = await listening(handles, name)
+        assert await queue.claim({"bulk": 50}, LEASE_S, load=other) == []
+    await handles().put([make_request(f"b{number}", "bulk") for number in range(10)])  # it wakes the first one
+    assert len(await handles("me").claim({"bulk": 50}, LEASE_S, load=load)) == share
 
 
 async def test_a_repeated_put_changes_nothing(handles: Handles) -> None:
