@@ -125,7 +125,10 @@ async def _readiness(client: SchedulerClient) -> tuple[bool, dict[str, Any]]:
     """Return whether requests can be served now, and the body of the answer."""
     depths, starting = await _depths(client)
     workers = [*client.live.engines, *client.live.endpoints]
-    present = {"store": depths is not None and client.refusal is None, "worker": bool(workers)}
+    present = {
+        "store": depths is not None and client.refusal is None,
+        "worker": bool(workers) or client.wait.scales_from_zero,
+    }
     missing = [part for part, is_there in present.items() if not is_there]
     is_ready = not missing and not client.is_draining
     report = {

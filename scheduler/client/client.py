@@ -13,6 +13,7 @@ import structlog
 from scheduler.client import rejection
 from scheduler.client.admission import Admission, Ticket
 from scheduler.client.cancellations import Cancellations
+from scheduler.client.engine_wait import EngineWait
 from scheduler.client.live_workers import LiveWorkers
 from scheduler.client.open_requests import OpenRequests
 from scheduler.client.rejection import Rejected
@@ -32,10 +33,6 @@ log = structlog.get_logger()
 
 REFRESH_S = 1.0  # seconds between two reads of the heartbeats and of the waiting work, for admission
 CHECK_EVERY = 3  # number of refreshes between two checks; a lost request is failed at the second check after its loss
-# Seconds without any worker after which open interactive requests fail. Together with the time in which a hung worker
-# is noticed (its step counts as stuck after `scheduler.drivers.steps.driver.STUCK_S`), nobody waits for more than 10 s.
-MAX_AWAY_S = 4.0
-ASKED_S = 60.0  # seconds for which a request that was refused because there is no worker counts as work for one
 
 
 class SchedulerClient:
@@ -52,11 +49,14 @@ class SchedulerClient:
         draw: Callable[[], float] = random.random,
         max_logprobs: int = MAX_LOGPROBS,
         queue_bytes: int | None = None,
+        *,
+        scales_from_zero: bool = False,
     ) -> None:
         """`draw` returns numbers from 0 to 1; they distribute the returns of clients that are refused.
 
         `max_logprobs` is how many log probabilities all streams may hold. `queue_bytes` is how many bytes may wait in
-        the store in all interactive tiers, and likewise in all bulk tiers; None: there is no limit.
+        the store in all interactive tiers, and likewise in all bulk tiers; None: there is no limit. With
+        `scales_from_zero`, workers are started on demand.
         """
         self._queue = queue
         self._events = events
@@ -74,8 +74,8 @@ class SchedulerClient:
         self._failed_here: list[str] = []
         self.live = LiveWorkers(registry, clock)
         self._reported: tuple[Sequence[WorkerStatus], Mapping[str, Backlog]] = (), {}  # at the last refresh
-        self._refused_without_s: float | None = None  # when the last request was refused because there is no worker
         self.is_draining = False
+        self.wait = EngineWait(self.live, tiers, clock, lambda: self.is_draining, scales_from_zero=scales_from_zero)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -121,6 +121,7 @@ class SchedulerClient:
         """Use `tiers` from now on. Open requests are not touched."""
         self.tiers = tiers
         self._admission.reconfigure(tiers)
+        self.wait.reconfigure(tiers)
 
     async def depths(self) -> dict[str, int]:
         """Return the number of waiting requests, by tier."""
@@ -150,8 +151,6 @@ class SchedulerClient:
         With `has_more` there is work besides, such as batches of unknown size.
         """
         workers, backlogs = self._reported
-        refused_s = self._refused_without_s
-        was_refused = refused_s is not None and self._clock.now() - refused_s < ASKED_S
         return scale_signal(
             self.tiers.by_priority,
             workers,
@@ -159,7 +158,7 @@ class SchedulerClient:
             backlogs,
             self._admission.output_shares(),
             due,
-            has_more=has_more or was_refused,
+            has_more=has_more or self.wait.was_asked,
         )
 
     async def submit(self, requests: Sequence[Request]) -> TokenStream | Rejected:
@@ -174,15 +173,13 @@ class SchedulerClient:
     async def _submit(self, requests: Sequence[Request]) -> TokenStream | Rejected:
         if self.is_draining:
             return rejection.draining()
-        if not self._has_engine(requests[0].tier):
-            await self.live.look()
-            await self._wait_for_start(requests[0])
+        if not self.wait.accepts(requests[0].tier):
+            await self.wait.wait(requests[0])
         if self.is_draining:
             return rejection.draining()
-        if not self._has_engine(requests[0].tier):
+        if not self.wait.accepts(requests[0].tier):
             if (refusal := self._cancellations.refusal) is not None:  # then workers cannot announce themselves
                 raise StoreRefused(refusal.cause)
-            self._refused_without_s = self._clock.now()
             return rejection.no_engine(self.live.starting)
         ticket = self._admission.begin(requests, self._clock.now(), self._clock.wall_ms())
         if isinstance(ticket, Rejected):
@@ -190,20 +187,6 @@ class SchedulerClient:
         stream = TokenStream(self.cancel, requests, self._held_logprobs)
         reply = await self._put(ticket, stream)
         return self._admission.settle(ticket, reply) or stream
-
-    async def _wait_for_start(self, request: Request) -> None:
-        """Wait for an engine while a worker starts, for as long as a request of this tier may wait for a first token.
-
-        The live workers are read meanwhile, so this reads nothing itself.
-        """
-        tier = self.tiers.tiers.get(request.tier)
-        left_s = (request.deadline_ms - self._clock.wall_ms()) / 1000
-        limit_s = left_s if tier is None or tier.ttft_limit_s is None else min(left_s, tier.ttft_limit_s)
-        end_s = self._clock.now() + limit_s
-        while self.live.is_starting and not self._has_engine(request.tier) and not self.is_draining:
-            if self._clock.now() >= end_s:
-                return
-            await self._clock.sleep(CHECK_S)
 
     async def _put(self, ticket: Ticket, stream: TokenStream) -> QueueFull | TooFarBehind | None:
         request_ids = [request.id for request in ticket.requests]
@@ -236,11 +219,6 @@ class SchedulerClient:
         """Cancel requests. While the store is away or takes no writes, they are cancelled when it is back."""
         self._open.forget(request_ids)
         await self._cancellations.cancel(request_ids)
-
-    def _has_engine(self, tier: str) -> bool:
-        """Return whether a request of `tier` may be accepted: a worker is alive, or bulk work can wait for one."""
-        is_bulk = tier in self.tiers.tiers and not self.tiers[tier].is_interactive
-        return bool(self.live.engines) or (is_bulk and self.live.has_engine)
 
     async def _receive(self) -> None:
         """Pass token events to their streams, for ever.
@@ -294,12 +272,8 @@ class SchedulerClient:
         self._admission.on_heartbeat(workers, backlogs, self._clock.now(), self._clock.wall_ms())
 
     def _fail_unserved(self) -> None:
-        """Fail the open interactive requests if no worker has been alive for `MAX_AWAY_S`."""
-        if not self.live.were_away(MAX_AWAY_S):
-            return
-        interactive = [tier.name for tier in self.tiers.tiers.values() if tier.is_interactive]
-        unserved = self._open.of_tiers(interactive)
-        if unserved:
+        """Fail the open interactive requests that have been without a worker for too long."""
+        if unserved := self._open.of_tiers(self.wait.tiers_given_up()):
             log.warning("requests failed because no worker is alive", count=len(unserved))
             self._open.fail(unserved, self._why_unserved(), self._clock.now())
             self._open.forget(unserved)

@@ -30,7 +30,7 @@ class LiveWorkers:
         self._listed: list[WorkerStatus] = []  # the newest statuses, also of workers that have died since
         self.engines: list[WorkerStatus] = []  # workers with an engine
         self.endpoints: list[WorkerStatus] = []  # workers with a static endpoint, which serve tasks
-        self.starting: list[WorkerStart] = []  # workers that start; read only while there is no engine
+        self.starting: list[WorkerStart] = []  # workers that start
         self._start_seen_s: float | None = None
         self._engine_seen_s: float | None = None
         self._endpoint_seen_s: float | None = None
@@ -46,7 +46,8 @@ class LiveWorkers:
         if not beats.keys() <= {w.worker_id for w in self._listed}:
             self._listed = await self._registry.workers()
         self._note(beats)
-        await self._note_starts()
+        if not self.engines:
+            await self._note_starts()
         self._num_reads_without = 0 if self.engines else self._num_reads_without + 1
 
     async def look(self) -> None:
@@ -56,11 +57,16 @@ class LiveWorkers:
         """
         self._listed = await self._registry.workers()
         self._note({w.worker_id: w.at_ms for w in self._listed})
-        await self._note_starts()
+        if not self.engines:
+            await self._note_starts()
 
     async def reporting(self) -> list[WorkerStatus]:
-        """Read the statuses. Return those of the workers with an engine that were not silent at the last read."""
+        """Read the statuses, and who starts.
+
+        Return the statuses of the workers with an engine that were not silent at the last read.
+        """
         self._listed = await self._registry.workers()
+        await self._note_starts()
         return [w for w in self._listed if not (w.batch_items or self._monitor.is_silent(w.worker_id))]
 
     def _note(self, beats: Mapping[str, int]) -> None:
@@ -75,7 +81,7 @@ class LiveWorkers:
             self._engine_seen_s = self._clock.now()
 
     async def _note_starts(self) -> None:
-        self.starting = [] if self.engines else await self._registry.starting()
+        self.starting = await self._registry.starting()
         if self.starting:
             self._start_seen_s = self._clock.now()
 

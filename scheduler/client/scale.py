@@ -59,9 +59,9 @@ def scale_signal(
 ) -> ScaleSignal:
     """Return the number of workers that the load needs.
 
-    `workers` are those that serve, and `starting` the number of those that start, if none serves. `backlogs` is what
-    waits in the store, and `output_shares` the part of `max_tokens` that answers usually take, by tier. `due` is the
-    work of batches. With `has_more` there is other work, such as a request that was refused for want of a worker.
+    `workers` are those that serve, and `starting` the number of those that start. `backlogs` is what waits in the
+    store, and `output_shares` the part of `max_tokens` that answers usually take, by tier. `due` is the work of
+    batches. With `has_more` there is other work, such as a request that has found no worker.
     """
     present = len(workers) + starting
     has_work = has_more or bool(due) or any(backlog.requests for backlog in backlogs.values()) or _is_busy(workers)

@@ -125,6 +125,7 @@ def build_gateway(
         gateway_id=secrets.token_hex(8),
         draw=outside.draw,
         queue_bytes=store_bytes // 4,
+        scales_from_zero=settings.scale_from_zero,
     )
     model = make_model(settings, outside)
     metrics = GatewayMetrics()

@@ -75,6 +75,11 @@ class GatewaySettings(CommonSettings):
         description="ids of workers on this machine whose metrics /metrics shows beside the gateway's own; unset: none "
         "(serve: its worker)",
     )
+    scale_from_zero: bool = Field(
+        default=False,
+        description="workers are started on demand, such as by KEDA: without one, requests wait for as long as their "
+        "tier's patience, bulk waits in the store, and /ready is 200",
+    )
     ssl_certfile: Path | None = Field(
         default=None, description="PEM file with the server's certificate and its chain; set: serve HTTPS only"
     )

@@ -18,6 +18,7 @@ from tests.scheduler.builders import make_request, make_tiers
 from tests.scheduler.world import run_bounded
 
 MAX_LOGPROBS = 30  # of all streams: one alone may hold 20
+PATIENCE_S = 20
 HEARTBEAT_S = 1.0  # seconds between two announcements of a worker
 
 
@@ -28,16 +29,22 @@ class Stage:
 
     beating: "asyncio.Task[None]"
 
-    def __init__(self) -> None:
+    def __init__(self, *, scales_from_zero: bool = False) -> None:
         self.clock = VirtualClock()
         self.queue = MemoryQueue(self.clock)
         self.events = MemoryEventChannel()
         self.registry = MemoryWorkerRegistry(self.clock)
-        tiers = make_tiers(realtime={"queue_limit": 4})
+        tiers = make_tiers(realtime={"queue_limit": 4, "admission": {"patience_ms": 1000 * PATIENCE_S}})
         self.share = 0.0  # of the spread, at which refused clients come back
         parts = (self.queue, self.events, self.registry)
         self.client = SchedulerClient(
-            *parts, tiers, self.clock, "gateway", draw=lambda: self.share, max_logprobs=MAX_LOGPROBS
+            *parts,
+            tiers,
+            self.clock,
+            "gateway",
+            draw=lambda: self.share,
+            max_logprobs=MAX_LOGPROBS,
+            scales_from_zero=scales_from_zero,
         )
         self.status = WorkerStatus("w", ("model",), 512, 1000, 0, tiers={"realtime": TierStatus()})
 
@@ -63,9 +70,9 @@ class Stage:
         return (await self.client.depths())["realtime"]
 
 
-def play(story: Callable[[Stage], Awaitable[None]], *, worker: bool = True) -> None:
+def play(story: Callable[[Stage], Awaitable[None]], *, worker: bool = True, scales_from_zero: bool = False) -> None:
     async def main() -> None:
-        stage = Stage()
+        stage = Stage(scales_from_zero=scales_from_zero)
         stage.beating = asyncio.create_task(stage.beat())
         if not worker:
             stage.beating.cancel()
