@@ -72,6 +72,8 @@ class EngineWait:
         return self._live.were_away(max(MAX_AWAY_S, patience_s))
 
     def _patience_s(self, request: Request) -> float:
-        tier = self._tiers.tiers.get(request.tier)
-        left_s = (request.deadline_ms - self._clock.wall_ms()) / 1000
-        return left_s if tier is None or tier.ttft_limit_s is None else min(left_s, tier.ttft_limit_s)
+        """Return how long `request` may still wait for a first token: without a limit of its tier, to its deadline."""
+        tier, waited_s = self._tiers.tiers.get(request.tier), (self._clock.wall_ms() - request.arrival_ms) / 1000
+        if tier is not None and tier.ttft_limit_s is not None:
+            return tier.ttft_limit_s - waited_s
+        return (request.deadline_ms - request.arrival_ms) / 1000 - waited_s

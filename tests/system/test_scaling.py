@@ -23,8 +23,10 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(240)]
 def gateway_without_workers(tmp_path: Path) -> Iterator[tuple[Server, tuple[str, str]]]:
     tiers = tmp_path / "tiers.yaml"
     shipped = shipped_tiers_path().read_text()
-    assert "patience_ms: 10000" in shipped
-    tiers.write_text(shipped.replace("patience_ms: 10000", "patience_ms: 120000"))
+    for short, long in (("patience_ms: 10000", "patience_ms: 180000"), ("timeout_ms: 60000", "timeout_ms: 180000")):
+        assert short in shipped
+        shipped = shipped.replace(short, long)
+    tiers.write_text(shipped)
     with running_valkey(tmp_path / "store") as url:
         flags = ("--redis-url", url, "--tiers", str(tiers))
         with running(tmp_path / "gateway", *flags, "--scale-from-zero", command="gateway") as gateway:
@@ -71,4 +73,5 @@ async def test_a_worker_that_is_stopped_ends_what_it_has_begun_and_the_next_one_
                         assert await asked == late
                     assert await asyncio.gather(*streams) == ["length", "length"]
                 assert await asyncio.to_thread(worker.process.wait, 60) == 0
-            assert gateway.is_ready() and not gateway.workers()
+            await asyncio.to_thread(wait_for, lambda: not gateway.workers(), what="the end of the last worker")
+            assert gateway.is_ready()

@@ -13,7 +13,7 @@ from tests.scheduler.client.stage import PATIENCE_S, Stage, play
 
 def now(stage: Stage, tier: str = "realtime") -> Request:
     arrival_ms = stage.clock.wall_ms()
-    return make_request("r", tier, arrival_ms=arrival_ms, deadline_ms=arrival_ms + 60_000)
+    return make_request("r", tier, arrival_ms=arrival_ms, deadline_ms=arrival_ms + 10_000)
 
 
 def wanted(stage: Stage) -> int:
