@@ -279,7 +279,7 @@ class StreamCore:
         self._retries.settle(is_counted=not self.server.is_down(now))
         self.server.note_load(load)
         if load is not None:
-            self.limit.note_load(load, len(self._streams), now)
+            self.limit.note_load(load, len(self._streams), self._streams.num_queued, now)
 
     def note_unreachable(self, error: UpstreamError, now: float) -> None:
         """Record that the server did not say its load."""

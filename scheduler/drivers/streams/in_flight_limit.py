@@ -12,7 +12,6 @@ CUT = 0.8  # factor by which the limit falls when the server refuses a request
 GROWTH_PER_S = 1.0  # requests by which the limit rises per second
 MAX_PAUSE_S = 30.0  # the longest pause after a refusal, whatever the server asks for
 USUAL_PAUSE_S = 0.5  # the pause if the server asks for none
-WAITING_LOADS = 2  # reports in a row with waiting requests; a single one may have caught a burst
 
 
 class InFlightLimit:
@@ -22,7 +21,6 @@ class InFlightLimit:
         self._largest = float(largest) if largest else NEVER_S
         self._value = self._largest
         self._paused_until_s = -NEVER_S
-        self._num_waiting_loads = 0
         self._grown_s = -NEVER_S
 
     @property
@@ -45,12 +43,14 @@ class InFlightLimit:
         """Send nothing for a moment, because a stream broke off: the server may be about to end."""
         self._paused_until_s = max(self._paused_until_s, now + USUAL_PAUSE_S)
 
-    def note_load(self, load: UpstreamLoad, num_in_flight: int, now: float) -> None:
-        """Record what the server says of its load."""
-        self._num_waiting_loads = self._num_waiting_loads + 1 if load.num_waiting else 0
-        if load.num_waiting and self._num_waiting_loads >= WAITING_LOADS and num_in_flight:
-            self._value = max(1.0, min(self._value, num_in_flight) - load.num_waiting)
-            self._num_waiting_loads = 0
+    def note_load(self, load: UpstreamLoad, num_in_flight: int, num_stuck: int, now: float) -> None:
+        """Record what the server says of its load.
+
+        Of the requests in flight, `num_stuck` were sent some steps ago and have no token: what was sent in the last
+        moment waits for the next step, and not for a place.
+        """
+        if num_waiting := min(load.num_waiting or 0, num_stuck):
+            self._value = max(1.0, min(self._value, num_in_flight) - num_waiting)
             self._grown_s = now
 
     def grow(self, num_in_flight: int, now: float) -> None:

@@ -22,7 +22,6 @@ from scheduler.deadlines import deadline_s
 from scheduler.holdings.request_table import RequestTable
 from scheduler.request_state import RequestState
 
-PREFILL_STEPS = 3.0  # fixed costs of a step: the time that bulk's prefills in flight may take together
 # Interactive traffic has stopped when its mean gap between arrivals is longer than this, in seconds.
 QUIET_S = 30.0
 INTERACTIVE_PLACES = 2  # places of the server that bulk leaves free while there is interactive traffic
@@ -82,7 +81,8 @@ class _Draft:
         self._num_of = {tier.name: view.table.num_resident(tier.name) for tier in view.tiers}
         self._streams_s = sum(self._cost.decode(s.num_tokens) for s in residents)
         prefills = [s for s in residents if not s.is_decode]
-        self._prefill_tokens = sum(s.num_tokens for s in prefills)
+        self._prefill_tokens = sum(self._num_uncached(s) for s in prefills)
+        self._interactive_prefill_tokens = sum(self._num_uncached(s) for s in prefills if s.tier.is_interactive)
         self._bulk_prefills_s = sum(self._prefill_s(s) for s in prefills if not s.tier.is_interactive)
         self._interactive = list(view.table.interactive())
         # Whether interactive requests are here, or have arrived lately.
@@ -127,13 +127,18 @@ class _Draft:
         self._num_of[state.tier.name] += 1
         self._streams_s += self._cost.decode(state.num_tokens)
         self._prefill_tokens += self._num_uncached(state)
+        if state.tier.is_interactive:
+            self._interactive_prefill_tokens += self._num_uncached(state)
         if not (state.tier.is_interactive or self._view.kept(state)):
             self._bulk_prefills_s += self._prefill_s(state)
 
     def _fits_step(self, state: RequestState) -> bool:
-        """Return whether the server computes the prompt in its next step, and not in one after it."""
-        tokens = self._prefill_tokens + self._num_uncached(state)
-        return self._prefill_tokens == 0 or tokens <= self._view.max_prefill_tokens
+        """Return whether the server computes the prompt in its next step, and not in one after it.
+
+        An interactive request does not wait for prompts of bulk, which the server has already.
+        """
+        before = self._interactive_prefill_tokens if state.tier.is_interactive else self._prefill_tokens
+        return before == 0 or before + self._num_uncached(state) <= self._view.max_prefill_tokens
 
     # -- interactive tiers -----------------------------------------------------------------------------------------
 
@@ -191,8 +196,8 @@ class _Draft:
             self._start(state)
 
     def _max_prefills_s(self) -> float:
-        """Return the time that bulk's prefills in flight may take together."""
-        usual_s = PREFILL_STEPS * self._cost.step(0.0)
+        """Return the time that bulk's prefills in flight may take together: beside chats, a step's fixed cost."""
+        usual_s = self._cost.step(0.0)
         if self._has_traffic:
             return usual_s
         slos_ms = [t.slo.ttft_p99_ms for t in self._view.tiers if t.slo.ttft_p99_ms is not None]

@@ -16,6 +16,8 @@ from scheduler.request_state import RequestState, Status
 
 # Output tokens for which bulk is sent at a time, where a server caches prefixes: afterwards, others may go first.
 QUANTUM = 64
+# Steps of the server after which a request without a token waits for a place, and not only for the next step.
+QUEUED_STEPS = 2
 
 
 @dataclass(slots=True)
@@ -29,6 +31,7 @@ class Stream:
     num_kept: int  # how many of these should be in the server's prefix cache, from an earlier stream
     until: int  # output tokens of the request at which this stream ends
     is_alone: bool  # whether no other stream has run since this one began
+    begun_step: int  # number of the server's steps that were seen before
     has_tokens: bool = False
 
 
@@ -38,6 +41,7 @@ class StreamTable:
         self._upstream = upstream
         self._step_times = step_times
         self._streams: dict[str, Stream] = {}
+        self._num_steps = 0  # steps of the server that were seen
         self._hung_up: list[str] = []  # ids whose streams the driver must hang up
         self._kept: dict[str, int] = {}  # by request without a stream: its tokens that a prefix cache should have
 
@@ -52,6 +56,12 @@ class StreamTable:
         """Whether an interactive request has a stream and no token yet."""
         states = self._table.states
         return any(states[i].tier.is_interactive and states[i].awaits_first_token for i in self._streams)
+
+    @property
+    def num_queued(self) -> int:
+        """The number of streams that wait for more than the server's next step, or whose prompts take many steps."""
+        before = self._num_steps - QUEUED_STEPS
+        return sum(not stream.has_tokens and stream.begun_step < before for stream in self._streams.values())
 
     def begun_s(self, request_id: str) -> float:
         """Return when the stream of a request was begun."""
@@ -70,7 +80,9 @@ class StreamTable:
             other.is_alone = False
         num_before = len(state.output_token_ids)
         until = self._until(state)
-        stream = Stream(now, now, num_before, state.num_tokens, self.kept(state), until, not self._streams)
+        stream = Stream(
+            now, now, num_before, state.num_tokens, self.kept(state), until, not self._streams, self._num_steps
+        )
         self._streams[state.id] = stream
         return StreamRequest(
             seq_id=state.id,
@@ -170,7 +182,9 @@ class StreamTable:
             if stream.is_alone:
                 self._step_times.note_alone(num_prefilled, now - stream.begun_s)
         stream.has_tokens = True
-        return num_new + num_prefilled, self._step_times.note_tokens(state, num_new, num_prefilled, now)
+        seen = self._step_times.note_tokens(state, num_new, num_prefilled, now)
+        self._num_steps += seen is not None
+        return num_new + num_prefilled, seen
 
     def lost_tokens(self, state: RequestState, output: SequenceOutput) -> int:
         """Return how many tokens of a continued request the server had to compute again, beyond what was expected.

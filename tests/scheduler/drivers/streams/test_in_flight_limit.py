@@ -24,9 +24,10 @@ def test_a_server_cannot_stop_the_worker_for_ever() -> None:
 
 def test_requests_in_the_servers_queue_lower_the_limit_if_they_stay() -> None:
     limit, load = InFlightLimit(), UpstreamLoad(8, 4)
-    limit.note_load(load, 12, now=0.0)
-    assert limit.value == NEVER_S, "a burst is no sign"
-    limit.note_load(load, 12, now=1.0)
+    limit.note_load(load, 12, num_stuck=0, now=0.0)
+    limit.note_load(load, 12, num_stuck=0, now=1.0)
+    assert limit.value == NEVER_S, "what was sent in the last moment waits for the next step, and for no place"
+    limit.note_load(load, 12, num_stuck=5, now=2.0)
     assert limit.value == 8
 
 

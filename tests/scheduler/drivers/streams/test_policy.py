@@ -65,21 +65,29 @@ def test_bulk_begins_one_prefill_at_a_time_beside_interactive_traffic() -> None:
     assert started(view(*long, *decodes(2))) == ["w0"]
     assert started(view(*long, *decodes(2), at_server("p", "bulk", prompt=200))) == []
     short = [waiting(f"w{i}", "bulk", prompt=9) for i in range(10)]
-    assert len(started(view(*short, *decodes(2)))) == 6, "as many as take three steps' fixed cost"
+    assert len(started(view(*short, *decodes(2)))) == 2, "as many as take a step's fixed cost"
+
+
+def test_a_chat_does_not_wait_for_bulks_prompts_which_the_server_has_already() -> None:
+    beside = [at_server(f"p{i}", "bulk", prompt=500) for i in range(4)]
+    assert started(view(waiting("chat"), *beside)) == ["chat"]
+    continued = view(waiting("w", "bulk"), *beside, traffic=False)
+    assert started(continued) == [] and started(replace(continued, kept=lambda state: 490)) == ["w"]
 
 
 def test_bulk_lengthens_a_step_only_so_far() -> None:
-    beside = [waiting(f"w{i}", "bulk", prompt=1) for i in range(40)]
-    with_traffic = len(started(view(*beside, make_decode("chat", "realtime"))))
-    assert 20 <= with_traffic <= 26, "0.6 of 20 ms, at half a millisecond a stream"
+    beside = [waiting(f"w{i}", "bulk", prompt=2) for i in range(40)]
+    with_traffic = started(replace(view(*beside, make_decode("chat", "realtime")), kept=lambda state: 1))
+    assert 20 <= len(with_traffic) <= 26, "0.6 of 20 ms, at half a millisecond a stream"
     assert len(started(view(*beside, traffic=False))) == 40
 
 
 def test_without_max_slowdown_the_slo_alone_limits_a_step() -> None:
-    beside = [waiting(f"w{i:03}", "bulk", prompt=1) for i in range(400)]
+    beside = [waiting(f"w{i:03}", "bulk", prompt=2) for i in range(400)]
     slow = make_tiers(realtime={"max_slowdown": None, "slo": {"ttft_p99_ms": 200, "itl_p99_ms": 90}})
     of = view(*beside, make_decode("chat", "realtime"), tiers=slow)
-    assert 50 <= len(started(replace(of, budgets=_roomy(of)))) <= 60, "a quarter of 200 ms, and not 90 ms"
+    of = replace(of, budgets=_roomy(of), kept=lambda state: 1)
+    assert 50 <= len(started(of)) <= 60, "a quarter of 200 ms, and not 90 ms"
 
 
 def test_a_prefill_must_fit_into_what_the_answers_under_way_have_left() -> None:

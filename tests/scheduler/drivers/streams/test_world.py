@@ -22,6 +22,7 @@ from tests.scheduler.drivers.streams.modeled_upstream import ModeledUpstream, to
 from tests.scheduler.world import Answer, World, play_in_world, played_by
 
 T = TypeVar("T")
+GPU = StepCost(step_s=0.010, prefill_token_s=2e-5, attend_s=0.0, context_token_s=0.0, decode_s=2e-5)
 # About vLLM on two cores with a model of 135 M parameters.
 CPU = StepCost(step_s=0.019, prefill_token_s=0.0008, attend_s=0.0, context_token_s=0.0, decode_s=0.00033)
 
@@ -119,6 +120,26 @@ def test_chat_beside_bulk_is_nearly_as_fast_as_alone() -> None:
     assert at(mixed, 0.5) <= 1.5 * at(single, 0.5)
     assert at(mixed, 0.99) <= 2.5 * at(single, 0.99)
     assert len(answers) >= 0.7 * len(undisturbed)
+
+
+def test_first_tokens_before_a_fast_server_are_those_of_its_steps() -> None:
+    """A GPU's costs, and bulk in parts: what of a part is cached is no prompt that a chat would wait for."""
+
+    async def alone(world: World) -> list[Answer]:
+        return await chats(world, 60, 0.25)
+
+    async def beside(world: World) -> list[Answer]:
+        flood = asyncio.create_task(bulk(world, 64, 20.0))
+        await world.clock.sleep(4.0)
+        asked = await chats(world, 60, 0.25)
+        await flood
+        return asked
+
+    tiers = make_tiers(realtime={"max_slowdown": 1.25, "slo": {"ttft_p99_ms": 200, "itl_p99_ms": 50}})
+    server = {"cost": GPU, "noise": 0.1, "places": 256, "caches_prefixes": True}
+    mixed, single = play(beside, tiers=tiers, **server), play(alone, tiers=tiers, **server)
+    assert at(mixed, 0.5) <= 1.3 * at(single, 0.5)
+    assert at(mixed, 0.99) <= 1.5 * at(single, 0.99)
 
 
 @pytest.mark.parametrize("caches_prefixes", [False, True])
