@@ -45,6 +45,7 @@ CLIENTS = (
     Client("openai-agents", "openai_agents.py", ("openai-agents",)),
     Client("pydantic-ai", "pydantic_ai_client.py", ("pydantic-ai-slim[openai]",)),
     Client("langchain", "langchain_client.py", ("langchain", "langchain-openai")),
+    Client("langchain-tests", "langchain_own_tests.py", ("langchain-tests", "langchain-openai")),
     Client("instructor", "instructor_client.py", ("instructor",)),
     Client("llama-index", "llama_index_client.py", ("llama-index-llms-openai-like",)),
     Client("litellm", "litellm_client.py", ("litellm[proxy]",)),
