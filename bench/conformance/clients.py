@@ -51,6 +51,7 @@ CLIENTS = (
     Client("litellm", "litellm_client.py", ("litellm[proxy]",)),
     Client("litellm-proxy", "litellm_proxy.py", ("litellm[proxy]",)),
     Client("lm-eval", "lm_eval_client.py", ("lm-eval[api,hf]",)),
+    Client("guidellm", "guidellm_client.py", ("guidellm",)),
     Client("node", "node_clients.mjs", ("openai", "@anthropic-ai/sdk", *AI_SDK)),
     Client("browser", "browser_page.mjs", ("openai", "playwright-core")),
 )
