@@ -41,6 +41,7 @@ CLIENTS = (
     Client("anthropic", "anthropic_sdk.py", ("anthropic",)),
     Client("claude-code", "claude_code.mjs", ("@anthropic-ai/claude-code",), is_agent=True),
     Client("codex", "codex.mjs", ("@openai/codex",), is_agent=True),
+    Client("opencode", "opencode.mjs", ("opencode-ai",), is_agent=True),
     Client("open-responses", "open_responses.py", ("openresponses-types",)),
     Client("openai-agents", "openai_agents.py", ("openai-agents",)),
     Client("pydantic-ai", "pydantic_ai_client.py", ("pydantic-ai-slim[openai]",)),
