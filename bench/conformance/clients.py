@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SCRIPTS = Path(__file__).parent / "scripts"
+VLLM_ENVIRONMENT = Path(__file__).parents[2] / "tests" / "vllm_environment.sh"
 INSTALL_TIMEOUT_S = 900.0
 
 
@@ -21,6 +22,7 @@ class Client:
     script: str
     packages: tuple[str, ...]  # of PyPI, or of npm if the script is a module of Node
     is_agent: bool = False  # its prompts need a long context, and a model that calls tools: the scripted one
+    environment: Path | None = None  # the script that makes the environment, called with a Python and the folder
 
     @property
     def runs_on_node(self) -> bool:
@@ -53,6 +55,7 @@ CLIENTS = (
     Client("litellm-proxy", "litellm_proxy.py", ("litellm[proxy]",)),
     Client("lm-eval", "lm_eval_client.py", ("lm-eval[api,hf]",)),
     Client("guidellm", "guidellm_client.py", ("guidellm",)),
+    Client("vllm-bench", "vllm_bench.py", ("vllm",), environment=VLLM_ENVIRONMENT),
     Client("node", "node_clients.mjs", ("openai", "@anthropic-ai/sdk", *AI_SDK)),
     Client("browser", "browser_page.mjs", ("openai", "playwright-core")),
 )
@@ -92,6 +95,8 @@ def versions(client: Client, folder: Path) -> str:
 
 
 def _install_commands(client: Client, folder: Path) -> list[Sequence[str]]:
+    if client.environment is not None:
+        return [[str(client.environment), sys.executable, str(folder)]]
     if client.runs_on_node:
         return [["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), *client.packages]]
     pip = [str(folder / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check"]

@@ -73,6 +73,14 @@ def test_an_installation_that_fails_is_one_sentence_and_is_tried_again(tmp_path:
     assert not (tmp_path / "some" / "installed.txt").exists()
 
 
+def test_an_environment_of_its_own_is_made_by_its_script(tmp_path: Path) -> None:
+    script = tmp_path / "make.sh"
+    script.write_text('#!/bin/sh\necho "$1" > "$2/made_with"\n')
+    script.chmod(0o755)
+    folder = install(Client("some", "some.py", ("some",), environment=script), tmp_path)
+    assert (folder / "made_with").read_text().strip() == sys.executable
+
+
 @pytest.mark.parametrize(
     ("prompt", "answer"),
     [
