@@ -26,7 +26,7 @@ def described(app: FastAPI, model_names: Sequence[str]) -> bytes:
     for path, operations in document["paths"].items():
         for method in METHODS & operations.keys():
             _complete(operations[method], method, path)
-            _name_models(operations[method], model_names)
+            _name_models(operations[method], model_names, is_needed=path == "/v1/responses/compact")
     return json.dumps(document, ensure_ascii=False).encode()
 
 
@@ -47,13 +47,14 @@ def _complete(operation: dict[str, Any], method: str, path: str) -> None:
         success["links"] = links
 
 
-def _name_models(operation: dict[str, Any], model_names: Sequence[str]) -> None:
-    """Say in the schema of the body which models there are, and that it need not name one."""
+def _name_models(operation: dict[str, Any], model_names: Sequence[str], is_needed: bool) -> None:
+    """Say in the schema of the body which models there are, and whether it must name one."""
     for content in operation.get("requestBody", {}).get("content", {}).values():
         schema = content["schema"]
         if "model" in schema.get("properties", {}):
             schema["properties"]["model"] = {"type": "string", "enum": list(model_names)}
-            schema["required"] = [name for name in schema.get("required", ()) if name != "model"]
+            required = [name for name in schema.get("required", ()) if name != "model"]
+            schema["required"] = ["model", *required] if is_needed else required
             if not schema["required"]:
                 del schema["required"]
 

@@ -5,6 +5,7 @@ Translates between HTTP and the response service. An API key sees only its own r
 
 import hashlib
 import math
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -133,10 +134,18 @@ async def count_input_tokens(request: Request, key: Caller, owner: Owner) -> dic
 @router.post("/v1/responses/compact", openapi_extra=json_body(ResponseRequest))
 async def compact_response(request: Request, key: Caller) -> Response:
     """Return a conversation as its user's messages and a summary of all the rest, for the input of later requests."""
-    async with hold_object(request, parser_for(request, parse_compaction, key)) as body:
+    parse = partial(_naming_a_model, parser_for(request, parse_compaction, key))
+    async with hold_object(request, parse) as body:
         new = gateway_of(request).responses.new_compaction(body)
         generation = await submit(request, body, key, new.prepare)
     return await send_answer(request, body, new.run(generation))
+
+
+def _naming_a_model(parse: Callable[[dict[str, Any]], ResponseRequest], body: dict[str, Any]) -> ResponseRequest:
+    """Return what `parse` makes of a body with a model. Only a compaction needs one: Open Responses asks for a 400."""
+    if body.get("model") in (None, ""):
+        raise invalid_request("Missing required parameter: 'model'.", "model", "missing_required_parameter")
+    return parse(body)
 
 
 @router.get("/v1/responses/{response_id}")

@@ -16,6 +16,7 @@ CALLS = [
     ("POST", "/v1/completions", {"prompt": "hi"}, "Completion"),
     ("POST", "/v1/responses", {"model": MODEL, "input": "hi", "store": False}, "Response"),
     ("POST", "/v1/responses/input_tokens", {"model": MODEL, "input": "hi"}, "InputTokens"),
+    ("POST", "/v1/responses/compact", {"input": "hi"}, "Error"),
     ("GET", "/v1/models", None, "ModelList"),
     ("GET", f"/v1/models/{MODEL}", None, "Model"),
     ("GET", "/v1/models/none", None, "Error"),
@@ -47,6 +48,8 @@ async def test_every_operation_has_its_answer_and_its_errors() -> None:
     body = operations["post", "/v1/chat/completions"]["requestBody"]["content"]["application/json"]["schema"]
     assert MODEL in body["properties"]["model"]["enum"]
     assert "model" not in body["required"]  # as CALLS show
+    body = operations["post", "/v1/responses/compact"]["requestBody"]["content"]["application/json"]["schema"]
+    assert "model" in body["required"]
 
 
 async def test_answers_are_as_described() -> None:

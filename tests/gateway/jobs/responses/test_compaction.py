@@ -70,6 +70,8 @@ async def test_the_first_turns_are_left_out_where_all_do_not_fit(monkeypatch: py
 @pytest.mark.parametrize(
     ("body", "param", "way_out"),
     [
+        ({"model": None}, "model", "Missing required"),  # a test of Open Responses
+        ({"model": ""}, "model", "Missing required"),
         ({"input": None}, "input", "empty"),
         ({"stream": True}, "stream", "not supported"),
         ({"input": [{"type": "compaction", "encrypted_content": "gAAA"}]}, "input[0].encrypted_content", "itself"),
