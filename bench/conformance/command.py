@@ -40,8 +40,8 @@ class Outcome:
 class Conformance(BaseModel):
     """Clients that people use, in their default modes, against a served model.
 
-    Installs each client into an environment of its own under --work-dir, which takes minutes the first time. The
-    clients' newest releases are taken, so a failure may also be news about a client.
+    Installs each client into an environment of its own under --work-dir, which takes minutes and gigabytes the first
+    time. The clients' newest releases are taken, so a failure may also be news about a client.
     """
 
     url: str = Field("", description="A running Tidegate; empty: one is started with the demo model.")
