@@ -259,15 +259,18 @@ class Admission:
         return mine + count <= FEW_REQUESTS and mine < self._in_flight.num_open(tier.name)
 
     def _in_order(self, tier: Tier, requests: Sequence[Request]) -> Sequence[Request]:
-        """Return the requests with their places in the queue of an interactive tier.
+        """Return the requests with their places in the queue.
 
-        The first few of a key have their deadlines as scores. Each further one counts as due one `deadline_ms`, divided
-        by the key's weight, later than the one before, so that of two keys of one weight the one with fewer open
-        requests goes first. A key's own requests stay in order.
+        In a bulk tier, requests of a key with few go before those that others have already put there, but not the parts
+        of jobs, which have shares of their own. In an interactive tier, the first few of a key have their deadlines as
+        scores. Each further one counts as due one `deadline_ms`, divided by the key's weight, later than the one
+        before, so that of two keys of one weight the one with fewer open requests goes first. A key's own requests stay
+        in order.
         """
-        if not tier.is_interactive:
-            return requests
         owner = requests[0].owner
+        if not tier.is_interactive:
+            goes_first = not requests[0].job_part and self._has_few(tier, owner, len(requests))
+            return [structs.replace(r, order_ms=r.arrival_ms) for r in requests] if goes_first else requests
         num_open, last_ms = self._in_flight.num_open(tier.name, owner), self._in_flight.last_ms(tier.name, owner)
         placed = []
         for number, request in enumerate(requests, num_open + 1):

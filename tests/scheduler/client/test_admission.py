@@ -209,8 +209,8 @@ def test_predicted_ttft_is_that_of_a_short_request_that_arrives_now() -> None:
     assert admission.predicted_ttft_s(known["realtime"], backlogs, 60.0) is None
 
 
-def of_key(owner: str, name: str, prompt: int = 100, **more: Any) -> Request:
-    return make_request(f"{owner}-{name}", prompt=prompt, owner=owner, **more)
+def of_key(owner: str, name: str, prompt: int = 100, tier: str = "realtime", **more: Any) -> Request:
+    return make_request(f"{owner}-{name}", tier, prompt, owner=owner, **more)
 
 
 def test_a_key_that_floods_is_told_to_wait_and_others_are_not() -> None:
@@ -243,6 +243,21 @@ def test_a_queue_full_of_one_keys_requests_is_that_keys_limit() -> None:
         assert isinstance(ticket, Ticket)
         rejected = admission.settle(ticket, QueueFull("realtime", depth=9, limit=9))
         assert rejected is not None and rejected.reason is reason
+
+
+def test_a_few_bulk_requests_of_a_key_go_before_what_others_have_put() -> None:
+    admission = make_admission(make_tiers())
+
+    def place(request: Request) -> int:
+        ticket = admission.begin([request], 0.0, EPOCH_MS)
+        assert isinstance(ticket, Ticket)
+        return ticket.requests[0].score_ms
+
+    flood = [place(of_key("a", str(n), tier="bulk")) for n in range(20)]
+    assert place(of_key("b", "part", tier="bulk", job_part="line")) == flood[0], "batches have shares of their own"
+    few = [place(of_key("b", str(n), tier="bulk")) for n in range(5)]
+    assert few[:3] == [EPOCH_MS] * 3 and min(flood) > EPOCH_MS and few[4] == flood[0]
+    assert flood == [flood[0]] * 20, "a key alone is served in the order of its deadlines"
 
 
 def test_further_requests_of_a_key_are_placed_by_its_weight() -> None:
