@@ -212,14 +212,15 @@ class Admission:
         predicted_s = forecast.seconds(ahead)
         if not tier.is_interactive:
             return rejection.too_late(tier, predicted_s, forecast.target_s, forecast.own_s)
-        rejected = rejection.overloaded(tier, predicted_s)
+        rejected, owner = rejection.overloaded(tier, predicted_s), ""
         if (of_key := self._of_key(rejected, tier, forecast, requests)) is not None:
-            rejected = of_key
+            rejected, owner = of_key, requests[0].owner
         else:
             self._closed.add(tier.name)
         if not forecast.drain_per_s:
             return rejected
-        wait_s = self._returns.next_s(tier.name, now, rejected.retry_after_s, len(requests) / forecast.drain_per_s)
+        work_s = len(requests) / forecast.drain_per_s
+        wait_s = self._returns.next_s(tier.name, owner, now, rejected.retry_after_s, work_s)
         return rejected.in_place(wait_s)
 
     def _of_key(

@@ -70,16 +70,17 @@ class Returns:
     """
 
     def __init__(self) -> None:
-        self._free_s: dict[str, float] = {}  # by tier: the time behind the last place
+        self._free_s: dict[tuple[str, str], float] = {}  # by tier and key: the time behind the last place
 
-    def next_s(self, tier: str, now: float, earliest_s: float, work_s: float) -> float:
+    def next_s(self, tier: str, owner: str, now: float, earliest_s: float, work_s: float) -> float:
         """Return the seconds until the next place, at least `earliest_s`. It takes the tier `work_s` seconds.
 
-        Places end with the longest wait that clients accept; then they begin anew.
+        A key whose own requests are in the way (`owner`) has places of its own, so that others do not come back behind
+        them. Places end with the longest wait that clients accept; then they begin anew.
         """
-        free_s = self._free_s.get(tier, 0.0)
+        free_s = self._free_s.get((tier, owner), 0.0)
         place_s = max(now + earliest_s, free_s if free_s < now + MAX_RETRY_S else 0.0)
-        self._free_s[tier] = place_s + work_s
+        self._free_s[tier, owner] = place_s + work_s
         return place_s - now
 
 

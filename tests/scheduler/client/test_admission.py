@@ -223,6 +223,16 @@ def test_a_key_that_floods_is_told_to_wait_and_others_are_not() -> None:
     assert attempt(admission, of_key("b", "0")) is None
 
 
+def test_others_do_not_come_back_behind_a_flood() -> None:
+    admission = make_admission(tiers())
+    for n in range(40):
+        submit(admission, of_key("a", str(n), 70))
+    long = attempt(admission, of_key("b", "long", 450))
+    assert long is not None and long.reason is RejectReason.OVERLOADED and long.retry_after_s < 2
+    flood = attempt(admission, of_key("a", "next", 70))
+    assert flood is not None and flood.retry_after_s > 10
+
+
 def test_where_everybody_would_wait_no_key_is_blamed() -> None:
     admission = make_admission(tiers())
     assert isinstance(submit(admission, of_key("a", "0", 450)), Ticket)

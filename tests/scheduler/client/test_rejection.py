@@ -115,7 +115,7 @@ def test_a_crowd_that_is_refused_comes_back_spread_out(predicted_s: float, limit
 
 def test_places_end_where_clients_would_give_up() -> None:
     returns, told = Returns(), rejection.overloaded(PATIENT, 20.0)
-    waits_s = [returns.next_s("realtime", 0.0, told.retry_after_s, 1.0) for _ in range(300)]
+    waits_s = [returns.next_s("realtime", "", 0.0, told.retry_after_s, 1.0) for _ in range(300)]
     assert all(later - first == 1.0 for first, later in pairwise(waits_s) if later > first)
     assert max(waits_s) < MAX_RETRY_S and waits_s.count(told.retry_after_s) == 3, "then they begin anew"
     assert all(w <= told.in_place(w).at(share).retry_after_s <= w + 1 for w in waits_s[:100] for share in (0.0, 1.0))
