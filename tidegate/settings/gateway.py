@@ -77,7 +77,7 @@ class GatewaySettings(CommonSettings):
     )
     scale_from_zero: bool = Field(
         default=False,
-        description="workers are started on demand, such as by KEDA: without one, requests wait for as long as their "
+        description="workers come on demand, such as by KEDA: without one, requests wait for as long as their "
         "tier's patience, bulk waits in the store, and /ready is 200",
     )
     ssl_certfile: Path | None = Field(

@@ -78,9 +78,19 @@ async def test_an_invalid_file_is_logged_and_ignored(start: Start, path: Path) -
 async def test_a_part_that_is_silent_is_named_and_nothing_changes(
     start: Start, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinator, "TIMEOUT_S", 0.2)
     part = await start("a")
     await part.store.report(Follower("worker 7", part.generation))
+    report, looked_at = part.store.report, part.generation
+
+    async def note(follower: Follower) -> None:
+        nonlocal looked_at
+        await report(follower)
+        looked_at = max(looked_at, follower.looked_at)
+
+    monkeypatch.setattr(part.store, "report", note)
+    # The time is over as soon as all have voted but the one that is silent.
+    before, timeout_s = looked_at, coordinator.TIMEOUT_S
+    monkeypatch.setattr(part.changes._clock, "now", lambda: 0.0 if looked_at == before else 2 * timeout_s)
     assert await part.changes.change(document(chat=9, bulk=9), "test") == Late(("worker 7",), in_force=False)
     assert part.limits == {"chat": 1, "bulk": 2}
     assert not await redis_client.exists(Keys.of(redis_client).tiers_proposed), "the way is free for the next change"
