@@ -87,19 +87,18 @@ class Claimer:
         await self._outage.attempt(self._share(bulk))
 
     async def _share(self, tiers: Sequence[str]) -> None:
-        """Give idle workers their shares of the requests of `tiers` that have not begun since the last look.
+        """Give idle workers their shares of what waits here, in those of `tiers` where some has waited for two looks.
 
         What would begin last goes back. Nothing more is claimed of its tiers until the next look, so that the idle
         workers get it.
         """
         table, before = self._core.held.table, self._unbegun
         self._unbegun = frozenset(state.id for tier in tiers for state in table.waiting(tier))
-        if not before & self._unbegun:
-            return
+        late = [tier for tier in tiers if any(state.id in before for state in table.waiting(tier))]
         given: list[RequestState] = []
-        for tier, num_idle in (await self._queue.idle_workers(tiers)).items():
-            late = [state for state in table.waiting(tier) if state.id in before]
-            given += late[len(late) // (num_idle + 1) :] if num_idle else ()
+        for tier, num_idle in (await self._queue.idle_workers(late)).items() if late else ():
+            waiting = list(table.waiting(tier))
+            given += waiting[len(waiting) // (num_idle + 1) :] if num_idle else ()
         self._gave_back = frozenset(state.tier.name for state in given)
         if given:
             self._intake.release([state.id for state in given])

@@ -10,6 +10,8 @@ import openai
 import pytest
 
 from gateway.identity import ApiKey, Keyring, demotion_of, patient_service_tier
+from scheduler.client.rejection import Rejected, RejectReason
+from scheduler.client.token_stream import TokenStream
 from scheduler.registry.worker_status import TierCapacity
 from scheduler.request import Request, TokenEvent
 from tests.gateway.api_keys import key
@@ -98,6 +100,18 @@ async def test_a_request_that_is_demoted_is_served_and_reports_the_lower_tier(ad
     assert whole.service_tier == "flex" and {chunk.service_tier for chunk in chunks} == {"flex"}
     assert (demoted, refused) == (2, 0)
     assert {r.deadline_ms - r.arrival_ms for r in served} == {tiers["bulk"].deadline_ms}
+
+
+async def test_a_key_that_floods_its_tier_is_demoted_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_stand(tiers=make_tiers(realtime={"admission": {"demote_to": "bulk"}})) as stand:
+        submit = stand.gateway.client.submit
+
+        async def refuse(requests: Sequence[Request]) -> TokenStream | Rejected:
+            is_refused = requests[0].tier == "realtime"
+            return Rejected(RejectReason.KEY_LIMIT, "Too many.", 1.0) if is_refused else await submit(requests)
+
+        monkeypatch.setattr(stand.gateway.client, "submit", refuse)
+        assert (await stand.client.chat.completions.create(**CHAT)).service_tier == "flex"
 
 
 async def test_no_request_is_demoted_into_a_full_queue() -> None:

@@ -216,3 +216,10 @@ async def test_the_keys_in_force_are_shown_without_secrets(redis_client: Redis, 
     [row] = shown["keys"]
     assert (row["name"], row["tiers"], row["requests_per_minute"]) == ("root", ["bulk"], 5)
     assert row["id"] == hashlib.sha256(b"sk-root").hexdigest()[:8]
+
+
+async def test_requests_bear_the_name_and_the_weight_of_their_key() -> None:
+    async with running_stand(keyring=Keyring([key("heavy", weight=5), key("usual")])) as stand:
+        for name in ("heavy", "usual"):
+            assert (await stand.http.post("/v1/chat/completions", json=CHAT, headers=as_(name))).status_code == 200
+        assert [(r.owner, r.weight) for r in stand.worker.served] == [("heavy", 5), ("usual", 1)]

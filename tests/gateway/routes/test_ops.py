@@ -93,6 +93,13 @@ async def test_ready_needs_worker_and_store(monkeypatch: pytest.MonkeyPatch) -> 
     assert (response.status_code, response.json()["missing"]) == (503, ["worker"])
 
 
+async def test_a_gateway_whose_workers_come_on_demand_is_ready_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_stand(with_worker=False) as stand:
+        monkeypatch.setattr(stand.gateway.client.wait, "scales_from_zero", True)
+        response = await stand.http.get("/ready")
+    assert (response.status_code, response.json()["missing"]) == (200, [])
+
+
 async def test_ready_says_what_a_worker_does_that_starts() -> None:
     async with running_stand(with_worker=False) as stand:
         assert (await stand.http.get("/ready")).json()["starting"] == []

@@ -4,8 +4,10 @@ import asyncio
 
 import pytest
 
+from scheduler.client.client import REFRESH_S
 from scheduler.client.rejection import Rejected, RejectReason
 from scheduler.client.token_stream import TokenStream
+from scheduler.registry.worker_status import WorkerStart
 from scheduler.request import EventKind, Request
 from tests.scheduler.builders import make_request
 from tests.scheduler.client.stage import PATIENCE_S, Stage, play
@@ -51,6 +53,16 @@ def test_bulk_waits_in_the_store_for_the_first_worker(scales_from_zero: bool) ->
         assert isinstance(outcome, TokenStream) is scales_from_zero
 
     play(story, worker=False, scales_from_zero=scales_from_zero)
+
+
+def test_workers_that_start_beside_others_are_known() -> None:
+    async def story(stage: Stage) -> None:
+        await stage.registry.announce_start(WorkerStart("next", "loading the model", 1.0))
+        await stage.clock.sleep(REFRESH_S + 0.5)
+        assert [w.worker_id for w in stage.client.live.engines] == ["w"]
+        assert [w.worker_id for w in stage.client.live.starting] == ["next"]
+
+    play(story)
 
 
 def test_chats_whose_last_worker_goes_wait_for_the_next_one_within_their_patience() -> None:

@@ -7,6 +7,7 @@ from engine.step_time.cost import StepCost
 from scheduler.control.feedback import UPDATE_S
 from scheduler.drivers.steps.driver import StepDriver
 from tests.scheduler.builders import expected_tokens, make_core, make_info
+from tests.scheduler.worker.test_loop import record
 from tests.scheduler.world import Worker, World, played_by, run_world
 
 ROOM = make_info(num_blocks=40)  # for ten of the requests below: a worker claims more than it can begin
@@ -30,6 +31,8 @@ async def test_a_worker_that_comes_later_gets_its_share_of_what_has_not_begun(wo
     await world.clock.sleep(0.1)
     assert len(world.core.held) == 60 > 2 * world.core.held.table.num_resident("bulk") > 0
     second = newcomer(world)
+    await world.clock.sleep(UPDATE_S)
+    assert world.core.held.counts["released"] == 0, "at the first look, they may begin soon"
     await asyncio.gather(*asked)
     served = {"worker": world.core.held.counts["finished"], "newcomer": second.core.held.counts["finished"]}
     assert sum(served.values()) == 60 and served["newcomer"] >= 18
@@ -39,11 +42,14 @@ async def test_a_worker_that_comes_later_gets_its_share_of_what_has_not_begun(wo
 
 @played_by(run_world, info=ROOM, cost=COST, known=COST)
 async def test_what_has_begun_stays_where_it_is(world: World) -> None:
+    looks: list[str] = []
+    record(looks, world.worker_queue, "idle_workers", lambda *args: "look")
     asked = ask(world, 8)
     await world.clock.sleep(0.1)
     second = newcomer(world)
     await asyncio.gather(*asked)
     assert (world.core.held.counts["released"], second.core.held.counts["accepted"]) == (0, 0)
+    assert looks == [], "the store is not asked"
 
 
 @played_by(run_world, info=ROOM, cost=COST, known=COST)
