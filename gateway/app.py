@@ -48,17 +48,17 @@ def create_app(gateway: Gateway) -> FastAPI:
             Middleware(OneAtATime, keyring=gateway.keyring),
             *([Middleware(gateway.tracing)] if gateway.tracing is not None else []),
             Middleware(HostCheck, allowed=gateway.allowed_hosts, is_open=lambda: gateway.keyring.is_open),
-            Middleware(RefuseWhileDraining, is_draining=lambda: gateway.client.is_draining),
+            Middleware(RefuseWhileDraining, is_draining=lambda: gateway.is_draining),
             Middleware(BodyLimit, max_bytes=gateway.max_body_bytes, exempt=UPLOAD_PATHS),
         ],
     )
     app.state.gateway = gateway
     app.state.body_reader = BodyReader(MAX_BODIES * gateway.max_body_bytes)
-    app.state.description = ops.Shared(partial(asyncio.to_thread, described, app, gateway.model.names), gateway.clock)
+    app.state.description = ops.Shared(partial(asyncio.to_thread, described, app, gateway.models.names), gateway.clock)
     app.state.metrics_page = ops.Shared(partial(ops.exposition, gateway), gateway.clock, ops.METRICS_PERIOD_S)
     app.state.wrong_keys = WrongKeys()
     app.state.downloads = UnderWay(MAX_DOWNLOADS, MAX_DOWNLOADS_OF_KEY)
-    app.state.sla_feed = SlaFeed(gateway.client, gateway.clock)
+    app.state.sla_feeds = {served.name: SlaFeed(served.client, gateway.clock) for served in gateway.models}
     if gateway.console:
         app.include_router(pages.console)  # before the next one, which also answers `/`
     app.include_router(ops.router)
@@ -81,18 +81,20 @@ def create_app(gateway: Gateway) -> FastAPI:
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """Start the tier follower, the client and the batch service, which needs the client. Stop them in reverse order.
+    """Start the tier followers, the clients and the batch service, which needs the clients. Stop them in reverse order.
 
     Usage is written a last time after the requests that it counts have ended.
     """
     gateway: Gateway = app.state.gateway
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(gateway.tier_changes.follower)
+        for served in gateway.models:
+            await stack.enter_async_context(served.tier_changes.follower)
         stack.push_async_callback(gateway.usage.try_flush)
         await stack.enter_async_context(_running(gateway))
-        await gateway.client.start()
-        stack.push_async_callback(gateway.client.close)
-        stack.callback(gateway.client.drain)
+        for client in gateway.clients:
+            await client.start()
+            stack.push_async_callback(client.close)
+        stack.callback(gateway.drain)
         await gateway.batches.start()
         stack.push_async_callback(gateway.batches.close)
         stack.push_async_callback(gateway.tasks.close)
@@ -113,7 +115,7 @@ async def _running(gateway: Gateway) -> AsyncIterator[None]:
         gateway.uploads.follow(),
         gateway.webhooks.follow(),
         gateway.responses.watch(),
-        gateway.tier_changes.offer_file(),
+        *(served.tier_changes.offer_file() for served in gateway.models),
     )
     tasks = [asyncio.create_task(part) for part in work]
     try:

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from fastapi import Request
+from fastapi import Depends, Request
 from starlette.types import ASGIApp
 
 from gateway.dead_letters import DeadLetters
@@ -22,12 +23,11 @@ from gateway.jobs.webhooks.service import WebhookService
 from gateway.keys.limits import KeyLimits
 from gateway.keys.source import KeySource
 from gateway.keys.usage import UsageMeter
-from gateway.requests.generate.service import CompletionService
-from gateway.requests.prepare.preparation import Model
+from gateway.models import Models, ServedModel
+from gateway.protocol.errors import model_not_found
 from scheduler.client.client import SchedulerClient
 from scheduler.clock import Clock
 from scheduler.config import TierSet
-from scheduler.reload.coordinator import TierChanges
 
 STORE_TIMEOUT_S = 2.0  # seconds for the store to answer while a route shows the state of the server
 
@@ -38,12 +38,11 @@ TracingMiddleware = Callable[[ASGIApp], ASGIApp]
 class Gateway:
     """The parts of one gateway process, kept in `app.state.gateway`."""
 
-    model: Model
+    models: Models
     created: int  # Unix seconds; /v1/models reports it
-    client: SchedulerClient
+    client: SchedulerClient  # of static endpoints, and of a model without queues of its own
     clock: Clock
     keyring: Keyring
-    completions: CompletionService
     metrics: GatewayMetrics
     files: FileStore
     batches: BatchService
@@ -52,7 +51,6 @@ class Gateway:
     responses: ResponseService
     tasks: TaskService
     dead_letters: DeadLetters
-    tier_changes: TierChanges
     key_source: KeySource
     limits: KeyLimits
     usage: UsageMeter
@@ -67,9 +65,34 @@ class Gateway:
     allowed_origins: AllowedOrigins = field(default_factory=AllowedOrigins)  # of web pages of other origins
 
     @property
+    def clients(self) -> tuple[SchedulerClient, ...]:
+        """All clients of the scheduler: one for each model, and one for static endpoints."""
+        own = [served.client for served in self.models]
+        return tuple(own if self.client in own else [self.client, *own])
+
+    @property
     def tiers(self) -> TierSet:
-        """The tiers in force. They may change at any time, so each request reads them only once."""
-        return self.client.tiers
+        """The tiers in force for the main model."""
+        return self.models.main.tiers
+
+    @property
+    def is_draining(self) -> bool:
+        return self.client.is_draining
+
+    @property
+    def num_open(self) -> int:
+        """The number of open requests."""
+        return sum(client.num_open for client in self.clients)
+
+    def drain(self) -> None:
+        """Refuse new requests from now on. Open requests continue."""
+        for client in self.clients:
+            client.drain()
+
+    def fail_open(self, message: str) -> None:
+        """End every open request now with an error that says `message`."""
+        for client in self.clients:
+            client.fail_open(message)
 
 
 def gateway_of(request: Request) -> Gateway:
@@ -78,13 +101,26 @@ def gateway_of(request: Request) -> Gateway:
     return gateway
 
 
-class GatewayTiers:
-    """The part of a tier change that concerns one gateway: checks new tiers and puts them in force."""
+def served_of(request: Request, model: str | None = None) -> ServedModel:
+    """Return the model that the query parameter `model` of an operator's request names; without it, the main model.
 
-    def __init__(self, client: SchedulerClient, keyring: Keyring, batches: BatchService) -> None:
+    Raises `ApiError` 404 if there is none of this name.
+    """
+    models = gateway_of(request).models
+    if model is not None and model not in models.names:
+        raise model_not_found(model)
+    return models.of(model)
+
+
+OfModel = Annotated[ServedModel, Depends(served_of)]
+
+
+class GatewayTiers:
+    """The part of a change of a model's tiers that concerns one gateway: checks new tiers and puts them in force."""
+
+    def __init__(self, client: SchedulerClient, keyring: Keyring) -> None:
         self._client = client
         self._keyring = keyring
-        self._batches = batches
 
     def objection(self, tiers: TierSet) -> str:
         """Return a sentence that says why `tiers` cannot be put in force; an empty string if they can."""
@@ -93,4 +129,3 @@ class GatewayTiers:
     def reconfigure(self, tiers: TierSet) -> None:
         """Use `tiers` for requests from now on. Requests under way keep their tier."""
         self._client.reconfigure(tiers)
-        self._batches.reconfigure(tiers)

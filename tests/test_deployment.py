@@ -74,10 +74,10 @@ import asyncio
 
 import tidegate.cli
 from tidegate.gateway.process import run_gateway
-from tidegate.gateway.parts import load_tokenizer
+from tidegate.gateway.models import load_tokenizer
 from tidegate.settings.gateway import GatewaySettings
 
-tokenizer = load_tokenizer(GatewaySettings())
+tokenizer = load_tokenizer(GatewaySettings(), GatewaySettings().model_path)
 assert asyncio.run(tokenizer.encode(["Repeat: k7Qz-09ab"], max_tokens=64))[0]
 assert "torch" not in sys.modules
 assert "tidegate.tracing.exporter" not in sys.modules, "OpenTelemetry is for processes that send traces"

@@ -17,7 +17,7 @@ import yaml
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 
-from gateway.http.metrics import GatewayMetrics
+from gateway.http.metrics import GatewayMetrics, ModelMetrics
 from loadtest.__main__ import main as loadtest_main
 from scheduler import config
 from scheduler.config import load_tiers
@@ -327,7 +327,9 @@ def test_every_metric_is_explained_and_no_other() -> None:
     registry = CollectorRegistry()
     for kind in (SchedulerMetrics, TaskMetrics):
         kind(registry, load_tiers(ROOT / "tiers.yaml"))
-    families = [*registry.collect(), *GatewayMetrics().registry.collect()]
+    gateway = GatewayMetrics()
+    ModelMetrics(gateway.registry)
+    families = [*registry.collect(), *gateway.registry.collect()]
     rows = table_rows(ROOT / "docs" / "operations.md")
     documented = {cells[0].strip("`") for heading, cells in rows if heading == "Metrics"}
     assert {name for name in documented if name.startswith("tidegate_")} == {family.name for family in families}

@@ -136,16 +136,24 @@ def _load(kind: type[CommonSettings], command: str, args: list[str]) -> CommonSe
 
 def _with_unpacked_model(command: str, settings: CommonSettings) -> CommonSettings:
     """Return the settings with a directory in place of a GGUF file. If it cannot be read, end the program."""
-    if settings.model is None or not settings.model.endswith(gguf.SUFFIX) or command == "adopt":
+    paths = settings.named_models or {"": settings.model or ""}
+    if not any(path.endswith(gguf.SUFFIX) for path in paths.values()) or command == "adopt":
         return settings
     computes = getattr(settings, "engine", "native") in ("native", "vllm") and command != "gateway"
+    with_weights = computes and settings.load_format == "auto"
     try:
-        file = Path(settings.model).expanduser()
-        directory = gguf.unpacked(file, with_weights=computes and settings.load_format == "auto")
+        paths = {
+            name: str(gguf.unpacked(Path(path).expanduser(), with_weights=with_weights))
+            if path.endswith(gguf.SUFFIX)
+            else path
+            for name, path in paths.items()
+        }
     except EngineStartError as error:
         print(f"tidegate {command}: {error}", file=sys.stderr)
         sys.exit(EX_CONFIG)
-    return settings.model_copy(update={"model": str(directory), "served_model_name": list(settings.base_names)})
+    if settings.named_models:
+        return settings.model_copy(update={"model": ",".join(f"{name}={path}" for name, path in paths.items())})
+    return settings.model_copy(update={"model": paths[""], "served_model_name": list(settings.base_names)})
 
 
 def _take_config(args: list[str]) -> list[str]:

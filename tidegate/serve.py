@@ -5,10 +5,12 @@ Starts the same commands as a deployment on several machines does, and passes th
 
 import asyncio
 import contextlib
+import os
 import socket
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 from urllib.parse import urlsplit
 
 import structlog
@@ -23,6 +25,7 @@ from scheduler.store import connection
 from tidegate.settings.base import CommonSettings
 from tidegate.settings.commands import ServeSettings
 from tidegate.settings.gateway import GatewaySettings
+from tidegate.settings.models import ModelsError
 from tidegate.settings.worker import WorkerSettings
 from tidegate.supervision.keeper import EX_CONFIG, Part, Stage
 from tidegate.supervision.notify import remove_dead_folders
@@ -43,6 +46,7 @@ def run_serve(settings: ServeSettings, on_ready: Callable[[], None] | None = Non
     with contextlib.ExitStack() as cleanup:
         try:
             load_tiers(settings.tiers_path)
+            num_models = len(worker_settings(settings))
             load_certificate(settings.ssl_certfile, settings.ssl_keyfile)
             parts = []
             if settings.redis_url:
@@ -51,25 +55,26 @@ def run_serve(settings: ServeSettings, on_ready: Callable[[], None] | None = Non
                 valkey = cleanup.enter_context(EmbeddedValkey(settings.data_dir, store_mb=settings.store_mb))
                 settings = settings.model_copy(update={"redis_url": valkey.url})
                 parts.append(Part("valkey", Stage.STORE, valkey.argv, ready=valkey.is_ready, pass_fds=valkey.pass_fds))
-            settings = with_address(settings)  # after the lock: a killed server may still be ending
-        except (ValkeyError, TierConfigError, CannotStart, CertificateError) as error:
+            settings = with_address(settings, num_models)  # after the lock: a killed server may still be ending
+        except (ValkeyError, TierConfigError, CannotStart, CertificateError, ModelsError) as error:
             log.error("cannot start", reason=str(error))
             return EX_CONFIG
         return asyncio.run(_supervise(parts, settings, on_ready))
 
 
-def with_address(settings: ServeSettings) -> ServeSettings:
+def with_address(settings: ServeSettings, num_models: int = 1) -> ServeSettings:
     """Return the settings with a definite port and worker id. Raises `CannotStart` if the port cannot be used.
 
     It is checked here because the gateway finds out only beside a worker that loads its model. Port 0 is replaced by a
     free port. If no worker id is set, it is made of the host name and the port. This id is the
     same at the next start, so that the worker takes over the requests that it left. It differs from the ids of other
-    `serve` processes on the same store. The gateway's /metrics shows this worker's metrics, too.
+    `serve` processes on the same store. The gateway's /metrics shows the metrics of the workers, too.
     """
     with listen(settings.host, settings.port) as probe:
         port: int = probe.getsockname()[1]
     worker_id = settings.worker_id or f"{socket.gethostname()}-{port}"
-    return settings.model_copy(update={"port": port, "worker_id": worker_id, "metrics_of": [worker_id]})
+    settings = settings.model_copy(update={"port": port, "worker_id": worker_id})
+    return settings.model_copy(update={"metrics_of": [worker_id_of(settings, i) for i in range(num_models)]})
 
 
 async def _reach(redis_url: str) -> None:
@@ -94,14 +99,52 @@ async def _supervise(parts: list[Part], settings: ServeSettings, on_ready: Calla
 
 
 def served_parts(settings: ServeSettings, client: Redis) -> list[Part]:
-    """Return the worker and the gateway."""
-    worker = _part("worker", Stage.WORKER, settings, WorkerSettings, client)
-    return [worker, _part("gateway", Stage.GATEWAY, settings, GatewaySettings, client)]
+    """Return the workers, one for each model, and the gateway. Raises `ModelsError`."""
+    workers = [
+        _part("worker", Stage.WORKER, own, WorkerSettings, client, name) for name, own in worker_settings(settings)
+    ]
+    return [*workers, _part("gateway", Stage.GATEWAY, settings, GatewaySettings, client)]
 
 
-def _part(name: str, stage: Stage, settings: ServeSettings, kind: type[CommonSettings], client: Redis) -> Part:
-    argv = (sys.executable, "-m", "tidegate", name, *settings.flags(kind))
-    return Part(name, stage, argv, settings.secret_env, before_start=partial(_forget, client, name, settings))
+def worker_settings(settings: ServeSettings) -> list[tuple[str, ServeSettings]]:
+    """Return the settings of each worker, with the name of its part. Several models have one worker each.
+
+    They share the processor's cores. Raises `ModelsError`.
+    """
+    several = settings.several_models()
+    if several is None:
+        return [("worker", settings)]
+    cores = settings.threads or max(1, len(os.sched_getaffinity(0)) // len(several.models))
+    found = []
+    for number, (name, entry) in enumerate(several.models.items()):
+        update: dict[str, Any] = {
+            "model": f"{name}={entry.path}",
+            "models": None,
+            "worker_id": worker_id_of(settings, number),
+            "tiers": entry.tiers or settings.tiers,
+            "threads": cores,
+            "health_port": settings.health_port + number if settings.health_port else 0,
+        }
+        found.append((f"worker of {name}", settings.model_copy(update=update)))
+    return found
+
+
+def worker_id_of(settings: ServeSettings, number: int) -> str:
+    """Return the id of the worker of the model with this number. Each model has workers with ids of its own."""
+    return str(settings.worker_id) if number == 0 else f"{settings.worker_id}-{number + 1}"
+
+
+def _part(
+    command: str,
+    stage: Stage,
+    settings: ServeSettings,
+    kind: type[CommonSettings],
+    client: Redis,
+    name: str | None = None,
+) -> Part:
+    argv = (sys.executable, "-m", "tidegate", command, *settings.flags(kind))
+    before_start = partial(_forget, client, command, settings)
+    return Part(name or command, stage, argv, settings.secret_env, before_start=before_start)
 
 
 async def _forget(client: Redis, name: str, settings: ServeSettings) -> None:
@@ -113,9 +156,12 @@ async def _forget(client: Redis, name: str, settings: ServeSettings) -> None:
     worker_id = str(settings.worker_id)
     with contextlib.suppress(RedisError, OSError):  # TimeoutError is an OSError
         async with asyncio.timeout(FORGET_TIMEOUT_S):
-            if name == "worker":
-                await RedisWorkerRegistry(client).withdraw(worker_id)
-            await TierStore(client).leave(worker_name(worker_id) if name == "worker" else gateway_name(settings.port))
+            if name == "gateway":
+                await TierStore(client).leave(gateway_name(settings.port))
+                return
+            async with connection.connect(settings.store_url) as own:
+                await RedisWorkerRegistry(own).withdraw(worker_id)
+                await TierStore(own).leave(worker_name(worker_id))
 
 
 def start_text(settings: ServeSettings, tiers: TierSet, devices: Iterable[str]) -> str:
@@ -126,12 +172,18 @@ def start_text(settings: ServeSettings, tiers: TierSet, devices: Iterable[str]) 
     return "\n".join(
         [
             *lines,
-            f"Tidegate serves {', '.join(settings.model_names)} at {settings.root_url}/v1, {access}",
+            f"Tidegate serves {', '.join(served_names(settings))} at {settings.root_url}/v1, {access}",
             f"Engine: {engine}. Tiers and their first-token SLOs: {_slos(tiers)}",
             f"Metrics: {settings.root_url}/metrics; live in a terminal: tidegate top --base-url {settings.root_url}",
             "Ctrl-C ends it; requests under way may finish first.",
         ]
     )
+
+
+def served_names(settings: ServeSettings) -> tuple[str, ...]:
+    """Return the names of what is served, without aliases of several models."""
+    several = settings.several_models()
+    return settings.model_names if several is None else (*several.models, *several.splits)
 
 
 def _slos(tiers: TierSet) -> str:
@@ -144,5 +196,7 @@ async def _announce(ready: asyncio.Event, settings: ServeSettings, client: Redis
     await ready.wait()
     devices: list[str] = []
     with contextlib.suppress(RedisError, OSError):
-        devices = [worker.device for worker in await RedisWorkerRegistry(client).workers()]
+        for _, own in worker_settings(settings):
+            async with connection.connect(own.store_url) as store:
+                devices += [worker.device for worker in await RedisWorkerRegistry(store).workers()]
     print(start_text(settings, load_tiers(settings.tiers_path), devices), flush=True)

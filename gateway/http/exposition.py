@@ -1,7 +1,7 @@
 """Metrics as Prometheus text: a worker's page, and a gateway's, which may include the pages of workers.
 
-The samples of a worker have the label `worker` with its id. The main families have a second name, that of vLLM, with
-the label `model_name`.
+The samples of a worker have the label `worker` with its id, and where there are several models, those of a model have
+the label `model`. The main families have a second name, that of vLLM, with the label `model_name`.
 """
 
 import asyncio
@@ -49,18 +49,28 @@ async def _read(http: httpx.AsyncClient, page: str) -> str | None:
         return None
 
 
-def render(registry: CollectorRegistry, pages: Mapping[str, str], model: str = "") -> bytes:
-    """Return the metrics of `registry` and of the workers with these pages, by worker id, as one page."""
+def render(
+    registry: CollectorRegistry,
+    pages: Mapping[str, str],
+    model: str = "",
+    models: Mapping[str, CollectorRegistry] | None = None,
+) -> bytes:
+    """Return the metrics of `registry` and of the workers with these pages, by worker id, as one page.
+
+    `models` has further registries by the name of their model, which their samples get as the label `model`.
+    """
     families = {family.name: family for family in registry.collect()}
+    for name, own in (models or {}).items():
+        _merge(families, own.collect(), model=name)
     for worker, text in sorted(pages.items()):
-        _merge(families, _parse(worker, text), worker)
+        _merge(families, _parse(worker, text), worker=worker)
     return generate_latest(_Families(families, model))
 
 
 def render_worker(registry: CollectorRegistry, worker: str, model: str) -> bytes:
     """Return the metrics of the worker with this id as a page."""
     families: dict[str, Metric] = {}
-    _merge(families, registry.collect(), worker)
+    _merge(families, registry.collect(), worker=worker)
     return generate_latest(_Families(families, model))
 
 
@@ -88,11 +98,11 @@ def _parse(worker: str, text: str) -> list[Metric]:
         return []
 
 
-def _merge(families: dict[str, Metric], of_worker: Iterable[Metric], worker: str) -> None:
-    """Add a worker's families, except those with vLLM's names: they are made anew of all workers together."""
-    for family in of_worker:
+def _merge(families: dict[str, Metric], added: Iterable[Metric], **labels: str) -> None:
+    """Add families with further labels, except those with vLLM's names: they are made anew of all workers together."""
+    for family in added:
         if family.name.startswith(PREFIX):
             continue
         target = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
         for sample in family.samples:
-            target.samples.append(sample._replace(labels={**sample.labels, "worker": worker}))
+            target.samples.append(sample._replace(labels={**sample.labels, **labels}))

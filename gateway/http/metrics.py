@@ -1,4 +1,4 @@
-"""The gateway's metric families, in their own Prometheus registry."""
+"""The gateway's metric families, and those of each model, in their own Prometheus registries."""
 
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
@@ -36,33 +36,8 @@ class GatewayMetrics:
             buckets=HTTP_SECONDS,
             registry=self.registry,
         )
-        self.requests_rejected = counter(
-            "tidegate_requests_rejected_total",
-            "Requests refused at admission, before anything was queued.",
-            ["tier", "reason"],
-        )
-        self.requests_demoted = counter(
-            "tidegate_requests_demoted_total",
-            "Requests served in a lower tier because their own tier could not have met its SLO.",
-            ["tier", "to"],
-        )
         self.requests_routed = counter(
             "tidegate_requests_routed_total", "Requests whose tier a rule of `routing` in tiers.yaml chose.", ["rule"]
-        )
-        self.predicted_ttft = gauge(
-            "tidegate_predicted_ttft_seconds",
-            "Predicted TTFT in seconds of a short request that arrives now, for tiers that have a prediction.",
-            ["tier"],
-        )
-        self.queued_tokens = gauge(
-            "tidegate_queued_tokens",
-            "Tokens of waiting requests. Kind prompt counts prompt tokens, kind output the maximum of output tokens.",
-            ["tier", "kind"],
-        )
-        self.queue_age = gauge(
-            "tidegate_queue_age_seconds",
-            "Seconds that the request at the head of the tier's queue has waited; 0 if none waits.",
-            ["tier"],
         )
         self.store_up = gauge("tidegate_store_up", "1 while the store answers and takes writes, else 0.")
         self.store_seconds = gauge(
@@ -76,13 +51,8 @@ class GatewayMetrics:
             "Connections that the server refused or closed because they were too many or too slow.",
             ["reason"],
         )
-        self.workers_alive = gauge("tidegate_workers_alive", "Workers with a fresh heartbeat.")
         self.workers_wanted = gauge(
             "tidegate_workers_wanted", "Workers that the load needs, for autoscalers: see GET /admin/scale.", ["model"]
-        )
-        self.workers_unreadable = gauge(
-            "tidegate_workers_unreadable",
-            "Workers whose heartbeats this gateway cannot read, as those of another version.",
         )
         self.batches = gauge("tidegate_batches", "Batches by status.", ["status"])
         self.batches_late = gauge(
@@ -106,6 +76,11 @@ class GatewayMetrics:
             "Requests that asked for the answer cache: hit, miss, or bypass where the answer cannot be cached.",
             ["result"],
         )
+        self.model_choices = counter(
+            "tidegate_model_choices_total",
+            "Requests that another model answers than the one they named: a split's, or a fallback.",
+            ["asked", "model", "why"],
+        )
         self.webhooks = counter(
             "tidegate_webhook_attempts_total",
             "Attempts to deliver a webhook: delivered, retried later, or gave_up after the last one.",
@@ -119,10 +94,6 @@ class GatewayMetrics:
         used: for all keys there would be too many.
         """
         for tier in tiers.tiers.values():
-            for reason in RejectReason:
-                self.requests_rejected.labels(tier.name, reason.value)
-            if tier.admission.demote_to is not None:
-                self.requests_demoted.labels(tier.name, tier.admission.demote_to)
             self.client_disconnects.labels(tier.name)
             for key in used_keys:
                 self.usage_requests.labels(key, tier.name)
@@ -146,6 +117,71 @@ class GatewayMetrics:
         self.http_requests.labels(route, method, str(status)).inc()
         self.http_seconds.labels(route).observe(seconds)
 
+    def show_store(self, is_up: bool, latency_s: float) -> None:
+        self.store_up.set(is_up)
+        self.store_seconds.set(latency_s)
+
+    def count_choice(self, asked: str, model: str, why: str) -> None:
+        self.model_choices.labels(asked, model, why).inc()
+
+    def count_rate_limited(self, key: str, limit: str) -> None:
+        self.rate_limited.labels(key, limit).inc()
+
+    def count_webhook(self, result: str) -> None:
+        self.webhooks.labels(result).inc()
+
+    def count_closed(self, reason: str) -> None:
+        self.connections_closed.labels(reason).inc()
+
+
+class ModelMetrics:
+    """The metric families of one model's queues and workers, by tier.
+
+    `registry` is None where there are several models: then each has one of its own, and the samples have a label more.
+    """
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = CollectorRegistry() if registry is None else registry
+        counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
+        self.requests_rejected = counter(
+            "tidegate_requests_rejected_total",
+            "Requests refused at admission, before anything was queued.",
+            ["tier", "reason"],
+        )
+        self.requests_demoted = counter(
+            "tidegate_requests_demoted_total",
+            "Requests served in a lower tier because their own tier could not have met its SLO.",
+            ["tier", "to"],
+        )
+        self.predicted_ttft = gauge(
+            "tidegate_predicted_ttft_seconds",
+            "Predicted TTFT in seconds of a short request that arrives now, for tiers that have a prediction.",
+            ["tier"],
+        )
+        self.queued_tokens = gauge(
+            "tidegate_queued_tokens",
+            "Tokens of waiting requests. Kind prompt counts prompt tokens, kind output the maximum of output tokens.",
+            ["tier", "kind"],
+        )
+        self.queue_age = gauge(
+            "tidegate_queue_age_seconds",
+            "Seconds that the request at the head of the tier's queue has waited; 0 if none waits.",
+            ["tier"],
+        )
+        self.workers_alive = gauge("tidegate_workers_alive", "Workers with a fresh heartbeat.")
+        self.workers_unreadable = gauge(
+            "tidegate_workers_unreadable",
+            "Workers whose heartbeats this gateway cannot read, as those of another version.",
+        )
+
+    def show_from_the_start(self, tiers: TierSet) -> None:
+        """Create the series of all tiers before their first event, so that rates start at zero."""
+        for tier in tiers.tiers.values():
+            for reason in RejectReason:
+                self.requests_rejected.labels(tier.name, reason.value)
+            if tier.admission.demote_to is not None:
+                self.requests_demoted.labels(tier.name, tier.admission.demote_to)
+
     def show_backlogs(self, backlogs: Mapping[str, Backlog], predicted_ttfts_s: Mapping[str, float]) -> None:
         """Set the gauges of waiting tokens and predicted TTFTs. Tiers without a value are removed from the gauges."""
         self.queued_tokens.clear()
@@ -156,19 +192,8 @@ class GatewayMetrics:
         for tier, seconds in predicted_ttfts_s.items():
             self.predicted_ttft.labels(tier).set(seconds)
 
-    def show_store(self, is_up: bool, latency_s: float, queue_ages_s: Mapping[str, float]) -> None:
-        """Set the gauges of the store. Tiers without an age are removed from the gauge."""
-        self.store_up.set(is_up)
-        self.store_seconds.set(latency_s)
+    def show_queue_ages(self, queue_ages_s: Mapping[str, float]) -> None:
+        """Set the gauge of how long heads of queues have waited. Tiers without an age are removed from it."""
         self.queue_age.clear()
         for tier, seconds in queue_ages_s.items():
             self.queue_age.labels(tier).set(seconds)
-
-    def count_rate_limited(self, key: str, limit: str) -> None:
-        self.rate_limited.labels(key, limit).inc()
-
-    def count_webhook(self, result: str) -> None:
-        self.webhooks.labels(result).inc()
-
-    def count_closed(self, reason: str) -> None:
-        self.connections_closed.labels(reason).inc()

@@ -7,7 +7,7 @@ the completion service; does not know the format of answers.
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import structlog
 from fastapi import APIRouter, Request, Response
@@ -15,6 +15,7 @@ from fastapi import APIRouter, Request, Response
 from gateway.http.disconnect import CLIENT_CLOSED, ClientDisconnected, until_disconnect
 from gateway.http.sse import EventStreamResponse
 from gateway.identity import ApiKey
+from gateway.models import ServedModel
 from gateway.protocol.bodies.options import GenerationBody
 from gateway.protocol.bodies.schemas import ChatCompletionRequest, CompletionRequest
 from gateway.protocol.bodies.unsupported import IGNORED_HEADER, header_value
@@ -31,9 +32,21 @@ from gateway.state import gateway_of
 from scheduler.routing import Routing
 
 T = TypeVar("T")
+B = TypeVar("B", bound="NamesModel")
 Prepare = Callable[[Placement], Awaitable[PreparedRequest]]
 
+MODEL_HEADER = "x-tidegate-model"  # of an answer by another model than the request named: a split's or a fallback
+
 router = APIRouter(tags=["completions"])
+
+
+class NamesModel(Protocol):
+    """A body that names a model."""
+
+    @property
+    def model(self) -> Any: ...
+
+    def model_copy(self, *, update: dict[str, Any]) -> Self: ...
 
 
 @router.post("/v1/chat/completions", openapi_extra=json_body(ChatCompletionRequest))
@@ -53,26 +66,27 @@ async def deliver(request: Request, path: str, key: ApiKey | None) -> Response:
 
     If the request is refused, the function raises `ApiError` before any header is sent.
     """
-    endpoint = gateway_of(request).completions.endpoints[path]
+    endpoint = gateway_of(request).models.main.completions.endpoints[path]
     async with hold_object(request, parser_for(request, endpoint.parse, key)) as body:
-        answer = endpoint.new(body)
-        generation = await submit(request, body, key, answer.prepare)
+        served, body = choose_model(request, body, key)
+        answer = served.completions.endpoints[path].new(body)
+        generation = await submit(request, served, body, key, answer.prepare)
     return await send_answer(request, body, answer.run(generation))
 
 
 def parser_for(
     request: Request, parse: Callable[[dict[str, Any]], T], key: ApiKey | None
 ) -> Callable[[dict[str, Any]], T]:
-    """Return `parse` for a body that need not name the model. There is only one, perhaps with adapters and aliases.
+    """Return `parse` for a body that need not name the model: then it is the main one.
 
     The rule that chooses the tier of the body is kept in the result, for `submit`. What is returned is picklable,
     because large bodies are parsed in another process.
     """
     gateway = gateway_of(request)
-    routing = gateway.tiers.routing
+    routing = gateway.models.main.tiers.routing
     headers = dict(request.headers) if routing.active else {}
     sent = Sent(request.url.path, headers, None if key is None else key.name, {})
-    return partial(_parse, gateway.model.names, routing, sent, parse)
+    return partial(_parse, gateway.models.names, routing, sent, parse)
 
 
 def _parse(
@@ -86,6 +100,24 @@ def _parse(
     if routing.active and isinstance(parsed, GenerationBody):
         parsed._routed = routed(routing, replace(sent, body=body))
     return parsed
+
+
+def choose_model(request: Request, body: B, key: ApiKey | None) -> tuple[ServedModel, B]:
+    """Return the model that answers `body`, and the body with its name. A header of the answer says who answers."""
+    gateway = gateway_of(request)
+    asked = str(body.model)
+    choice = gateway.models.choose(asked, _sender_of(body, key))
+    if choice.why:
+        gateway.metrics.count_choice(asked, choice.served.name, choice.why)
+        request.state.headers = {MODEL_HEADER: choice.served.name}
+        body = body.model_copy(update={"model": choice.name})
+    structlog.contextvars.bind_contextvars(model=choice.served.name)
+    return choice.served, body
+
+
+def _sender_of(body: NamesModel, key: ApiKey | None) -> str | None:
+    user = getattr(body, "user", None) or getattr(body, "safety_identifier", None)
+    return f"user {user}" if user else None if key is None else f"key {key.name}"
 
 
 async def send_answer(request: Request, body: GenerationBody, generation: Deliverable) -> Response:
@@ -117,17 +149,22 @@ def headers_of(body: GenerationBody) -> dict[str, str] | None:
     return {IGNORED_HEADER: header_value(body.ignored_names)} if body.ignored_names else None
 
 
-async def submit(request: Request, body: GenerationBody, key: ApiKey | None, prepare: Prepare) -> Generation:
-    """Prepare the request in the tier that it asks for, and submit it. Raises `ApiError` if it is refused."""
+async def submit(
+    request: Request, served: ServedModel, body: GenerationBody, key: ApiKey | None, prepare: Prepare
+) -> Generation:
+    """Prepare the request in the tier of its model that it asks for, and submit it.
+
+    Raises `ApiError` if it is refused.
+    """
     gateway = gateway_of(request)
     rule: Routed | None = body.routed
-    placement = place(body, request.headers, key, gateway.tiers, request.state.request_id, rule)
+    placement = place(body, request.headers, key, served.tiers, request.state.request_id, rule)
     structlog.contextvars.bind_contextvars(tier=placement.tier.name)
     if placement.rule is not None:
         structlog.contextvars.bind_contextvars(rule=placement.rule)
-    generation = await gateway.completions.submit(await prepare(placement))
+    generation = await served.completions.submit(await prepare(placement))
     if placement.rule is not None:
         gateway.metrics.requests_routed.labels(placement.rule).inc()
-    request.state.headers = generation.headers
+    request.state.headers = {**getattr(request.state, "headers", {}), **generation.headers}
     structlog.contextvars.bind_contextvars(tier=generation.tier.name)  # a demotion may have changed it
     return generation

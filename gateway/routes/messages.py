@@ -13,10 +13,9 @@ from gateway.dialects.messages.request import MessagesRequest
 from gateway.identity import resolve_tier
 from gateway.protocol.json_body import hold_object
 from gateway.protocol.openapi import json_body
-from gateway.routes.chat import deliver, parser_for
+from gateway.routes.chat import choose_model, deliver, parser_for
 from gateway.routes.dependencies import Caller
 from gateway.routes.jobs.files import Owner
-from gateway.state import gateway_of
 
 router = APIRouter(tags=["messages"])
 
@@ -30,7 +29,7 @@ async def create_message(request: Request, key: Caller) -> Response:
 @router.post(f"{MESSAGES}/count_tokens", openapi_extra=json_body(MessagesRequest))
 async def count_message_tokens(request: Request, key: Caller, owner: Owner) -> dict[str, Any]:
     """Count the tokens of the prompt that a message would have. Nothing is generated."""
-    gateway = gateway_of(request)
     async with hold_object(request, parser_for(request, chat_to_count, key)) as chat:
-        tier = resolve_tier(None, key, gateway.tiers).tier
-        return {"input_tokens": await count_tokens(gateway.completions, chat, tier, owner)}
+        served, chat = choose_model(request, chat, key)
+        tier = resolve_tier(None, key, served.tiers).tier
+        return {"input_tokens": await count_tokens(served.completions, chat, tier, owner)}

@@ -1,4 +1,4 @@
-"""The endpoints GET /v1/models and /v1/models/{id}: the names, limits and capabilities of the model that is served.
+"""The endpoints GET /v1/models and /v1/models/{id}: the names, limits and capabilities of the models that are served.
 
 Beside OpenAI's fields, a model has those that clients of vLLM (`max_model_len`, `root`, `parent`, `permission`),
 OpenRouter (`context_length`) and Mistral (`capabilities`) read. Anthropic's clients get the objects of its API. Both
@@ -11,9 +11,10 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 
+from gateway.models import ServedModel
 from gateway.protocol.error_shapes import speaks_anthropic
 from gateway.protocol.errors import model_not_found
-from gateway.requests.prepare.routing import listed_models
+from gateway.requests.prepare.routing import listed_models, served_model
 from gateway.routes.dependencies import Caller
 from gateway.state import Gateway, gateway_of
 
@@ -26,7 +27,7 @@ YES, NO = {"supported": True}, {"supported": False}
 @router.get("/v1/models")
 async def list_models(request: Request, key: Caller) -> dict[str, Any]:
     gateway = gateway_of(request)
-    names = listed_models(gateway.tiers.routing, gateway.model.names)
+    names = listed_models(gateway.tiers.routing, gateway.models.names)
     if speaks_anthropic(request.scope):
         ends = {"first_id": names[0], "last_id": names[-1]}
         return {"data": [_anthropic_model(gateway, name) for name in names], "has_more": False, **ends}
@@ -39,21 +40,22 @@ async def retrieve_model(request: Request, model: str, key: Caller) -> dict[str,
     gateway = gateway_of(request)
     if not model:
         raise HTTPException(404)  # /v1/models/: its answer names /v1/models
-    if model not in listed_models(gateway.tiers.routing, gateway.model.names):
+    if model not in listed_models(gateway.tiers.routing, gateway.models.names):
         raise model_not_found(model)
     return _anthropic_model(gateway, model) if speaks_anthropic(request.scope) else _model(gateway, model)
 
 
 def _model(gateway: Gateway, name: str) -> dict[str, Any]:
     """Return the object of one name. `root` is the main name of the model, for which the other names are aliases."""
-    tokenizer = gateway.model.tokenizer
-    context = gateway.completions.limits().max_model_len
+    served = _served(gateway, name)
+    tokenizer = served.model.tokenizer
+    context = served.completions.limits().max_model_len
     return {
         "id": name,
         "object": "model",
         "created": gateway.created,
         "owned_by": "tidegate",
-        "root": gateway.model.names[0],
+        "root": served.name,
         "parent": None,
         "max_model_len": context,
         "context_length": context,
@@ -70,8 +72,9 @@ def _model(gateway: Gateway, name: str) -> dict[str, Any]:
 
 def _anthropic_model(gateway: Gateway, name: str) -> dict[str, Any]:
     """Return the object of one name as Anthropic's API has it. Its clients read the limits and the capabilities."""
-    context = gateway.completions.limits().max_model_len
-    reasons = {"supported": gateway.model.format.reasoning is not None}
+    served = _served(gateway, name)
+    context = served.completions.limits().max_model_len
+    reasons = {"supported": served.model.format.reasoning is not None}
     return {
         "id": name,
         "type": "model",
@@ -92,6 +95,11 @@ def _anthropic_model(gateway: Gateway, name: str) -> dict[str, Any]:
             },
         },
     }
+
+
+def _served(gateway: Gateway, name: str) -> ServedModel:
+    """Return the model of a listed name, which may have the suffix of a routing rule."""
+    return gateway.models.of(served_model(gateway.tiers.routing, name, gateway.models.names))
 
 
 def _permission(name: str, created: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ They need no API key, except the last two with `--private-docs`. Load balancers 
 import asyncio
 import contextvars
 import math
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from gateway.http.exposition import render
 from gateway.keys.usage import NO_KEY
+from gateway.models import ServedModel
 from gateway.routes.dependencies import authenticated
 from gateway.routes.operators.scale import read_scale
 from gateway.state import STORE_TIMEOUT_S, Gateway, gateway_of
@@ -39,7 +41,7 @@ router = APIRouter(tags=["operations"])
 @router.head("/", include_in_schema=False)
 @router.get("/")
 async def root(request: Request) -> dict[str, Any]:
-    names = list(gateway_of(request).model.names)
+    names = list(gateway_of(request).models.names)
     return {"name": "tidegate", "models": names, "api": "/v1", "docs": "/docs", "metrics": "/metrics"}
 
 
@@ -59,7 +61,7 @@ async def ping() -> Response:
 @router.get("/load")
 async def load(request: Request) -> dict[str, int]:
     """Return the number of this gateway's open requests, as vLLM does. `/ready` has what waits in all gateways."""
-    return {"server_load": gateway_of(request).client.num_open}
+    return {"server_load": gateway_of(request).num_open}
 
 
 @router.get("/version")
@@ -75,7 +77,7 @@ async def ready(request: Request) -> JSONResponse:
     `starting` says what each worker does that starts, and for how many seconds, such as loading its model.
     The store is ready if it answers and takes writes. The gateway tries a write every second.
     """
-    is_ready, report = await _readiness(gateway_of(request).client)
+    is_ready, report = await _readiness(gateway_of(request))
     return JSONResponse(report, status_code=200 if is_ready else 503)
 
 
@@ -121,22 +123,27 @@ class Shared(Generic[T]):
         return await asyncio.shield(self._making)  # a client that hangs up must not cancel it for others
 
 
-async def _readiness(client: SchedulerClient) -> tuple[bool, dict[str, Any]]:
-    """Return whether requests can be served now, and the body of the answer."""
-    depths, starting = await _depths(client)
-    workers = [*client.live.engines, *client.live.endpoints]
+async def _readiness(gateway: Gateway) -> tuple[bool, dict[str, Any]]:
+    """Return whether requests can be served now, and the body of the answer.
+
+    With several models, those that have a worker can be served, so one worker of any model is enough.
+    """
+    depths, starting = await _depths(gateway)
+    workers = [w for client in gateway.clients for w in (*client.live.engines, *client.live.endpoints)]
+    refusal = gateway.client.refusal
     present = {
-        "store": depths is not None and client.refusal is None,
-        "worker": bool(workers) or client.wait.scales_from_zero,
+        "store": depths is not None and refusal is None,
+        "worker": bool(workers) or gateway.client.wait.scales_from_zero,
     }
     missing = [part for part, is_there in present.items() if not is_there]
-    is_ready = not missing and not client.is_draining
+    is_ready = not missing and not gateway.is_draining
     report = {
         "ready": is_ready,
         "missing": missing,
-        "refusal": client.refusal,
-        "draining": client.is_draining,
+        "refusal": refusal,
+        "draining": gateway.is_draining,
         "waiting": depths or {},
+        "models": {served.name: bool(served.client.live.engines) for served in gateway.models},
         "workers": [{"id": w.worker_id, "device": w.device, "models": list(w.model_names)} for w in workers],
         "starting": [
             {"id": w.worker_id, "phase": w.phase, "seconds": round(w.seconds, 1), "share": w.share} for w in starting
@@ -145,46 +152,66 @@ async def _readiness(client: SchedulerClient) -> tuple[bool, dict[str, Any]]:
     return is_ready, report
 
 
-async def _depths(client: SchedulerClient) -> tuple[dict[str, int] | None, list[WorkerStart]]:
-    """Return the number of waiting requests per tier, and the workers that start.
+async def _depths(gateway: Gateway) -> tuple[dict[str, int] | None, list[WorkerStart]]:
+    """Return the number of waiting requests per tier, of all models, and the workers that start.
 
     The first is None if the store does not answer. If no worker is known, look for one first.
     """
+    depths: Counter[str] = Counter()
+    starting: list[WorkerStart] = []
     try:
         async with asyncio.timeout(STORE_TIMEOUT_S):
-            if not (client.live.engines or client.live.endpoints):
-                await client.live.look()
-            return await client.depths(), await client.registry.starting()
+            for client in gateway.clients:
+                if not (client.live.engines or client.live.endpoints):
+                    await client.live.look()
+                depths.update(await client.depths())
+                starting += await client.registry.starting()
     except Exception:  # each store adapter has its own errors; all of them mean "not ready"
         return None, []
+    return dict(depths), starting
 
 
 async def exposition(gateway: Gateway) -> bytes:
     """Return all metrics as Prometheus text. What only the store knows is left out if it does not answer."""
-    metrics, client = gateway.metrics, gateway.client
+    metrics, main = gateway.metrics, gateway.models.main
     limited = {key.name for key in gateway.keyring.keys if key.is_limited}
     metrics.show_from_the_start(gateway.tiers, limited or {NO_KEY}, (NO_KEY,) if gateway.keyring.is_open else ())
-    workers = [*client.live.engines, *client.live.endpoints]
-    metrics.workers_alive.set(len(workers))
-    metrics.workers_unreadable.set(client.live.num_unreadable)
     metrics.batches_late.set(gateway.batches.forecasts.num_late)
-    queues: Queues | None = None
+    is_up, latency_s = False, STORE_TIMEOUT_S
     with suppress(Exception):  # after any error of the store, the gateway's own metrics are still worth reading
         async with asyncio.timeout(STORE_TIMEOUT_S):
-            queues = await read_queues(client, gateway.clock)
-            metrics.show_backlogs(queues.backlogs, client.predicted_ttfts_s(queues.backlogs))
+            latency_s = max([await _show_queues(gateway, served) for served in gateway.models])
             for status, count in (await gateway.batches.counts_by_status()).items():
                 metrics.batches.labels(status).set(count)
             metrics.dead_letters.set(await gateway.dead_letters.count(gateway.clock.wall_ms()))
-            # Without the store, it stays as it was, so that an autoscaler changes nothing.
-            metrics.workers_wanted.labels(gateway.model.names[0]).set((await read_scale(gateway)).wanted)
-    if queues is None:
-        metrics.show_store(False, STORE_TIMEOUT_S, {})
-    else:
-        metrics.show_store(client.refusal is None, queues.latency_s, queues.ages_s)
+            is_up = gateway.client.refusal is None
+    metrics.show_store(is_up, latency_s)
+    for served in gateway.models:
+        _show_workers(served)
+        if not is_up and latency_s == STORE_TIMEOUT_S:
+            served.metrics.show_queue_ages({})
+    workers = [w for client in gateway.clients for w in (*client.live.engines, *client.live.endpoints)]
     pages = await gateway.worker_pages.read(workers)
+    own = {one.name: one.metrics.registry for one in gateway.models if one.metrics.registry is not metrics.registry}
     # Parsing takes about 10 ms per worker, so it runs outside the event loop, which serves streams.
-    return await asyncio.to_thread(render, metrics.registry, pages, gateway.model.names[0])
+    return await asyncio.to_thread(render, metrics.registry, pages, main.name, own)
+
+
+async def _show_queues(gateway: Gateway, served: ServedModel) -> float:
+    """Set the gauges of a model's queues, and of the workers that it needs. Return the store's latency in seconds."""
+    queues = await read_queues(served.client, gateway.clock)
+    served.metrics.show_backlogs(queues.backlogs, served.client.predicted_ttfts_s(queues.backlogs))
+    served.metrics.show_queue_ages(queues.ages_s)
+    # Without the store, it stays as it was, so that an autoscaler changes nothing.
+    gateway.metrics.workers_wanted.labels(served.name).set((await read_scale(gateway, served)).wanted)
+    return queues.latency_s
+
+
+def _show_workers(served: ServedModel) -> None:
+    live = served.client.live
+    served.metrics.show_from_the_start(served.tiers)
+    served.metrics.workers_alive.set(len(live.engines) + len(live.endpoints))
+    served.metrics.workers_unreadable.set(live.num_unreadable)
 
 
 @dataclass(frozen=True, slots=True)

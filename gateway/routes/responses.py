@@ -20,6 +20,7 @@ from gateway.identity import ApiKey, resolve_tier
 from gateway.jobs.responses.creation import NewResponse
 from gateway.jobs.responses.service import ResponseService
 from gateway.jobs.responses.store import StoredResponse
+from gateway.models import ServedModel
 from gateway.protocol.errors import ApiError, invalid_request, invalid_value
 from gateway.protocol.json_body import hold_object
 from gateway.protocol.openapi import json_body
@@ -27,7 +28,7 @@ from gateway.requests.generate.generation import Generation
 from gateway.requests.generate.waiting import WaitingGeneration
 from gateway.requests.prepare.placement import Placement
 from gateway.requests.prepare.prepared import PreparedRequest
-from gateway.routes.chat import headers_of, json_response, parser_for, send_answer, submit
+from gateway.routes.chat import choose_model, headers_of, json_response, parser_for, send_answer, submit
 from gateway.routes.dependencies import Caller
 from gateway.routes.jobs.files import Owner
 from gateway.routes.jobs.idempotency import idempotency_key, once
@@ -57,27 +58,29 @@ async def _answer(request: Request, key: ApiKey | None, body_held: AsyncExitStac
     digest = hashlib.sha256()
     parse = parser_for(request, parse_response_request, key)
     body = await body_held.enter_async_context(hold_object(request, parse, digest.update))
+    served, body = choose_model(request, body, key)
     service, owner = gateway_of(request).responses, key.name if key else None
     if body.stream and not body.background:
         if idempotency_key(request) is not None:
             message = "A stream cannot be repeated, so it has no Idempotency-Key, unless 'background' is true as well."
             raise invalid_request(message, "stream", "unsupported_parameter")
-        return await _create(request, body, key, service.new(body), body_held)
+        return await _create(request, served, body, key, service.new(served.completions, body), body_held)
 
     if body.stream:
         service.check_followers(owner)  # before there is a response whose id would be lost
 
     async def create(_: str) -> Response:
-        new = service.new(body)
+        new = service.new(served.completions, body)
         if body.background:
-            return await _create_in_background(request, body, key, service, new)
+            return await _create_in_background(request, served, body, key, service, new)
         try:
-            return await _create(request, body, key, new, body_held)
+            return await _create(request, served, body, key, new, body_held)
         except ApiError as refusal:
             if not _may_wait(request, body) or new.waiting(refusal) is None:
                 raise
         later = body.model_copy(update={"background": True})
-        return await _create_in_background(request, later, key, service, service.new(later))
+        new = service.new(served.completions, later)
+        return await _create_in_background(request, served, later, key, service, new)
 
     response = await once(request, owner, digest.hexdigest(), create)
     if not body.stream:
@@ -87,15 +90,25 @@ async def _answer(request: Request, key: ApiKey | None, body_held: AsyncExitStac
 
 
 async def _create(
-    request: Request, body: ResponseRequest, key: ApiKey | None, new: NewResponse, body_held: AsyncExitStack
+    request: Request,
+    served: ServedModel,
+    body: ResponseRequest,
+    key: ApiKey | None,
+    new: NewResponse,
+    body_held: AsyncExitStack,
 ) -> Response:
-    generation = await submit(request, body, key, new.prepare)
+    generation = await submit(request, served, body, key, new.prepare)
     await body_held.aclose()
     return await send_answer(request, body, new.run(generation))
 
 
 async def _create_in_background(
-    request: Request, body: ResponseRequest, key: ApiKey | None, service: ResponseService, new: NewResponse
+    request: Request,
+    served: ServedModel,
+    body: ResponseRequest,
+    key: ApiKey | None,
+    service: ResponseService,
+    new: NewResponse,
 ) -> Response:
     gateway_of(request).webhooks.check(body.metadata, key)
 
@@ -106,7 +119,7 @@ async def _create_in_background(
 
     headers = headers_of(body) or {}
     try:
-        generation: Generation | WaitingGeneration = await submit(request, body, key, prepare)
+        generation: Generation | WaitingGeneration = await submit(request, served, body, key, prepare)
     except BaseException as refusal:
         waiting = new.waiting(refusal) if isinstance(refusal, ApiError) else None
         if waiting is None:
@@ -125,8 +138,9 @@ def _may_wait(request: Request, body: ResponseRequest) -> bool:
 async def count_input_tokens(request: Request, key: Caller, owner: Owner) -> dict[str, Any]:
     """Count the tokens of the prompt that a response would have. Nothing is generated."""
     async with hold_object(request, parser_for(request, parse_response_request, key)) as body:
-        tier = resolve_tier(body.service_tier, key, gateway_of(request).tiers).tier
-        new = gateway_of(request).responses.new(body)
+        served, body = choose_model(request, body, key)
+        tier = resolve_tier(body.service_tier, key, served.tiers).tier
+        new = gateway_of(request).responses.new(served.completions, body)
         prepared = await new.prepare(Placement(tier, "auto", request.state.request_id, owner))
     return {"object": "response.input_tokens", "input_tokens": len(prepared.requests[0].prompt_token_ids)}
 
@@ -136,8 +150,9 @@ async def compact_response(request: Request, key: Caller) -> Response:
     """Return a conversation as its user's messages and a summary of all the rest, for the input of later requests."""
     parse = partial(_naming_a_model, parser_for(request, parse_compaction, key))
     async with hold_object(request, parse) as body:
-        new = gateway_of(request).responses.new_compaction(body)
-        generation = await submit(request, body, key, new.prepare)
+        served, body = choose_model(request, body, key)
+        new = gateway_of(request).responses.new_compaction(served.completions, body)
+        generation = await submit(request, served, body, key, new.prepare)
     return await send_answer(request, body, new.run(generation))
 
 

@@ -23,7 +23,7 @@ from gateway.protocol.bodies.schemas import (
 from gateway.protocol.errors import invalid_value, model_not_found
 from gateway.protocol.json_body import Body, hold_object, parse
 from gateway.protocol.openapi import json_body
-from gateway.routes.chat import json_response
+from gateway.routes.chat import choose_model, json_response
 from gateway.routes.dependencies import Caller
 from gateway.state import gateway_of
 
@@ -48,11 +48,12 @@ class DetokenizeRequest(Body):
 async def tokenize(request: Request, key: Caller) -> Response:
     """Return the token ids of `prompt`, or of the prompt that the chat template makes of `messages`."""
     gateway = gateway_of(request)
-    async with hold_object(request, partial(_parse_tokenize, gateway.model.names)) as (body, with_strings):
-        tier = resolve_tier(None, key, gateway.tiers).tier
-        ids = await gateway.completions.encode(body, tier, key.name if key else None)
-    strings = await gateway.model.tokenizer.token_strings(ids) if with_strings else None
-    context = gateway.completions.limits().max_model_len
+    async with hold_object(request, partial(_parse_tokenize, gateway.models.names)) as (body, with_strings):
+        served, body = choose_model(request, body, key)
+        tier = resolve_tier(None, key, served.tiers).tier
+        ids = await served.completions.encode(body, tier, key.name if key else None)
+    strings = await served.model.tokenizer.token_strings(ids) if with_strings else None
+    context = served.completions.limits().max_model_len
     return json_response({"count": len(ids), "max_model_len": context, "tokens": ids, "token_strs": strings})
 
 
@@ -60,15 +61,20 @@ async def tokenize(request: Request, key: Caller) -> Response:
 async def detokenize(request: Request, key: Caller) -> Response:
     """Return the text of `tokens`, with special tokens."""
     gateway = gateway_of(request)
-    interpret = partial(_parse_detokenize, gateway.model.names, gateway.completions.limits().vocab_size)
-    async with hold_object(request, interpret) as body:
-        return json_response({"prompt": await gateway.model.tokenizer.decode(body.tokens)})
+    async with hold_object(request, partial(_parse_detokenize, gateway.models.names)) as body:
+        served, body = choose_model(request, body, key)
+        vocab_size = served.completions.limits().vocab_size
+        if max(body.tokens, default=0) >= vocab_size:
+            raise invalid_value("tokens", f"Invalid value for 'tokens': token ids must be less than {vocab_size}.")
+        return json_response({"prompt": await served.model.tokenizer.decode(body.tokens)})
 
 
 @router.get("/tokenizer_info")
-async def tokenizer_info(request: Request, key: Caller) -> Response:
-    """Return what the model's files say of its tokenizer, with the chat template."""
-    return json_response(gateway_of(request).model.tokenizer.config)
+async def tokenizer_info(request: Request, key: Caller, model: str | None = None) -> Response:
+    """Return what the model's files say of its tokenizer, with the chat template. Without `model`: of the main one."""
+    models = gateway_of(request).models
+    _check_model(models.names, model)
+    return json_response(models.of(model).model.tokenizer.config)
 
 
 def _parse_tokenize(model_names: tuple[str, ...], body: dict[str, Any]) -> tuple[AnyRequest, bool]:
@@ -79,15 +85,13 @@ def _parse_tokenize(model_names: tuple[str, ...], body: dict[str, Any]) -> tuple
     _check_model(model_names, options.model)
     kind: type[AnyRequest] = CompletionRequest if options.messages is None else ChatCompletionRequest
     rest = {name: value for name, value in body.items() if name != "return_token_strs"}
-    return parse_generation(kind, {**rest, "model": model_names[0]}), options.return_token_strs
+    return parse_generation(kind, {**rest, "model": options.model or model_names[0]}), options.return_token_strs
 
 
-def _parse_detokenize(model_names: tuple[str, ...], vocab_size: int, body: dict[str, Any]) -> DetokenizeRequest:
+def _parse_detokenize(model_names: tuple[str, ...], body: dict[str, Any]) -> DetokenizeRequest:
     options = parse(DetokenizeRequest, body)
     _check_model(model_names, options.model)
-    if max(options.tokens, default=0) >= vocab_size:
-        raise invalid_value("tokens", f"Invalid value for 'tokens': token ids must be less than {vocab_size}.")
-    return options
+    return options.model_copy(update={"model": options.model or model_names[0]})
 
 
 def _check_model(model_names: tuple[str, ...], model: str | None) -> None:

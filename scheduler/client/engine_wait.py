@@ -49,6 +49,10 @@ class EngineWait:
         """Whether a request has found no worker within the last minute."""
         return self._asked_s is not None and self._clock.now() - self._asked_s < ASKED_S
 
+    def note_asked(self) -> None:
+        """Note that a request has found no worker, and was answered in another way."""
+        self._asked_s = self._clock.now()
+
     async def wait(self, request: Request) -> None:
         """Wait until `request` is accepted, for as long as a request of its tier may wait for a first token.
 

@@ -9,8 +9,9 @@
 
 `rediss` in place of `redis` means TLS. Options follow after `?`: those of redis-py, such as `ssl_ca_certs`;
 `password_file` or `password_command`, which are read or run for each new connection; `deployment`, a name in place of
-`tidegate` in front of all keys, so that several deployments can share a store; and, for Sentinels, `sentinel_username`
-and `sentinel_password`.
+`tidegate` in front of all keys, so that several deployments can share a store; `model`, the name of one of several
+models of a deployment, each of which has queues and workers of its own; and, for Sentinels, `sentinel_username` and
+`sentinel_password`.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
 from redis.asyncio.connection import SSLConnection, parse_url
 from redis.credentials import CredentialProvider
@@ -52,6 +53,8 @@ def parse(url: str) -> tuple[dict[str, Any], Route]:
     deployment = settings.pop("deployment", Namespace.prefix.removesuffix(":"))
     if not DEPLOYMENT.fullmatch(deployment):
         raise ValueError(f"{deployment!r} is no name of a deployment: letters, digits, '_', '.' and '-' are")
+    if (model := settings.pop("model", "")) != "":
+        deployment += f":model:{quote(model, safe='')}"
     namespace = f"{{{deployment}}}:" if guides == "cluster" else f"{deployment}:"
     source = _Password.of(settings)
     if source is not None:
@@ -64,6 +67,13 @@ def parse(url: str) -> tuple[dict[str, Any], Route]:
         places = [_address(host, CLUSTER_PORT) for host in hosts.split(",")]
         return settings, Route(namespace, [ClusterGuide(place, namespace, settings) for place in places])
     return settings, Route(namespace)
+
+
+def of_model(url: str, model: str) -> str:
+    """Return the URL of the queues and workers of one of several models, on the store at `url`."""
+    parts = urlsplit(url)
+    options = [*parse_qsl(parts.query, keep_blank_values=True), ("model", model)]
+    return urlunsplit(parts._replace(query=urlencode(options)))
 
 
 def _sentinel_route(service: str, hosts: str, settings: dict[str, Any], namespace: str) -> Route:

@@ -46,6 +46,7 @@ from tests.gateway.scripted_worker import EverAlive, ScriptedWorker, Scripting, 
 from tests.gateway.tiny_model import MODEL, tiny_tokenizer
 from tests.scheduler.builders import tiers_document
 from tests.waiting import until
+from tidegate.gateway.models import ModelSource, Queues
 from tidegate.gateway.parts import Outside, build_gateway
 from tidegate.settings.gateway import GatewaySettings
 from tidegate.tracing.exporter import Tracing
@@ -155,20 +156,27 @@ def make_stand(
     clock, tiers = clock or SystemClock(), tiers or make_tiers()
     queue, events, registry = MemoryQueue(clock), MemoryEventChannel(), EverAlive(clock)
     script = answer_with(script) if isinstance(script, str) else script
-    outside = Outside(
-        queue=queue,
-        events=events,
-        registry=registry,
+    queues = Queues(redis, queue, events, registry)
+    chosen = _settings().model_copy(update={"data_dir": data_dir, "tiers": tiers_file, **settings})
+    source = ModelSource(
+        names=chosen.model_names,
+        queues=queues,
         tokenizer=tokenizer or tiny_tokenizer(),
         defaults=defaults or SamplingDefaults(),
         revision="",
+        tiers=tiers,
+        tiers_path=chosen.tiers_path,
+        adapters=frozenset(chosen.adapter_paths),
+    )
+    outside = Outside(
+        queues=queues,
+        models=[source],
         storage=storage or LocalStorage(data_dir),
         worker_pages=worker_pages or WorkerPages(),
         draw=lambda: 0.0,
         lines=lines,
     )
-    chosen = _settings().model_copy(update={"data_dir": data_dir, "tiers": tiers_file, **settings})
-    gateway = build_gateway(chosen, redis, tiers, clock, "gateway 1", outside, tracing)
+    gateway = build_gateway(chosen, redis, clock, "gateway 1", outside, tracing)
     if keyring is not None and not keyring.is_open:
         gateway.keyring.replace(keyring.keys)
     worker = ScriptedWorker(queue.for_worker("w1"), events, registry, script, capacity)

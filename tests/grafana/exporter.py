@@ -13,7 +13,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from gateway.http.exposition import render, render_worker
-from gateway.http.metrics import GatewayMetrics
+from gateway.http.metrics import GatewayMetrics, ModelMetrics
 from scheduler.config import load_tiers
 from scheduler.control.explanation import TierOutputs
 from scheduler.control.knobs import Decision
@@ -93,6 +93,8 @@ class Deployment:
         self._scrapes = 0
         self.gateway = GatewayMetrics()
         self.gateway.show_from_the_start(TIERS, {"chat-ui"})
+        self.model = ModelMetrics(self.gateway.registry)
+        self.model.show_from_the_start(TIERS)
         self.workers = {name: Worker(faulty) for name in WORKERS}
         self._lock = threading.Lock()
 
@@ -118,12 +120,12 @@ class Deployment:
         for status in (200, 429, 503):
             self.gateway.observe_http("/v1/chat/completions", "POST", status, 0.2)
         for tier in TIERS.tiers:
-            self.gateway.requests_rejected.labels(tier, "queue_full").inc()
+            self.model.requests_rejected.labels(tier, "queue_full").inc()
             self.gateway.client_disconnects.labels(tier).inc()
-            self.gateway.requests_demoted.labels(tier, "bulk").inc()
-            self.gateway.predicted_ttft.labels(tier).set(0.3)
+            self.model.requests_demoted.labels(tier, "bulk").inc()
+            self.model.predicted_ttft.labels(tier).set(0.3)
             for kind in ("prompt", "output"):
-                self.gateway.queued_tokens.labels(tier, kind).set(900)
+                self.model.queued_tokens.labels(tier, kind).set(900)
             self.gateway.usage_requests.labels("chat-ui", tier).inc(2)
             for kind in ("prompt", "cached_prompt", "completion", "cached_completion"):
                 self.gateway.usage_tokens.labels("chat-ui", tier, kind).inc(30)
@@ -133,9 +135,11 @@ class Deployment:
         self.gateway.count_closed("slow_headers")
         self._scrapes += 1
         has_lost_one = self._faulty and self._scrapes > 3
-        self.gateway.workers_alive.set(len(self.workers) - has_lost_one)
+        self.model.workers_alive.set(len(self.workers) - has_lost_one)
         self.gateway.workers_wanted.labels("model").set(len(self.workers))
-        self.gateway.show_store(not self._faulty, 0.001, dict.fromkeys(TIERS.tiers, 2000.0 if self._faulty else 0.1))
+        self.gateway.show_store(not self._faulty, 0.001)
+        self.model.show_queue_ages(dict.fromkeys(TIERS.tiers, 2000.0 if self._faulty else 0.1))
+        self.gateway.count_choice("assistant", "model", "split")
         self.gateway.batches.labels("in_progress").set(1)
         self.gateway.batches_late.set(1)
         self.gateway.dead_letters.set(1)

@@ -19,7 +19,7 @@ DASHBOARD = load_dashboard()
 QUERIES = queries(DASHBOARD)
 # Families that are exported, but on purpose on no panel: the first is above 0 only while versions are mixed, and the
 # second is for those who write routing rules.
-NOT_SHOWN = {"tidegate_workers_unreadable", "tidegate_requests_routed"}
+NOT_SHOWN = {"tidegate_workers_unreadable", "tidegate_requests_routed", "tidegate_model_choices"}
 VARIABLES = {"__rate_interval": "2s", "tier": "realtime", "worker": "|".join(WORKERS), "datasource": "prometheus"}
 
 

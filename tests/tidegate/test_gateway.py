@@ -23,7 +23,8 @@ from scheduler.clock import SystemClock
 from scheduler.store.connection import connect
 from scheduler.virtual_time import VirtualClock, run_virtual
 from tidegate.gateway import process
-from tidegate.gateway.parts import load_sampling_defaults, make_webhooks
+from tidegate.gateway.models import load_sampling_defaults
+from tidegate.gateway.parts import make_webhooks
 from tidegate.gateway.process import REACH_S, connection_limits, reach, run_gateway
 from tidegate.settings.gateway import GatewaySettings
 from tidegate.supervision.process import CannotStart
@@ -36,15 +37,15 @@ def recommend(directory: Path, temperature: float) -> str:
 
 def test_the_setting_decides_which_sampling_defaults_are_used(tmp_path: Path) -> None:
     model = recommend(tmp_path, 0.5)
-    assert load_sampling_defaults(GatewaySettings(model=model)).temperature == 0.5
-    assert load_sampling_defaults(GatewaySettings(model=model, sampling_defaults="openai")).temperature == 1.0
+    assert load_sampling_defaults(GatewaySettings(), model).temperature == 0.5
+    assert load_sampling_defaults(GatewaySettings(sampling_defaults="openai"), model).temperature == 1.0
 
 
 def test_a_sampling_default_out_of_range_prevents_the_start(tmp_path: Path) -> None:
     model = recommend(tmp_path, -1)
     with pytest.raises(CannotStart, match="generation_config.json: temperature"):
-        load_sampling_defaults(GatewaySettings(model=model))
-    assert load_sampling_defaults(GatewaySettings(model=model, sampling_defaults="openai")).temperature == 1.0
+        load_sampling_defaults(GatewaySettings(), model)
+    assert load_sampling_defaults(GatewaySettings(sampling_defaults="openai"), model).temperature == 1.0
 
 
 def test_connections_follow_the_descriptors_and_the_settings() -> None:

@@ -15,7 +15,6 @@ from gateway.app import create_app
 from gateway.files import marker
 from scheduler.client import client as scheduler_client
 from scheduler.clock import SystemClock
-from scheduler.config import load_tiers
 from scheduler.store import connection
 from scheduler.store.errors import CAUSES
 from tests.refusals import CODES, limitable_valkey, refusing
@@ -57,7 +56,7 @@ async def running_app(url: str, data_dir: Path, **settings: Any) -> AsyncIterato
         await redis.flushall()
         clock = SystemClock()
         around = open_outside(chosen, redis, clock)
-        app = create_app(build_gateway(chosen, redis, load_tiers(chosen.tiers_path), clock, "gateway test", around))
+        app = create_app(build_gateway(chosen, redis, clock, "gateway test", around))
         await stack.enter_async_context(app.router.lifespan_context(app))
         transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))
         http = httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=30)

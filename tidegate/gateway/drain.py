@@ -1,6 +1,6 @@
 """How a gateway ends: it goes on listening while it drains, so that clients get 503, not a refused connection.
 
-Knows the server, its connections and the client of the scheduler; does not know requests.
+Knows the server, its connections and the gateway; does not know requests.
 """
 
 import asyncio
@@ -8,7 +8,7 @@ import math
 
 import uvicorn
 
-from scheduler.client.client import SchedulerClient
+from gateway.state import Gateway
 
 # Seconds for which the gateway listens at least after a stop signal, if any client is connected. Load balancers check
 # every few seconds whether a server is ready; until they have noticed the drain, they go on sending requests here.
@@ -26,9 +26,9 @@ class Drain:
     at the end get an error. A second signal ends the drain at once.
     """
 
-    def __init__(self, server: uvicorn.Server, client: SchedulerClient, drain_s: float) -> None:
+    def __init__(self, server: uvicorn.Server, gateway: Gateway, drain_s: float) -> None:
         self._server = server
-        self._client = client
+        self._gateway = gateway
         self._max_s = max(0.0, drain_s - LAST_WORDS_S)
         self._draining: asyncio.Task[None] | None = None
         server.config.timeout_graceful_shutdown = math.ceil(LAST_WORDS_S)
@@ -37,7 +37,7 @@ class Drain:
         if self._draining is not None:
             self._end()
             return
-        self._client.drain()
+        self._gateway.drain()
         self._draining = asyncio.get_running_loop().create_task(self._drain())
 
     async def _drain(self) -> None:
@@ -55,5 +55,5 @@ class Drain:
 
     def _end(self) -> None:
         """Let the server close its port, and the connections when their last bytes are sent."""
-        self._client.fail_open(SHUTTING_DOWN)
+        self._gateway.fail_open(SHUTTING_DOWN)
         self._server.should_exit = True

@@ -3,17 +3,13 @@
 Everything that lies outside of the process comes in as a `Settings`, a connection to the store and the `Outside`.
 """
 
-import hashlib
 import random
-import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import structlog
 from redis.asyncio import Redis
 
-from demo_model.location import demo_model_path
 from gateway.dead_letters import DeadLetters
 from gateway.dialects.messages.endpoint import add_messages
 from gateway.files.object_storage import open_storage
@@ -24,6 +20,7 @@ from gateway.http.access.hosts import AllowedHosts, address_of
 from gateway.http.exposition import WorkerPages
 from gateway.http.metrics import GatewayMetrics
 from gateway.identity import Keyring
+from gateway.jobs.batches.forecast.forecasts import BatchModel
 from gateway.jobs.batches.lines.line import Completions
 from gateway.jobs.batches.model import Batch
 from gateway.jobs.batches.service import BatchService
@@ -40,65 +37,46 @@ from gateway.keys.limits import KeyLimits
 from gateway.keys.source import KeySource
 from gateway.keys.usage import UsageMeter
 from gateway.keys.webhooks import TargetPolicy
-from gateway.output.model_format import ModelFormat
-from gateway.requests.generate.answer_cache import AnswerCache
-from gateway.requests.generate.metering import Metering
-from gateway.requests.generate.service import CompletionService
-from gateway.requests.prepare.preparation import Model
-from gateway.requests.tokens.model_files import SamplingDefaults, model_revision, read_sampling_defaults
-from gateway.requests.tokens.tokenizer import Tokenizer
-from gateway.state import Gateway, GatewayTiers
-from scheduler.client.client import SchedulerClient
+from gateway.models import Models, Split
+from gateway.state import Gateway
 from scheduler.clock import Clock
-from scheduler.config import TierSet
-from scheduler.events.base import EventChannel
-from scheduler.events.redis import RedisEventChannel
-from scheduler.queue.base import Queue
-from scheduler.queue.redis import RedisQueue
-from scheduler.registry.base import WorkerRegistry
-from scheduler.registry.redis import RedisWorkerRegistry
-from scheduler.reload.coordinator import TierChanges
-from scheduler.reload.follower import TierFollower
-from scheduler.reload.store import TierStore
 from scheduler.store.durability import wait_for_replicas
 from scheduler.tasks.queue import TaskQueue
+from tidegate.gateway.models import ModelsBuilder, ModelSource, Queues, make_client, open_models
 from tidegate.settings.gateway import GatewaySettings
-from tidegate.supervision.process import CannotStart
 
 if TYPE_CHECKING:
     from tidegate.tracing.exporter import Tracing
 
-log = structlog.get_logger()
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outside:
-    """What a gateway meets beside its store: workers, the model's text and files. Tests bring their own."""
+    """What a gateway meets beside its store: workers, the models' texts, and files. Tests bring their own."""
 
-    queue: Queue
-    events: EventChannel
-    registry: WorkerRegistry
-    tokenizer: Tokenizer
-    defaults: SamplingDefaults
-    revision: str  # tells one version of the model from another
+    queues: Queues  # of static endpoints, and of a model without queues of its own
+    models: Sequence[ModelSource]
     storage: Storage
+    splits: Mapping[str, Split] = field(default_factory=dict)
     worker_pages: WorkerPages = field(default_factory=WorkerPages)
     draw: Callable[[], float] = random.random  # distributes the returns of clients that are refused
     lines: Completions | None = None  # who answers the lines of batches; None: this gateway
+
+    async def aclose(self) -> None:
+        """Close the connections to the store."""
+        for redis in {self.queues.redis, *(source.queues.redis for source in self.models)}:
+            await redis.aclose()
 
 
 def open_outside(settings: GatewaySettings, redis: Redis, clock: Clock) -> Outside:
     """Return the workers on the store, and what the settings name.
 
-    Raises `CannotStart` and `BadStorageUrl`.
+    Raises `CannotStart`, `TierConfigError` and `BadStorageUrl`.
     """
+    queues, several = Queues.on(redis, clock), settings.several_models()
     return Outside(
-        queue=RedisQueue(redis, clock),
-        events=RedisEventChannel(redis),
-        registry=RedisWorkerRegistry(redis),
-        tokenizer=load_tokenizer(settings),
-        defaults=load_sampling_defaults(settings),
-        revision=f"{settings.load_format} {model_revision(settings.model_path)}",
+        queues=queues,
+        models=list(open_models(settings, queues, clock)),
+        splits={} if several is None else several.splits,
         storage=open_storage(settings.files_url, settings.data_dir),
         worker_pages=WorkerPages(settings.metrics_of or ()),
     )
@@ -107,7 +85,6 @@ def open_outside(settings: GatewaySettings, redis: Redis, clock: Clock) -> Outsi
 def build_gateway(
     settings: GatewaySettings,
     redis: Redis,
-    tiers: TierSet,
     clock: Clock,
     part: str,
     outside: Outside,
@@ -116,39 +93,32 @@ def build_gateway(
     """Return a gateway with everything that it uses. `part` is the name of this process in the store."""
     store_bytes = settings.store_mb * 2**20  # its shares are in the setting's description
     wait_for_replicas(redis, settings.store_replicas)
-    client = SchedulerClient(
-        queue=outside.queue,
-        events=outside.events,
-        registry=outside.registry,
-        tiers=tiers,
-        clock=clock,
-        gateway_id=secrets.token_hex(8),
-        draw=outside.draw,
-        queue_bytes=store_bytes // 4,
-        scales_from_zero=settings.scale_from_zero,
-    )
-    model = make_model(settings, outside)
     metrics = GatewayMetrics()
+    sources, num_models = outside.models, len(outside.models)
+    clients = [
+        make_client(settings, queues, tiers, clock, outside.draw, num_models)
+        for queues, tiers in [(outside.queues, sources[0].tiers), *((s.queues, s.tiers) for s in sources)]
+    ]
+    client = clients[1] if sources[0].queues is outside.queues else clients[0]
     key_source = KeySource(settings.api_keys, settings.operator_keys, lambda: client.tiers, clock)
     keyring = key_source.keyring
     limits = KeyLimits(redis, clock, metrics.count_rate_limited)
     usage = UsageMeter(redis, metrics, clock)
-    cache = AnswerCache(
-        redis,
-        clock,
-        f"{model.names[0]} {outside.revision}",
-        max_ttl_s=settings.answer_cache_ttl_s,
-        max_bytes=store_bytes // 64 if settings.answer_cache_ttl_s else 0,
-    )
     dead_letters = DeadLetters(redis)
-    completions = CompletionService(
-        client,
-        clock,
-        model,
-        metrics,
-        Metering(keyring, limits, usage, cache, metrics, store_bytes // 4),
-        dead_letters,
+    builder = ModelsBuilder(
+        settings=settings,
+        redis=redis,
+        clock=clock,
+        part=part,
+        keyring=keyring,
+        limits=limits,
+        usage=usage,
+        metrics=metrics,
+        dead_letters=dead_letters,
+        num_models=num_models,
     )
+    served = [builder.served(source, own) for source, own in zip(sources, clients[1:], strict=True)]
+    models = Models(served, outside.splits)
     files = FileStore(
         redis,
         settings.data_dir,
@@ -160,39 +130,44 @@ def build_gateway(
     )
     max_body_bytes = settings.max_body_mb * 2**20
     webhooks = make_webhooks(settings, redis, keyring, clock, metrics)
-    add_messages(completions)
-    responses = make_responses(settings, redis, completions, clock, webhooks)
+    responses = make_responses(settings, redis, clock, webhooks)
+    for one in models:
+        add_messages(one.completions)
+        responses.add_to(one.completions)
 
     async def announce(batch: Batch) -> None:
         await webhooks.announce(f"batch.{batch.status}", batch.id, batch.metadata, batch.owner)
 
+    def find_model(name: str | None) -> BatchModel:
+        one = models.of(name)
+        return BatchModel(one.name, one.tiers[one.tiers.batch_tier], one.client.live.engines)
+
+    async def count_tokens(name: str | None, texts: Sequence[str]) -> int:
+        return await models.of(name).model.tokenizer.count(texts)
+
     batches = BatchService(
         redis,
         files,
-        outside.lines or completions,
-        tiers,
-        model.names,
+        outside.lines or models,
+        find_model,
+        models.names,
         clock,
         max_lines=settings.batch_max_lines,
         max_unfinished=settings.batch_max_unfinished,
         max_body_bytes=max_body_bytes,
-        workers=lambda: client.live.engines,
         keyring=keyring,
-        count_tokens=model.tokenizer.count,
+        count_tokens=count_tokens,
         dead_letters=dead_letters,
         on_end=announce,
         ttl_s=settings.batch_ttl_s,
         tracer=tracing.batches() if tracing is not None else None,
     )
-    subject, tier_store = GatewayTiers(client, keyring, batches), TierStore(redis)
-    follower = TierFollower(tier_store, subject, part, tiers, settings.tiers_path, clock)
     return Gateway(
-        model=model,
+        models=models,
         created=clock.wall_ms() // 1000,
         client=client,
         clock=clock,
         keyring=keyring,
-        completions=completions,
         metrics=metrics,
         files=files,
         batches=batches,
@@ -213,7 +188,6 @@ def build_gateway(
             settings.task_ttl_s,
             settings.task_timeout_s,
         ),
-        tier_changes=TierChanges(tier_store, follower, outside.queue.depths, settings.tiers_path, clock),
         max_body_bytes=max_body_bytes,
         allowed_origins=AllowedOrigins(settings.allowed_origins or ()),
         allowed_hosts=AllowedHosts(settings.allowed_hosts or (), settings.host),
@@ -221,19 +195,6 @@ def build_gateway(
         tracing=tracing.middleware if tracing is not None else None,
         private_docs=settings.private_docs,
         console=settings.console,
-    )
-
-
-def make_model(settings: GatewaySettings, outside: Outside) -> Model:
-    names, tokenizer = settings.model_names, outside.tokenizer
-    return Model(
-        names=names,
-        adapters=frozenset(settings.adapter_paths),
-        tokenizer=tokenizer,
-        format=ModelFormat.of(tokenizer.chat_template, tokenizer.special_tokens, settings.tool_parser),
-        defaults=outside.defaults,
-        fingerprint="fp_" + hashlib.sha256(f"{names[0]}{outside.revision}".encode()).hexdigest()[:10],
-        trusts_templates=settings.trust_request_chat_template,
     )
 
 
@@ -250,42 +211,9 @@ def make_webhooks(
     )
 
 
-def make_responses(
-    settings: GatewaySettings, redis: Redis, completions: CompletionService, clock: Clock, webhooks: WebhookService
-) -> ResponseService:
+def make_responses(settings: GatewaySettings, redis: Redis, clock: Clock, webhooks: WebhookService) -> ResponseService:
     """Return the service of /v1/responses. It stores responses unless the settings give them no time."""
     if settings.response_ttl_s == 0:
-        return ResponseService(completions, clock)
+        return ResponseService(clock)
     store = ResponseStore(redis, clock, settings.response_ttl_s, settings.store_mb * 2**20 // 16)
-    return ResponseService(completions, clock, redis, store, drain_s=settings.drain_s, announcer=webhooks)
-
-
-def load_tokenizer(settings: GatewaySettings) -> Tokenizer:
-    """Return the model's tokenizer.
-
-    If it cannot be loaded, return the tokenizer of the demo model if the model's weights are dummies, and raise
-    `CannotStart` otherwise.
-    """
-    try:
-        return Tokenizer.load(settings.model_path)
-    except (OSError, ValueError) as error:
-        if settings.load_format == "dummy":
-            return Tokenizer.load(str(demo_model_path()))
-        reason = str(error).splitlines()[0]
-        raise CannotStart(f"no tokenizer can be loaded from {settings.model_path}: {reason}") from error
-
-
-def load_sampling_defaults(settings: GatewaySettings) -> SamplingDefaults:
-    """Return the sampling defaults that the settings choose.
-
-    Raises `CannotStart` if the settings choose the model's defaults and these are invalid.
-    """
-    if settings.sampling_defaults == "openai":
-        return SamplingDefaults()
-    try:
-        defaults = read_sampling_defaults(settings.model_path)
-    except ValueError as error:
-        raise CannotStart(str(error)) from error
-    if defaults.model_fields_set:
-        log.info("using the sampling defaults of the model", **defaults.model_dump(exclude_unset=True))
-    return defaults
+    return ResponseService(clock, redis, store, drain_s=settings.drain_s, announcer=webhooks)

@@ -19,6 +19,7 @@ from prometheus_client import disable_created_metrics
 from redis.asyncio import Redis
 from redis.exceptions import LockError, RedisError
 
+from engine.config import EngineStartError
 from gateway.app import create_app
 from gateway.files.marker import ForeignStorage, StorageTie
 from gateway.files.object_storage import BadStorageUrl
@@ -28,12 +29,13 @@ from gateway.http.server.connections import ConnectionLimits, ConnectionTable, d
 from gateway.http.server.tls import Certificate, CertificateError, load_certificate
 from gateway.keys.file import KeyringError
 from scheduler.clock import Clock, SystemClock
-from scheduler.config import TierConfigError, load_tiers
+from scheduler.config import TierConfigError
 from scheduler.store import connection
 from scheduler.store.errors import STORE_AWAY
 from tidegate.gateway.drain import Drain
 from tidegate.gateway.parts import build_gateway, open_outside
 from tidegate.settings.gateway import GatewaySettings
+from tidegate.settings.models import ModelsError
 from tidegate.supervision.keeper import EX_CONFIG
 from tidegate.supervision.notify import report_life
 from tidegate.supervision.process import (
@@ -80,6 +82,8 @@ def run_gateway(settings: GatewaySettings) -> int:
         TierConfigError,
         KeyringError,
         CannotStart,
+        EngineStartError,
+        ModelsError,
         CertificateError,
         BadStorageUrl,
         ForeignStorage,
@@ -116,11 +120,11 @@ async def _serve(
     settings: GatewaySettings, listener: socket.socket, limits: ConnectionLimits, tracing: "Tracing | None"
 ) -> int:
     clock = SystemClock()
-    tiers, certificate = load_tiers(settings.tiers_path), load_certificate(settings.ssl_certfile, settings.ssl_keyfile)
+    certificate = load_certificate(settings.ssl_certfile, settings.ssl_keyfile)
     redis = connection.connect(str(settings.redis_url))
     port: int = listener.getsockname()[1]
     around = open_outside(settings, redis, clock)
-    gateway = build_gateway(settings, redis, tiers, clock, gateway_name(port), around, tracing)
+    gateway = build_gateway(settings, redis, clock, gateway_name(port), around, tracing)
     table = ConnectionTable(limits, gateway.metrics.count_closed)
     config = server_config(
         create_app(gateway),
@@ -131,11 +135,12 @@ async def _serve(
         timeout_keep_alive=75,
     )
     server = _Server(config)
-    drain = Drain(server, gateway.client, settings.drain_s)
+    drain = Drain(server, gateway, settings.drain_s)
     background = Background()
 
     def reload() -> None:
-        background.start(gateway.tier_changes.reload_on_signal())
+        for served in gateway.models:
+            background.start(served.tier_changes.reload_on_signal())
         background.start(gateway.key_source.reload())
         if certificate is not None:
             reload_certificate(certificate)
@@ -151,7 +156,7 @@ async def _serve(
                 background.start(report_life(lambda: server.started))
                 await server.serve(sockets=listeners_of(listener))
     finally:
-        await redis.aclose()
+        await around.aclose()
     log.info("the gateway has drained")
     return 0 if server.started else 1
 

@@ -6,9 +6,9 @@ tiers have a file of their own (`scheduler.config`).
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -19,6 +19,7 @@ from pydantic_settings import (
 
 from demo_model.location import demo_model_path
 from scheduler.config import shipped_tiers_path
+from tidegate.settings.models import named_models
 
 CONFIG_VARIABLE = "TIDEGATE_CONFIG"
 STORE_VARIABLE = "TIDEGATE_REDIS_URL"
@@ -57,7 +58,9 @@ class CommonSettings(BaseSettings):
         default=None, description="YAML file with settings; flags and environment variables override it"
     )
     model: str | None = Field(
-        default=None, description="transformers model directory, hub id or GGUF file; unset: the demo model"
+        default=None,
+        description="transformers model directory, hub id or GGUF file; unset: the demo model; NAME=PATH: one of "
+        "several models, with queues of its own (serve and gateway: several, with commas)",
     )
     served_model_name: Annotated[list[str] | None, NoDecode] = Field(
         default=None, description="model name or names that clients use; unset: the name of the model"
@@ -97,6 +100,12 @@ class CommonSettings(BaseSettings):
             address.parse(value)  # raises ValueError
         return value
 
+    @model_validator(mode="after")
+    def _has_names_once(self) -> Self:
+        if named_models(self.model) and (self.served_model_name or self.adapters):
+            raise ValueError("a model of --model NAME=PATH has this name only; --models FILE has aliases")
+        return self
+
     @field_validator("adapters")
     @classmethod
     def _are_adapters(cls, value: list[str] | None) -> list[str] | None:
@@ -112,7 +121,20 @@ class CommonSettings(BaseSettings):
 
     @property
     def model_path(self) -> str:
-        return self.model or str(demo_model_path())
+        return next(iter(self.named_models.values()), self.model) or str(demo_model_path())
+
+    @property
+    def named_models(self) -> dict[str, str]:
+        """The models that have queues of their own, from name to path; empty for one model that has none."""
+        return named_models(self.model)
+
+    @property
+    def store_url(self) -> str:
+        """The store of the model's queues and workers."""
+        from scheduler.store import address
+
+        url = str(self.redis_url)
+        return address.of_model(url, self.base_names[0]) if self.named_models else url
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -122,6 +144,8 @@ class CommonSettings(BaseSettings):
     @property
     def base_names(self) -> list[str]:
         """The names of the model itself."""
+        if self.named_models:
+            return list(self.named_models)
         own = self.model.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf") if self.model else DEMO_MODEL
         return self.served_model_name or [own]
 

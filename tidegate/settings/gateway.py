@@ -11,6 +11,7 @@ from pydantic_settings import NoDecode
 from gateway.keys.webhooks import secret_bytes
 from gateway.output.tools.formats import CALL_FORMAT_NAMES
 from tidegate.settings.base import CommonSettings, split_list
+from tidegate.settings.models import ModelEntry, ModelsFile, read_models
 
 # An entry of `allowed_origins`. Desktop apps have schemes of their own, some of them without a host (`file://`).
 ORIGIN = r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/\s]*/?"
@@ -74,6 +75,11 @@ class GatewaySettings(CommonSettings):
         default=None,
         description="ids of workers on this machine whose metrics /metrics shows beside the gateway's own; unset: none "
         "(serve: its worker)",
+    )
+    models: Path | None = Field(
+        default=None,
+        description="YAML file with several models, their aliases, tiers files, fallbacks and splits; a worker of one "
+        "has --model NAME=PATH; unset: one model, or those of --model",
     )
     scale_from_zero: bool = Field(
         default=False,
@@ -183,12 +189,26 @@ class GatewaySettings(CommonSettings):
             raise ValueError("the embedded store has no replicas; use a store of yours with --redis-url")
         return value
 
+    @field_validator("models")
+    @classmethod
+    def _is_the_only_list(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if value is not None and info.data.get("model") is not None:
+            raise ValueError("the file of --models has the models, and their paths, in place of --model")
+        return value
+
     @field_validator("ssl_keyfile")
     @classmethod
     def _has_certificate(cls, path: Path | None, info: ValidationInfo) -> Path | None:
         if path is not None and info.data.get("ssl_certfile") is None:
             raise ValueError("a key needs the certificate of --ssl-certfile")
         return path
+
+    def several_models(self) -> ModelsFile | None:
+        """Return the models that have queues of their own; None for one model that has none. Raises `ModelsError`."""
+        if self.models is not None:
+            return read_models(self.models)
+        entries = {name: ModelEntry(path=path) for name, path in self.named_models.items()}
+        return ModelsFile(models=entries) if entries else None
 
     @property
     def root_url(self) -> str:

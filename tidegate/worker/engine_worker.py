@@ -52,7 +52,7 @@ def run_worker(settings: WorkerSettings) -> int:
             return
         on_terminal = sys.stderr.isatty() and is_for_people(settings.log_format)
         with (
-            StartProgress(process.identity.worker_id, str(settings.redis_url), on_terminal) as progress,
+            StartProgress(process.identity.worker_id, settings.store_url, on_terminal) as progress,
             contextlib.closing(build_engine(engine_config(settings), progress)) as engine,
         ):
             asyncio.run(_serve(process, engine, progress))

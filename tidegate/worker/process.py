@@ -97,6 +97,8 @@ def run_process(settings: WorkerSettings, serve: Callable[[WorkerProcess], None]
 
 def _run(settings: WorkerSettings, serve: Callable[[WorkerProcess], None]) -> None:
     """Call `serve`, beside a thread that answers at the worker's own port."""
+    if len(settings.named_models) > 1:
+        raise CannotStart("a worker serves one model: --model NAME=PATH")
     tiers = load_tiers(settings.tiers_path)
     worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
     clock, runner, registry = SystemClock(), LoopRunner(settings.drain_s), CollectorRegistry()
@@ -124,7 +126,7 @@ async def serve_loops(
     """
     freeze_heap()
     settings, clock, runner = process.settings, process.clock, process.runner
-    async with connection.connect(str(settings.redis_url)) as redis:
+    async with connection.connect(settings.store_url) as redis:
         tier_store, name = TierStore(redis), worker_name(process.identity.worker_id)
         follower = TierFollower(tier_store, consumer, name, process.tiers, settings.tiers_path, clock)
         changes = TierChanges(tier_store, follower, RedisQueue(redis, clock).depths, settings.tiers_path, clock)

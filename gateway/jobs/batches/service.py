@@ -6,7 +6,7 @@ returned as a value (`InputProblem`, `Infeasible`, `TooManyBatches`, `NotCancell
 """
 
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from redis.asyncio import Redis
@@ -18,7 +18,7 @@ from gateway.files.storage import ContentLost
 from gateway.files.store import FileStore, content_name
 from gateway.http.trace import CURRENT_TRACE
 from gateway.identity import Keyring
-from gateway.jobs.batches.forecast.forecasts import BatchForecasts, Infeasible
+from gateway.jobs.batches.forecast.forecasts import BatchForecasts, FindModel, Infeasible
 from gateway.jobs.batches.forecast.line_statistics import LineStatistics
 from gateway.jobs.batches.input.checks import InputRules
 from gateway.jobs.batches.input.lines import input_name
@@ -33,8 +33,6 @@ from gateway.jobs.batches.store import BatchStore, Moved
 from gateway.jobs.batches.token_quota import CountTokens, TokenQuota
 from gateway.protocol.json_body import MAX_BODIES
 from scheduler.clock import Clock
-from scheduler.config import TierSet
-from scheduler.registry.worker_status import WorkerStatus
 from scheduler.store.durability import LOST
 from scheduler.store.errors import NotDurable
 
@@ -84,7 +82,7 @@ class BatchService:
         redis: Redis,
         files: FileStore,
         completions: Completions,
-        tiers: TierSet,
+        find_model: FindModel,
         model_names: Collection[str],
         clock: Clock,
         *,
@@ -93,21 +91,20 @@ class BatchService:
         max_lines: int,
         max_unfinished: int,
         max_body_bytes: int,
-        workers: Callable[[], Sequence[WorkerStatus]],
         dead_letters: DeadLetters,
         on_end: OnEnd,
         tracer: BatchTracer | None,
         ttl_s: int,
     ) -> None:
-        """`workers` returns the status of the workers that live, which says how fast batches are.
+        """`find_model` says which model a batch means. Its workers say how fast batches are.
 
         With a `tracer`, batches whose creation is traced have traces. Records live `ttl_s` seconds after the end.
         """
         self._store = BatchStore(redis)
         self._files = files
-        tier, statistics = tiers[tiers.batch_tier], LineStatistics(redis, clock)
-        self.forecasts = BatchForecasts(self._store, statistics, workers, tier, clock)
-        self._lines = LineRunner(completions, tier, clock, statistics, self.forecasts, dead_letters, tracer)
+        statistics = LineStatistics(redis, clock)
+        self.forecasts = BatchForecasts(self._store, statistics, find_model, clock)
+        self._lines = LineRunner(completions, find_model, clock, statistics, self.forecasts, dead_letters, tracer)
         self._model_names = model_names
         self._scans: dict[str, InputScan] = {}  # of batches that are launched at this moment
         self._clock = clock
@@ -132,10 +129,6 @@ class BatchService:
 
     async def start(self) -> None:
         await self._maintenance.start()
-
-    def reconfigure(self, tiers: TierSet) -> None:
-        self._lines.reconfigure(tiers[tiers.batch_tier])
-        self.forecasts.reconfigure(tiers[tiers.batch_tier])
 
     async def close(self) -> None:
         """Stop all runs and release their locks.

@@ -8,6 +8,7 @@ template adds are not counted.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from redis.asyncio import Redis
@@ -20,7 +21,7 @@ from gateway.jobs.batches.model import Batch
 from gateway.store_keys import GatewayKeys
 from scheduler.store.scripts import load_script
 
-CountTokens = Callable[[Sequence[str]], Awaitable[int]]
+CountTokens = Callable[[str | None, Sequence[str]], Awaitable[int]]  # of a model, in these texts
 
 
 class TokenQuota:
@@ -39,7 +40,7 @@ class TokenQuota:
         if key is None or key.batch_enqueued_tokens is None:
             return ()
         limit = key.batch_enqueued_tokens
-        tokens = await self._count(path, self._count_tokens, limit)
+        tokens = await self._count(path, partial(self._count_tokens, batch.size.model if batch.size else None), limit)
         if tokens > limit:
             return (_too_large(key.name, limit),)
         args: list[str | int] = [batch.id, tokens, limit]
@@ -48,7 +49,7 @@ class TokenQuota:
         )
         return () if others + tokens <= limit else (_exceeded(key.name, limit, others, tokens),)
 
-    async def _count(self, path: Path, count_tokens: CountTokens, limit: int) -> int:
+    async def _count(self, path: Path, count_tokens: Callable[[Sequence[str]], Awaitable[int]], limit: int) -> int:
         """Return the number of prompt tokens; a smaller number that is above `limit` if they exceed it."""
         total, prompts = 0, _prompts(path)
         while total <= limit and (found := await asyncio.to_thread(next, prompts, None)) is not None:

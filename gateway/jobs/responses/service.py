@@ -5,6 +5,7 @@ HTTP.
 """
 
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from redis.asyncio import Redis
@@ -44,15 +45,12 @@ class ResponseService:
 
     def __init__(
         self,
-        completions: CompletionService,
         clock: Clock,
         redis: Redis | None = None,
         store: ResponseStore | None = None,
         drain_s: float = 0.0,
         announcer: Announcer | None = None,
     ) -> None:
-        self._completions = completions
-        completions.endpoints[ENDPOINT] = Endpoint(parse_response_request, self.new, dict.fromkeys(ONLINE, NOT_HERE))
         self._clock = clock
         self._redis = redis
         self._store = store
@@ -61,6 +59,11 @@ class ResponseService:
         self._background = None if store is None else BackgroundRuns(store, clock, drain_s)
         self._ends = None if announcer is None or redis is None else ResponseEnds(redis, announcer, clock)
         self._followers = UnderWay(MAX_FOLLOWERS, MAX_FOLLOWERS_OF_KEY)  # of responses that are still generated
+
+    def add_to(self, completions: CompletionService) -> None:
+        """Let `completions` answer requests of /v1/responses, of HTTP clients and of batches."""
+        new = partial(self.new, completions)
+        completions.endpoints[ENDPOINT] = Endpoint(parse_response_request, new, dict.fromkeys(ONLINE, NOT_HERE))
 
     async def close(self) -> None:
         if self._background is not None:
@@ -71,14 +74,14 @@ class ResponseService:
         if self._ends is not None:
             await self._ends.watch(self.get, self._seems_lost)
 
-    def new(self, request: ResponseRequest) -> NewResponse:
-        """Return the response that `request` asks for. It is neither prepared nor submitted yet."""
+    def new(self, completions: CompletionService, request: ResponseRequest) -> NewResponse:
+        """Return the response that `request` asks for, of the model of `completions`. It is not prepared yet."""
         store = self._store if request.store is not False else None
-        return NewResponse(request, self._completions, self._history, self.conversations, store, self._clock)
+        return NewResponse(request, completions, self._history, self.conversations, store, self._clock)
 
-    def new_compaction(self, request: ResponseRequest) -> NewCompaction:
-        """Return the compaction that `request` asks for. It is neither prepared nor submitted yet."""
-        return NewCompaction(request, self._completions, self._history, self._clock)
+    def new_compaction(self, completions: CompletionService, request: ResponseRequest) -> NewCompaction:
+        """Return the compaction that `request` asks for, of the model of `completions`. It is not prepared yet."""
+        return NewCompaction(request, completions, self._history, self._clock)
 
     async def enqueue(self, new: NewResponse) -> None:
         """Store a prepared response as queued, before it is submitted: nothing may run that nobody could find.

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from gateway.dead_letters import DeadLetters
 from gateway.fairness import FairLock
-from gateway.http.metrics import GatewayMetrics
+from gateway.http.metrics import ModelMetrics
 from gateway.http.sse import Write
 from gateway.http.trace import CURRENT_TRACE
 from gateway.protocol.bodies.schemas import AnyRequest, ChatCompletionRequest, CompletionRequest, parse_generation
@@ -72,14 +72,16 @@ class CompletionService:
         client: SchedulerClient,
         clock: Clock,
         model: Model,
-        metrics: GatewayMetrics,
+        metrics: ModelMetrics,
         metering: Metering,
         dead_letters: DeadLetters,
+        lock: FairLock,
     ) -> None:
+        """`lock` has the turns of all that is done on the event loop for requests, of all models."""
         self.model = model
         self._client = client
         self._clock = clock
-        self._lock = FairLock()
+        self._lock = lock
         self._metrics = metrics
         self._metering = metering
         self._dead_letters = dead_letters

@@ -13,7 +13,7 @@ from sse_starlette import EventSourceResponse
 from gateway.protocol.errors import ApiError, invalid_request, retry_after, too_large
 from gateway.protocol.json_body import parse_json_object
 from gateway.routes.operators.sla_feed import PERIOD_S, SlaFeed, SlaStreamResponse, explain
-from gateway.state import gateway_of
+from gateway.state import OfModel
 from scheduler.config import TierConfigError
 from scheduler.reload.coordinator import Applied, ChangeResult, Late, Refused, TierChanges
 
@@ -47,8 +47,8 @@ SLA_EVENTS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def tier_changes_of(request: Request) -> TierChanges:
-    return gateway_of(request).tier_changes
+def tier_changes_of(served: OfModel) -> TierChanges:
+    return served.tier_changes
 
 
 Changes = Annotated[TierChanges, Depends(tier_changes_of)]
@@ -95,19 +95,18 @@ async def reload_tiers(changes: Changes) -> dict[str, Any]:
 
 
 @router.get("/admin/sla")
-async def explain_sla(request: Request) -> dict[str, Any]:
+async def explain_sla(served: OfModel) -> dict[str, Any]:
     """Show each worker's knobs, the signals that move the knobs, and the last decisions; also the predicted TTFTs."""
-    client = gateway_of(request).client
-    return await explain(client, await client.backlogs())
+    return await explain(served.client, await served.client.backlogs())
 
 
 @router.get("/admin/sla/stream", response_class=EventSourceResponse, responses=SLA_EVENTS)
-async def watch_sla(request: Request) -> SlaStreamResponse:
+async def watch_sla(request: Request, served: OfModel) -> SlaStreamResponse:
     """Send the content of GET /admin/sla twice a second, as server-sent events.
 
     The stream ends when the client hangs up or the gateway drains.
     """
-    feed: SlaFeed = request.app.state.sla_feed
+    feed: SlaFeed = request.app.state.sla_feeds[served.name]
     return SlaStreamResponse(feed)
 
 

@@ -10,7 +10,8 @@ import structlog
 from fastapi import APIRouter, Request
 
 from gateway.routes.ops import Queues, read_queues
-from gateway.state import STORE_TIMEOUT_S, Gateway, gateway_of
+from gateway.state import STORE_TIMEOUT_S, Gateway, OfModel, gateway_of
+from scheduler.client.client import SchedulerClient
 from scheduler.config import Tier
 from scheduler.registry.worker_status import WorkerStatus
 
@@ -22,19 +23,21 @@ router = APIRouter()  # for administrators
 
 
 @router.get("/admin/overview")
-async def show_overview(request: Request) -> dict[str, Any]:
-    """Show the queues, tiers, workers, batches and the store as they are now.
+async def show_overview(request: Request, served: OfModel) -> dict[str, Any]:
+    """Show the queues, tiers and workers of a model, the batches and the store as they are now.
 
     If the store does not answer, `store.answers` is false, what only it knows is null, and the workers are those that
     were alive before.
     """
     gateway = gateway_of(request)
-    client, now_ms = gateway.client, gateway.clock.wall_ms()
-    queues, signals, batches = await _read_store(gateway)
+    client, now_ms = served.client, gateway.clock.wall_ms()
+    queues, signals, batches = await _read_store(gateway, client)
     workers = [*client.live.engines, *client.live.endpoints]
     predicted = client.predicted_ttfts_s(queues.backlogs) if queues is not None else {}
     return {
         "at_ms": now_ms,
+        "model": served.name,
+        "models": [other.name for other in gateway.models],
         "draining": client.is_draining,
         "open_requests": client.num_open,
         "store": {
@@ -45,19 +48,21 @@ async def show_overview(request: Request) -> dict[str, Any]:
         "tiers": {
             tier.name: _tier(tier, queues, client.live.engines, signals)
             | {"predicted_ttft_s": predicted.get(tier.name)}
-            for tier in gateway.tiers.by_priority
+            for tier in served.tiers.by_priority
         },
         "workers": [_worker(status, now_ms) for status in workers],
         "batches": batches,
     }
 
 
-async def _read_store(gateway: Gateway) -> tuple[Queues | None, list[dict[str, Any]], dict[str, int] | None]:
+async def _read_store(
+    gateway: Gateway, client: SchedulerClient
+) -> tuple[Queues | None, list[dict[str, Any]], dict[str, int] | None]:
     """Return the queues, each worker's explanation, and the batches by status; nothing if the store does not answer."""
     try:
         async with asyncio.timeout(STORE_TIMEOUT_S):
-            queues = await read_queues(gateway.client, gateway.clock)
-            texts = await gateway.client.registry.sla()
+            queues = await read_queues(client, gateway.clock)
+            texts = await client.registry.sla()
             batches = await gateway.batches.counts_by_status()
     except Exception as error:  # each store adapter has its own errors
         log.warning("overview_without_store", error=str(error) or type(error).__name__)

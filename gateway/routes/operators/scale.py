@@ -4,21 +4,22 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from gateway.state import Gateway, gateway_of
+from gateway.models import ServedModel
+from gateway.state import Gateway, OfModel, gateway_of
 from scheduler.client.scale import ScaleSignal
 
 router = APIRouter()  # for administrators
 
 
 @router.get("/admin/scale")
-async def show_scale(request: Request) -> dict[str, Any]:
-    """Show how many workers are wanted, how many there are, and why.
+async def show_scale(request: Request, served: OfModel) -> dict[str, Any]:
+    """Show how many workers of a model are wanted, how many there are, and why. Without `model`: of the main one.
 
     `needed` has the parts of the need, in workers: what interactive traffic takes, what waits for a first token, and
     what must be done all the time so that bulk ends when it is due. Answers 503 if the store does not answer: then an
     autoscaler should change nothing.
     """
-    signal = await read_scale(gateway_of(request))
+    signal = await read_scale(gateway_of(request), served)
     return {
         "workers_wanted": signal.wanted,
         "workers_serving": signal.serving,
@@ -31,7 +32,7 @@ async def show_scale(request: Request) -> dict[str, Any]:
     }
 
 
-async def read_scale(gateway: Gateway) -> ScaleSignal:
-    """Return how many workers are wanted. Raises the errors of the store."""
-    due, num_batches = await gateway.batches.forecasts.due_work()
-    return gateway.client.scale_signal(due, has_more=num_batches > 0)
+async def read_scale(gateway: Gateway, served: ServedModel) -> ScaleSignal:
+    """Return how many workers of a model are wanted. Raises the errors of the store."""
+    due, num_batches = await gateway.batches.forecasts.due_work(served.name)
+    return served.client.scale_signal(due, has_more=num_batches > 0)

@@ -86,7 +86,7 @@ def test_grammars_are_named_as_the_parameter_that_asks_for_them() -> None:
 async def names(stand: Stand, part: str, **changes: Any) -> list[str]:
     """Ask for a part of a job, with `changes` to its body. Return the names of its choices."""
     before = len(stand.worker.served)
-    status, _ = await ask(stand.gateway.completions, BODY | changes, JobPart(part))
+    status, _ = await ask(stand.gateway.models.main.completions, BODY | changes, JobPart(part))
     assert status == 200
     return sorted(request.job_part for request in stand.worker.served[before:])
 
@@ -98,7 +98,7 @@ async def ask(completions: CompletionService, body: dict[str, Any], part: JobPar
 
 
 def be_version(stand: Stand, fingerprint: str) -> None:
-    preparation = stand.gateway.completions._preparation
+    preparation = stand.gateway.models.main.completions._preparation
     preparation.model = replace(preparation.model, fingerprint=fingerprint)
 
 
@@ -119,9 +119,14 @@ async def test_whatever_may_change_the_output_changes_the_name() -> None:
 
 async def test_a_request_that_is_no_part_of_a_job_has_no_name_and_a_part_has_the_jobs_deadline() -> None:
     async with running_stand() as stand:
-        await ask(stand.gateway.completions, dict(BODY), None)
-        await ask(stand.gateway.completions, dict(BODY), JobPart("batch_1/7/0", JobDeadline(123, 45)))
-        await ask(stand.gateway.completions, BODY | {"deadline_ms": 1000}, JobPart("batch_1/8/0", JobDeadline(9, 45)))
+        completions = stand.gateway.models.main.completions
+        await ask(completions, dict(BODY), None)
+        await ask(completions, dict(BODY), JobPart("batch_1/7/0", JobDeadline(123, 45)))
+        await ask(
+            completions,
+            BODY | {"deadline_ms": 1000},
+            JobPart("batch_1/8/0", JobDeadline(9, 45)),
+        )
         plain, part, own = stand.worker.served
     assert (plain.job_part, plain.urgent_ms) == ("", 0)
     assert bool(part.job_part) and (part.deadline_ms, part.urgent_ms) == (123, 45)

@@ -182,18 +182,11 @@ async def test_keys_need_to_be_administrators() -> None:
             assert status is None or (await ask(headers=as_("root"))).status_code == status, place
 
 
-async def test_the_batch_service_learns_of_its_new_tier() -> None:
-    class Batches:
-        tiers: Any = None
-
-        def reconfigure(self, tiers: Any) -> None:
-            self.tiers = tiers
-
+async def test_new_tiers_are_those_of_the_next_request() -> None:
     async with running_stand() as stand:
-        batches: Any = Batches()
         tiers = make_tiers(batch={"priority": 1})
-        GatewayTiers(stand.gateway.client, Keyring(), batches).reconfigure(tiers)
-        assert stand.gateway.tiers is batches.tiers is tiers
+        GatewayTiers(stand.gateway.client, Keyring()).reconfigure(tiers)
+        assert stand.gateway.tiers is tiers
 
 
 BOMB = b"x0: &x0 {a: 1, b: 2}\n" + b"".join(

@@ -64,7 +64,7 @@ async def test_an_invalid_batch_line_is_a_status_and_no_exception(
     endpoint: str, body: dict[str, object], status: int, param: str
 ) -> None:
     async with running_stand() as stand:
-        got, answer = await stand.gateway.completions.complete(endpoint, {"model": MODEL, **body}, LINE)
+        got, answer = await stand.gateway.models.main.completions.complete(endpoint, {"model": MODEL, **body}, LINE)
     assert (got, answer["error"]["param"]) == (status, param)
     assert set(answer["error"]) == {"message", "type", "param", "code"}
 
@@ -76,5 +76,5 @@ async def test_an_invalid_batch_line_is_a_status_and_no_exception(
 async def test_a_batch_line_whose_generation_fails(kind: EventKind, status: int, code: str | None) -> None:
     async with running_stand(lambda r: [TokenEvent(r.id, kind, error="why")]) as stand:
         body = {"model": MODEL, "prompt": "a"}
-        got, answer = await stand.gateway.completions.complete("/v1/completions", body, LINE)
+        got, answer = await stand.gateway.models.main.completions.complete("/v1/completions", body, LINE)
     assert (got, answer["error"]["code"]) == (status, code)

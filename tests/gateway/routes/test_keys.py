@@ -163,7 +163,7 @@ async def test_lines_of_a_batch_are_not_held_up_but_counted(redis_client: Redis)
     async with metered(redis_client) as stand:
         for number in range(3):
             placement = Placement(make_tiers()["batch"], "flex", f"req_{number}", "few", is_limited=False)
-            status, _ = await stand.gateway.completions.complete("/v1/completions", TEXT, placement)
+            status, _ = await stand.gateway.models.main.completions.complete("/v1/completions", TEXT, placement)
             assert status == 200
         assert (await usage(stand, "few", "batch"))["requests"] == 3
 

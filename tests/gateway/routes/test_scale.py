@@ -42,7 +42,7 @@ async def test_work_that_waits_wants_a_worker() -> None:
 
 
 async def test_without_a_store_there_is_no_answer_and_the_metric_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def broken() -> Any:
+    async def broken(_model: str) -> Any:
         raise ConnectionError("no store")
 
     clock = ShiftedClock()

@@ -31,6 +31,18 @@ ROOM = 1.1  # the window that a refusal names is this much longer than the least
 
 
 @dataclass(frozen=True, slots=True)
+class BatchModel:
+    """The model that answers a batch: its name, its batch tier, and the workers that serve it."""
+
+    name: str
+    tier: Tier
+    workers: Sequence[WorkerStatus]
+
+
+FindModel = Callable[[str | None], BatchModel]  # from a name in a request; None: the main model
+
+
+@dataclass(frozen=True, slots=True)
 class Infeasible:
     """A window in which a batch cannot be promised to end, and the shortest that can be promised; None: none can."""
 
@@ -43,21 +55,15 @@ class BatchForecasts:
         self,
         store: BatchStore,
         statistics: LineStatistics,
-        workers: Callable[[], Sequence[WorkerStatus]],
-        tier: Tier,
+        find_model: FindModel,
         clock: Clock,
     ) -> None:
         self._store = store
         self._statistics = statistics
-        self._workers = workers
+        self._find_model = find_model
         self._clock = clock
         self.num_late = 0  # batches without `best_effort` that are expected to end after their window
         self._unfinished: tuple[float, list[tuple[Batch, Work]]] | None = None  # when they were read
-        self.reconfigure(tier)
-
-    def reconfigure(self, tier: Tier) -> None:
-        """Read the workers' rates of `tier` from now on."""
-        self._tier = tier
 
     async def describe(self, batches: Sequence[Batch]) -> list[dict[str, Any]]:
         """Return the object `tidegate` of each batch."""
@@ -77,14 +83,16 @@ class BatchForecasts:
     async def preview(self, new: NewBatch, size: InputSize) -> dict[str, Any]:
         """Return what a batch with an input of this size would take."""
         batch = new.to_batch("", self._clock.wall_ms() // 1000, size)
-        lengths = await self._statistics.lengths(size.model, batch.endpoint)
+        lengths, model = await self._statistics.lengths(size.model, batch.endpoint), self._model_of(batch)
         estimate = await self._estimate(batch, None)
         earliest_s = await self._earliest_window_s(batch)
-        urgent_s = min(URGENT_SHARE * batch.window_s, self._tier.urgent_ms / 1000)
+        urgent_s = min(URGENT_SHARE * batch.window_s, model.tier.urgent_ms / 1000)
         return {
             "lines": size.lines,
             "prompt_tokens": _range_json(estimates.prompt_tokens(batch, size, lengths)),
-            "output_tokens": _range_json(estimates.output_tokens(batch, size, lengths, self._context())),
+            "output_tokens": _range_json(
+                estimates.output_tokens(batch, size, lengths, estimates.context_of(model.workers))
+            ),
             "estimate": self._estimate_json(estimate),
             "earliest_window": None if earliest_s is None else window_text(ROOM * earliest_s),
             "feasible": None if earliest_s is None else earliest_s <= batch.window_s,
@@ -93,7 +101,7 @@ class BatchForecasts:
 
     async def line_times(self, batch: Batch) -> LineTimes:
         """Return how long the lines of a running batch take at present; no time at all if that is not known."""
-        rates, running = self._rates(), await self._running()
+        rates, running = self._rates(batch), await self._beside(batch)
         work = next((own for other, own in running if other.id == batch.id), None)
         if rates is None or work is None:
             return LineTimes()
@@ -104,12 +112,14 @@ class BatchForecasts:
         ]
         return estimates.line_times(work, sooner, rates)
 
-    async def due_work(self) -> tuple[list[DueWork], int]:
-        """Return the work of all batches that are promised to end in time, and the number of all that are not over.
+    async def due_work(self, model: str | None = None) -> tuple[list[DueWork], int]:
+        """Return the work of the batches of `model` that are promised to end in time, and the number of all unfinished.
 
         The work is not known while the workers' rates are not.
         """
-        entries, rates, now_s = await self._running(), self._rates(), self._now_s()
+        found, now_s = self._find_model(model), self._now_s()
+        rates = estimates.rates_of(found.workers, found.tier.name)
+        entries = [entry for entry in await self._running() if self._model_of(entry[0]).name == found.name]
         promised = [] if rates is None else [entry for entry in entries if not entry[0].best_effort]
         expected = attrgetter("expected")
         return [DueWork(b.lines_due_s - now_s, rates.whole_s(w, expected)) for b, w in promised if rates], len(entries)
@@ -128,10 +138,10 @@ class BatchForecasts:
         if work is None:
             return None
         ahead = [other_work for _, other_work in await self._others(batch)]
-        return estimates.estimate(work, ahead, self._rates(), pace)
+        return estimates.estimate(work, ahead, self._rates(batch), pace)
 
     async def _earliest_window_s(self, batch: Batch) -> float | None:
-        rates, work = self._rates(), await self._work(batch)
+        rates, work = self._rates(batch), await self._work(batch)
         if rates is None or work is None:
             return None
         promised = [
@@ -143,12 +153,17 @@ class BatchForecasts:
         return earliest_promise_s(work, promised, rates) + writing_s
 
     async def _work(self, batch: Batch) -> Work | None:
-        model = batch.size.model if batch.size is not None else batch.model
-        return estimates.work_left(batch, await self._statistics.lengths(model, batch.endpoint), self._context())
+        lengths = await self._statistics.lengths(_name_of_model(batch), batch.endpoint)
+        return estimates.work_left(batch, lengths, self._context(batch))
 
     async def _others(self, batch: Batch) -> list[tuple[Batch, Work]]:
-        """Return the other batches that are not over, with what is left of them."""
-        return [entry for entry in await self._running() if entry[0].id != batch.id]
+        """Return the other batches of the same model that are not over, with what is left of them."""
+        return [entry for entry in await self._beside(batch) if entry[0].id != batch.id]
+
+    async def _beside(self, batch: Batch) -> list[tuple[Batch, Work]]:
+        """Return the batches that are not over of the model of `batch`, also itself, with what is left of them."""
+        name = self._model_of(batch).name
+        return [entry for entry in await self._running() if self._model_of(entry[0]).name == name]
 
     async def _running(self) -> list[tuple[Batch, Work]]:
         """Return the batches that are not over, with what is left of them, as of at most `FRESH_S` ago."""
@@ -161,40 +176,50 @@ class BatchForecasts:
 
         They are read some at a time, and the lengths of each model and endpoint once.
         """
-        ids, context = await self._store.unfinished(), self._context()
+        ids = await self._store.unfinished()
         lengths: dict[tuple[str | None, str], Lengths] = {}
         entries: list[tuple[Batch, Work]] = []
         for first in range(0, len(ids), READ_AT_ONCE):
             for batch in await self._store.get_all(ids[first : first + READ_AT_ONCE]):
                 if batch.status not in RUNNING:
                     continue
-                kind = batch.size.model if batch.size is not None else batch.model, batch.endpoint
+                kind = _name_of_model(batch), batch.endpoint
                 if kind not in lengths:
                     lengths[kind] = await self._statistics.lengths(*kind)
-                work = estimates.work_left(batch, lengths[kind], context)
+                work = estimates.work_left(batch, lengths[kind], self._context(batch))
                 if work is not None:
                     entries.append((batch, work))
         return entries
 
     async def count_late(self) -> None:
         """Count the batches of all gateways that are expected to end after their window: see `num_late`."""
-        entries = await self._read_unfinished()
+        by_model: dict[str, list[tuple[Batch, Work]]] = {}
+        for entry in await self._read_unfinished():
+            by_model.setdefault(self._model_of(entry[0]).name, []).append(entry)
+        self.num_late = sum([await self._num_late(entries) for entries in by_model.values()])
+
+    async def _num_late(self, entries: Sequence[tuple[Batch, Work]]) -> int:
+        """Return how many of these batches of one model are expected to end after their window."""
         found = await self._statistics.paces([batch.id for batch, _ in entries])
         works, paces = [work for _, work in entries], [found.get(batch.id) for batch, _ in entries]
-        left_s = await asyncio.to_thread(estimates.finish_times_s, works, paces, self._rates())
+        left_s = await asyncio.to_thread(estimates.finish_times_s, works, paces, self._rates(entries[0][0]))
         ends = [(batch, s) for (batch, _), s in zip(entries, left_s, strict=True) if s is not None]
         now_s = self._now_s()
-        self.num_late = sum(not batch.best_effort and now_s + s > batch.lines_due_s for batch, s in ends)
+        return sum(not batch.best_effort and now_s + s > batch.lines_due_s for batch, s in ends)
 
     def on_created(self) -> None:
         """Read the list again for the next question, because a batch was created."""
         self._unfinished = None
 
-    def _rates(self) -> Rates | None:
-        return estimates.rates_of(self._workers(), self._tier.name)
+    def _model_of(self, batch: Batch) -> BatchModel:
+        return self._find_model(_name_of_model(batch))
 
-    def _context(self) -> int:
-        return estimates.context_of(self._workers())
+    def _rates(self, batch: Batch) -> Rates | None:
+        model = self._model_of(batch)
+        return estimates.rates_of(model.workers, model.tier.name)
+
+    def _context(self, batch: Batch) -> int:
+        return estimates.context_of(self._model_of(batch).workers)
 
     def _estimate_json(self, estimate: Estimate | None) -> dict[str, Any] | None:
         if estimate is None:
@@ -209,6 +234,10 @@ class BatchForecasts:
 
     def _now_s(self) -> float:
         return self._clock.wall_ms() / 1000
+
+
+def _name_of_model(batch: Batch) -> str | None:
+    return batch.size.model if batch.size is not None else batch.model
 
 
 def _progress_json(pace: Pace | None, estimate: Estimate | None) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ import structlog
 from gateway.dead_letters import DeadLetters
 from gateway.http.trace import UNTRACED, RequestTrace
 from gateway.identity import service_tier_of
-from gateway.jobs.batches.forecast.forecasts import BatchForecasts
+from gateway.jobs.batches.forecast.forecasts import BatchForecasts, FindModel
 from gateway.jobs.batches.forecast.line_deadlines import LineDeadlines, LineTimes
 from gateway.jobs.batches.forecast.line_statistics import LineStatistics
 from gateway.jobs.batches.input.lines import BatchLine
@@ -61,12 +61,12 @@ class BatchTracer(Protocol):
 
 
 class LineRunner:
-    """Runs the lines of all batches of a gateway, in the present batch tier."""
+    """Runs the lines of all batches of a gateway, each attempt in the present batch tier of the batch's model."""
 
     def __init__(
         self,
         completions: Completions,
-        tier: Tier,
+        find_model: FindModel,
         clock: Clock,
         statistics: LineStatistics,
         forecasts: BatchForecasts,
@@ -74,17 +74,12 @@ class LineRunner:
         tracer: BatchTracer | None = None,
     ) -> None:
         self.completions = completions
+        self.find_model = find_model
         self.clock = clock
         self.statistics = statistics
         self.forecasts = forecasts
         self.dead_letters = dead_letters
         self.tracer = tracer
-        self.reconfigure(tier)
-
-    def reconfigure(self, tier: Tier) -> None:
-        """Use `tier` for every attempt that begins from now on."""
-        self.tier = tier
-        self.service_tier = service_tier_of(tier)
 
     def begin(self, batch: Batch) -> "BatchLines":
         """Return what runs the lines of one run of `batch`, whose record was read just now."""
@@ -104,11 +99,15 @@ class BatchLines:
         self._times_due_s = -math.inf  # when they are to be computed again
         self._times_lock = asyncio.Lock()
 
+    @property
+    def _tier(self) -> Tier:
+        return self._runner.find_model(self._batch.model).tier
+
     def urgent_due(self) -> float:
         """Return when the batch is due if its next line must begin before lines of batches due later; else inf."""
         if self._batch.best_effort:
             return math.inf
-        now_ms, urgent_ms = self._runner.clock.wall_ms(), self._runner.tier.urgent_ms
+        now_ms, urgent_ms = self._runner.clock.wall_ms(), self._tier.urgent_ms
         return self._deadlines.urgent_due_ms(self._times, now_ms, urgent_ms)
 
     async def run(self, line: BatchLine) -> LineResult:
@@ -128,7 +127,7 @@ class BatchLines:
             # line begins anew: with the same tokens, it might fail again.
             part = JobPart(f"{self._batch.id}/{line.number}/{failures}", deadline)
             request_id = f"req_{secrets.token_hex(16)}"
-            structlog.contextvars.bind_contextvars(request_id=request_id, tier=self._runner.tier.name)
+            structlog.contextvars.bind_contextvars(request_id=request_id, tier=self._tier.name)
             status, body = await self._attempt(line, request_id, part)
             attempts += 1
             if _was_given_up(status, body):  # another attempt would end further workers
@@ -165,13 +164,14 @@ class BatchLines:
         return result
 
     async def _attempt(self, line: BatchLine, request_id: str, part: JobPart) -> tuple[int, dict[str, Any]]:
-        runner, batch = self._runner, self._batch
+        runner, batch, tier = self._runner, self._batch, self._tier
+        service_tier = service_tier_of(tier)
         placement = Placement(
-            runner.tier,
-            runner.service_tier,
+            tier,
+            service_tier,
             request_id,
             batch.owner,
-            receipt_for=runner.service_tier,  # a receipt says how much engine time the line took
+            receipt_for=service_tier,  # a receipt says how much engine time the line took
             part=part,
             is_limited=False,
         )

@@ -10,7 +10,7 @@ import pytest
 from openai.types import Batch as ApiBatch
 from redis.asyncio import Redis
 
-from gateway.jobs.batches.forecast.forecasts import BatchForecasts
+from gateway.jobs.batches.forecast.forecasts import BatchForecasts, BatchModel
 from gateway.jobs.batches.forecast.line_statistics import LineStatistics
 from gateway.jobs.batches.input.size import InputSize
 from gateway.jobs.batches.model import Batch, BatchStatus
@@ -145,7 +145,8 @@ async def test_batches_that_are_due_at_the_same_time_wait_for_each_other(redis_c
     for twin in twins:
         await store.create(twin)
     statistics = LineStatistics(redis_client, clock)
-    forecasts = BatchForecasts(store, statistics, lambda: [WORKER], TIERS[TIERS.batch_tier], clock)
+    model = BatchModel("m", TIERS[TIERS.batch_tier], [WORKER])
+    forecasts = BatchForecasts(store, statistics, lambda _: model, clock)
     for twin in twins:
         times = await forecasts.line_times(twin)
         assert times.sooner_s == pytest.approx(10 * times.line_s)

@@ -5,7 +5,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as StoreUnreachable
 
-from gateway.jobs.batches.forecast.forecasts import BatchForecasts
+from gateway.jobs.batches.forecast.forecasts import BatchForecasts, BatchModel
 from gateway.jobs.batches.forecast.line_statistics import LineStatistics
 from gateway.jobs.batches.input.lines import BatchLine
 from gateway.jobs.batches.lines.line import MAX_FAILURES, LineRunner
@@ -36,8 +36,9 @@ async def run(statuses: list[int | Exception]) -> tuple[LineResult, ScriptedComp
     body = {"model": "m", "messages": [{"role": "user", "content": "q"}]}
     tier = TIERS[TIERS.batch_tier]
     statistics = LineStatistics(UNREACHABLE, clock)
-    forecasts = BatchForecasts(BatchStore(UNREACHABLE), statistics, list, tier, clock)
-    runner = LineRunner(completions, tier, clock, statistics, forecasts)
+    model = BatchModel("m", tier, [])
+    forecasts = BatchForecasts(BatchStore(UNREACHABLE), statistics, lambda _: model, clock)
+    runner = LineRunner(completions, lambda _: model, clock, statistics, forecasts)
     batch = Batch(
         "batch_1", "/v1/chat/completions", "file-1", "24h", BatchStatus.IN_PROGRESS, 1, 2, owner="alice", model="m"
     )
