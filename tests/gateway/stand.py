@@ -7,7 +7,7 @@ tests of connections. `make_stand` builds one that does not run.
 import asyncio
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -32,6 +32,7 @@ from gateway.http.server.tls import Certificate
 from gateway.identity import Keyring
 from gateway.jobs.batches.lines.line import Completions
 from gateway.jobs.batches.service import BatchService
+from gateway.models import Split
 from gateway.requests.tokens.model_files import SamplingDefaults
 from gateway.requests.tokens.tokenizer import Tokenizer
 from gateway.state import Gateway
@@ -111,6 +112,10 @@ def use_store(url: str) -> None:
     _STORE[:] = [url]
 
 
+def store_url() -> str:
+    return _STORE[0]
+
+
 def make_tiers(**changes: dict[str, Any]) -> TierSet:
     """Return the stand's tiers, with `changes` to single tiers."""
     return parse_tiers(tiers_document(_TIERS, changes))
@@ -147,11 +152,14 @@ def make_stand(
     worker_pages: WorkerPages | None = None,
     lines: Completions | None = None,
     tracing: Tracing | None = None,
+    more_models: Sequence[ModelSource] = (),
+    splits: Mapping[str, Split] | None = None,
     **settings: Any,
 ) -> Stand:
     """Return a gateway that does not run yet. `settings` are those of the gateway, as they are after validation.
 
     `tiers` are in force, and `tiers_file` is where new ones come from. `lines` answers the lines of batches.
+    `more_models` are served beside the stand's own.
     """
     clock, tiers = clock or SystemClock(), tiers or make_tiers()
     queue, events, registry = MemoryQueue(clock), MemoryEventChannel(), EverAlive(clock)
@@ -170,7 +178,8 @@ def make_stand(
     )
     outside = Outside(
         queues=queues,
-        models=[source],
+        models=[source, *more_models],
+        splits=splits or {},
         storage=storage or LocalStorage(data_dir),
         worker_pages=worker_pages or WorkerPages(),
         draw=lambda: 0.0,

@@ -1,0 +1,91 @@
+"""The models of a deployment in the settings: names, aliases, splits, and one worker for each."""
+
+from pathlib import Path
+
+import pytest
+
+from scheduler.store.address import of_model, parse
+from tidegate.serve import served_names, worker_settings
+from tidegate.settings.commands import ServeSettings
+from tidegate.settings.gateway import GatewaySettings
+from tidegate.settings.models import ModelsError, named_models, read_models
+from tidegate.settings.worker import WorkerSettings
+
+MODELS = """
+models:
+  llama: {path: /m/llama, aliases: [gpt-4o], fallback: small, tiers: /t/llama.yaml}
+  small: {path: org/small}
+splits:
+  assistant: {llama: 9, small: 1}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (None, {}),
+        ("/m/run=3", {}),
+        ("./run=3", {}),
+        ("org/model", {}),
+        ("a=/m/a", {"a": "/m/a"}),
+        ("a=/m/a,b=org/b=1", {"a": "/m/a", "b": "org/b=1"}),
+        ("a=", {}),
+    ],
+)
+def test_models_with_names(text: str | None, found: dict[str, str]) -> None:
+    assert named_models(text) == found
+
+
+def test_a_worker_of_one_model_reads_its_queues(tmp_path: Path) -> None:
+    own = WorkerSettings(model="org/a=/m/a", redis_url="redis://h:1/2?deployment=x")
+    assert (own.model_path, own.model_names) == ("/m/a", ("org/a",))
+    assert parse(own.store_url)[1].namespace == "x:model:org%2Fa:"
+    assert WorkerSettings(model="/m/a", redis_url="redis://h:1").store_url == "redis://h:1"
+    assert parse(of_model("unix:///tmp/a.sock", "a"))[1].namespace == "tidegate:model:a:"
+    with pytest.raises(ValueError, match="has this name only"):
+        WorkerSettings(model="a=/m/a", served_model_name=["b"])
+
+
+def test_serve_has_a_worker_for_each_model(tmp_path: Path) -> None:
+    path = tmp_path / "models.yaml"
+    path.write_text(MODELS, encoding="utf-8")
+    settings = ServeSettings(models=path, worker_id="w", threads=3, health_port=9000)
+    (first, llama), (_, small) = worker_settings(settings)
+    assert first == "worker of llama" and (llama.model, small.model) == ("llama=/m/llama", "small=org/small")
+    assert (llama.tiers, small.tiers) == (Path("/t/llama.yaml"), None)
+    assert [(own.worker_id, own.threads, own.health_port) for own in (llama, small)] == [
+        ("w", 3, 9000),
+        ("w-2", 3, 9001),
+    ]
+    assert "--models" in settings.flags(GatewaySettings) and "--models" not in llama.flags(WorkerSettings)
+    assert served_names(settings) == ("llama", "small", "assistant")
+    named = ServeSettings(model="a=/m/a,b=/m/b", worker_id="w")
+    assert [own.model for _, own in worker_settings(named)] == ["a=/m/a", "b=/m/b"]
+    assert served_names(ServeSettings(model="/m/a")) == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("", "models"),
+        ("models: {}", "models"),
+        ("models: {a: {paths: x}}", "models.a.path"),
+        ("models: {a: {path: x, fallback: b}}", "models.a.fallback: 'b'"),
+        ("models: {a: {path: x, fallback: a}}", "models.a.fallback: 'a'"),
+        ("models: {a: {path: x, aliases: [b]}, b: {path: y}}", "'b' is the name of more than one"),
+        ("models: {a: {path: x}}\nsplits: {s: {b: 1}}", "splits.s: 'b'"),
+        ("models: {a: {path: x}}\nsplits: {s: {a: 0}}", "no model has a weight"),
+        ("models: {a: {path: x}}\nsplits: {a: {a: 1}}", "'a' is the name of more than one"),
+        ("models: [", "models.yaml"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, change: str, message: str) -> None:
+    path = tmp_path / "models.yaml"
+    path.write_text(change, encoding="utf-8")
+    with pytest.raises(ModelsError, match=message):
+        read_models(path)
+
+
+def test_there_is_one_list_of_models(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="in place of --model"):
+        GatewaySettings(model="/m/a", models=tmp_path / "models.yaml")
