@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from engine.native.cpu import build
+from scheduler.store import address
 from tidegate.settings.base import CommonSettings
 from tidegate.settings.gateway import GatewaySettings
 from tidegate.settings.worker import WorkerSettings
@@ -27,6 +28,10 @@ PARTS: dict[str, type[CommonSettings]] = {
     "worker": WorkerSettings,
     "worker-cpu": WorkerSettings,
 }
+# The services that run them, with their images.
+TARGETS = {name: name for name in PARTS} | {f"gateway-{n}": "gateway" for n in (1, 2)}
+TARGETS |= {f"worker-{n}": "worker-cpu" for n in (1, 2)}
+FLEET = sorted(set(TARGETS) - set(PARTS))
 
 NO_TORCH = """
 import sys
@@ -86,15 +91,15 @@ assert "tidegate.tracing.exporter" not in sys.modules, "OpenTelemetry is for pro
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.parametrize("service", PARTS)
+@pytest.mark.parametrize("service", TARGETS)
 def test_every_service_uses_existing_flags_and_variables(service: str) -> None:
-    definition = SERVICES[service]
+    definition, settings = SERVICES[service], PARTS[TARGETS[service]]
     command, *rest = definition["command"]
-    assert command == service.removesuffix("-cpu")
-    fields = {name.replace("_", "-") for name in PARTS[service].model_fields}
+    assert command == TARGETS[service].removesuffix("-cpu")
+    fields = {name.replace("_", "-") for name in settings.model_fields}
     assert {flag.removeprefix("--") for flag in rest if flag.startswith("--")} <= fields
     variables = {name for name in definition["environment"] if name.startswith("TIDEGATE_")}
-    assert {name.removeprefix("TIDEGATE_").lower() for name in variables} <= set(PARTS[service].model_fields)
+    assert {name.removeprefix("TIDEGATE_").lower() for name in variables} <= set(settings.model_fields)
     assert "TIDEGATE_REDIS_URL" in variables
 
 
@@ -105,21 +110,80 @@ def test_variables_that_compose_leaves_empty_mean_the_defaults(monkeypatch: pyte
     assert GatewaySettings().model == default.model
 
 
-@pytest.mark.parametrize("service", PARTS)
-def test_every_service_is_built_from_an_existing_stage(service: str) -> None:
-    assert SERVICES[service]["build"]["target"] in dict(STAGES)
+@pytest.mark.parametrize("service", TARGETS)
+def test_every_service_is_built_from_its_stage(service: str) -> None:
+    assert SERVICES[service]["build"]["target"] == TARGETS[service]
+    assert TARGETS[service] in dict(STAGES)
 
 
 def test_each_profile_starts_one_kind_of_worker_and_none_starts_the_monitoring_unasked() -> None:
     profiles = {name: tuple(service.get("profiles", ())) for name, service in SERVICES.items()}
     assert profiles == {
         "valkey": (),
-        "gateway": (),
+        "gateway": ("cpu", "gpu", "monitoring"),
         "worker": ("gpu",),
         "worker-cpu": ("cpu",),
         "prometheus": ("monitoring",),
-        "grafana": ("monitoring",),
+        "grafana": ("monitoring", "fleet"),
+        **dict.fromkeys((*FLEET, "proxy", "valkey-replica", "sentinel", "prometheus-fleet"), ("fleet",)),
     }
+
+
+def services_of(*profiles: str) -> set[str]:
+    """Return the services that these profiles start."""
+    return {name for name, s in SERVICES.items() if not s.get("profiles") or set(s["profiles"]) & set(profiles)}
+
+
+def test_the_profiles_start_what_they_did_before_there_was_a_fleet() -> None:
+    for kind, worker in (("cpu", "worker-cpu"), ("gpu", "worker")):
+        assert services_of(kind) == {"valkey", "gateway", worker}
+        assert services_of(kind, "monitoring") == {"valkey", "gateway", worker, "prometheus", "grafana"}
+    assert "gateway" not in services_of("fleet")
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu", "fleet"])
+def test_no_two_services_of_a_profile_have_the_same_port_and_each_waits_for_services_of_it(profile: str) -> None:
+    started = services_of(profile, *(["monitoring"] if profile != "fleet" else []))
+    ports = [port for name in started for port in SERVICES[name].get("ports", [])]
+    assert len(ports) == len(set(ports)) == 3
+    assert {other for name in started for other in SERVICES[name].get("depends_on", {})} <= started
+
+
+# -- the fleet ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_fleet_asks_sentinel_for_its_store() -> None:
+    (url,) = {SERVICES[name]["environment"]["TIDEGATE_REDIS_URL"] for name in FLEET}
+    script = SERVICES["sentinel"]["command"][-1]
+    (service, host, port, quorum) = re.findall(r"'sentinel monitor (\w+) (\w+) (\d+) (\d+)'", script)[0]
+    assert url == f"redis+sentinel://sentinel:26379/{service}/0" and address.parse(url)
+    assert (host, port, quorum) == ("valkey", "6379", "1")
+    primary, replica = SERVICES["valkey"]["command"], SERVICES["valkey-replica"]["command"]
+    assert replica[: len(primary)] == primary
+    assert replica[len(primary) :] == ["--replicaof", host, port, "--replica-announce-ip", "valkey-replica"]
+
+
+def test_the_fleets_gateways_share_their_files_and_are_those_of_the_proxy() -> None:
+    gateways = [name for name in FLEET if TARGETS[name] == "gateway"]
+    volumes = [SERVICES[name]["volumes"] for name in gateways]
+    assert volumes[0] == volumes[1] and "files:/var/lib/tidegate" in volumes[0]
+    proxy = (ROOT / "docker/haproxy.cfg").read_text(encoding="utf-8")
+    command = SERVICES[gateways[0]]["command"]
+    port = command[command.index("--port") + 1]
+    assert re.findall(r"^ +server (\S+) (\S+)$", proxy, re.MULTILINE) == [(n, f"{n}:{port}") for n in gateways]
+    assert f"bind :{SERVICES['proxy']['ports'][0].split(':')[-1]}\n" in proxy
+    hosts = SERVICES[gateways[0]]["environment"]["TIDEGATE_ALLOWED_HOSTS"]
+    assert hosts == f"${{TIDEGATE_ALLOWED_HOSTS:-{','.join(gateways)}}}"  # Prometheus' names for them
+
+
+def test_prometheus_scrapes_each_part_of_the_fleet() -> None:
+    config = yaml.safe_load((ROOT / "docker/prometheus-fleet.yml").read_text(encoding="utf-8"))
+    usual = yaml.safe_load((ROOT / "docker/prometheus.yml").read_text(encoding="utf-8"))
+    jobs = config.pop("scrape_configs")
+    assert [job["job_name"] for job in jobs] == [job["job_name"] for job in usual.pop("scrape_configs")]
+    assert config == usual
+    targets = [target for job in jobs for group in job["static_configs"] for target in group["targets"]]
+    assert targets == [f"{name}:{8000 if TARGETS[name] == 'gateway' else 8001}" for name in FLEET]
 
 
 @pytest.mark.parametrize("target", PARTS)
@@ -170,14 +234,14 @@ def test_the_health_check_of_an_image_asks_for_a_route_that_needs_no_store(targe
 
 def test_the_drain_is_shorter_than_dockers_grace_period() -> None:
     drain_s = CommonSettings.model_fields["drain_s"].default
-    for service in PARTS:
+    for service in TARGETS:
         assert float(SERVICES[service]["stop_grace_period"].removesuffix("s")) > drain_s
 
 
 def test_images_are_pinned() -> None:
     pulled = [s["image"] for s in SERVICES.values() if "image" in s]
     pulled += re.findall(r"^ARG \w+_IMAGE=(\S+)$", DOCKERFILE, re.MULTILINE)
-    assert len(pulled) == 5
+    assert len(pulled) == 9
     assert all(re.fullmatch(r"[\w./-]+:v?\d+\.\d+[\w.-]*", image) for image in pulled), pulled
 
 
@@ -190,7 +254,7 @@ def test_mounted_files_exist_and_volumes_are_declared() -> None:
 
 def test_ports_are_open_only_to_this_machine() -> None:
     ports = [port for service in SERVICES.values() for port in service.get("ports", [])]
-    assert len(ports) == 3 and all(port.startswith("127.0.0.1:") for port in ports)
+    assert len(ports) == 5 and all(port.startswith("127.0.0.1:") for port in ports)
 
 
 def test_prometheus_scrapes_each_part_on_its_port() -> None:

@@ -36,6 +36,7 @@ def promtool(*arguments: str | Path) -> None:
 def test_the_rules_and_the_configuration_are_valid() -> None:
     promtool("check", "rules", RULES)
     promtool("check", "config", ROOT / "docker" / "prometheus.yml")
+    promtool("check", "config", ROOT / "docker" / "prometheus-fleet.yml")
 
 
 def test_faults_fire_their_alerts_and_no_others() -> None:

@@ -108,19 +108,23 @@ class Server:
 
 @contextmanager
 def running(
-    data_dir: Path, *flags: str, command: str = "serve", program: tuple[str, ...] = ("-m", "tidegate")
+    data_dir: Path,
+    *flags: str,
+    command: str = "serve",
+    program: tuple[str, ...] = ("-m", "tidegate"),
+    port: int | None = None,
 ) -> Iterator[Server]:
     """Start `tidegate <command>` with `flags`. End it with SIGTERM, and with SIGKILL if that is not enough.
 
-    `program` is what Python runs, if the test changes a constant in it.
+    `program` is what Python runs, if the test changes a constant in it. Without a `port`, a free one is drawn.
     """
-    port = free_port()
+    port = port or free_port()
     data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     log = data_dir / f"{command}-{port}.log"
     argv = [sys.executable, *program, command, *flags]
     if command != "worker":
         argv += ["--port", str(port), "--data-dir", str(data_dir)]
-    with log.open("wb") as out:
+    with log.open("ab") as out:
         process = subprocess.Popen(argv, stdout=out, stderr=out, start_new_session=True)
     try:
         yield Server(process, log, port, data_dir)
