@@ -98,6 +98,7 @@ WRONG = [
     ({"logLevel": "trace"}, "logLevel"),
     ({"gateway": {"replicas": 0}}, "replicas"),
     ({"gateway": {"service": {"port": 70000}}}, "port"),
+    ({"gateway": {"service": {"port": 0}}}, "port"),
     ({"auth": {"apiKeys": {"secret": "x"}}}, "apiKeys"),
     ({"store": {"url": "http://store"}}, "url"),
     ({"store": {"memoryMb": 1}}, "memoryMb"),

@@ -1,143 +1,30 @@
-"""The Helm chart as a real Helm renders it: valid for Kubernetes and the operators, and its parts fit each other.
-
-`make test-helm` has Helm and the schemas; without them, these tests say that they were skipped.
-"""
+"""The parts of the rendered chart fit each other and the commands: flags, times, ports, volumes, names."""
 
 import re
-import shutil
-import subprocess
-from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from scheduler.config import parse_tiers
-from tests.deploy.test_chart import CHART, NOT_YET, PAGE, ROOT, VALUES
-from tests.test_docs import fences
-from tidegate.settings.base import CommonSettings
-from tidegate.settings.gateway import GatewaySettings
-from tidegate.settings.worker import WorkerSettings
+from tests.deploy.rendering import (
+    SETTINGS,
+    Resource,
+    each_example,
+    flags,
+    matches,
+    named,
+    needs_helm,
+    of_kind,
+    parts,
+    pods,
+    rendered,
+)
+from tests.deploy.test_chart import NOT_YET, ROOT
 
-SETTINGS: dict[str, type[CommonSettings]] = {"gateway": GatewaySettings, "worker": WorkerSettings}
-CUSTOM = ("keda.sh/", "gateway.networking", "monitoring.coreos", "ray.io/", "leaderworkerset", "serving.kserve")
 MARGIN_S = 20  # what a part needs after its drain, as docs/operations.md says
 
-Resource = dict[str, Any]
-
-pytestmark = pytest.mark.skipif(shutil.which("helm") is None, reason="no `helm` on the PATH (make test-helm)")
-each_example = pytest.mark.parametrize("path", VALUES, ids=lambda path: path.stem)
-
-
-def helm(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["helm", *arguments], capture_output=True, text=True, check=False)
-
-
-@cache
-def rendered(path: Path, *changes: str) -> list[Resource]:
-    sets = [part for change in changes for part in ("--set-json", change)]
-    ran = helm("template", "rel", CHART, "--namespace", "llm", "--values", path, *sets)
-    assert ran.returncode == 0, ran.stderr
-    return [resource for resource in yaml.safe_load_all(ran.stdout) if resource]
-
-
-def named(path: str) -> Path:
-    return CHART / "ci" / f"{path}-values.yaml"
-
-
-def of_kind(resources: list[Resource], *kinds: str) -> list[Resource]:
-    return [resource for resource in resources if resource["kind"] in kinds]
-
-
-def pods(resources: list[Resource]) -> Iterator[tuple[Resource, Resource]]:
-    """Yield the workloads with the templates of their pods."""
-    for workload in of_kind(resources, "Deployment", "StatefulSet"):
-        yield workload, workload["spec"]["template"]
-
-
-def parts(resources: list[Resource]) -> Iterator[tuple[str, Resource, Resource]]:
-    """Yield (command, pod, container) of each part of Tidegate."""
-    for _, template in pods(resources):
-        (container,) = template["spec"]["containers"]
-        if container["name"] in SETTINGS:
-            yield container["args"][0], template["spec"], container
-
-
-def flags(container: Resource) -> dict[str, Any]:
-    """Return a container's flags as settings."""
-    pairs = [argument.removeprefix("--").partition("=") for argument in container["args"][1:]]
-    return {name.replace("-", "_"): value if equals else True for name, equals, value in pairs}
-
-
-def matches(selector: Resource, labels: Resource) -> bool:
-    return selector.items() <= labels.items()
-
-
-# -- what others say of the manifests ----------------------------------------------------------------------------------
-
-
-@each_example
-def test_helm_finds_nothing_wrong(path: Path) -> None:
-    ran = helm("lint", "--strict", "--with-subcharts", CHART, "--values", path)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-
-
-def check_schemas(resources: list[Resource], folder: Path) -> set[str]:
-    """Check resources with Kubernetes' and the operators' schemas. Return the kinds of the latter."""
-    tool = shutil.which("kubernetes-validate")
-    if tool is None:
-        pytest.skip("no `kubernetes-validate` on the PATH (make test-helm)")
-    custom = [resource for resource in resources if resource["apiVersion"].startswith(CUSTOM)]
-    own = [resource for resource in resources if resource not in custom]
-    for name, group, command in (
-        ("own", own, [tool, "--strict"]),
-        ("custom", custom, [str(Path(tool).parent / "python"), "-m", "tests.deploy.crds", "check"]),
-    ):
-        if group:
-            file = folder / f"{name}.yaml"
-            file.write_text(yaml.safe_dump_all(group))
-            ran = subprocess.run([*command, str(file)], cwd=ROOT, capture_output=True, text=True, check=False)
-            assert ran.returncode == 0, ran.stdout + ran.stderr
-    return {resource["kind"] for resource in custom}
-
-
-@each_example
-def test_manifests_fit_the_schemas(path: Path, tmp_path: Path) -> None:
-    kinds = check_schemas(rendered(path), tmp_path)
-    everything = {"ScaledObject", "TriggerAuthentication", "HTTPRoute", "PodMonitor", "PrometheusRule"}
-    assert kinds == (everything if path == named("everything") else set())
-
-
-def test_a_wrong_field_does_not_fit(tmp_path: Path) -> None:
-    for kind, field in (("ScaledObject", "minReplicas"), ("Deployment", "replica")):
-        resource = of_kind(rendered(named("everything")), kind)[0]
-        wrong = {**resource, "spec": {**resource["spec"], field: 1}}
-        with pytest.raises(AssertionError, match=field):
-            check_schemas([wrong], tmp_path)
-
-
-def test_manifests_in_the_documentation_fit_the_schemas(tmp_path: Path) -> None:
-    blocks = [yaml.safe_load(block) for block in fences(PAGE, "yaml")]
-    kinds = check_schemas([block for block in blocks if "apiVersion" in block], tmp_path)
-    assert kinds == {"InferenceService", "LeaderWorkerSet", "RayService"}
-
-
-def test_prometheus_takes_the_rules(tmp_path: Path) -> None:
-    tool = shutil.which("promtool")
-    if tool is None:
-        pytest.skip("no `promtool` binary on the PATH (apt-get install prometheus)")
-    (rule,) = of_kind(rendered(named("everything")), "PrometheusRule")
-    shipped = yaml.safe_load((ROOT / "docker" / "prometheus-rules.yml").read_text(encoding="utf-8"))
-    assert rule["spec"] == shipped
-    file = tmp_path / "rules.yml"
-    file.write_text(yaml.safe_dump(rule["spec"]))
-    ran = subprocess.run([tool, "check", "rules", file], capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-
-
-# -- commands ----------------------------------------------------------------------------------------------------------
+pytestmark = needs_helm
 
 
 @each_example
@@ -253,6 +140,16 @@ def test_ports_are_open_where_others_call(path: Path) -> None:
         assert used <= ports_of(monitor["spec"]["selector"]["matchLabels"])
 
 
+def test_who_may_read_metrics_reaches_gateways_and_workers() -> None:
+    values = yaml.safe_load(named("everything").read_text(encoding="utf-8"))["networkPolicy"]
+    policies = of_kind(rendered(named("everything")), "NetworkPolicy")
+    peers = {policy["metadata"]["name"].split("-")[-1]: policy["spec"]["ingress"][0]["from"] for policy in policies}
+    assert peers["worker"] == values["metricsFrom"]
+    assert peers["gateway"] == values["gatewayFrom"] + values["metricsFrom"]
+    everybody = of_kind(rendered(named("minimal")), "NetworkPolicy")
+    assert [p["metadata"]["name"] for p in everybody if "from" in p["spec"]["ingress"][0]] == ["rel-tidegate-store"]
+
+
 @each_example
 def test_volumes_secrets_and_config_maps_exist(path: Path) -> None:
     resources = rendered(path)
@@ -325,44 +222,3 @@ def test_jobs_have_the_names_that_the_alerts_use() -> None:
     monitors = of_kind(rendered(named("everything")), "PodMonitor")
     jobs = [m["spec"]["podMetricsEndpoints"][0]["relabelings"][0]["replacement"] for m in monitors]
     assert sorted(jobs) == sorted(job["job_name"] for job in config["scrape_configs"])
-
-
-REFUSED = [
-    ('models.qwen.path=""', "models.qwen.path"),
-    ('models.qwen.fallback="other"', "models.qwen.fallback"),
-    ('models.qwen.engine="openai"', "models.qwen.upstream"),
-    ('models.qwen.upstream="http://vllm"', "models.qwen.upstream"),
-    ("models.qwen.autoscaling.enabled=true", "auth.operatorKey"),
-    ("models.qwen.autoscaling.minReplicas=9", "maxReplicas"),
-    ('models.Qwen={"path":"x"}', "rename one"),
-    ('models.other={"path":"x","volume":{"hostPath":{"path":"/x"}}}', "mountPath"),
-    ('splits={"a":{"other":1}}', "splits.a"),
-    ('files.accessMode="ReadWriteOnce"', "files.accessMode"),
-    ("gateway.privateDocs=true", "gateway.privateDocs"),
-    ('gateway.extraArgs=["--drain-s=90"]', "gateway.extraArgs: --drain-s"),
-    ('models.qwen.extraArgs=["--health-port","9"]', "models.qwen.extraArgs: --health-port"),
-    ("drainSeconds=-1", "/drainSeconds"),
-    ('gateway.imag={"tag":"1"}', "imag"),
-]
-
-
-@pytest.mark.parametrize(("change", "message"), REFUSED, ids=[change for change, _ in REFUSED])
-def test_values_that_cannot_work_are_refused_by_name(change: str, message: str) -> None:
-    ran = helm("template", "rel", CHART, "--values", named("minimal"), "--set-json", change)
-    assert ran.returncode != 0 and message in ran.stderr
-
-
-def test_the_notes_name_the_service_and_the_models(tmp_path: Path) -> None:
-    """`helm install --dry-run=client` needs no cluster."""
-    ran = helm("install", "rel", CHART, "--namespace", "llm", "--values", named("minimal"), "--dry-run=client")
-    assert ran.returncode == 0, ran.stderr
-    notes = ran.stdout.partition("NOTES:")[2]
-    assert "http://rel-tidegate-gateway.llm.svc:8000/v1" in notes and "qwen" in notes and "No API key" in notes
-
-
-def test_the_packed_chart_renders_the_same(tmp_path: Path) -> None:
-    ran = helm("package", CHART, "--destination", tmp_path)
-    assert ran.returncode == 0, ran.stderr
-    (archive,) = tmp_path.glob("tidegate-*.tgz")
-    packed = helm("template", "rel", archive, "--namespace", "llm", "--values", named("everything"))
-    assert [r for r in yaml.safe_load_all(packed.stdout) if r] == rendered(named("everything"))
