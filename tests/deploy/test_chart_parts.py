@@ -20,7 +20,8 @@ from tests.deploy.rendering import (
     pods,
     rendered,
 )
-from tests.deploy.test_chart import NOT_YET, ROOT
+from tests.deploy.test_chart import ROOT
+from tidegate.settings.models import ModelsFile
 
 MARGIN_S = 20  # what a part needs after its drain, as docs/operations.md says
 
@@ -30,7 +31,7 @@ pytestmark = needs_helm
 @each_example
 def test_commands_take_their_flags_and_variables(path: Path) -> None:
     for command, _, container in parts(rendered(path)):
-        given = {name: value for name, value in flags(container).items() if name not in NOT_YET}
+        given = dict(flags(container))
         variables = [entry["name"] for entry in container["env"] if entry["name"].startswith("TIDEGATE_")]
         given |= {name.removeprefix("TIDEGATE_").lower(): None for name in variables if name.endswith("SECRET")}
         assert set(given) <= set(SETTINGS[command].model_fields)
@@ -70,14 +71,13 @@ def test_each_model_has_a_name_at_gateways_and_workers(path: Path) -> None:
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
     resources = rendered(path)
     (config,) = [r for r in of_kind(resources, "ConfigMap") if r["metadata"]["name"].endswith("-models")]
-    models = yaml.safe_load(config["data"]["models.yaml"])
+    models = ModelsFile.model_validate(yaml.safe_load(config["data"]["models.yaml"]))
     workers = [
         flags(container)["model"].partition("=") for command, _, container in parts(resources) if command == "worker"
     ]
-    assert {name for name, _, _ in workers} == set(models["models"]) == set(values["models"])
+    assert {name for name, _, _ in workers} == set(models.models) == set(values["models"])
     assert {name: path for name, _, path in workers} == {n: m["path"] for n, m in values["models"].items()}
-    assert all(set(m) <= {"path", "aliases", "kind", "tiers", "fallback"} for m in models["models"].values())
-    assert models.get("splits", {}) == values.get("splits", {})
+    assert models.splits == values.get("splits", {})
 
 
 def test_tiers_are_valid_and_where_the_commands_read_them() -> None:
