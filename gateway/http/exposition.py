@@ -67,10 +67,11 @@ def render(
     return generate_latest(_Families(families, model))
 
 
-def render_worker(registry: CollectorRegistry, worker: str, model: str) -> bytes:
-    """Return the metrics of the worker with this id as a page."""
+def render_worker(registry: CollectorRegistry, worker: str, model: str, *, is_one_of_several: bool = False) -> bytes:
+    """Return the metrics of the worker with this id as a page. The samples of one of several models name it."""
     families: dict[str, Metric] = {}
-    _merge(families, registry.collect(), worker=worker)
+    labels = {"worker": worker, "model": model} if is_one_of_several else {"worker": worker}
+    _merge(families, registry.collect(), **labels)
     return generate_latest(_Families(families, model))
 
 

@@ -4,7 +4,7 @@ They are made of the same samples when /metrics is rendered, and cost nothing wh
 ours has a series for each tier and worker; vLLM knows no tiers, so tiers are added up. Counters and histograms keep a
 series for each worker, with its id in vLLM's label `engine`: a sum over workers would fall when one of them restarts,
 and rates would take that for a reset. Gauges are those of all workers together, with `engine="0"`: inference gateways
-read one number for an endpoint.
+read one number for an endpoint. The label `model` of one of several models becomes vLLM's `model_name`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -44,27 +44,35 @@ GAUGES: dict[str, tuple[str, Callable[[Iterable[float]], float]]] = {
 
 
 def vllm_families(families: Mapping[str, Metric], model: str) -> Iterator[Metric]:
-    """Return the families under vLLM's names, for those of `families` that have one."""
+    """Return the families under vLLM's names, for those of `families` that have one.
+
+    `model` is that of samples without a label `model`.
+    """
     for name, alias in SUMMED.items():
         if name in families:
             yield _summed(families[name], alias, model)
     for name, (alias, merge) in GAUGES.items():
         if name in families:
             gauge = _summed(families[name], alias, model)
-            if gauge.samples:
-                labels = {"model_name": model, "engine": ALL_ENGINES}
-                gauge.samples = [Sample(alias, labels, merge(sample.value for sample in gauge.samples))]
+            by_model: dict[str, list[float]] = {}
+            for sample in gauge.samples:
+                by_model.setdefault(sample.labels["model_name"], []).append(sample.value)
+            gauge.samples = [
+                Sample(alias, {"model_name": own, "engine": ALL_ENGINES}, merge(values))
+                for own, values in by_model.items()
+            ]
             yield gauge
 
 
 def _summed(family: Metric, alias: str, model: str) -> Metric:
     """Return `family` as `alias`: the sum over tiers for each worker and bucket."""
-    sums: dict[tuple[str, str, str | None], float] = {}
+    sums: dict[tuple[str, str, str, str | None], float] = {}
     for sample in family.samples:
-        key = (sample.name.removeprefix(family.name), sample.labels.get("worker", ""), sample.labels.get("le"))
+        own, worker = sample.labels.get("model", model), sample.labels.get("worker", "")
+        key = (sample.name.removeprefix(family.name), own, worker, sample.labels.get("le"))
         sums[key] = sums.get(key, 0.0) + sample.value
     renamed = Metric(alias, family.documentation, family.type)
-    for (suffix, worker, bound), value in sums.items():
-        labels = {"model_name": model, "engine": worker}
+    for (suffix, own, worker, bound), value in sums.items():
+        labels = {"model_name": own, "engine": worker}
         renamed.samples.append(Sample(alias + suffix, labels if bound is None else {**labels, "le": bound}, value))
     return renamed

@@ -102,7 +102,8 @@ def _run(settings: WorkerSettings, serve: Callable[[WorkerProcess], None]) -> No
     tiers = load_tiers(settings.tiers_path)
     worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
     clock, runner, registry = SystemClock(), LoopRunner(settings.drain_s), CollectorRegistry()
-    render = partial(render_worker, registry, worker_id, settings.model_names[0])
+    is_named = bool(settings.named_models)
+    render = partial(render_worker, registry, worker_id, settings.model_names[0], is_one_of_several=is_named)
     health, started_ms = WorkerHealth(clock, runner.why_not_ready, render), clock.wall_ms()
     with (
         listen(settings.health_host, settings.health_port, "--health-port") as listener,

@@ -56,3 +56,21 @@ def test_counters_and_histograms_are_sums_over_tiers_for_each_worker() -> None:
     assert samples["vllm:generation_tokens_total", labels("b")] == 75
     assert [samples[f"{name}_bucket", labels("a", le=bound)] for bound in ("0.1", "+Inf")] == [1, 6]
     assert (samples[f"{name}_count", labels("b")], samples[f"{name}_sum", labels("b")]) == (6, 2.5)
+
+
+def test_each_of_several_models_has_its_own_series() -> None:
+    of_b = OTHER.replace("{tier", '{model="b",tier').replace("usage_ratio 0.1", 'usage_ratio{model="b"} 0.1')
+    samples = samples_of(page(w1=WORKER, w2=of_b))
+    own = {
+        dict(found)["model_name"]: value
+        for (name, found), value in samples.items()
+        if name.endswith("running") and name.startswith("vllm")
+    }
+    assert own == {"m": 43, "b": 43}
+    usage = {
+        dict(found)["model_name"]: value
+        for (name, found), value in samples.items()
+        if name == "vllm:kv_cache_usage_perc"
+    }
+    assert usage == {"m": 0.5, "b": 0.1}
+    assert samples["vllm:generation_tokens_total", tuple(sorted({"model_name": "b", "engine": "w2"}.items()))] == 75
