@@ -70,6 +70,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     owner: str = ""  # name of the caller's API key; the keys of a tier share the engine
     order_ms: int = 0  # see `score_ms`; 0: its deadline
     weight: int = 1  # of its key among those that share the tier
+    vocabulary: str = ""  # tells which vocabulary the token ids are of; empty: unknown
 
     @property
     def is_delivered_in_parts(self) -> bool:

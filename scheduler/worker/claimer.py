@@ -7,22 +7,33 @@ has held before.
 """
 
 import asyncio
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
+
+import structlog
 
 from scheduler.clock import Clock
 from scheduler.events.base import EventChannel
 from scheduler.holdings.claims import due_limits
 from scheduler.queue.base import Queue
-from scheduler.request import Claimed, EventKind, TokenEvent
+from scheduler.request import Claimed, EventKind, Lease, TokenEvent
 from scheduler.request_state import RequestState
 from scheduler.store.outage import StoreOutage
 from scheduler.worker.core import WorkerCore
 from scheduler.worker.leases import LEASE_S
 from scheduler.worker.request_intake import RequestIntake
 
+log = structlog.get_logger()
+
 # Seconds between two looks at the requests that were cancelled.
 LISTEN_S = 0.5
+# Seconds for which a worker claims nothing after it got a request of another vocabulary: others get it meanwhile.
+FOREIGN_S = 10.0
+FOREIGN = (
+    "the gateways' model has another vocabulary than this worker's, so their token ids mean other texts here: give "
+    "gateways and workers of one model the same files"
+)
 
 
 class Takeover:
@@ -58,8 +69,9 @@ class Claimer:
         outage: StoreOutage,
         clock: Clock,
         is_stuck: Callable[[], bool],
+        vocabulary: str = "",
     ) -> None:
-        """A worker that `is_stuck` claims nothing."""
+        """A worker that `is_stuck` claims nothing. `vocabulary` is that of its model."""
         self._core = core
         self._is_stuck = is_stuck
         self._queue = queue
@@ -73,6 +85,13 @@ class Claimer:
         self._unbegun: frozenset[str] = frozenset()  # ids of bulk requests that had not begun at the last look
         self._gave_back: frozenset[str] = frozenset()  # tiers of which this worker claims nothing until the next look
         self._is_open = True
+        self._vocabulary = vocabulary
+        self._foreign_until_s = -math.inf
+
+    @property
+    def why_idle(self) -> str:
+        """Why the worker claims nothing, though it could; an empty string if it does."""
+        return FOREIGN if self._clock.now() < self._foreign_until_s else ""
 
     def note_room(self) -> None:
         """Make `run` claim again, because there may be room for more requests."""
@@ -136,7 +155,8 @@ class Claimer:
         that was woken without room claims nothing, so that the next one is woken.
         """
         held = self._core.held
-        limits = self._core.claim_limits(self._clock.now()) if self._is_open and not self._is_stuck() else {}
+        may_claim = self._is_open and not self._is_stuck() and not self.why_idle
+        limits = self._core.claim_limits(self._clock.now()) if may_claim else {}
         limits = {tier: limit for tier, limit in limits.items() if tier not in self._gave_back}
         due = due_limits([t for t in held.tiers if t.name in limits], held.table, self._clock.wall_ms())
         wanted = Counter(limits) + Counter({tier: limit.requests for tier, limit in due.items()})
@@ -145,7 +165,7 @@ class Claimer:
             return
         self._waits_for = None
         without_room = {tier.name: 0 for tier in held.tiers if tier.name not in limits}
-        claimed = await self._queue.claim({**limits, **without_room}, LEASE_S, load, due)
+        claimed = await self._own(await self._queue.claim({**limits, **without_room}, LEASE_S, load, due))
         got = Counter(c.request.tier for c in claimed)
         self._waits_for = {tier for tier in wanted if got[tier] < wanted[tier]}
         self._load = load + len(claimed)
@@ -155,3 +175,13 @@ class Claimer:
         if taken_over:
             await self._takeover.ask(list(taken_over.values()))
             self.note_room()  # it holds less than the queue knows
+
+    async def _own(self, claimed: Sequence[Claimed]) -> Sequence[Claimed]:
+        """Give back what was encoded with another vocabulary, and claim nothing for a while. Return the others."""
+        foreign = [c for c in claimed if c.request.vocabulary not in ("", self._vocabulary)] if self._vocabulary else []
+        if not foreign:
+            return claimed
+        log.error("the worker claims nothing for a while", reason=FOREIGN, requests=len(foreign))
+        self._foreign_until_s = self._clock.now() + FOREIGN_S
+        await self._queue.release([Lease(c.request.id, c.fence) for c in foreign])
+        return [c for c in claimed if c not in foreign]

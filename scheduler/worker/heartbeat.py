@@ -38,6 +38,7 @@ class WorkerIdentity:
     started_ms: int
     incarnation: str = ""
     page: str = ""  # URL of the worker's metrics
+    vocabulary: str = ""  # of the worker's model, as `Request.vocabulary`; empty: unknown
 
     @property
     def holder(self) -> str:

@@ -5,7 +5,7 @@ the loop for requests; `scheduler.drivers.calls.driver` builds it for tasks.
 """
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from scheduler.clock import Clock
@@ -83,7 +83,7 @@ def build_loop(
     gateways = GatewayWatch(held, queue, events, intake, checkpointer)
     peers = Peers(queue, registry, outage, clock, worker_id, gateways=gateways)
     takeover = Takeover(queue, events, intake)
-    claimer = Claimer(core, queue, intake, takeover, outage, clock, lambda: driver.is_stuck)
+    claimer = Claimer(core, queue, intake, takeover, outage, clock, lambda: driver.is_stuck, identity.vocabulary)
     worker = RequestWorker(
         driver, held, queue, intake, claimer, publisher, checkpointer, metrics, report, outage, clock, tracer
     )
@@ -91,7 +91,7 @@ def build_loop(
     review = ControllerReview(core, queue, claimer, metrics, intake, clock)
     maintenance = Maintenance(heartbeat, outage, clock, lambda: driver.is_stuck, review.run)
     leases = LeaseKeeper(intake, queue, outage, clock, identity)
-    return WorkerLoop(worker, queue, leases, peers, maintenance, heartbeat)
+    return WorkerLoop(worker, queue, leases, peers, maintenance, heartbeat, lambda: claimer.why_idle)
 
 
 class WorkerLoop:
@@ -103,13 +103,16 @@ class WorkerLoop:
         peers: Peers,
         maintenance: Maintenance,
         heartbeat: Heartbeat,
+        why_idle: Callable[[], str] = lambda: "",
     ) -> None:
+        """`why_idle` returns why the worker claims nothing, though it could; an empty string if it does."""
         self._work = work
         self._queue = queue
         self._leases = leases
         self._peers = peers
         self._maintenance = maintenance
         self._heartbeat = heartbeat
+        self.why_idle = why_idle
 
     @property
     def is_announced(self) -> bool:

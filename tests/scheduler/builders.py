@@ -98,6 +98,7 @@ def make_request(
     owner: str = "",
     weight: int = 1,
     order_ms: int = 0,
+    vocabulary: str = "",
     **sampling: Any,
 ) -> Request:
     """`prompt` is the token ids, or their number."""
@@ -120,6 +121,7 @@ def make_request(
         owner=owner,
         weight=weight,
         order_ms=order_ms,
+        vocabulary=vocabulary,
     )
 
 

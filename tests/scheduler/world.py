@@ -88,10 +88,12 @@ class World:
         self.client = SchedulerClient(self.queue, self.events, self.registry, tiers, self.clock, "gateway")
         self.answers: dict[str, Answer] = {}
 
-    def add_worker(self, driver: Driver, engine: Any, worker_id: str, incarnation: str = "", **more: Any) -> Worker:
+    def add_worker(
+        self, driver: Driver, engine: Any, worker_id: str, incarnation: str = "", vocabulary: str = "", **more: Any
+    ) -> Worker:
         """Begin a worker. `more`: further arguments of `build_loop`."""
         prometheus = CollectorRegistry()
-        identity = WorkerIdentity(worker_id, ("model",), self.clock.wall_ms(), incarnation)
+        identity = WorkerIdentity(worker_id, ("model",), self.clock.wall_ms(), incarnation, vocabulary=vocabulary)
         queue, metrics = self.queue.for_worker(identity.holder), UnreadMetrics(prometheus, self.tiers)
         loop = build_loop(driver, queue, self.events, self.registry, metrics, self.clock, identity, **more)
         return Worker(driver.core, engine, queue, metrics, prometheus, loop, asyncio.create_task(loop.run()))

@@ -24,7 +24,7 @@ from gateway.requests.generate.answer_cache import AnswerCache
 from gateway.requests.generate.metering import Metering
 from gateway.requests.generate.service import CompletionService
 from gateway.requests.prepare.preparation import Model
-from gateway.requests.tokens.model_files import SamplingDefaults, model_revision, read_sampling_defaults
+from gateway.requests.tokens.model_files import SamplingDefaults, model_revision, read_sampling_defaults, vocabulary_of
 from gateway.requests.tokens.tokenizer import Tokenizer
 from gateway.state import GatewayTiers
 from scheduler.client.client import SchedulerClient
@@ -73,6 +73,7 @@ class ModelSource:
     tiers_path: Path
     adapters: frozenset[str] = frozenset()
     fallback: str | None = None
+    vocabulary: str = ""  # see `vocabulary_of`; empty: unknown
 
 
 def open_models(settings: GatewaySettings, base: Queues, clock: Clock) -> Iterator[ModelSource]:
@@ -113,6 +114,7 @@ def _source(
         tiers_path=tiers_path,
         adapters=adapters,
         fallback=fallback,
+        vocabulary=vocabulary_of(path),
     )
 
 
@@ -186,6 +188,7 @@ def make_model(settings: GatewaySettings, source: ModelSource) -> Model:
         defaults=source.defaults,
         fingerprint="fp_" + hashlib.sha256(f"{names[0]}{source.revision}".encode()).hexdigest()[:10],
         trusts_templates=settings.trust_request_chat_template,
+        vocabulary=source.vocabulary,
     )
 
 

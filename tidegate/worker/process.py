@@ -23,6 +23,7 @@ from redis.exceptions import RedisError
 from engine.config import EngineStartError
 from engine.static.interface import EndpointHangs
 from gateway.http.exposition import render_worker
+from gateway.requests.tokens.model_files import vocabulary_of
 from scheduler.clock import Clock, SystemClock
 from scheduler.config import TierConfigError, TierSet, load_tiers
 from scheduler.drivers.steps.step_log import StepLogError
@@ -114,7 +115,10 @@ def _run(settings: WorkerSettings, serve: Callable[[WorkerProcess], None]) -> No
         page = f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
         log.info("the worker has a port of its own", metrics=page)
         incarnation = f"{started_ms}-{token_hex(4)}"
-        identity = WorkerIdentity(worker_id, settings.model_names, started_ms, incarnation, page)
+        # Without --model, nothing is known of the files of a server's model.
+        is_known = settings.engine in ("native", "vllm") or (settings.engine == "openai" and settings.model is not None)
+        vocabulary = vocabulary_of(settings.model_path) if is_known else ""
+        identity = WorkerIdentity(worker_id, settings.model_names, started_ms, incarnation, page, vocabulary)
         serve(WorkerProcess(settings, tiers, identity, clock, runner, registry, health, tracing))
 
 
@@ -170,7 +174,9 @@ class LoopRunner:
         """Return why the worker serves no requests; an empty string if it does."""
         if self.is_ending.is_set():
             return "the worker drains"
-        return "" if self.is_announced else "the worker starts, or the store does not answer"
+        if self._loop is None or not self.is_announced:
+            return "the worker starts, or the store does not answer"
+        return self._loop.why_idle()
 
     @property
     def is_stuck(self) -> bool:

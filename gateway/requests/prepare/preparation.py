@@ -62,6 +62,7 @@ class Model:
     defaults: SamplingDefaults
     fingerprint: str
     trusts_templates: bool
+    vocabulary: str = ""  # see `vocabulary_of` in gateway/requests/tokens/model_files.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +189,7 @@ class Preparation:
             "is_seeded": request.seed is not None,
             "wants_receipt": placement.receipt_for is not None,
             "traceparent": CURRENT_TRACE.get().traceparent,
+            "vocabulary": self.model.vocabulary,
         }
         requests = []
         for i, prompt in enumerate(tokenised.prompts):

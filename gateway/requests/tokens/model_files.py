@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -72,6 +73,24 @@ def model_revision(model: str) -> str:
     except HFValidationError:
         return ""
     return Path(cached).parent.name if isinstance(cached, str) else ""
+
+
+def vocabulary_of(model: str) -> str:
+    """Return a text that is the same for models whose token ids mean the same texts; empty: unknown.
+
+    Only the tokens and their ids count, not how tokenizer.json writes them, so that releases of its library agree.
+    """
+    path = _file(model, "tokenizer.json")
+    if path is None:
+        return ""
+    try:
+        data = msgspec.json.decode(path.read_bytes())
+        tokens = data["model"]["vocab"]
+        pairs = list(tokens.items()) if isinstance(tokens, dict) else [(pair[0], i) for i, pair in enumerate(tokens)]
+        pairs += [(added["content"], added["id"]) for added in data.get("added_tokens") or ()]
+        return hashlib.sha256(msgspec.json.encode(sorted(set(pairs)))).hexdigest()[:12]
+    except (OSError, KeyError, IndexError, TypeError, ValueError):  # `msgspec.DecodeError` is a `ValueError`
+        return ""
 
 
 def _version_of(path: Path) -> str:
