@@ -8,10 +8,11 @@ has no worker. Knows names; does not know bodies or HTTP.
 import hashlib
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gateway.http.metrics import ModelMetrics
+from gateway.identity import service_tier_of
 from gateway.requests.generate.service import CompletionService
 from gateway.requests.prepare.placement import Placement
 from gateway.requests.prepare.preparation import Model
@@ -94,11 +95,17 @@ class Models:
         return Choice(served, chosen, why)
 
     async def complete(self, path: str, body: dict[str, Any], placement: Placement) -> tuple[int, dict[str, Any]]:
-        """Answer one request without streaming, as `CompletionService.complete` does, by the model that it names."""
+        """Answer one line of a batch, as `CompletionService.complete` does, by the model that it names.
+
+        A model that answers in place of another one does so in its own batch tier.
+        """
         named = body.get("model")
         choice = self.choose(named if isinstance(named, str) else "", placement.owner or placement.request_id)
-        if choice.name != named and choice.why:
+        if choice.why:
+            tiers = choice.served.tiers
+            tier = tiers[tiers.batch_tier]
             body = {**body, "model": choice.name}
+            placement = replace(placement, tier=tier, service_tier=service_tier_of(tier))
         return await choice.served.completions.complete(path, body, placement)
 
 

@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -159,7 +160,7 @@ async def _forget(client: Redis, name: str, settings: ServeSettings) -> None:
             if name == "gateway":
                 await TierStore(client).leave(gateway_name(settings.port))
                 return
-            async with connection.connect(settings.store_url) as own:
+            async with connection.connect(settings.store_url) if settings.named_models else nullcontext(client) as own:
                 await RedisWorkerRegistry(own).withdraw(worker_id)
                 await TierStore(own).leave(worker_name(worker_id))
 

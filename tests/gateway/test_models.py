@@ -15,7 +15,7 @@ from gateway.identity import Keyring
 from gateway.models import _share_of
 from gateway.requests.tokens.model_files import SamplingDefaults
 from scheduler.clock import SystemClock
-from scheduler.config import TierSet
+from scheduler.config import TierSet, parse_tiers
 from scheduler.events.memory import MemoryEventChannel
 from scheduler.queue.memory import MemoryQueue
 from scheduler.store import connection
@@ -89,6 +89,23 @@ async def ask(stand: Stand, model: str, **more: Any) -> tuple[httpx.Response, st
     return answer, answer.json()["choices"][0]["message"]["content"]
 
 
+async def run_batch(stand: Stand, model: str, num_lines: int) -> dict[str, Any]:
+    """Return the record of a batch when it has ended."""
+    body = {"model": model, "messages": MESSAGES}
+    kind = {"method": "POST", "url": "/v1/chat/completions", "body": body}
+    upload = {"file": ("in.jsonl", jsonl([{"custom_id": str(n), **kind} for n in range(num_lines)]))}
+    file = (await stand.http.post("/v1/files", files=upload, data={"purpose": "batch"})).json()
+    new = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    batch = (await stand.post("/v1/batches", new)).json()
+
+    async def is_over() -> bool:
+        batch.update((await stand.http.get(f"/v1/batches/{batch['id']}")).json())
+        return batch["status"] in ("completed", "failed", "expired")
+
+    await until(is_over)
+    return dict(batch)
+
+
 async def test_a_request_is_answered_by_the_model_that_it_names(redis_client: Redis) -> None:
     async with two_models(redis_client) as (stand, second):
         for name, text in {MODEL: "From the first.", OTHER: "From the second.", "o": "From the second."}.items():
@@ -121,21 +138,20 @@ async def test_every_api_follows_the_model(redis_client: Redis) -> None:
 
 async def test_the_lines_of_a_batch_go_to_their_model(redis_client: Redis, tmp_path: Path) -> None:
     async with two_models(redis_client, data_dir=tmp_path) as (stand, second):
-        body = {"model": OTHER, "messages": MESSAGES}
-        lines = [
-            {"custom_id": str(n), "method": "POST", "url": "/v1/chat/completions", "body": body} for n in range(20)
-        ]
-        upload = {"file": ("in.jsonl", jsonl(lines))}
-        file = (await stand.http.post("/v1/files", files=upload, data={"purpose": "batch"})).json()
-        new = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
-        created = (await stand.post("/v1/batches", new)).json()
-
-        async def is_over() -> bool:
-            return (await stand.http.get(f"/v1/batches/{created['id']}")).json()["status"] == "completed"
-
-        await until(is_over)
+        await run_batch(stand, OTHER, 20)
         assert {request.tier for request in second.worker.served} == {"batch"}
     assert len(second.worker.served) == 20 and not stand.worker.served
+
+
+async def test_a_batch_of_a_split_is_by_its_key_in_the_models_own_batch_tier(
+    redis_client: Redis, tmp_path: Path
+) -> None:
+    tiers = parse_tiers(make_tiers().document(defaults=False) | {"batch_tier": "bulk"})
+    splits = {"mix": {MODEL: 0, OTHER: 1}}
+    async with two_models(redis_client, data_dir=tmp_path, tiers=tiers, splits=splits) as (stand, second):
+        batch = await run_batch(stand, "mix", 3)
+        assert batch["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
+    assert [request.tier for request in second.worker.served] == ["bulk"] * 3
 
 
 async def test_a_split_gives_a_sender_always_the_same_model(redis_client: Redis) -> None:

@@ -162,7 +162,8 @@ class ModelsBuilder:
             max_ttl_s=settings.answer_cache_ttl_s,
             max_bytes=self.store_bytes // 64 if settings.answer_cache_ttl_s else 0,
         )
-        metering = Metering(self.keyring, self.limits, self.usage, cache, self.metrics, self.store_bytes // 4)
+        max_open = self.store_bytes // 4 // self.num_models
+        metering = Metering(self.keyring, self.limits, self.usage, cache, self.metrics, max_open)
         completions = CompletionService(client, self.clock, model, metrics, metering, self.dead_letters, self.lock)
         tier_store, subject = TierStore(source.queues.redis), GatewayTiers(client, self.keyring)
         follower = TierFollower(tier_store, subject, self.part, source.tiers, source.tiers_path, self.clock)

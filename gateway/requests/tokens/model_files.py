@@ -106,5 +106,5 @@ def _file(model: str, name: str) -> Path | None:
         return path if path.is_file() else None
     try:
         return Path(hf_hub_download(model, name))
-    except (EntryNotFoundError, OSError):
+    except (EntryNotFoundError, HFValidationError, OSError):
         return None
