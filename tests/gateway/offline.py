@@ -232,11 +232,11 @@ async def running_gateway(
     *,
     workers: Sequence[WorkerStatus] = (),
     lock_ttl_s: float = service.LOCK_TTL_S,
-    max_lines_in_flight: int = service.MAX_LINES_IN_FLIGHT,
+    max_lines_in_flight: int = service.MIN_WINDOW,
     **settings: Any,
 ) -> AsyncIterator[OfflineGateway]:
     """Run the batches of a gateway beside these workers, and nothing else of it."""
-    with mock.patch.multiple(service, LOCK_TTL_S=lock_ttl_s, MAX_LINES_IN_FLIGHT=max_lines_in_flight):
+    with mock.patch.multiple(service, LOCK_TTL_S=lock_ttl_s, MIN_WINDOW=max_lines_in_flight):
         stand = make_gateway(redis, data_dir, **settings)
     for status in workers:
         await stand.worker.registry.announce(status)

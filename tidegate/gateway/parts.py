@@ -142,6 +142,10 @@ def build_gateway(
         one = models.of(name)
         return BatchModel(one.name, one.tiers[one.tiers.batch_tier], one.client.live.engines)
 
+    def num_slots() -> int:
+        held = [w.tiers.get(one.tiers.batch_tier) for one in models for w in one.client.live.engines]
+        return sum(tier.batch_size for tier in held if tier is not None)
+
     async def count_tokens(name: str | None, texts: Sequence[str]) -> int:
         return await models.of(name).model.tokenizer.count(texts)
 
@@ -157,6 +161,7 @@ def build_gateway(
         max_body_bytes=max_body_bytes,
         keyring=keyring,
         count_tokens=count_tokens,
+        num_slots=num_slots,
         dead_letters=dead_letters,
         on_end=announce,
         ttl_s=settings.batch_ttl_s,

@@ -6,8 +6,10 @@ returned as a value (`InputProblem`, `Infeasible`, `TooManyBatches`, `NotCancell
 """
 
 import secrets
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partial
+from math import ceil
 
 from redis.asyncio import Redis
 
@@ -37,7 +39,10 @@ from scheduler.store.durability import LOST
 from scheduler.store.errors import NotDurable
 
 LOCK_TTL_S = 6.0  # seconds for which a batch stays locked by a gateway that has died
-MAX_LINES_IN_FLIGHT = 256  # lines of all batches of a gateway that run at the same time
+MIN_WINDOW = 256  # lines of all batches of a gateway that run at the same time, with the smallest fleet
+# With a larger one: lines for each slot of the live workers. One gateway's batches must be able to fill them all, and a
+# slot that becomes free needs a line that waits.
+LINES_A_SLOT = 1.25
 _CANCELLED = (BatchStatus.CANCELLING, BatchStatus.CANCELLED)
 
 
@@ -58,6 +63,10 @@ class TooManyBatches:
 @dataclass(frozen=True, slots=True)
 class NotCancellable:
     status: BatchStatus
+
+
+def _window_size(least: int, num_slots: Callable[[], int]) -> int:
+    return max(least, ceil(LINES_A_SLOT * num_slots()))
 
 
 def _traced(on_end: OnEnd, tracer: BatchTracer) -> OnEnd:
@@ -88,6 +97,7 @@ class BatchService:
         *,
         keyring: Keyring,
         count_tokens: CountTokens,
+        num_slots: Callable[[], int],
         max_lines: int,
         max_unfinished: int,
         max_body_bytes: int,
@@ -97,6 +107,8 @@ class BatchService:
         ttl_s: int,
     ) -> None:
         """`find_model` says which model a batch means. Its workers say how fast batches are.
+
+        `num_slots` returns how many lines the live workers run at the same time.
 
         With a `tracer`, batches whose creation is traced have traces. Records live `ttl_s` seconds after the end.
         """
@@ -113,7 +125,7 @@ class BatchService:
             self._store,
             files,
             self._lines,
-            LineWindow(MAX_LINES_IN_FLIGHT, self._share_of, MAX_BODIES * max_body_bytes),
+            LineWindow(partial(_window_size, MIN_WINDOW, num_slots), self._share_of, MAX_BODIES * max_body_bytes),
             TokenQuota(redis, self._keyring, count_tokens),
             self.rules,
             clock,

@@ -113,13 +113,16 @@ class Room:
 
 
 class LineWindow:
-    """The window of one gateway. `size` is its number of places, `share_of` returns what a key may have of them now.
+    """The window of one gateway. `size` returns its number of places, `share_of` what a key may have of them now.
 
     Large lines, which would take much memory, also need a part of `room`, which has `room_bytes`.
     """
 
-    def __init__(self, size: int, share_of: ShareOf = lambda name: KeyShare(), room_bytes: int = 2**28) -> None:
-        self._size = size
+    def __init__(
+        self, size: Callable[[], int], share_of: ShareOf = lambda name: KeyShare(), room_bytes: int = 2**28
+    ) -> None:
+        self._read_size = size
+        self._size = size()
         self._share_of = share_of
         self.room = Room(room_bytes)
         self._in_flight = 0
@@ -154,6 +157,7 @@ class LineWindow:
 
     def _give(self) -> None:
         """Give all free places to jobs."""
+        self._size = self._read_size()
         while (job := self._next()) is not None:
             charged = job.ended.mean(self._ended.mean(FIRST_TOKENS))
             self._count(job, 1, charged)

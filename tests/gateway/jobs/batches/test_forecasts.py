@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,18 @@ async def test_promises_to_others_count(gateway: OfflineGateway) -> None:
     with pytest.raises(openai.BadRequestError, match="The earliest feasible completion_window is '104m'"):
         await gateway.create(file_id, "1h")
     await gateway.create(file_id, "2h")
+
+
+async def test_one_batch_fills_all_workers_and_a_little_more(redis_client: Redis, tmp_path: Path) -> None:
+    tiers = {"batch": TierStatus(batch_size=32)}
+    workers = [replace(WORKER, worker_id=f"w{n}", tiers=tiers) for n in range(10)]
+    async with running_gateway(redis_client, tmp_path, workers=workers) as gateway:
+        permits = gateway.completions.permits = asyncio.Semaphore(0)
+        await gateway.create(await gateway.upload(jsonl(long_lines(600))), "24h", extra_body={"best_effort": True})
+        await until(lambda: gateway.completions.running == 400)
+        permits.release()
+        await until(lambda: gateway.completions.answered.total() == 1 and gateway.completions.running == 400)
+        assert gateway.completions.peak == 400, "1.25 for each slot"
 
 
 @pytest.mark.parametrize("how", [{"extra_body": {"best_effort": True}}, {"metadata": {"x-tidegate-best-effort": "1"}}])

@@ -57,12 +57,12 @@ def running(*jobs: Job) -> Iterator[None]:
 
 
 def shares(weights: dict[str | None, int]) -> LineWindow:
-    return LineWindow(SIZE, lambda name: KeyShare(weights.get(name, 1)))
+    return LineWindow(lambda: SIZE, lambda name: KeyShare(weights.get(name, 1)))
 
 
 def test_while_a_job_is_urgent_free_places_go_to_urgent_jobs_only() -> None:
     async def run() -> tuple[int, int, int]:
-        window = LineWindow(SIZE)
+        window = LineWindow(lambda: SIZE)
         large, late = Job(window, "a", 1 << 30), Job(window, "b", 10 * SIZE)
         late.share.urgent_due = lambda: 0.0 if now() >= 3.5 * LINE_S else math.inf
         with running(large, late):
@@ -145,7 +145,7 @@ def test_the_jobs_of_a_key_share_its_part_equally() -> None:
 @given(st.sampled_from(("large", "other")), st.integers(1, 3))
 def test_a_small_job_begins_at_once_beside_a_large_one(owner: str, lines: int) -> None:
     async def run() -> tuple[float, float | None, float]:
-        window = LineWindow(SIZE)
+        window = LineWindow(lambda: SIZE)
         with running(Job(window, "large", 50_000, line_s=1000.0)):
             await asyncio.sleep(5.25)
             begins_s, small = now(), Job(window, owner, lines)
@@ -174,7 +174,7 @@ def test_a_newcomer_gets_no_more_than_its_share_of_what_follows() -> None:
 def test_a_key_has_no_more_lines_in_flight_than_its_limit() -> None:
     async def run() -> tuple[int, int, int]:
         limits = {"limited": KeyShare(1, max_lines=3)}
-        window = LineWindow(SIZE, lambda name: limits.get(name or "", KeyShare()))
+        window = LineWindow(lambda: SIZE, lambda name: limits.get(name or "", KeyShare()))
         jobs = [Job(window, owner, 1 << 30) for owner in ("limited", "limited", "free")]
         with running(*jobs):
             await asyncio.sleep(50.5 * LINE_S)
@@ -190,7 +190,7 @@ def test_no_place_is_lost(actions: list[str]) -> None:
     """Whatever joins, takes, ends, is stopped and leaves, in the end the whole window is free again."""
 
     async def run() -> int:
-        window = LineWindow(8, lambda name: KeyShare(1, max_lines=2 if name == "b" else None))
+        window = LineWindow(lambda: 8, lambda name: KeyShare(1, max_lines=2 if name == "b" else None))
         joined: list[JobShare] = []
         lines: list[tuple[JobShare, float]] = []
         for number, action in enumerate(actions):
