@@ -5,13 +5,11 @@ Starts the same commands as a deployment on several machines does, and passes th
 
 import asyncio
 import contextlib
-import os
 import socket
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 from urllib.parse import urlsplit
 
 import structlog
@@ -47,7 +45,7 @@ def run_serve(settings: ServeSettings, on_ready: Callable[[], None] | None = Non
     with contextlib.ExitStack() as cleanup:
         try:
             load_tiers(settings.tiers_path)
-            num_models = len(worker_settings(settings))
+            num_models = len(settings.workers())
             load_certificate(settings.ssl_certfile, settings.ssl_keyfile)
             parts = []
             if settings.redis_url:
@@ -75,7 +73,7 @@ def with_address(settings: ServeSettings, num_models: int = 1) -> ServeSettings:
         port: int = probe.getsockname()[1]
     worker_id = settings.worker_id or f"{socket.gethostname()}-{port}"
     settings = settings.model_copy(update={"port": port, "worker_id": worker_id})
-    return settings.model_copy(update={"metrics_of": [worker_id_of(settings, i) for i in range(num_models)]})
+    return settings.model_copy(update={"metrics_of": [settings.worker_id_of(i) for i in range(num_models)]})
 
 
 async def _reach(redis_url: str) -> None:
@@ -101,38 +99,8 @@ async def _supervise(parts: list[Part], settings: ServeSettings, on_ready: Calla
 
 def served_parts(settings: ServeSettings, client: Redis) -> list[Part]:
     """Return the workers, one for each model, and the gateway. Raises `ModelsError`."""
-    workers = [
-        _part("worker", Stage.WORKER, own, WorkerSettings, client, name) for name, own in worker_settings(settings)
-    ]
+    workers = [_part("worker", Stage.WORKER, own, WorkerSettings, client, name) for name, own in settings.workers()]
     return [*workers, _part("gateway", Stage.GATEWAY, settings, GatewaySettings, client)]
-
-
-def worker_settings(settings: ServeSettings) -> list[tuple[str, ServeSettings]]:
-    """Return the settings of each worker, with the name of its part. Several models have one worker each.
-
-    They share the processor's cores. Raises `ModelsError`.
-    """
-    several = settings.several_models()
-    if several is None:
-        return [("worker", settings)]
-    cores = settings.threads or max(1, len(os.sched_getaffinity(0)) // len(several.models))
-    found = []
-    for number, (name, entry) in enumerate(several.models.items()):
-        update: dict[str, Any] = {
-            "model": f"{name}={entry.path}",
-            "models": None,
-            "worker_id": worker_id_of(settings, number),
-            "tiers": entry.tiers or settings.tiers,
-            "threads": cores,
-            "health_port": settings.health_port + number if settings.health_port else 0,
-        }
-        found.append((f"worker of {name}", settings.model_copy(update=update)))
-    return found
-
-
-def worker_id_of(settings: ServeSettings, number: int) -> str:
-    """Return the id of the worker of the model with this number. Each model has workers with ids of its own."""
-    return str(settings.worker_id) if number == 0 else f"{settings.worker_id}-{number + 1}"
 
 
 def _part(
@@ -173,18 +141,12 @@ def start_text(settings: ServeSettings, tiers: TierSet, devices: Iterable[str]) 
     return "\n".join(
         [
             *lines,
-            f"Tidegate serves {', '.join(served_names(settings))} at {settings.root_url}/v1, {access}",
+            f"Tidegate serves {', '.join(settings.served_names())} at {settings.root_url}/v1, {access}",
             f"Engine: {engine}. Tiers and their first-token SLOs: {_slos(tiers)}",
             f"Metrics: {settings.root_url}/metrics; live in a terminal: tidegate top --base-url {settings.root_url}",
             "Ctrl-C ends it; requests under way may finish first.",
         ]
     )
-
-
-def served_names(settings: ServeSettings) -> tuple[str, ...]:
-    """Return the names of what is served, without aliases of several models."""
-    several = settings.several_models()
-    return settings.model_names if several is None else (*several.models, *several.splits)
 
 
 def _slos(tiers: TierSet) -> str:
@@ -197,7 +159,7 @@ async def _announce(ready: asyncio.Event, settings: ServeSettings, client: Redis
     await ready.wait()
     devices: list[str] = []
     with contextlib.suppress(RedisError, OSError):
-        for _, own in worker_settings(settings):
+        for _, own in settings.workers():
             async with connection.connect(own.store_url) as store:
                 devices += [worker.device for worker in await RedisWorkerRegistry(store).workers()]
     print(start_text(settings, load_tiers(settings.tiers_path), devices), flush=True)

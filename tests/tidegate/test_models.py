@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from scheduler.store.address import of_model, parse
-from tidegate.serve import served_names, worker_settings
+from tidegate.doctor.command import findings
+from tidegate.doctor.server import check_tiers
 from tidegate.settings.commands import ServeSettings
 from tidegate.settings.gateway import GatewaySettings
 from tidegate.settings.models import ModelsError, named_models, read_models
@@ -50,7 +51,7 @@ def test_serve_has_a_worker_for_each_model(tmp_path: Path) -> None:
     path = tmp_path / "models.yaml"
     path.write_text(MODELS, encoding="utf-8")
     settings = ServeSettings(models=path, worker_id="w", threads=3, health_port=9000)
-    (first, llama), (_, small) = worker_settings(settings)
+    (first, llama), (_, small) = settings.workers()
     assert first == "worker of llama" and (llama.model, small.model) == ("llama=/m/llama", "small=org/small")
     assert (llama.tiers, small.tiers) == (Path("/t/llama.yaml"), None)
     assert [(own.worker_id, own.threads, own.health_port) for own in (llama, small)] == [
@@ -58,10 +59,20 @@ def test_serve_has_a_worker_for_each_model(tmp_path: Path) -> None:
         ("w-2", 3, 9001),
     ]
     assert "--models" in settings.flags(GatewaySettings) and "--models" not in llama.flags(WorkerSettings)
-    assert served_names(settings) == ("llama", "small", "assistant")
+    assert settings.served_names() == ("llama", "small", "assistant")
     named = ServeSettings(model="a=/m/a,b=/m/b", worker_id="w")
-    assert [own.model for _, own in worker_settings(named)] == ["a=/m/a", "b=/m/b"]
-    assert served_names(ServeSettings(model="/m/a")) == ("a",)
+    assert [own.model for _, own in named.workers()] == ["a=/m/a", "b=/m/b"]
+    assert ServeSettings(model="/m/a").served_names() == ("a",)
+
+
+def test_doctor_checks_each_model(tmp_path: Path) -> None:
+    path = tmp_path / "models.yaml"
+    path.write_text("models: {a: {path: /none/a}, b: {path: /none/b, tiers: /none/b.yaml}}", encoding="utf-8")
+    texts = [finding.text for finding in findings(ServeSettings(models=path), [("tiers", check_tiers)])]
+    assert texts[0].startswith("a: ") and texts[1].startswith("b: /none/b.yaml")
+    path.write_text("models: {}", encoding="utf-8")
+    [fault] = findings(ServeSettings(models=path), [("tiers", check_tiers)])
+    assert fault.subject == "models"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ otherwise 1.
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 from engine.config import EngineStartError
 from gateway.files.object_storage import BadStorageUrl
@@ -32,6 +33,7 @@ from tidegate.doctor.server import (
     check_upstream,
 )
 from tidegate.settings.commands import DoctorSettings, ServeSettings
+from tidegate.settings.models import ModelsError
 from tidegate.supervision.process import CannotStart
 from tidegate.valkey import ValkeyError
 
@@ -51,6 +53,7 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("upstream", check_upstream),
     ("engine", check_engine),
 )
+OF_A_WORKER = (check_tiers, check_engine, try_engine)
 EX_FAILED = 1
 COLOURS = {Level.OK: 32, Level.WARNING: 33, Level.ERROR: 31}
 # Mistakes of settings and faults of the machine, each told in one sentence.
@@ -72,12 +75,27 @@ def run_doctor(settings: DoctorSettings) -> int:
 
 
 def findings(settings: ServeSettings, checks: Iterable[tuple[str, Check]]) -> Iterator[Finding]:
-    """Yield what the checks find. The error that ends a check is a finding too."""
+    """Yield what the checks find. The error that ends a check is a finding too.
+
+    Each model of several is checked by itself.
+    """
+    try:
+        workers = settings.workers()
+    except ModelsError as fault:
+        yield error("models", str(fault))
+        return
     for subject, check in checks:
-        try:
-            yield from check(settings)
-        except FAULTS as fault:
-            yield error(subject, str(fault))
+        for name, own in workers if check in OF_A_WORKER else [("worker", settings)]:
+            try:
+                yield from (_named(finding, name) for finding in check(own))
+            except FAULTS as fault:
+                yield _named(error(subject, str(fault)), name)
+
+
+def _named(finding: Finding, worker: str) -> Finding:
+    """Return a finding that names its model, if there are several."""
+    model = worker.removeprefix("worker").removeprefix(" of ")
+    return replace(finding, text=f"{model}: {finding.text}") if model else finding
 
 
 def _print(finding: Finding) -> None:

@@ -1,17 +1,54 @@
 """The settings of the commands that start several parts, and the check of a settings file."""
 
+import os
 from pathlib import Path
+from typing import Any, Self
 
 import yaml
 from pydantic import Field
 
 from tidegate.settings.base import CommonSettings, SettingsError
 from tidegate.settings.gateway import GatewaySettings
+from tidegate.settings.models import ModelEntry
 from tidegate.settings.worker import WorkerSettings
 
 
 class ServeSettings(GatewaySettings, WorkerSettings):
     """Run a store, a worker and a gateway on this machine."""
+
+    def workers(self) -> list[tuple[str, Self]]:
+        """Return the settings of each worker, with the name of its part: one for each model.
+
+        Workers of several models share the processor's cores. Raises `ModelsError`.
+        """
+        several = self.several_models()
+        if several is None:
+            return [("worker", self)]
+        threads = self.threads or max(1, len(os.sched_getaffinity(0)) // len(several.models))
+        return [
+            (f"worker of {name}", self._worker_of(number, name, entry, threads))
+            for number, (name, entry) in enumerate(several.models.items())
+        ]
+
+    def _worker_of(self, number: int, name: str, entry: ModelEntry, threads: int) -> Self:
+        update: dict[str, Any] = {
+            "model": f"{name}={entry.path}",
+            "models": None,
+            "worker_id": self.worker_id_of(number),
+            "tiers": entry.tiers or self.tiers,
+            "threads": threads,
+            "health_port": self.health_port + number if self.health_port else 0,
+        }
+        return self.model_copy(update=update)
+
+    def worker_id_of(self, number: int) -> str:
+        """Return the id of the worker of the model with this number, counted from 0."""
+        return str(self.worker_id) if number == 0 else f"{self.worker_id}-{number + 1}"
+
+    def served_names(self) -> tuple[str, ...]:
+        """Return the names of what is served, without aliases of several models. Raises `ModelsError`."""
+        several = self.several_models()
+        return self.model_names if several is None else (*several.models, *several.splits)
 
 
 class DoctorSettings(ServeSettings):
