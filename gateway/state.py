@@ -1,6 +1,6 @@
 """The record of everything that routes need. The composition root, tidegate/gateway/parts.py, builds it."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -28,6 +28,7 @@ from gateway.protocol.errors import model_not_found
 from scheduler.client.client import SchedulerClient
 from scheduler.clock import Clock
 from scheduler.config import TierSet
+from scheduler.store.state import StoreState
 
 STORE_TIMEOUT_S = 2.0  # seconds for the store to answer while a route shows the state of the server
 
@@ -55,6 +56,8 @@ class Gateway:
     limits: KeyLimits
     usage: UsageMeter
     idempotency: IdempotencyStore
+    read_store: Callable[[], Awaitable[StoreState]]  # what the store says of itself
+    store_replicas: int = 0  # how many replicas must have what is acknowledged
     worker_pages: WorkerPages = field(default_factory=WorkerPages)  # whose metrics are shown beside the gateway's own
     allowed_hosts: AllowedHosts = field(default_factory=AllowedHosts)  # while no API keys are configured
     files_quota_mb: int | None = None  # size of all files of a key that has no quota of its own; None: no limit

@@ -9,6 +9,7 @@ from gateway.http.server.connections import Closed
 from scheduler.client.rejection import RejectReason
 from scheduler.config import TierSet
 from scheduler.queue.base import Backlog
+from scheduler.store.state import StoreState
 
 KEY_LIMITS = ("requests", "tokens")
 CACHE_RESULTS = ("hit", "miss", "bypass")
@@ -42,6 +43,19 @@ class GatewayMetrics:
         self.store_up = gauge("tidegate_store_up", "1 while the store answers and takes writes, else 0.")
         self.store_seconds = gauge(
             "tidegate_store_latency_seconds", "Seconds that the store took to answer the newest reading of the queues."
+        )
+        self.store_memory = gauge("tidegate_store_memory_bytes", "Memory that the store uses.")
+        self.store_memory_limit = gauge(
+            "tidegate_store_memory_limit_bytes",
+            "Memory that the store may use: its maxmemory, or all memory of its machine without one.",
+        )
+        self.store_replicas = gauge("tidegate_store_replicas", "Replicas that follow the store.")
+        self.store_replicas_expected = gauge(
+            "tidegate_store_replicas_expected", "Replicas that must have what is acknowledged: --store-replicas."
+        )
+        self.store_replica_lag = gauge(
+            "tidegate_store_replica_lag_bytes",
+            "Of the store's newest writes, what the slowest of its replicas does not have yet; 0 without replicas.",
         )
         self.client_disconnects = counter(
             "tidegate_client_disconnects_total", "Clients that hung up before their answer was complete.", ["tier"]
@@ -121,6 +135,12 @@ class GatewayMetrics:
         self.store_up.set(is_up)
         self.store_seconds.set(latency_s)
 
+    def show_store_state(self, state: StoreState) -> None:
+        self.store_memory.set(state.memory_bytes)
+        self.store_memory_limit.set(state.memory_limit_bytes)
+        self.store_replicas.set(state.replicas)
+        self.store_replica_lag.set(state.replica_lag_bytes or 0)
+
     def count_choice(self, asked: str, model: str, why: str) -> None:
         self.model_choices.labels(asked, model, why).inc()
 
@@ -169,6 +189,15 @@ class ModelMetrics:
             ["tier"],
         )
         self.workers_alive = gauge("tidegate_workers_alive", "Workers with a fresh heartbeat.")
+        self.workers_lost = counter(
+            "tidegate_workers_lost_total",
+            "Workers that stopped to send heartbeats without being stopped in order.",
+        )
+        self.workers_required = gauge(
+            "tidegate_workers_required",
+            "1 if requests need a worker now: always, or with --scale-from-zero while there is work; else 0.",
+        )
+        self._num_lost: int | None = None  # workers of the store that were lost at the last reading
         self.workers_unreadable = gauge(
             "tidegate_workers_unreadable",
             "Workers whose heartbeats this gateway cannot read, as those of another version.",
@@ -197,3 +226,9 @@ class ModelMetrics:
         self.queue_age.clear()
         for tier, seconds in queue_ages_s.items():
             self.queue_age.labels(tier).set(seconds)
+
+    def show_lost_workers(self, num_lost: int) -> None:
+        """Count the workers that were lost since the last reading. The store's number is older than this gateway."""
+        if self._num_lost is not None:
+            self.workers_lost.inc(max(0, num_lost - self._num_lost))
+        self._num_lost = num_lost

@@ -176,6 +176,7 @@ async def exposition(gateway: Gateway) -> bytes:
     metrics, main = gateway.metrics, gateway.models.main
     limited = {key.name for key in gateway.keyring.keys if key.is_limited}
     metrics.show_from_the_start(gateway.tiers, limited or {NO_KEY}, (NO_KEY,) if gateway.keyring.is_open else ())
+    metrics.store_replicas_expected.set(gateway.store_replicas)
     metrics.batches_late.set(gateway.batches.forecasts.num_late)
     is_up, latency_s = False, STORE_TIMEOUT_S
     with suppress(Exception):  # after any error of the store, the gateway's own metrics are still worth reading
@@ -185,6 +186,7 @@ async def exposition(gateway: Gateway) -> bytes:
                 metrics.batches.labels(status).set(count)
             metrics.dead_letters.set(await gateway.dead_letters.count(gateway.clock.wall_ms()))
             is_up = gateway.client.refusal is None
+            metrics.show_store_state(await gateway.read_store())  # last: the server's user may lack the right to INFO
     metrics.show_store(is_up, latency_s)
     for served in gateway.models:
         _show_workers(served)
@@ -202,8 +204,11 @@ async def _show_queues(gateway: Gateway, served: ServedModel) -> float:
     queues = await read_queues(served.client, gateway.clock)
     served.metrics.show_backlogs(queues.backlogs, served.client.predicted_ttfts_s(queues.backlogs))
     served.metrics.show_queue_ages(queues.ages_s)
+    served.metrics.show_lost_workers(await served.client.registry.num_lost())
     # Without the store, it stays as it was, so that an autoscaler changes nothing.
-    gateway.metrics.workers_wanted.labels(served.name).set((await read_scale(gateway, served)).wanted)
+    wanted = (await read_scale(gateway, served)).wanted
+    gateway.metrics.workers_wanted.labels(served.name).set(wanted)
+    served.metrics.workers_required.set(wanted > 0 or not served.client.wait.scales_from_zero)
     return queues.latency_s
 
 

@@ -40,9 +40,9 @@ class LiveWorkers:
         """Read the beats, and the statuses if a worker is new. To be called once each `CHECK_S` seconds."""
         beats = {worker_id: beat.at_ms for worker_id, beat in (await self._registry.beats()).items()}
         for worker_id in self._monitor.observe(beats):
-            log.warning("a worker is silent", worker=worker_id)
             with suppress(StoreRefused):
-                await self._registry.withdraw(worker_id)  # it announces itself again if it wakes up
+                if await self._registry.remove_silent(worker_id):  # it announces itself again if it wakes up
+                    log.warning("a worker is silent", worker=worker_id)
         if not beats.keys() <= {w.worker_id for w in self._listed}:
             self._listed = await self._registry.workers()
         self._note(beats)

@@ -31,6 +31,17 @@ class WorkerRegistry(Protocol):
         """Remove a worker. Unknown ids are ignored."""
         ...
 
+    async def remove_silent(self, worker_id: str) -> bool:
+        """Remove a worker whose heartbeats have stopped, and count it as lost, once for all who notice it.
+
+        Return False if it is not there any more: it has withdrawn, or somebody else was first.
+        """
+        ...
+
+    async def num_lost(self) -> int:
+        """Return how many workers were lost since the store has had its data. It may fall after a failover."""
+        ...
+
     async def announce_start(self, start: WorkerStart) -> None:
         """Announce what a worker does that does not serve yet. It is known for `START_TTL_S`."""
         ...

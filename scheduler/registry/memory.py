@@ -21,6 +21,7 @@ class MemoryWorkerRegistry:
         self._clock = clock
         self._ttl_s = ttl_s
         self._announced: dict[str, _Announcement] = {}
+        self._num_lost = 0
         self._starting: dict[str, tuple[float, WorkerStart]] = {}
 
     @property
@@ -35,6 +36,14 @@ class MemoryWorkerRegistry:
 
     async def withdraw(self, worker_id: str) -> None:
         self._announced.pop(worker_id, None)
+
+    async def remove_silent(self, worker_id: str) -> bool:
+        was_there = self._announced.pop(worker_id, None) is not None
+        self._num_lost += was_there
+        return was_there
+
+    async def num_lost(self) -> int:
+        return self._num_lost
 
     async def announce_start(self, start: WorkerStart) -> None:
         self._starting[start.worker_id] = (self._clock.now() + keys.START_TTL_S, start)

@@ -74,11 +74,25 @@ class RedisWorkerRegistry:
         return "" if before is None else before.decode()
 
     async def withdraw(self, worker_id: str) -> None:
+        await self._remove(worker_id)
+
+    async def remove_silent(self, worker_id: str) -> bool:
+        was_there = await self._remove(worker_id)
+        if was_there:
+            await self._client.incr(self._keys.workers_lost)
+        return was_there
+
+    async def num_lost(self) -> int:
+        return int(await self._client.get(self._keys.workers_lost) or 0)
+
+    async def _remove(self, worker_id: str) -> bool:
+        """Remove a worker. Return whether it was there, which one caller of several is told."""
         pipeline = self._client.pipeline(transaction=True)
         pipeline.delete(self._keys.worker + worker_id)
         pipeline.srem(self._keys.workers, worker_id)
         pipeline.hdel(self._keys.beats, worker_id)
-        await pipeline.execute()
+        _, num_listed, num_beats = await pipeline.execute()
+        return bool(num_listed or num_beats)
 
     async def announce_start(self, start: WorkerStart) -> None:
         ttl_ms = int(keys.START_TTL_S * 1000)

@@ -146,6 +146,9 @@ class Keys(Namespace):
     # Hash: the newest beat (msgpack `Beat`) of each announced worker, for all who only watch whether it is alive.
     beats = Name("workers:beats")
 
+    # Counter: the workers whose heartbeats stopped without a withdrawal, since the store has had its data.
+    workers_lost = Name("workers:lost")
+
     # One hash per live worker: status (msgpack `WorkerStatus`), sla (JSON, deflated), incarnation, and metrics (empty:
     # earlier versions read it).
     worker = Name("worker:")

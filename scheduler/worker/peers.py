@@ -71,8 +71,10 @@ class Peers:
         beats = {worker_id: beat.at_ms for worker_id, beat in kin.items() if worker_id != self._worker_id}
         for worker_id in self._monitor.observe(beats):
             requeued = await self._queue.requeue_worker(worker_id)
-            log.warning("a worker is silent; its work goes back to the queue", worker=worker_id, count=len(requeued))
-            await self._registry.withdraw(worker_id)  # it announces itself again if it wakes up
+            was_lost = await self._registry.remove_silent(worker_id)  # it announces itself again if it wakes up
+            if was_lost or requeued:  # one that has withdrawn is no more silent than it said
+                event = "a worker is silent; its work goes back to the queue"
+                log.warning(event, worker=worker_id, count=len(requeued))
 
 
 class GatewayWatch:

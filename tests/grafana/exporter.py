@@ -21,6 +21,7 @@ from scheduler.control.slowdown import Slowdown
 from scheduler.drivers.calls.metrics import CALL_OUTCOMES, TaskMetrics
 from scheduler.holdings.report import Ended, PrefixLookup, Reaction, Report
 from scheduler.request_state import Sample
+from scheduler.store.state import StoreState
 from scheduler.tasks.task import ClaimedTask, EndedTask, Task
 from scheduler.worker.metrics import SchedulerMetrics
 from tests.scheduler.builders import make_core
@@ -136,6 +137,10 @@ class Deployment:
         self._scrapes += 1
         has_lost_one = self._faulty and self._scrapes > 3
         self.model.workers_alive.set(len(self.workers) - has_lost_one)
+        self.model.show_lost_workers(int(has_lost_one))
+        self.model.workers_required.set(1)
+        self.gateway.store_replicas_expected.set(2)
+        self.gateway.show_store_state(StoreState(900 if self._faulty else 100, 1000, 1 if self._faulty else 2, 2**25))
         self.gateway.workers_wanted.labels("model").set(len(self.workers))
         self.gateway.show_store(not self._faulty, 0.001)
         self.model.show_queue_ages(dict.fromkeys(TIERS.tiers, 2000.0 if self._faulty else 0.1))

@@ -17,9 +17,14 @@ from tests.grafana.prometheus_server import Prometheus, running, wait_until
 
 DASHBOARD = load_dashboard()
 QUERIES = queries(DASHBOARD)
-# Families that are exported, but on purpose on no panel: the first is above 0 only while versions are mixed, and the
-# second is for those who write routing rules.
-NOT_SHOWN = {"tidegate_workers_unreadable", "tidegate_requests_routed", "tidegate_model_choices"}
+# Families that are exported, but on purpose on no panel: the first is above 0 only while versions are mixed, the
+# next two are for those who write routing rules and splits, and the last one is for the alerts.
+NOT_SHOWN = {
+    "tidegate_workers_unreadable",
+    "tidegate_requests_routed",
+    "tidegate_model_choices",
+    "tidegate_workers_required",
+}
 VARIABLES = {"__rate_interval": "2s", "tier": "realtime", "worker": "|".join(WORKERS), "datasource": "prometheus"}
 
 

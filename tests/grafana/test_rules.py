@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway.http.exposition import render
+from gateway.http.metrics import ModelMetrics
 from tests.grafana.exporter import Deployment, serving
 from tests.grafana.prometheus_server import Prometheus, running, wait_until
 from tests.test_docs import ROOT, anchors
@@ -22,7 +25,7 @@ ALERTS = [rule for group in GROUPS for rule in group["rules"] if "alert" in rule
 RECORDED = [rule for group in GROUPS for rule in group["rules"] if "record" in rule]
 SERIES = re.compile(r"(tidegate_\w+){(.*)}")
 # What one faulty deployment cannot show: its gateway answers, and one of its workers lives.
-NOT_AT_ONCE = {"TidegateGatewayDown", "TidegateNoWorker"}
+NOT_AT_ONCE = {"TidegateGatewayDown", "TidegateNoGateway", "TidegateNoWorker"}
 
 
 def promtool(*arguments: str | Path) -> None:
@@ -49,7 +52,9 @@ def test_each_alert_has_a_test() -> None:
 
 
 def test_the_series_of_the_tests_are_those_of_the_product() -> None:
-    families = text_string_to_metric_families(Deployment().scrape().decode())
+    several = render(CollectorRegistry(), {}, "a", {"a": ModelMetrics().registry})  # a gateway of several models
+    pages = (Deployment().scrape(), several)
+    families = [family for page in pages for family in text_string_to_metric_families(page.decode())]
     exported = {(s.name, frozenset(s.labels)) for family in families for s in family.samples}
     tests = yaml.safe_load(TESTS.read_text(encoding="utf-8"))["tests"]
     used = [m for test in tests for item in test["input_series"] if (m := SERIES.fullmatch(item["series"]))]

@@ -6,6 +6,7 @@ Everything that lies outside of the process comes in as a `Settings`, a connecti
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from redis.asyncio import Redis
@@ -41,6 +42,7 @@ from gateway.models import Models, Split
 from gateway.state import Gateway
 from scheduler.clock import Clock
 from scheduler.store.durability import wait_for_replicas
+from scheduler.store.state import read_state
 from scheduler.tasks.queue import TaskQueue
 from tidegate.gateway.models import ModelsBuilder, ModelSource, Queues, make_client, open_models
 from tidegate.settings.gateway import GatewaySettings
@@ -182,6 +184,8 @@ def build_gateway(
         limits=limits,
         usage=usage,
         idempotency=IdempotencyStore(redis, clock),
+        read_store=partial(read_state, redis),
+        store_replicas=settings.store_replicas,
         worker_pages=outside.worker_pages,
         responses=responses,
         dead_letters=dead_letters,

@@ -8,11 +8,13 @@ import httpx
 import pytest
 import structlog
 from prometheus_client.parser import text_string_to_metric_families
+from redis.asyncio import Redis
 
 from gateway.http.exposition import WorkerPages, render
+from gateway.http.metrics import ModelMetrics
 from gateway.identity import Keyring
 from gateway.routes import ops
-from scheduler.registry.worker_status import WorkerStart, WorkerStatus
+from scheduler.registry.worker_status import TierStatus, WorkerStart, WorkerStatus
 from tests.gateway.api_keys import key
 from tests.gateway.stand import running_stand
 from tests.gateway.tiny_model import CONTEXT, MODEL, token_ids
@@ -168,6 +170,45 @@ async def test_metrics_without_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
     assert response.status_code == 200
     assert "tidegate_workers_alive 1.0" in response.text and "tidegate_store_up 0.0" in response.text
     assert 'worker="w1"' in response.text
+
+
+def many_workers(count: int) -> list[WorkerStatus]:
+    tiers = {name: TierStatus(queued=3, running=5, finished_per_s=1.0) for name in ("realtime", "bulk", "batch")}
+    return [WorkerStatus(f"w{number}", (MODEL,), CONTEXT, 1000, 0, tiers=tiers) for number in range(10, 10 + count)]
+
+
+async def test_a_page_and_what_is_asked_of_the_store_for_it_do_not_grow_with_the_workers(redis_client: Redis) -> None:
+    series, commands = [], []
+    for count in (1, 50):
+        async with running_stand(workers=many_workers(count)) as stand:
+            await stand.http.get("/metrics")  # the first one loads what later ones have
+            before = (await redis_client.info("stats"))["total_commands_processed"]
+            series.append(len(samples_of((await ops.exposition(stand.gateway)).decode())))
+            commands.append((await redis_client.info("stats"))["total_commands_processed"] - before)
+            assert stand.metric("tidegate_workers_alive") == 1 + count
+    assert series[0] == series[1] > 100
+    assert max(commands) <= 30  # the gateway's own rounds, such as its probe of writes, may come between
+
+
+async def test_metrics_say_how_full_the_store_is_and_which_workers_were_lost() -> None:
+    async with running_stand(store_replicas=2, scale_from_zero=True) as stand:
+        await stand.http.get("/metrics")
+        await stand.worker.registry.announce(WorkerStatus("w2", (), 1, 1, 0))
+        assert await stand.worker.registry.remove_silent("w2")
+        await ops.exposition(stand.gateway)
+        assert 0 < stand.metric("tidegate_store_memory_bytes") < stand.metric("tidegate_store_memory_limit_bytes")
+        assert stand.metric("tidegate_store_replicas_expected") == 2
+        assert stand.metric("tidegate_workers_required") == 0
+        assert stand.metric("tidegate_workers_lost_total") == 1
+
+
+def test_only_workers_that_were_lost_since_the_last_reading_count() -> None:
+    metrics = ModelMetrics()
+    lost = []
+    for total in (7, 7, 9, 0, 1):  # 7 were lost before this gateway, and a failover has lost the number
+        metrics.show_lost_workers(total)
+        lost.append(metrics.registry.get_sample_value("tidegate_workers_lost_total"))
+    assert lost == [0, 0, 2, 2, 3]
 
 
 async def test_metrics_are_rendered_once_for_many_scrapes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,16 @@ async def test_a_worker_that_withdraws_is_gone_at_once(registry: WorkerRegistry)
     assert await registry.workers() == []
 
 
+async def test_a_silent_worker_is_lost_once_and_one_that_has_withdrawn_is_not(registry: WorkerRegistry) -> None:
+    assert await registry.num_lost() == 0
+    await registry.announce(status("silent"))
+    await registry.announce(status("stopped"))
+    await registry.withdraw("stopped")
+    assert not await registry.remove_silent("stopped"), "whoever watched it sees no more beats of it either"
+    assert [await registry.remove_silent("silent") for _who_notices in range(3)] == [True, False, False]
+    assert await registry.workers() == [] and await registry.num_lost() == 1
+
+
 async def test_a_silent_worker_is_gone_after_the_ttl(registry: WorkerRegistry) -> None:
     await registry.announce(status("silent"))
 

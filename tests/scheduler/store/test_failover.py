@@ -13,6 +13,7 @@ from redis.exceptions import ConnectionError as StoreUnreachable
 from scheduler.store import connection, durability
 from scheduler.store.durability import durable
 from scheduler.store.errors import CAUSES, STORE_AWAY, NotDurable, StoreRefused
+from scheduler.store.state import read_state
 from tests.scheduler.store.nodes import Pair, Sentinel, running_sentinel
 from tests.waiting import until
 
@@ -143,6 +144,23 @@ async def test_writes_are_durable_once_enough_replicas_have_them(
     durability.wait_for_replicas(client, 2)
     with pytest.raises(NotDurable, match=durability.TOO_FEW_REPLICAS):
         await durable(client)
+
+
+async def test_the_server_says_which_replicas_follow_and_how_far_behind_they_are(pair: Pair, client: Redis) -> None:
+    await until(lambda: following(client, 1))
+    state = await read_state(client)
+    assert 0 < state.memory_bytes < state.memory_limit_bytes
+    assert state.replica_lag_bytes is not None
+    pair.replica.send(signal.SIGSTOP)
+    await client.set("large", b"x" * 2**20)
+    assert ((await read_state(client)).replica_lag_bytes or 0) >= 2**20
+    pair.replica.end(signal.SIGKILL)
+    await until(lambda: following(client, 0))
+    assert (await read_state(client)).replica_lag_bytes is None
+
+
+async def following(client: Redis, count: int) -> bool:
+    return (await read_state(client)).replicas == count
 
 
 async def is_durable(client: Redis, on_disk: bool) -> bool:

@@ -2,6 +2,8 @@
 
 import asyncio
 
+import structlog
+
 from engine.modeled.engine import ModeledEngine
 from engine.step_time.cost import StepCost
 from scheduler.drivers.steps.driver import STUCK_S, StepDriver
@@ -59,6 +61,29 @@ async def test_the_requests_of_a_hung_worker_go_on_at_another_one_within_three_s
     answer = world.answers["chat"]
     assert answer.token_ids == expected_tokens(answer.request)
     assert answer.events[-1].kind is EventKind.FINISHED
+
+
+@played_by(run_world)
+async def test_a_worker_that_is_stopped_in_order_looks_lost_to_nobody_and_one_that_dies_is_counted(
+    world: World,
+) -> None:
+    second = second_worker(world)
+    await world.clock.sleep(2 * HEARTBEAT_S)
+    with structlog.testing.capture_logs() as logs:
+        await world.registry.withdraw("second")
+        second.running.cancel()
+        await asyncio.gather(second.running, return_exceptions=True)
+        await world.clock.sleep(WORKER_SILENT_S + 2 * CHECK_S)
+    assert [entry["event"] for entry in logs if "silent" in entry["event"]] == []
+    assert await world.registry.num_lost() == 0
+    third = second_worker(world)
+    await world.clock.sleep(2 * HEARTBEAT_S)
+    third.running.cancel()
+    await asyncio.gather(third.running, return_exceptions=True)
+    with structlog.testing.capture_logs() as logs:
+        await world.clock.sleep(WORKER_SILENT_S + 2 * CHECK_S)
+    assert await world.registry.num_lost() == 1
+    assert "a worker is silent" in {entry["event"].partition(";")[0] for entry in logs}
 
 
 @played_by(run_world)
