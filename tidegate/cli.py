@@ -17,13 +17,14 @@ from engine.config import EngineStartError
 from tidegate.logs import configure_logging
 from tidegate.settings import base, commands
 from tidegate.settings.base import CONFIG_VARIABLE, CommonSettings
-from tidegate.settings.commands import DemoSettings, DoctorSettings, ServeSettings
+from tidegate.settings.commands import BackupSettings, DemoSettings, DoctorSettings, RestoreSettings, ServeSettings
 from tidegate.settings.gateway import GatewaySettings
 from tidegate.settings.worker import WorkerSettings
 from tidegate.supervision.keeper import EX_CONFIG
 from tidegate.supervision.process import keep_files_private
 
 EX_USAGE = 2
+NO_MODEL = ("adopt", "backup", "restore")  # commands with the flags of `serve` that need no model
 EX_INTERRUPTED = 130  # 128 + SIGINT
 
 USAGE = """\
@@ -41,6 +42,8 @@ commands:
   top        watch a running server: queues, SLOs, workers, batches; see `tidegate top --help`
   batch      run batches from files and tables; see `tidegate batch --help`
   adopt      tie the storage of files to the store, where a gateway refuses to start because they do not match
+  backup     write what store and storage of files hold into a folder, also while the server runs
+  restore    write a backup into an empty store
   keys       add, list and revoke the API keys of a file; see `tidegate keys --help`
   loadtest   load generators; see `tidegate loadtest --help`
 
@@ -102,6 +105,8 @@ COMMANDS: dict[str, tuple[str, type[CommonSettings] | None]] = {
     "doctor": ("tidegate.doctor.command:run_doctor", DoctorSettings),
     "demo": ("tidegate.demo:run_demo", DemoSettings),
     "adopt": ("tidegate.adopt:run_adopt", ServeSettings),  # whoever adopts has the flags of `serve` or of `gateway`
+    "backup": ("tidegate.backup.command:run_backup", BackupSettings),
+    "restore": ("tidegate.backup.command:run_restore", RestoreSettings),
     "keys": ("tidegate.keys:run_keys", None),
     "batch": ("tidegate.batch.command:run_batch", None),
     "top": ("tidegate.top.command:run_top", None),
@@ -137,7 +142,7 @@ def _load(kind: type[CommonSettings], command: str, args: list[str]) -> CommonSe
 def _with_unpacked_model(command: str, settings: CommonSettings) -> CommonSettings:
     """Return the settings with a directory in place of a GGUF file. If it cannot be read, end the program."""
     paths = settings.named_models or {"": settings.model or ""}
-    if not any(path.endswith(gguf.SUFFIX) for path in paths.values()) or command == "adopt":
+    if not any(path.endswith(gguf.SUFFIX) for path in paths.values()) or command in NO_MODEL:
         return settings
     computes = getattr(settings, "engine", "native") in ("native", "vllm") and command != "gateway"
     with_weights = computes and settings.load_format == "auto"

@@ -57,7 +57,7 @@ class EmbeddedValkey:
         self._max_memory_mb = MEMORY_RATIO * store_mb
         self._cleanup = contextlib.ExitStack()
         self._lock_fd = -1
-        self.socket_path = self.data_dir / "valkey.sock"
+        self.socket_path = self.data_dir / "valkey.sock"  # what others connect to; for a long path, a link to it
 
     def __enter__(self) -> Self:
         """Find the binary and lock the data directory.
@@ -69,7 +69,8 @@ class EmbeddedValkey:
             self._lock_fd = cleanup.enter_context(_locked(self.data_dir))
             if len(os.fsencode(self.socket_path)) > MAX_SOCKET_PATH:
                 short_dir = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="tidegate-"))
-                self.socket_path = Path(short_dir) / "valkey.sock"
+                _link(self.socket_path, to=(short := Path(short_dir) / "valkey.sock"))
+                self.socket_path = short
             self._cleanup = cleanup.pop_all()
         return self
 
@@ -136,6 +137,27 @@ def running_valkey(data_dir: Path, binary: Path | None = None) -> Iterator[str]:
             yield valkey.url
         finally:
             end_child(process, STOP_TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def reached_valkey(data_dir: Path) -> Iterator[str]:
+    """Yield the URL of the server in `data_dir`: of the one that runs, or else of one that runs within the block.
+
+    Raises `ValkeyError` if there is none and it does not start.
+    """
+    path = data_dir.absolute() / "valkey.sock"
+    valkey = EmbeddedValkey(data_dir)
+    valkey.socket_path = path.readlink() if path.is_symlink() else path
+    if valkey.answers_ping():
+        yield valkey.url
+        return
+    with running_valkey(data_dir) as url:
+        yield url
+
+
+def _link(path: Path, *, to: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to(to)
 
 
 def find_binary() -> Path:

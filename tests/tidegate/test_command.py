@@ -23,9 +23,11 @@ tiers:
         (["nothing"], 2, ["'nothing'"]),
         *(
             ([name, "--help"], 0, [f"usage: tidegate {name}", "--model", "--config"])
-            for name in ("serve", "gateway", "worker", "demo")
+            for name in ("serve", "gateway", "worker", "demo", "backup", "restore")
         ),
         (["gateway"], 2, ["--redis-url"]),
+        (["backup"], 2, ["DIRECTORY"]),
+        (["restore", "{}/none", "--data-dir", "{}/data"], 78, ["no complete backup: backup.json is missing"]),
         (["worker"], 2, ["--redis-url"]),
         (["serve", "--port", "abc", "--load-format", "x"], 2, ["--port", "--load-format"]),
         (["serve", "--config", "{}/tidegate.yaml"], 2, ["prot"]),

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 import yaml
 from pydantic import Field
+from pydantic_settings import CliPositionalArg
 
 from tidegate.settings.base import CommonSettings, SettingsError
 from tidegate.settings.gateway import GatewaySettings
@@ -49,6 +50,20 @@ class ServeSettings(GatewaySettings, WorkerSettings):
         """Return the names of what is served, without aliases of several models. Raises `ModelsError`."""
         several = self.several_models()
         return self.model_names if several is None else (*several.models, *several.splits)
+
+
+class BackupSettings(ServeSettings):
+    """Write what the store and the storage of files hold into a new folder; the server may run meanwhile."""
+
+    directory: CliPositionalArg[Path] = Field(description="the folder of the backup")
+
+
+class RestoreSettings(BackupSettings):
+    """Write a backup into an empty store and into the storage of files. No gateway and no worker may run meanwhile."""
+
+    replace: Path | None = Field(
+        default=None, description="replace what the store holds, after a backup of it into this new folder"
+    )
 
 
 class DoctorSettings(ServeSettings):
