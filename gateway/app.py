@@ -21,13 +21,13 @@ from gateway.protocol import error_handlers
 from gateway.protocol.json_body import MAX_BODIES, BodyReader
 from gateway.protocol.openapi import described
 from gateway.routes import chat, conversations, messages, models, ops, pages, responses, tokenize
-from gateway.routes.dependencies import Administrator, WrongKeys, authenticated, request_counted
+from gateway.routes.dependencies import Reader, WrongKeys, authenticated, request_counted
 from gateway.routes.jobs import batches, files, message_batches, tasks, uploads
 from gateway.routes.operators import admin, dead_letters, keys, overview, scale
 from gateway.routes.operators.sla_feed import SlaFeed
 from gateway.state import Gateway
 
-NOT_ADMIN: dict[int | str, dict[str, Any]] = {403: {"description": "Not an administrator."}}
+NOT_ADMIN: dict[int | str, dict[str, Any]] = {403: {"description": "The key has not the role that this needs."}}
 UPLOAD_PATHS = re.compile(r"/v1/files|/v1/uploads/[^/]+/parts$")  # their bodies go to the disk as they come
 
 
@@ -65,7 +65,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     if not gateway.private_docs:
         app.include_router(pages.docs)
     for routes in (admin, overview, scale, keys, dead_letters):
-        app.include_router(routes.router, tags=["admin"], dependencies=[Administrator], responses=NOT_ADMIN)
+        app.include_router(routes.router, tags=["admin"], dependencies=[Reader], responses=NOT_ADMIN)
     for routes in (chat, messages, models, tokenize):
         app.include_router(routes.router)
     app.include_router(responses.router, dependencies=[Depends(authenticated)])

@@ -18,6 +18,8 @@ from scheduler.config import Tier, TierSet
 ALIASES = {"fast": "priority", "ultrafast": "priority", "standard": "default"}
 REQUEST_SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", *ALIASES)  # the openai client may send these
 RESPONSE_SERVICE_TIERS = ("default", "flex", "scale", "priority")  # the openai client's response types accept these
+# What a key may do with /admin: look; retry and remove dead letters; change the tiers.
+ROLES = ("read", "operate", "admin")
 # Bytes of a digest by which a keyring finds the keys to compare with, so that its time does not grow with their number.
 # How long this takes tells at most these bytes of the digest of what the caller has sent, which he knows anyway.
 INDEX_BYTES = 4
@@ -39,7 +41,8 @@ class ApiKey:
     """The API key of a caller.
 
     `tiers` are the tiers that the key may use (None: all tiers). `default_tier` is the tier of requests without a
-    `service_tier` (None: the default tier of tiers.yaml). `admin` says whether the key may use /admin. The next three
+    `service_tier` (None: the default tier of tiers.yaml). `role` says what the key may do with /admin (None: nothing);
+    `admin` means the role "admin". The next three
     are limits over all gateways (None: no limit). `files_quota_mb` is the size of all its files in MB (None: the
     server's default). `webhook` is None for the server's own secret, and no URL. `weight` is its share beside
     other keys, of an interactive tier and of the lines of batches. `batch_concurrent_lines` and `batch_enqueued_tokens`
@@ -52,6 +55,7 @@ class ApiKey:
     tiers: frozenset[str] | None = None
     default_tier: str | None = None
     admin: bool = False
+    role: str | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     concurrent_requests: int | None = None
@@ -60,6 +64,11 @@ class ApiKey:
     weight: int = 1
     batch_concurrent_lines: int | None = None
     batch_enqueued_tokens: int | None = None
+
+    def may(self, role: str) -> bool:
+        """Return whether the key may do with /admin what needs this role. Each role includes those before it."""
+        own = "admin" if self.admin else self.role
+        return own is not None and ROLES.index(own) >= ROLES.index(role)
 
     def may_use(self, tier: Tier) -> bool:
         return self.tiers is None or tier.name in self.tiers

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gateway.identity import ROLES
 from gateway.keys.edit import add_key, revoke_key
 from gateway.keys.file import KeyEntry, KeyringError, read_entries
 from scheduler.config import TierConfigError, load_tiers, shipped_tiers_path
@@ -49,7 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("name", help="owner of the key's files, batches and usage")
     add.add_argument("--tier", action="append", dest="tiers", help="a tier that it may use; repeatable; default: all")
     add.add_argument("--default-tier", help="tier of requests that name none")
-    add.add_argument("--admin", action="store_true", default=None, help="it may use /admin")
+    add.add_argument("--admin", action="store_true", default=None, help="it may use /admin: the role admin")
+    add.add_argument("--role", choices=ROLES, help="it may look at /admin, also operate, or also change the tiers")
     add.add_argument("--requests-per-minute", type=int, metavar="N")
     add.add_argument("--tokens-per-minute", type=int, metavar="N", help="prompt and output tokens")
     add.add_argument(

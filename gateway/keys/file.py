@@ -1,13 +1,13 @@
 """The file of API keys: what it may contain, and how it is read.
 
 Knows YAML and tiers; does not know HTTP, or when the file is read again (gateway/keys/source.py does). The file has the
-form `keys: [{name, key | sha256, tiers?, default_tier?, admin?, requests_per_minute?, …}]`.
+form `keys: [{name, key | sha256, tiers?, default_tier?, role?, requests_per_minute?, …}]`.
 """
 
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -59,6 +59,7 @@ class KeyEntry(BaseModel):
     tiers: Annotated[list[str], Field(min_length=1)] | None = None
     default_tier: str | None = None
     admin: bool = False
+    role: Literal["read", "operate", "admin"] | None = None
     requests_per_minute: Limit | None = None
     tokens_per_minute: Limit | None = None
     concurrent_requests: Limit | None = None
@@ -73,6 +74,12 @@ class KeyEntry(BaseModel):
     def _one_secret(self) -> Self:
         if (self.key is None) == (self.sha256 is None):
             raise ValueError("needs either key or sha256")
+        return self
+
+    @model_validator(mode="after")
+    def _one_role(self) -> Self:
+        if self.admin and self.role not in (None, "admin"):
+            raise ValueError(f"admin: true is the role admin, and role says {self.role}")
         return self
 
     @property

@@ -1,6 +1,6 @@
 """FastAPI dependencies of the routes: identify the caller, and check who may use /admin, before a body is read.
 
-If API keys are configured, a request needs one of them, and /admin needs a key with `admin: true`.
+If API keys are configured, a request needs one of them, and /admin needs a key with a role.
 
 If no keys are configured, /v1 is open to every program that can reach the port, but not to web pages of other origins,
 unless `--allowed-origins` names them. Such pages must be refused, because a browser lets every page post text/plain or
@@ -88,17 +88,30 @@ async def request_counted(request: Request, key: Caller) -> None:
         request.state.headers = (await gateway_of(request).limits.reserve(key, tokens=0)).headers
 
 
-async def administrator(request: Request, key: Caller) -> None:
-    """Check that the caller may use /admin. Raises `ApiError` 403 if not."""
-    if key is not None and not key.admin:
-        message = "This API key may not administrate: that takes `admin: true` in the keys file."
+def _check_role(request: Request, key: ApiKey | None, role: str) -> None:
+    """Check that the caller may do with /admin what needs this role. Raises `ApiError` 403 if not."""
+    if key is not None and not key.may(role):
+        needed = "`admin: true`" if role == "admin" else f"`role: {role}` or `admin: true`"
+        message = f"This API key may not do this: that takes {needed} in the keys file."
         raise ApiError(403, message, code="insufficient_permissions")
     if key is None and (_other_origin(request) or not _is_local(request)):
         message = "Without API keys, administration is open to programs on the server's own machine only."
         raise ApiError(403, message, code="insufficient_permissions")
 
 
-Administrator = Depends(administrator)
+async def reader(request: Request, key: Caller) -> None:
+    _check_role(request, key, "read")
+
+
+async def operator(request: Request, key: Caller) -> None:
+    _check_role(request, key, "operate")
+
+
+async def administrator(request: Request, key: Caller) -> None:
+    _check_role(request, key, "admin")
+
+
+Reader, Operator, Administrator = Depends(reader), Depends(operator), Depends(administrator)
 
 
 def _other_origin(request: Request) -> str | None:

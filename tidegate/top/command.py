@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         "--api-key",
         default=key,
         metavar="KEY",
-        help="a key with `admin: true`; default: TIDEGATE_API_KEY, or OPENAI_API_KEY",
+        help="a key with `role: read`; default: TIDEGATE_API_KEY, or OPENAI_API_KEY",
     )
     parser.add_argument("--interval-s", type=float, default=1.0, metavar="S", help="seconds between two looks")
     parser.add_argument("--once", action="store_true", help="print the state once, for scripts")
@@ -84,7 +84,7 @@ def _read(client: httpx.Client) -> dict[str, Any]:
     if answer.status_code == 404:
         raise Refused(f"{client.base_url} has no /admin/overview: it is no Tidegate, or an older one.")
     if answer.status_code in (401, 403):
-        raise Refused(f"{_message(answer)} Set TIDEGATE_API_KEY to a key with `admin: true`.")
+        raise Refused(f"{_message(answer)} Set TIDEGATE_API_KEY to a key with `role: read` or `admin: true`.")
     if answer.status_code != 200:
         raise Away(f"{client.base_url} answered {answer.status_code}: {_message(answer)}")
     try:

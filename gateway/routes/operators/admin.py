@@ -1,6 +1,6 @@
 """The /admin endpoints: show and change the tiers in force, and explain the decisions of the SLA controllers.
 
-Only administrators may use these endpoints.
+They need the role "read", and the changes the role "admin".
 """
 
 import asyncio
@@ -12,6 +12,7 @@ from sse_starlette import EventSourceResponse
 
 from gateway.protocol.errors import ApiError, invalid_request, retry_after, too_large
 from gateway.protocol.json_body import parse_json_object
+from gateway.routes.dependencies import Administrator
 from gateway.routes.operators.sla_feed import PERIOD_S, SlaFeed, SlaStreamResponse, explain
 from gateway.state import OfModel
 from scheduler.config import TierConfigError
@@ -72,7 +73,7 @@ async def read_tiers(changes: Changes) -> dict[str, Any]:
     }
 
 
-@router.post("/admin/tiers", responses=REFUSALS, openapi_extra=BODY)
+@router.post("/admin/tiers", dependencies=[Administrator], responses=REFUSALS, openapi_extra=BODY)
 async def change_tiers(request: Request, changes: Changes) -> dict[str, Any]:
     """Put the tiers in the body in force on every gateway and worker of the store.
 
@@ -85,7 +86,7 @@ async def change_tiers(request: Request, changes: Changes) -> dict[str, Any]:
         raise _invalid_tiers(error) from None
 
 
-@router.post("/admin/tiers/reload", responses=REFUSALS)
+@router.post("/admin/tiers/reload", dependencies=[Administrator], responses=REFUSALS)
 async def reload_tiers(changes: Changes) -> dict[str, Any]:
     """Read this gateway's tiers file again, and put its tiers in force on every gateway and worker of the store."""
     try:

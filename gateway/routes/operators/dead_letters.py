@@ -1,6 +1,6 @@
 """The /admin/dead-letters endpoints: requests that were given up because their workers died.
 
-Only administrators may use these endpoints. They never show a prompt.
+They need the role "read", and changes the role "operate". They never show a prompt.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ from gateway.dead_letters import DeadLetter
 from gateway.jobs.batches.retry import retry_line
 from gateway.jobs.batches.service import InputProblem
 from gateway.protocol.errors import ApiError, invalid_value
+from gateway.routes.dependencies import Operator
 from gateway.state import gateway_of
 
 router = APIRouter()  # for administrators
@@ -29,7 +30,7 @@ async def list_dead_letters(
     return {"object": "list", "data": [_object(letter) for letter in found[:limit]], "has_more": len(found) > limit}
 
 
-@router.post("/admin/dead-letters/{letter_id}/retry", status_code=202)
+@router.post("/admin/dead-letters/{letter_id}/retry", status_code=202, dependencies=[Operator])
 async def retry_dead_letter(request: Request, letter_id: str) -> JSONResponse:
     """Create a batch of the same owner for the line, and remove the dead letter. The answer names the batch."""
     letters, gateway = gateway_of(request).dead_letters, gateway_of(request)
@@ -46,7 +47,7 @@ async def retry_dead_letter(request: Request, letter_id: str) -> JSONResponse:
     return JSONResponse({**_object(letter), "retry_batch_id": created.id}, status_code=202)
 
 
-@router.delete("/admin/dead-letters/{letter_id}")
+@router.delete("/admin/dead-letters/{letter_id}", dependencies=[Operator])
 async def delete_dead_letter(request: Request, letter_id: str) -> dict[str, Any]:
     """Remove a dead letter."""
     if not await gateway_of(request).dead_letters.remove(letter_id):

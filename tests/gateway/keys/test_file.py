@@ -65,6 +65,8 @@ def test_a_bad_secret_of_a_webhook_is_not_repeated(tmp_path: Path) -> None:
         ("keys: [{name: a, key: b, tiers: [bulk], default_tier: batch}]", "default_tier is not among its tiers"),
         ("keys: [{name: a, key: b, requests_per_minute: 0}]", "'keys[0].requests_per_minute'"),
         ("keys: [{name: a, key: b, weight: 0}]", "'keys[0].weight'"),
+        ("keys: [{name: a, key: b, role: root}]", "'keys[0].role'"),
+        ("keys: [{name: a, key: b, admin: true, role: read}]", "admin: true is the role admin"),
         ("keys: [{name: a, key: b}, {name: a, key: c, admin: true}]", "key 'a': its entries differ"),
         ("keys: [{name: a, key: b}, {name: c, key: b}]", "two entries have the same secret"),
         ("keys: [", "not YAML"),

@@ -182,6 +182,28 @@ async def test_keys_need_to_be_administrators() -> None:
             assert status is None or (await ask(headers=as_("root"))).status_code == status, place
 
 
+MAY = {"reader": {"GET"}, "operator": {"GET", "dead-letters"}, "root": {"GET", "dead-letters", "tiers"}}
+
+
+async def test_each_role_may_what_the_lower_ones_may_and_more() -> None:
+    """Every endpoint of /admin, of those that FastAPI knows: a new one that changes something must name its role."""
+    roles = [key("reader", role="read"), key("operator", role="operate"), key("root", role="admin"), key("user")]
+    async with running_stand(keyring=Keyring(roles)) as stand:
+        routes = [
+            (method, path.replace("{letter_id}", "x"))
+            for path, item in (await stand.http.get("/openapi.json")).json()["paths"].items()
+            for method in map(str.upper, item)
+            if path.startswith("/admin/") and not path.endswith("/stream")
+        ]
+        assert {method for method, _ in routes} == {"GET", "POST", "DELETE"}
+        for method, path in routes:
+            kind = method if method == "GET" else path.split("/")[2]
+            for name in ("user", *MAY):
+                answer = await stand.http.request(method, path, headers=as_(name))
+                is_refused = kind not in MAY.get(name, ())
+                assert (answer.status_code == 403) == is_refused, (name, method, path)
+
+
 async def test_new_tiers_are_those_of_the_next_request() -> None:
     async with running_stand() as stand:
         tiers = make_tiers(batch={"priority": 1})

@@ -1,7 +1,9 @@
 """Limits, usage and keys as clients and administrators see them over HTTP."""
 
 import asyncio
+import csv
 import hashlib
+import io
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -187,6 +189,19 @@ async def test_without_the_store_a_limited_key_gets_a_503_as_others_do(
         assert error_of(answer, 503)["code"] == "server_overloaded"
         assert "retry-after" in answer.headers
     assert served.status_code == 200, "what is left over comes back by itself"
+
+
+async def test_usage_is_exported_as_a_table(redis_client: Redis) -> None:
+    async with metered(redis_client, keyring=Keyring([key("a, b"), key("root", role="read")])) as stand:
+        await stand.post("/v1/chat/completions", CHAT, headers=as_("a, b"))
+        answer = await stand.http.get("/admin/usage?days=2&format=csv", headers=as_("root"))
+        as_json = (await stand.http.get("/admin/usage?days=2", headers=as_("root"))).json()
+        error_of(await stand.http.get("/admin/usage?format=xml", headers=as_("root")), 400)
+    assert answer.headers["content-type"].startswith("text/csv")
+    rows = list(csv.DictReader(io.StringIO(answer.text)))
+    day = as_json["days"][0]
+    assert rows == [{"date": day["date"]} | {name: str(value) for name, value in row.items()} for row in day["usage"]]
+    assert len(rows) == 1 and rows[0]["key"] == "a, b"
 
 
 async def test_usage_is_by_key_tier_and_day(redis_client: Redis) -> None:
