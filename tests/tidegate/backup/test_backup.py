@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 from gateway.files.marker import ForeignStorage, StorageTie
 from gateway.files.object_storage import open_storage
 from gateway.files.storage import Storage
+from gateway.files.store import FileStore
 from gateway.http.metrics import GatewayMetrics
 from gateway.keys.usage import UsageMeter, Use
 from gateway.store_keys import GatewayKeys
@@ -105,9 +106,11 @@ async def lose_everything(redis: Redis, site: Site) -> None:
 
 
 async def with_file(site: Site, redis: Redis, text: bytes) -> str:
-    async with running_gateway(redis, site.storage.directory, storage=site.storage) as gateway:
-        created = await gateway.client.files.create(file=("in.jsonl", text), purpose="batch")
-    return created.id
+    """Add a file with this content. Return its id."""
+    files = FileStore(redis, site.folder / "data", SystemClock(), storage=site.storage)
+    content = files.incoming / "content"
+    content.write_bytes(text)
+    return (await files.add(content, filename="in.jsonl", purpose="batch", owner=None)).id
 
 
 async def test_a_store_that_is_not_empty_is_replaced_only_after_a_backup_of_it(
@@ -129,9 +132,12 @@ async def test_a_store_that_is_not_empty_is_replaced_only_after_a_backup_of_it(
 
 
 async def files_of(redis: Redis, site: Site) -> dict[str, int]:
-    """Return the files of a gateway on the store, by id, with the number of their lines."""
-    async with running_gateway(redis, site.storage.directory, storage=site.storage) as gateway:
-        return {f.id: len(await gateway.read(f.id)) async for f in gateway.client.files.list()}
+    """Return the files that the store has, by id, with the number of lines that the storage has of each."""
+    files = FileStore(redis, site.folder / "data", SystemClock(), storage=site.storage)
+    page = await files.page(owner=None, limit=100)
+    assert page is not None
+    paths = {file.id: await files.storage.fetch(f"files/{file.id}", file.sha256) for file in page.items}
+    return {file_id: path.read_bytes().count(b"\n") for file_id, path in paths.items()}
 
 
 async def test_parts_that_run_and_another_deployment_are_refused(
@@ -197,8 +203,8 @@ async def test_a_file_that_is_deleted_while_it_is_copied_is_not_in_the_backup(
     async def save_after_a_deletion(*args: object) -> list[str]:
         looks.append(args)
         if len(looks) == 1:
-            async with connection.connect(valkey_url) as redis, running_gateway(redis, tmp_path / "data") as gateway:
-                await gateway.client.files.delete(gone)
+            async with connection.connect(valkey_url) as redis:
+                assert await FileStore(redis, tmp_path / "data", SystemClock()).delete(gone, owner=None)
         return await save(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr("tidegate.backup.contents.save", save_after_a_deletion)
