@@ -23,7 +23,7 @@ from gateway.protocol.openapi import described
 from gateway.routes import chat, conversations, messages, models, ops, pages, responses, tokenize
 from gateway.routes.dependencies import Reader, WrongKeys, authenticated, request_counted
 from gateway.routes.jobs import batches, files, message_batches, tasks, uploads
-from gateway.routes.operators import admin, dead_letters, keys, overview, scale
+from gateway.routes.operators import admin, audit, dead_letters, keys, overview, scale
 from gateway.routes.operators.sla_feed import SlaFeed
 from gateway.state import Gateway
 
@@ -64,7 +64,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.include_router(ops.router)
     if not gateway.private_docs:
         app.include_router(pages.docs)
-    for routes in (admin, overview, scale, keys, dead_letters):
+    for routes in (admin, audit, overview, scale, keys, dead_letters):
         app.include_router(routes.router, tags=["admin"], dependencies=[Reader], responses=NOT_ADMIN)
     for routes in (chat, messages, models, tokenize):
         app.include_router(routes.router)
@@ -72,7 +72,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     for routes in (files, uploads, batches, message_batches, tasks, conversations):
         app.include_router(routes.router, dependencies=[Depends(authenticated), Depends(request_counted)])
     parts = (
-        *(ops, admin, overview, scale, keys, dead_letters, chat, messages, models, tokenize),
+        *(ops, admin, audit, overview, scale, keys, dead_letters, chat, messages, models, tokenize),
         *(files, uploads, batches, message_batches, tasks, responses, conversations),
     )
     error_handlers.install(app, [route for part in parts for route in part.router.routes])

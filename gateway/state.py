@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 from starlette.types import ASGIApp
 
+from gateway.audit import AuditLog
 from gateway.dead_letters import DeadLetters
 from gateway.files.store import FileStore
 from gateway.http.access.cors import AllowedOrigins
@@ -52,6 +53,7 @@ class Gateway:
     responses: ResponseService
     tasks: TaskService
     dead_letters: DeadLetters
+    audit: AuditLog
     key_source: KeySource
     limits: KeyLimits
     usage: UsageMeter

@@ -67,6 +67,8 @@ class GatewayKeys(Namespace):
     limits = Name("limits:")  # hash: the levels of a key's buckets, until they are full again
     usage = Name("usage:")  # before a UTC day such as `2026-11-22`: hash of counts, for three months
 
+    audit = Name("audit")  # stream of the newest entries of the audit log; how many is in gateway/audit.py
+
     # Cached answers and dead letters.
     cached = Name("cache:")  # by a hash of the request: the output of an answer, for as long as the request asked
     cache_index = Name("cache:index")  # sorted set of the keys of cached outputs, by their expiry in ms

@@ -36,8 +36,8 @@ MAY_IMPORT = {
 HOUSES = {
     "tidegate": "batch logs settings supervision top tracing → demo gateway keys valkey worker"
     " → adopt backup doctor serve → cli",
-    "gateway": "console fairness store_keys → files → protocol → dead_letters identity output → http → keys → requests"
-    " → dialects models → jobs → state → routes → app",
+    "gateway": "console fairness store_keys → files → protocol → audit dead_letters identity output → http → keys"
+    " → requests → dialects models → jobs → state → routes → app",
     "gateway/requests": "tokens → answers → prepare → generate",
     "gateway/jobs": "batches idempotency responses tasks uploads webhooks",
     "gateway/jobs/batches": "completion_window input → model → token_quota turns → store → forecast → lines → run"

@@ -7,13 +7,13 @@ the process ends.
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import structlog
 
 from gateway.identity import ApiKey, Keyring
-from gateway.keys.file import KeyringError, read_entries
+from gateway.keys.file import ID_DIGITS, KeyringError, read_entries
 from scheduler.clock import Clock
 from scheduler.config import TierSet
 
@@ -22,6 +22,7 @@ log = structlog.get_logger(__name__)
 POLL_S = 1.0  # seconds between two looks at the file's time of change
 OPERATOR = "operator"  # name of the key or keys from the environment
 
+OnChange = Callable[[str], Awaitable[None]]
 Stamp = tuple[int, int, int]  # inode, size and time of change: another stamp means that the file has changed
 
 
@@ -41,6 +42,7 @@ class KeySource:
         self._operator = [_operator_key(secret) for secret in operator_keys]
         self._tiers = tiers
         self._clock = clock
+        self.on_change: OnChange | None = None  # is told which keys have come and gone
         self._lock = asyncio.Lock()  # one reading at a time, so that an older one never replaces a newer one
         self._seen = self._stamp()
         self.loaded_ms = clock.wall_ms()
@@ -70,13 +72,15 @@ class KeySource:
             return
         self.problem = ""
         if self.path is not None:
-            self._use(keys)
+            await self._use(keys)
 
-    def _use(self, keys: list[ApiKey]) -> None:
-        self.loaded_ms = self._clock.wall_ms()
-        if tuple(keys) != self.keyring.keys:
+    async def _use(self, keys: list[ApiKey]) -> None:
+        self.loaded_ms, before = self._clock.wall_ms(), self.keyring.keys
+        if tuple(keys) != before:
             self.keyring.replace(keys)
             log.info("the API keys have changed", keys=len(keys))
+            if self.on_change is not None:
+                await self.on_change(_difference(before, keys))
 
     def _read(self) -> list[ApiKey]:
         entries = read_entries(self.path, self._tiers()) if self.path is not None else []
@@ -92,6 +96,22 @@ class KeySource:
         except OSError:
             return None
         return (status.st_ino, status.st_size, status.st_mtime_ns) if status is not None else None
+
+
+def _difference(before: Sequence[ApiKey], after: Sequence[ApiKey]) -> str:
+    """Return which keys were added, removed or changed, by name and id. A key's options are not named."""
+    old, new = ({_label(key): key for key in keys} for keys in (before, after))
+    parts = {
+        "added": new.keys() - old.keys(),
+        "removed": old.keys() - new.keys(),
+        "changed": {label for label in new.keys() & old.keys() if new[label] != old[label]},
+    }
+    texts = [f"{what}: {', '.join(sorted(labels))}" for what, labels in parts.items() if labels]
+    return "; ".join(texts) or "another order"
+
+
+def _label(key: ApiKey) -> str:
+    return f"{key.name} {key.sha256.hex()[:ID_DIGITS]}"
 
 
 def _operator_key(secret: str) -> ApiKey:

@@ -195,6 +195,22 @@ SCHEMAS: dict[str, Schema] = {
         died_at=NUMBER,
     ),
     "DeadLetterList": object_of(object=fixed("list"), data=array(reference("DeadLetter")), has_more=FLAG),
+    "AuditList": object_of(
+        object=fixed("list"),
+        data=array(
+            object_of(
+                id=TEXT,
+                object=fixed("audit_entry"),
+                at_ms=NUMBER,
+                action=TEXT,
+                subject=TEXT,
+                key=MAYBE_TEXT,
+                address=MAYBE_TEXT,
+                gateway=TEXT,
+            )
+        ),
+        has_more=FLAG,
+    ),
     "FileList": page_of("File"),
     "BatchList": page_of("Batch"),
     "InputItemList": page_of("InputItem"),
@@ -258,6 +274,7 @@ ANSWERS: dict[tuple[str, str], Schema] = {
     ("delete", "/v1/tasks/{task_id}"): json_of("Task"),
     ("post", "/v1/tasks/{task_id}/cancel"): json_of("Task"),
     ("post", "/v1/tasks/{task_id}/retry"): json_of("Task"),
+    ("get", "/admin/audit"): json_of("AuditList"),
     ("get", "/admin/dead-letters"): json_of("DeadLetterList"),
     ("post", "/admin/dead-letters/{letter_id}/retry"): json_of("DeadLetter"),
     ("delete", "/admin/dead-letters/{letter_id}"): json_of("Deleted"),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from redis.asyncio import Redis
 
+from gateway.audit import AuditLog
 from gateway.dead_letters import DeadLetters
 from gateway.dialects.messages.endpoint import add_messages
 from gateway.files.object_storage import open_storage
@@ -104,6 +105,8 @@ def build_gateway(
     client = clients[1] if sources[0].queues is outside.queues else clients[0]
     key_source = KeySource(settings.api_keys, settings.operator_keys, lambda: client.tiers, clock)
     keyring = key_source.keyring
+    audit = AuditLog(redis, clock, part)
+    key_source.on_change = partial(audit.add, "keys.change")
     limits = KeyLimits(redis, clock, metrics.count_rate_limited)
     usage = UsageMeter(redis, metrics, clock)
     dead_letters = DeadLetters(redis)
@@ -189,6 +192,7 @@ def build_gateway(
         worker_pages=outside.worker_pages,
         responses=responses,
         dead_letters=dead_letters,
+        audit=audit,
         tasks=TaskService(
             TaskQueue(redis, clock, max_bytes=store_bytes // 4),
             TaskEnds(redis),

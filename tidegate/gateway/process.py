@@ -139,6 +139,7 @@ async def _serve(
     background = Background()
 
     def reload() -> None:
+        background.start(gateway.audit.add("tiers.reload", "SIGHUP"))
         for served in gateway.models:
             background.start(served.tier_changes.reload_on_signal())
         background.start(gateway.key_source.reload())

@@ -13,6 +13,7 @@ from sse_starlette import EventSourceResponse
 from gateway.protocol.errors import ApiError, invalid_request, retry_after, too_large
 from gateway.protocol.json_body import parse_json_object
 from gateway.routes.dependencies import Administrator
+from gateway.routes.operators.audit import audited
 from gateway.routes.operators.sla_feed import PERIOD_S, SlaFeed, SlaStreamResponse, explain
 from gateway.state import OfModel
 from scheduler.config import TierConfigError
@@ -81,18 +82,22 @@ async def change_tiers(request: Request, changes: Changes) -> dict[str, Any]:
     """
     document = await _read_document(request)
     try:
-        return describe_change(await changes.change(document, "POST /admin/tiers"))
+        result = await changes.change(document, "POST /admin/tiers")
     except TierConfigError as error:
         raise _invalid_tiers(error) from None
+    await _audit_change(request, "tiers.change", result)
+    return describe_change(result)
 
 
 @router.post("/admin/tiers/reload", dependencies=[Administrator], responses=REFUSALS)
-async def reload_tiers(changes: Changes) -> dict[str, Any]:
+async def reload_tiers(request: Request, changes: Changes) -> dict[str, Any]:
     """Read this gateway's tiers file again, and put its tiers in force on every gateway and worker of the store."""
     try:
-        return describe_change(await changes.reload())
+        result = await changes.reload()
     except TierConfigError as error:
         raise _invalid_tiers(error) from None
+    await _audit_change(request, "tiers.reload", result)
+    return describe_change(result)
 
 
 @router.get("/admin/sla")
@@ -109,6 +114,15 @@ async def watch_sla(request: Request, served: OfModel) -> SlaStreamResponse:
     """
     feed: SlaFeed = request.app.state.sla_feeds[served.name]
     return SlaStreamResponse(feed)
+
+
+async def _audit_change(request: Request, action: str, result: ChangeResult) -> None:
+    """Write down that other tiers are in force, also if some parts do not have them yet."""
+    match result:
+        case Applied(in_force, _, changed) if changed:
+            await audited(request, action, f"generation {in_force.generation}")
+        case Late(parts, in_force) if in_force:
+            await audited(request, action, f"late: {', '.join(parts)}")
 
 
 async def _read_document(request: Request) -> object:

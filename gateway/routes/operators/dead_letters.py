@@ -14,6 +14,7 @@ from gateway.jobs.batches.retry import retry_line
 from gateway.jobs.batches.service import InputProblem
 from gateway.protocol.errors import ApiError, invalid_value
 from gateway.routes.dependencies import Operator
+from gateway.routes.operators.audit import audited
 from gateway.state import gateway_of
 
 router = APIRouter()  # for administrators
@@ -44,6 +45,7 @@ async def retry_dead_letter(request: Request, letter_id: str) -> JSONResponse:
     if isinstance(created, InputProblem):
         raise _cannot_retry(created.message)
     await letters.remove(letter.id)
+    await audited(request, "dead_letter.retry", letter.id)
     return JSONResponse({**_object(letter), "retry_batch_id": created.id}, status_code=202)
 
 
@@ -52,6 +54,7 @@ async def delete_dead_letter(request: Request, letter_id: str) -> dict[str, Any]
     """Remove a dead letter."""
     if not await gateway_of(request).dead_letters.remove(letter_id):
         raise _unknown(letter_id)
+    await audited(request, "dead_letter.delete", letter_id)
     return {"id": letter_id, "object": "dead_letter", "deleted": True}
 
 
