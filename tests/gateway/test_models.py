@@ -51,6 +51,7 @@ def second_model(redis: Redis, tiers: TierSet, fallback: str | None = None) -> S
         tokenizer=tiny_tokenizer(),
         defaults=SamplingDefaults(),
         revision="2",
+        vocabulary="v2",
         tiers=tiers,
         tiers_path=Path("tiers.yaml"),
         fallback=fallback,
@@ -117,7 +118,7 @@ async def test_a_request_is_answered_by_the_model_that_it_names(redis_client: Re
         assert (await ask(stand, ""))[1] == "From the first.", "a request without a model means the first one"
     assert {entry["id"]: entry["root"] for entry in listed} == {MODEL: MODEL, "alias": MODEL, OTHER: OTHER, "o": OTHER}
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
-    assert [request.tier for request in second.worker.served] == ["realtime"] * 2
+    assert [(request.tier, request.vocabulary) for request in second.worker.served] == [("realtime", "v2")] * 2
 
 
 async def test_every_api_follows_the_model(redis_client: Redis) -> None:
@@ -195,6 +196,20 @@ async def test_a_declared_fallback_answers_without_workers_and_says_so(redis_cli
         await second.worker.announce()
         await until(lambda: bool(stand.gateway.models.of(OTHER).client.live.engines))
         assert (await ask(stand, OTHER))[1] == "From the second."
+
+
+async def test_a_fallback_without_workers_does_not_answer_either(redis_client: Redis) -> None:
+    async with two_models(redis_client, fallback=MODEL, second_works=False, with_worker=False) as (stand, _):
+        refused = await stand.post("/v1/chat/completions", {"model": OTHER, "messages": MESSAGES})
+    assert refused.status_code == 503 and "x-tidegate-model" not in refused.headers
+
+
+async def test_all_models_drain_and_share_the_store(redis_client: Redis) -> None:
+    async with two_models(redis_client, store_mb=64) as (stand, _):
+        clients = stand.gateway.clients
+        assert len(clients) == 2 and {client._queue_bytes for client in clients} == {8 * 2**20}
+        stand.gateway.drain()
+        assert all(client.is_draining for client in clients)
 
 
 async def test_without_a_declared_fallback_nobody_else_answers(redis_client: Redis) -> None:

@@ -1,16 +1,23 @@
 """The models of a deployment in the settings: names, aliases, splits, and one worker for each."""
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from gateway.requests.tokens.model_files import vocabulary_of
+from scheduler.clock import SystemClock
 from scheduler.store.address import of_model, parse
 from tidegate.doctor.command import findings
 from tidegate.doctor.server import check_tiers
+from tidegate.gateway.models import open_models
 from tidegate.settings.commands import ServeSettings
 from tidegate.settings.gateway import GatewaySettings
 from tidegate.settings.models import ModelsError, named_models, read_models
 from tidegate.settings.worker import WorkerSettings
+from tidegate.worker.process import LoopRunner
 
 MODELS = """
 models:
@@ -62,6 +69,7 @@ def test_serve_has_a_worker_for_each_model(tmp_path: Path) -> None:
     assert settings.served_names() == ("llama", "small", "assistant")
     named = ServeSettings(model="a=/m/a,b=/m/b", worker_id="w")
     assert [own.model for _, own in named.workers()] == ["a=/m/a", "b=/m/b"]
+    assert {own.threads for _, own in named.workers()} == {max(1, len(os.sched_getaffinity(0)) // 2)}
     assert ServeSettings(model="/m/a").served_names() == ("a",)
 
 
@@ -95,6 +103,21 @@ def test_mistakes_are_named(tmp_path: Path, change: str, message: str) -> None:
     path.write_text(change, encoding="utf-8")
     with pytest.raises(ModelsError, match=message):
         read_models(path)
+
+
+def test_the_gateway_knows_the_models_vocabulary() -> None:
+    queues: Any = None
+    [source] = open_models(GatewaySettings(), queues, SystemClock())
+    assert source.vocabulary == vocabulary_of(GatewaySettings().model_path) != ""
+
+
+def test_a_worker_that_claims_nothing_is_not_ready() -> None:
+    runner, loop = LoopRunner(drain_s=1.0), SimpleNamespace(is_announced=True, why_idle=lambda: "another vocabulary")
+    assert "starts" in runner.why_not_ready()
+    runner._loop = loop  # type: ignore[assignment]
+    assert runner.why_not_ready() == "another vocabulary"
+    loop.why_idle = lambda: ""
+    assert runner.why_not_ready() == ""
 
 
 def test_there_is_one_list_of_models(tmp_path: Path) -> None:

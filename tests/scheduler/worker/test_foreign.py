@@ -31,6 +31,7 @@ async def test_requests_of_another_vocabulary_go_to_other_workers(world: World) 
         vocabulary="a",
     )
     answer = await asked
+    assert world.clock.now() < FOREIGN_S, "it went back at once"
     assert answer.token_ids == expected_tokens(answer.request)
     assert right.core.held.counts["finished"] == 1 and not world.core.held.counts["accepted"]
 

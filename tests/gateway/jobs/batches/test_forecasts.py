@@ -165,6 +165,27 @@ async def test_batches_that_are_due_at_the_same_time_wait_for_each_other(redis_c
         assert times.sooner_s == pytest.approx(10 * times.line_s)
 
 
+async def test_batches_of_another_model_do_not_wait_for_each_other(redis_client: Redis) -> None:
+    store, clock = BatchStore(redis_client), ShiftedClock()
+    now_s = clock.wall_ms() // 1000
+    status, tier = BatchStatus.IN_PROGRESS, TIERS[TIERS.batch_tier]
+    kind: dict[str, Any] = {"lines": 10, "choices": 10, "min_output": 10_000, "max_output": 10_000}
+    sizes = [InputSize(model=model, prompt_bytes=400, distinct_bytes=400, **kind) for model in ("a", "b")]
+    batches = [
+        Batch(f"batch_{size.model}", "/v1/completions", "f", "1h", status, now_s, now_s + 3600, size=size, total=10)
+        for size in sizes
+    ]
+    for batch in batches:
+        await store.create(batch)
+    statistics = LineStatistics(redis_client, clock)
+    forecasts = BatchForecasts(store, statistics, lambda name: BatchModel(name or "a", tier, [WORKER]), clock)
+    for batch in batches:
+        times = await forecasts.line_times(batch)
+        assert times.line_s > 0 == times.sooner_s
+    due, num_batches = await forecasts.due_work("a")
+    assert len(due) == num_batches == 1
+
+
 async def test_batches_that_will_miss_their_window_are_counted(
     gateway: OfflineGateway, redis_client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
