@@ -77,17 +77,17 @@ class Models:
         split = self._splits.get(name or "", ())
         return self._by_name.get(next(iter(split), name or ""), self.main)
 
-    def choose(self, name: str, sender: str | None) -> Choice:
+    def choose(self, name: str, sender: str | None, *, falls_back: bool = True) -> Choice:
         """Return the model for a request that names `name`. A split always gives one sender the same model.
 
-        `sender` identifies who sent the request; None: nobody knows. An unknown name gets the main model, which refuses
-        it.
+        `sender` identifies who sent the request; None: nobody knows. With `falls_back`, its fallback may answer.
+        An unknown name gets the main model, which refuses it.
         """
         why, chosen = "", name
         if (split := self._splits.get(name)) is not None:
             why, chosen = "split", _share_of(name, split, sender or secrets.token_hex(8))
         served = self.of(chosen)
-        if served.fallback is not None and not served.client.live.engines:
+        if falls_back and served.fallback is not None and not served.client.live.engines:
             other = self._by_name[served.fallback]
             if other.client.live.engines:
                 served.client.wait.note_asked()
@@ -97,10 +97,12 @@ class Models:
     async def complete(self, path: str, body: dict[str, Any], placement: Placement) -> tuple[int, dict[str, Any]]:
         """Answer one line of a batch, as `CompletionService.complete` does, by the model that it names.
 
-        A model that answers in place of another one does so in its own batch tier.
+        Lines wait for a model without workers: its fallback does not answer them. A split's model answers in its own
+        batch tier.
         """
         named = body.get("model")
-        choice = self.choose(named if isinstance(named, str) else "", placement.owner or placement.request_id)
+        sender = placement.owner or placement.request_id
+        choice = self.choose(named if isinstance(named, str) else "", sender, falls_back=False)
         if choice.why:
             tiers = choice.served.tiers
             tier = tiers[tiers.batch_tier]

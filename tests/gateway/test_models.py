@@ -198,6 +198,16 @@ async def test_a_declared_fallback_answers_without_workers_and_says_so(redis_cli
         assert (await ask(stand, OTHER))[1] == "From the second."
 
 
+async def test_the_lines_of_a_batch_wait_for_their_own_model(redis_client: Redis, tmp_path: Path) -> None:
+    async with two_models(redis_client, fallback=MODEL, second_works=False, data_dir=tmp_path) as (stand, second):
+        running = asyncio.create_task(run_batch(stand, OTHER, 3))
+        client = stand.gateway.models.of(OTHER).client
+        await until(lambda: client.wait.was_asked)
+        await second.worker.announce()
+        assert (await running)["request_counts"]["completed"] == 3
+    assert len(second.worker.served) == 3 and not stand.worker.served
+
+
 async def test_a_fallback_without_workers_does_not_answer_either(redis_client: Redis) -> None:
     async with two_models(redis_client, fallback=MODEL, second_works=False, with_worker=False) as (stand, _):
         refused = await stand.post("/v1/chat/completions", {"model": OTHER, "messages": MESSAGES})
