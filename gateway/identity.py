@@ -41,20 +41,18 @@ class ApiKey:
     """The API key of a caller.
 
     `tiers` are the tiers that the key may use (None: all tiers). `default_tier` is the tier of requests without a
-    `service_tier` (None: the default tier of tiers.yaml). `role` says what the key may do with /admin (None: nothing);
-    `admin` means the role "admin". The next three
-    are limits over all gateways (None: no limit). `files_quota_mb` is the size of all its files in MB (None: the
-    server's default). `webhook` is None for the server's own secret, and no URL. `weight` is its share beside
-    other keys, of an interactive tier and of the lines of batches. `batch_concurrent_lines` and `batch_enqueued_tokens`
-    limit the lines of its batches that run at the same time on one gateway, and the prompt tokens of its unfinished
-    batches (None: no limit).
+    `service_tier` (None: the default tier of tiers.yaml). `role` says what the key may do with /admin (None: nothing).
+    The next three are limits over all gateways (None: no limit). `files_quota_mb` is the size of all its files in MB
+    (None: the server's default). `webhook` is None for the server's own secret, and no URL. `weight` is its share
+    beside other keys, of an interactive tier and of the lines of batches. `batch_concurrent_lines` and
+    `batch_enqueued_tokens` limit the lines of its batches that run at the same time on one gateway, and the prompt
+    tokens of its unfinished batches (None: no limit).
     """
 
     name: str
     sha256: bytes
     tiers: frozenset[str] | None = None
     default_tier: str | None = None
-    admin: bool = False
     role: str | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -67,8 +65,7 @@ class ApiKey:
 
     def may(self, role: str) -> bool:
         """Return whether the key may do with /admin what needs this role. Each role includes those before it."""
-        own = "admin" if self.admin else self.role
-        return own is not None and ROLES.index(own) >= ROLES.index(role)
+        return self.role is not None and ROLES.index(self.role) >= ROLES.index(role)
 
     def may_use(self, tier: Tier) -> bool:
         return self.tiers is None or tier.name in self.tiers

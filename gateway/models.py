@@ -65,9 +65,6 @@ class Models:
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._served)
 
-    def __len__(self) -> int:
-        return len(self._served)
-
     @property
     def main(self) -> ServedModel:
         return self._served[0]
@@ -101,7 +98,7 @@ class Models:
         batch tier.
         """
         named = body.get("model")
-        sender = placement.owner or placement.request_id
+        sender = placement.owner or (placement.part.name.partition("/")[0] if placement.part is not None else None)
         choice = self.choose(named if isinstance(named, str) else "", sender, falls_back=False)
         if choice.why:
             tiers = choice.served.tiers

@@ -58,7 +58,7 @@ class KeyEntry(BaseModel):
     sha256: Annotated[str, Field(pattern=r"^[0-9a-fA-F]{64}$")] | None = None
     tiers: Annotated[list[str], Field(min_length=1)] | None = None
     default_tier: str | None = None
-    admin: bool = False
+    admin: bool = False  # the role admin, as older files say it
     role: Literal["read", "operate", "admin"] | None = None
     requests_per_minute: Limit | None = None
     tokens_per_minute: Limit | None = None
@@ -97,7 +97,9 @@ class KeyEntry(BaseModel):
 
     def to_key(self) -> ApiKey:
         webhook = None if self.webhook is None else KeyWebhook(self.webhook.secret, self.webhook.url)
-        options = self.options | {"tiers": frozenset(self.tiers) if self.tiers else None, "webhook": webhook}
+        tiers = frozenset(self.tiers) if self.tiers else None
+        options = self.options | {"tiers": tiers, "webhook": webhook, "role": "admin" if self.admin else self.role}
+        options.pop("admin", None)
         return ApiKey(sha256=self.digest, **options)
 
 

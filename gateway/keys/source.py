@@ -115,4 +115,4 @@ def _label(key: ApiKey) -> str:
 
 
 def _operator_key(secret: str) -> ApiKey:
-    return ApiKey(OPERATOR, hashlib.sha256(secret.encode()).digest(), admin=True)
+    return ApiKey(OPERATOR, hashlib.sha256(secret.encode()).digest(), role="admin")

@@ -12,11 +12,34 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
-from gateway.protocol.answer_schemas import ANSWERS, FOLLOWERS, SCHEMAS, json_of
+from gateway.protocol.answer_schemas import ANSWERS, SCHEMAS, json_of
 from gateway.protocol.error_shapes import ANTHROPIC_PATHS
 
 METHODS = frozenset({"get", "post", "delete"})
 ERRORS = {"4XX": "The request is refused.", "5XX": "The server cannot answer now."}
+
+# What follows an answer: the operations that take the id of what was made, by the name of their parameter.
+FOLLOWERS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
+    ("post", "/v1/files"): {
+        "file_id": ("retrieve_file", "file_content", "delete_file"),
+        "input_file_id": ("create_batch",),
+    },
+    ("post", "/v1/uploads"): {"upload_id": ("add_upload_part", "complete_upload", "cancel_upload")},
+    ("post", "/v1/batches"): {"batch_id": ("retrieve_batch", "cancel_batch", "delete_batch")},
+    ("post", "/v1/messages/batches"): {
+        "message_batch_id": ("retrieve_messages_batch", "cancel_messages_batch", "delete_messages_batch"),
+    },
+    ("post", "/v1/tasks"): {"task_id": ("retrieve_task", "cancel_task", "delete_task", "retry_task")},
+    ("post", "/v1/responses"): {
+        "response_id": ("retrieve_response", "cancel_response", "delete_response", "list_input_items"),
+    },
+    ("post", "/v1/conversations"): {
+        "conversation_id": (
+            *("retrieve_conversation", "update_conversation", "delete_conversation"),
+            *("list_conversation_items", "create_conversation_items"),
+        ),
+    },
+}
 
 
 def described(app: FastAPI, model_names: Sequence[str]) -> bytes:

@@ -178,19 +178,19 @@ async def exposition(gateway: Gateway) -> bytes:
     metrics.show_from_the_start(gateway.tiers, limited or {NO_KEY}, (NO_KEY,) if gateway.keyring.is_open else ())
     metrics.store_replicas_expected.set(gateway.store_replicas)
     metrics.batches_late.set(gateway.batches.forecasts.num_late)
-    is_up, latency_s = False, STORE_TIMEOUT_S
+    latency_s: float | None = None  # of the store; None: it did not answer
     with suppress(Exception):  # after any error of the store, the gateway's own metrics are still worth reading
         async with asyncio.timeout(STORE_TIMEOUT_S):
             latency_s = max([await _show_queues(gateway, served) for served in gateway.models])
             for status, count in (await gateway.batches.counts_by_status()).items():
                 metrics.batches.labels(status).set(count)
             metrics.dead_letters.set(await gateway.dead_letters.count(gateway.clock.wall_ms()))
-            is_up = gateway.client.refusal is None
             metrics.show_store_state(await gateway.read_store())  # last: the server's user may lack the right to INFO
-    metrics.show_store(is_up, latency_s)
+    is_up = latency_s is not None and gateway.client.refusal is None
+    metrics.show_store(is_up, STORE_TIMEOUT_S if latency_s is None else latency_s)
     for served in gateway.models:
         _show_workers(served)
-        if not is_up and latency_s == STORE_TIMEOUT_S:
+        if latency_s is None:
             served.metrics.show_queue_ages({})
     workers = [w for client in gateway.clients for w in (*client.live.engines, *client.live.endpoints)]
     pages = await gateway.worker_pages.read(workers)

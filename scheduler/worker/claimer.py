@@ -178,10 +178,13 @@ class Claimer:
 
     async def _own(self, claimed: Sequence[Claimed]) -> Sequence[Claimed]:
         """Give back what was encoded with another vocabulary, and claim nothing for a while. Return the others."""
-        foreign = [c for c in claimed if c.request.vocabulary not in ("", self._vocabulary)] if self._vocabulary else []
+        foreign = {c.request.id: c for c in claimed if self._is_foreign(c)}
         if not foreign:
             return claimed
         log.error("the worker claims nothing for a while", reason=FOREIGN, requests=len(foreign))
         self._foreign_until_s = self._clock.now() + FOREIGN_S
-        await self._queue.release([Lease(c.request.id, c.fence) for c in foreign])
-        return [c for c in claimed if c not in foreign]
+        await self._queue.release([Lease(c.request.id, c.fence) for c in foreign.values()])
+        return [c for c in claimed if c.request.id not in foreign]
+
+    def _is_foreign(self, claimed: Claimed) -> bool:
+        return bool(self._vocabulary) and claimed.request.vocabulary not in ("", self._vocabulary)

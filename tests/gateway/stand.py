@@ -153,13 +153,15 @@ def make_stand(
     lines: Completions | None = None,
     tracing: Tracing | None = None,
     more_models: Sequence[ModelSource] = (),
+    has_own_queues: bool = False,
     splits: Mapping[str, Split] | None = None,
     **settings: Any,
 ) -> Stand:
     """Return a gateway that does not run yet. `settings` are those of the gateway, as they are after validation.
 
     `tiers` are in force, and `tiers_file` is where new ones come from. `lines` answers the lines of batches.
-    `more_models` are served beside the stand's own.
+    `more_models` are served beside the stand's own, which
+    shares its queues with static endpoints unless it `has_own_queues`.
     """
     clock, tiers = clock or SystemClock(), tiers or make_tiers()
     queue, events, registry = MemoryQueue(clock), MemoryEventChannel(), EverAlive(clock)
@@ -177,7 +179,7 @@ def make_stand(
         adapters=frozenset(chosen.adapter_paths),
     )
     outside = Outside(
-        queues=queues,
+        queues=Queues(redis, MemoryQueue(clock), MemoryEventChannel(), EverAlive(clock)) if has_own_queues else queues,
         models=[source, *more_models],
         splits=splits or {},
         storage=storage or LocalStorage(data_dir),

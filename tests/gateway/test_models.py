@@ -155,6 +155,12 @@ async def test_a_batch_of_a_split_is_by_its_key_in_the_models_own_batch_tier(
     assert [request.tier for request in second.worker.served] == ["bulk"] * 3
 
 
+async def test_a_batch_without_a_key_is_answered_by_one_model_of_a_split(redis_client: Redis, tmp_path: Path) -> None:
+    async with two_models(redis_client, data_dir=tmp_path, splits=SPLITS) as (stand, second):
+        await run_batch(stand, "mix", 20)
+        assert {len(stand.worker.served), len(second.worker.served)} == {0, 20}
+
+
 async def test_a_split_gives_a_sender_always_the_same_model(redis_client: Redis) -> None:
     async with two_models(redis_client, splits=SPLITS) as (stand, _):
         by_user = {f"u{n}": (await ask(stand, "mix", user=f"u{n}"))[0] for n in range(12)}
@@ -246,9 +252,18 @@ async def test_a_full_queue_of_one_model_refuses_nobody_of_the_other(redis_clien
         second.worker.claim_again()
         second.worker.gate.set()
         assert (await asyncio.gather(*flood))[0].status_code == 200
-    assert refused.status_code in (429, 503)
+    assert refused.status_code == 503
     assert 'tidegate_queued_tokens{kind="prompt",model="other",tier="realtime"}' in page
     assert f'tidegate_workers_alive{{model="{MODEL}"}} 1.0' in page
+
+
+async def test_models_with_names_leave_the_common_queues_to_static_endpoints(redis_client: Redis) -> None:
+    async with two_models(redis_client, has_own_queues=True) as (stand, _):
+        assert len(stand.gateway.clients) == 3
+        assert [(await ask(stand, name))[1] for name in (MODEL, OTHER)] == ["From the first.", "From the second."]
+        main = stand.gateway.models.main
+        main.client.reconfigure(make_tiers(night={"priority": -1}))
+        assert stand.gateway.key_source._tiers() is main.tiers, "keys are checked against the tiers in force"
 
 
 async def test_operators_ask_for_one_model(redis_client: Redis) -> None:

@@ -86,7 +86,7 @@ def test_what_is_not_known_is_a_dash_and_what_is_missing_is_said() -> None:
 
 
 async def test_once_prints_a_real_server_and_needs_an_administrators_key(capsys: pytest.CaptureFixture[str]) -> None:
-    keyring = Keyring([key("root", admin=True), key("user")])
+    keyring = Keyring([key("root", role="admin"), key("user")])
     with structlog.testing.capture_logs():  # else the gateway's log would be in the output
         async with serving_stand(keyring=keyring) as stand:
             await look_with_keys(stand, capsys)

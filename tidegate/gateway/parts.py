@@ -98,12 +98,11 @@ def build_gateway(
     wait_for_replicas(redis, settings.store_replicas)
     metrics = GatewayMetrics()
     sources, num_models = outside.models, len(outside.models)
-    clients = [
-        make_client(settings, queues, tiers, clock, outside.draw, num_models)
-        for queues, tiers in [(outside.queues, sources[0].tiers), *((s.queues, s.tiers) for s in sources)]
-    ]
-    client = clients[1] if sources[0].queues is outside.queues else clients[0]
-    key_source = KeySource(settings.api_keys, settings.operator_keys, lambda: client.tiers, clock)
+    clients = [make_client(settings, s.queues, s.tiers, clock, outside.draw, num_models) for s in sources]
+    client = main = clients[0]
+    if sources[0].queues is not outside.queues:
+        client = make_client(settings, outside.queues, sources[0].tiers, clock, outside.draw, num_models)
+    key_source = KeySource(settings.api_keys, settings.operator_keys, lambda: main.tiers, clock)
     keyring = key_source.keyring
     audit = AuditLog(redis, clock, part)
     key_source.on_change = partial(audit.add, "keys.change")
@@ -122,7 +121,7 @@ def build_gateway(
         dead_letters=dead_letters,
         num_models=num_models,
     )
-    served = [builder.served(source, own) for source, own in zip(sources, clients[1:], strict=True)]
+    served = [builder.served(source, own) for source, own in zip(sources, clients, strict=True)]
     models = Models(served, outside.splits)
     files = FileStore(
         redis,
@@ -133,45 +132,13 @@ def build_gateway(
         batch_ttl_s=settings.batch_ttl_s,
         ttl_s=settings.file_ttl_s,
     )
-    max_body_bytes = settings.max_body_mb * 2**20
     webhooks = make_webhooks(settings, redis, keyring, clock, metrics)
     responses = make_responses(settings, redis, clock, webhooks)
     for one in models:
         add_messages(one.completions)
         responses.add_to(one.completions)
 
-    async def announce(batch: Batch) -> None:
-        await webhooks.announce(f"batch.{batch.status}", batch.id, batch.metadata, batch.owner)
-
-    def find_model(name: str | None) -> BatchModel:
-        one = models.of(name)
-        return BatchModel(one.name, one.tiers[one.tiers.batch_tier], one.client.live.engines)
-
-    def num_slots() -> int:
-        held = [w.tiers.get(one.tiers.batch_tier) for one in models for w in one.client.live.engines]
-        return sum(tier.batch_size for tier in held if tier is not None)
-
-    async def count_tokens(name: str | None, texts: Sequence[str]) -> int:
-        return await models.of(name).model.tokenizer.count(texts)
-
-    batches = BatchService(
-        redis,
-        files,
-        outside.lines or models,
-        find_model,
-        models.names,
-        clock,
-        max_lines=settings.batch_max_lines,
-        max_unfinished=settings.batch_max_unfinished,
-        max_body_bytes=max_body_bytes,
-        keyring=keyring,
-        count_tokens=count_tokens,
-        num_slots=num_slots,
-        dead_letters=dead_letters,
-        on_end=announce,
-        ttl_s=settings.batch_ttl_s,
-        tracer=tracing.batches() if tracing is not None else None,
-    )
+    batches = make_batches(builder, files, models, webhooks, outside.lines, tracing)
     return Gateway(
         models=models,
         created=clock.wall_ms() // 1000,
@@ -201,13 +168,58 @@ def build_gateway(
             settings.task_ttl_s,
             settings.task_timeout_s,
         ),
-        max_body_bytes=max_body_bytes,
+        max_body_bytes=settings.max_body_mb * 2**20,
         allowed_origins=AllowedOrigins(settings.allowed_origins or ()),
         allowed_hosts=AllowedHosts(settings.allowed_hosts or (), settings.host),
         files_quota_mb=settings.files_quota_mb,
         tracing=tracing.middleware if tracing is not None else None,
         private_docs=settings.private_docs,
         console=settings.console,
+    )
+
+
+def make_batches(
+    common: ModelsBuilder,
+    files: FileStore,
+    models: Models,
+    webhooks: WebhookService,
+    lines: Completions | None,
+    tracing: "Tracing | None",
+) -> BatchService:
+    """Return the service of batches. `lines` answers their lines; None: the gateway's models."""
+    settings = common.settings
+
+    async def announce(batch: Batch) -> None:
+        await webhooks.announce(f"batch.{batch.status}", batch.id, batch.metadata, batch.owner)
+
+    def find_model(name: str | None) -> BatchModel:
+        one = models.of(name)
+        return BatchModel(one.name, one.tiers[one.tiers.batch_tier], one.client.live.engines)
+
+    def num_slots() -> int:
+        held = [w.tiers.get(one.tiers.batch_tier) for one in models for w in one.client.live.engines]
+        return sum(tier.batch_size for tier in held if tier is not None)
+
+    async def count_tokens(name: str | None, texts: Sequence[str]) -> int:
+        return await models.of(name).model.tokenizer.count(texts)
+
+    return BatchService(
+        common.redis,
+        files,
+        lines or models,
+        find_model,
+        models.names,
+        common.clock,
+        max_lines=settings.batch_max_lines,
+        max_unfinished=settings.batch_max_unfinished,
+        max_body_bytes=settings.max_body_mb * 2**20,
+        keyring=common.keyring,
+        count_tokens=count_tokens,
+        num_slots=num_slots,
+        dead_letters=common.dead_letters,
+        on_end=announce,
+        ttl_s=settings.batch_ttl_s,
+        tracer=tracing.batches() if tracing is not None else None,
     )
 
 

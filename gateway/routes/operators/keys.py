@@ -61,7 +61,7 @@ def _key(key: ApiKey) -> dict[str, Any]:
         "tiers": sorted(key.tiers) if key.tiers is not None else None,
         "default_tier": key.default_tier,
         "admin": key.may("admin"),
-        "role": "admin" if key.admin else key.role,
+        "role": key.role,
         "requests_per_minute": key.requests_per_minute,
         "tokens_per_minute": key.tokens_per_minute,
         "concurrent_requests": key.concurrent_requests,

@@ -81,7 +81,7 @@ async def proxied(upstream: str, folder: Path, *changes: tuple[str, str]) -> Asy
 async def behind(folder: Path, *changes: tuple[str, str]) -> AsyncIterator[tuple[Stand, httpx.AsyncClient]]:
     """Run a gateway with keys behind nginx."""
     async with (
-        serving_stand(keyring=Keyring([key("web"), key("root", admin=True)])) as stand,
+        serving_stand(keyring=Keyring([key("web"), key("root", role="admin")])) as stand,
         proxied(stand.url, folder, *changes) as client,
     ):
         yield stand, client

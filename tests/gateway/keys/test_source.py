@@ -87,7 +87,7 @@ async def test_keys_of_the_environment_are_the_operators_and_stay(path: Path) ->
     for _ in range(2):  # the second time, nothing has changed
         await source.reload()
     found = [source.keyring.authenticate(f"Bearer {secret}") for secret in ("sk-old", "sk-new")]
-    assert [(key.name, key.admin, key.is_limited) for key in found if key] == [("operator", True, False)] * 2
+    assert [(key.name, key.role, key.is_limited) for key in found if key] == [("operator", "admin", False)] * 2
     assert accepts(source, "bar")
 
 

@@ -4,7 +4,8 @@ import httpx
 import jsonschema
 import pytest
 
-from gateway.protocol.answer_schemas import ANSWERS, FOLLOWERS, SCHEMAS
+from gateway.protocol.answer_schemas import ANSWERS, SCHEMAS
+from gateway.protocol.openapi import FOLLOWERS
 from tests.gateway.stand import running_stand
 from tests.gateway.tiny_model import MODEL
 

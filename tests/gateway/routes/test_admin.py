@@ -123,7 +123,7 @@ async def test_a_tier_with_waiting_requests_is_not_removed(stand: Stand) -> None
 
 
 async def test_a_tier_that_a_key_names_is_not_removed(redis_client: Redis, path: Path) -> None:
-    keyring = Keyring([key("root", admin=True), key("chat-ui", tiers=frozenset({"bulk"}))])
+    keyring = Keyring([key("root", role="admin"), key("chat-ui", tiers=frozenset({"bulk"}))])
     without = {**changed(), "tiers": {n: t for n, t in changed()["tiers"].items() if n != "bulk"}}
     async with running_stand(redis=redis_client, tiers_file=path, keyring=keyring) as stand:
         answer = await stand.post("/admin/tiers", without, headers=as_("root"))
@@ -172,7 +172,7 @@ PLACES = {
 
 
 async def test_keys_need_to_be_administrators() -> None:
-    async with running_stand(keyring=Keyring([key("root", admin=True), key("user")])) as stand:
+    async with running_stand(keyring=Keyring([key("root", role="admin"), key("user")])) as stand:
         for (method, place), status in PLACES.items():
             ask = partial(stand.http.request, method, f"/admin/{place}")
             assert error_of(await ask()) == (401, None, "invalid_api_key")

@@ -52,7 +52,7 @@ class Rig:
 @asynccontextmanager
 async def running(redis: Redis, data_dir: Path) -> AsyncIterator[Rig]:
     script = Deadly()
-    keyring = Keyring([key("team"), key("root", admin=True)])
+    keyring = Keyring([key("team"), key("root", role="admin")])
     async with running_stand(script, redis=redis, data_dir=data_dir, keyring=keyring) as stand:
         transport = InProcess(stand.app)
         async with (

@@ -36,7 +36,7 @@ KEYS = Keyring(
         key("short", tokens_per_minute=100),
         key("one", concurrent_requests=1),
         key("free"),
-        key("root", admin=True),
+        key("root", role="admin"),
     ]
 )
 
