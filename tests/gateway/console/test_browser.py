@@ -30,7 +30,8 @@ pytestmark = [
 ]
 PHONE, DESK = (390, 844), (1280, 900)
 ANSWER = "The tide rises and the tide falls."
-KEYS = [ApiKey(name, hashlib.sha256(name.encode()).digest(), admin=name == "root") for name in ("root", "user")]
+ROLES = {"root": "admin", "user": None}
+KEYS = [ApiKey(name, hashlib.sha256(name.encode()).digest(), role=role) for name, role in ROLES.items()]
 # Names and roles that a screen reader needs; returns what lacks them.
 UNLABELLED = """[...document.querySelectorAll('button, a, input, select, textarea, [role=img], [role=meter], progress')]
     .filter((e) => !(e.getAttribute('aria-label') || e.labels?.length || e.textContent.trim()))
