@@ -88,6 +88,20 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
         return len(self.prompt_token_ids) + self.sampling.max_tokens
 
 
+def prefix_digests(request: Request, block_size: int) -> tuple[int, ...]:
+    """Return the digest of each full block of the prompt, which also covers all blocks before it.
+
+    Requests have equal digests if they would share KV. The last token counts as in no block, because it is never taken
+    from a cache. Digests of two processes differ.
+    """
+    prompt, digests = request.prompt_token_ids, list[int]()
+    digest = hash((request.cache_salt, request.sampling.adapter))
+    for end in range(block_size, len(prompt), block_size):
+        digest = hash((digest, prompt[end - block_size : end]))
+        digests.append(digest)
+    return tuple(digests)
+
+
 def is_sampled(traceparent: str) -> bool:
     """Return whether a W3C trace context is one whose spans are recorded; False for an empty one."""
     return bool(traceparent) and bool(int(traceparent[-2:], 16) & 1)
@@ -196,6 +210,7 @@ class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     receipt: Receipt | None = None  # if requested
     code: str = ""  # of a failure that programs must recognise, such as `WORKER_DIED`
     fence: int = 0  # of the lease under which the event was made; 0: it was made by a gateway or an older version
+    worker: str = ""  # id of the worker that holds the KV of the prompt; only events with index 0 have it
 
     @property
     def is_last(self) -> bool:

@@ -88,7 +88,6 @@ PURE_ROOMS = (
     "scheduler.client.admission",
     "scheduler.client.rejection",
     "scheduler.client.ttft_forecast",
-    "scheduler.client.forecast_correction",
     "scheduler.client.inflight",
     "scheduler.client.open_requests",
     "scheduler.drivers.calls.busy_spells",

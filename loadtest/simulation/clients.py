@@ -169,6 +169,7 @@ class SimulatedClients:
             record.output_tokens += len(event.token_ids)
             if record.last_token_s is None:
                 record.first_token_s, record.first_tokens = now_s, record.output_tokens
+                record.cached_tokens = event.cached_tokens
             else:
                 gap_s = now_s - record.last_token_s
                 record.gaps += 1

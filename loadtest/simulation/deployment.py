@@ -33,12 +33,15 @@ from scheduler.worker.loop import WorkerLoop, build_loop
 WARM_UP_S = 1.0  # seconds for the warm-up steps of a worker
 MODEL_NAMES = ("model",)
 
-BuildCore = Callable[[TierSet, EngineInfo, Callable[[], float]], StepCore]
+BuildCore = Callable[[TierSet, EngineInfo, Callable[[], float], str], StepCore]
 
 
-def build_core(tiers: TierSet, info: EngineInfo, draw: Callable[[], float] = lambda: 0.5) -> StepCore:
+def build_core(
+    tiers: TierSet, info: EngineInfo, draw: Callable[[], float] = lambda: 0.5, worker_id: str = ""
+) -> StepCore:
     """Return the shipped scheduler core. Its step-time model has not observed any step of its engine yet."""
-    return StepCore(tiers, info, SLAController(tiers, info.step_eviction, info.num_layers), draw=draw)
+    controller = SLAController(tiers, info.step_eviction, info.num_layers)
+    return StepCore(tiers, info, controller, draw=draw, worker_id=worker_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +102,9 @@ async def start_deployment(setting: Setting, observation: Observation) -> Deploy
         record = EngineRecord()
         engine = _build_engine(setting, clock, begins_s, number, record)
         draw = random.Random(1_000_033 * setting.seed + number).random
-        core = setting.build_core(setting.tiers, engine.info, draw)
-        metrics = WatchedMetrics(setting.tiers, observation, number, clock, begins_s)
         identity = WorkerIdentity(f"worker-{number}", MODEL_NAMES, clock.wall_ms())
+        core = setting.build_core(setting.tiers, engine.info, draw, identity.worker_id)
+        metrics = WatchedMetrics(setting.tiers, observation, number, clock, begins_s)
         loop = build_loop(
             StepDriver(core, engine), queue.for_worker(identity.worker_id), events, registry, metrics, clock, identity
         )

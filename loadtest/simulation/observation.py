@@ -27,6 +27,7 @@ class RequestRecord:
     last_token_s: float | None = None
     ended_s: float | None = None
     output_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache
     first_tokens: int = 0  # tokens of the first message
     gaps: int = 0  # number of gaps between two messages with tokens
     gaps_missed: int = 0  # number of gaps longer than the tier's SLO

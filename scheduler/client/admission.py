@@ -18,12 +18,20 @@ from dataclasses import dataclass, replace
 from msgspec import structs
 
 from scheduler.client import rejection
-from scheduler.client.forecast_correction import MEDIAN_EXCEEDED_SHARE, SLO_EXCEEDED_SHARE, ForecastCorrection
+from scheduler.client.affinity import PrefixAffinity
 from scheduler.client.inflight import InFlight
 from scheduler.client.rejection import Rejected
-from scheduler.client.ttft_forecast import Forecast, Heartbeats, completion, first_token
+from scheduler.client.ttft_forecast import (
+    MEDIAN_EXCEEDED_SHARE,
+    SLO_EXCEEDED_SHARE,
+    Forecast,
+    ForecastCorrection,
+    Heartbeats,
+    completion,
+    first_token,
+)
 from scheduler.config import Tier, TierSet
-from scheduler.queue.base import AheadLimit, Backlog, QueueFull, TooFarBehind
+from scheduler.queue.base import AheadLimit, Backlog, Preference, QueueFull, TooFarBehind
 from scheduler.registry.worker_status import TierCapacity, WorkerStatus
 from scheduler.request import Request, TokenEvent
 
@@ -42,6 +50,7 @@ class Ticket:
     ahead: AheadLimit | None  # limit of the work that may wait ahead of `requests` in the queue; None: no limit
     began_s: float
     has_few: bool = False  # the key has so few requests beside others that no other key's may fill the queue for it
+    prefer: Preference | None = None  # the workers that would serve the requests for less
 
 
 class Admission:
@@ -50,6 +59,7 @@ class Admission:
         self._heartbeats = Heartbeats()
         self._backlogs: Mapping[str, Backlog] = {}
         self._correction = ForecastCorrection()
+        self._affinity = PrefixAffinity()
         self._closed: set[str] = set()
         self._returns = rejection.Returns()
         self.reconfigure(tiers)
@@ -88,7 +98,9 @@ class Admission:
             self._expect_first_token(tier, requests, forecast, now)
         self._in_flight.add(requests, are_passed=forecast is not None and _is_too_long(tier, requests, forecast))
         ahead = forecast.limit(self._above[tier.name]) if forecast is not None else None
-        return Ticket(tier, requests, forecast, ahead, now, has_few)
+        usage = self._in_flight.usage(tier.name)
+        prefer = self._affinity.prefer(requests, self._heartbeats.workers(), usage, wall_ms)
+        return Ticket(tier, requests, forecast, ahead, now, has_few, prefer)
 
     def settle(self, ticket: Ticket, reply: QueueFull | TooFarBehind | None) -> Rejected | None:
         """Process the queue's `reply` to the put; None means that the requests are enqueued.
@@ -111,10 +123,12 @@ class Admission:
         """Remove a request that has ended or was never enqueued."""
         self._in_flight.remove(request_id)
         self._correction.forget(request_id)
+        self._affinity.forget(request_id)
 
     def on_event(self, event: TokenEvent, now: float) -> None:
         """Process an event of one of this gateway's requests."""
         self._in_flight.on_event(event)
+        self._affinity.on_event(event)
         if event.token_ids:
             self._correction.first_token(event.request_id, now)
         if event.is_last:

@@ -192,9 +192,9 @@ class SchedulerClient:
         request_ids = [request.id for request in ticket.requests]
         self._open.add(request_ids, stream)
         try:
-            limit, max_bytes = ticket.tier.queue_limit, self._max_bytes(ticket.tier)
-            limits = (None, ticket.ahead) if ticket.has_few else (limit, ticket.ahead, max_bytes)
-            reply = await self._queue.put(ticket.requests, *limits)
+            limit = None if ticket.has_few else ticket.tier.queue_limit
+            max_bytes = None if ticket.has_few else self._max_bytes(ticket.tier)
+            reply = await self._queue.put(ticket.requests, limit, ticket.ahead, max_bytes, ticket.prefer)
         except StoreRefused:  # then nothing was put
             self._open.forget(request_ids)
             raise

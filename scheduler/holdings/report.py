@@ -132,6 +132,7 @@ def _tokens_event(
         prompt_logprobs=prompt_logprobs,
         receipt=receipt_of(state, worker_id),
         fence=state.fence,
+        worker=worker_id if index == 0 else "",
     )
 
 

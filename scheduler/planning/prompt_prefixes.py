@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Container
 
 from engine.interface import EngineInfo
+from scheduler.request import prefix_digests
 from scheduler.request_state import RequestState
 
 
@@ -52,15 +53,5 @@ class PromptPrefixes:
 
     def _digests(self, state: RequestState) -> tuple[int, ...]:
         if state.prompt_digests is None:
-            state.prompt_digests = _digests(state, self._block_size)
+            state.prompt_digests = prefix_digests(state.request, self._block_size)
         return state.prompt_digests
-
-
-def _digests(state: RequestState, block_size: int) -> tuple[int, ...]:
-    """Return the digest of each full block of the prompt, without its last token, which is never taken from a cache."""
-    request, digests = state.request, list[int]()
-    digest = hash((request.cache_salt, request.sampling.adapter))  # requests that differ in these share no blocks
-    for end in range(block_size, len(request.prompt_token_ids), block_size):
-        digest = hash((digest, request.prompt_token_ids[end - block_size : end]))
-        digests.append(digest)
-    return tuple(digests)

@@ -65,6 +65,20 @@ class AheadLimit:
 
 
 @dataclass(frozen=True, slots=True)
+class Preference:
+    """The workers that serve new requests for less than others, because they hold the KV of what these begin with.
+
+    It counts if one of the `workers` waits for the tier, and is busier by at most `slack` requests than the least busy
+    worker that waits for it. Then the least busy of `workers` is woken, and others leave the requests to it until
+    `until_ms` at most: its next claim takes them, or leaves them to all.
+    """
+
+    workers: tuple[str, ...]
+    slack: int
+    until_ms: int
+
+
+@dataclass(frozen=True, slots=True)
 class DueLimit:
     """How many requests of a tier are claimed beyond its limit: at most `requests`, with scores up to `until_ms`."""
 
@@ -148,13 +162,15 @@ class Queue(LeaseStore, Protocol):
         limit: int | None = None,
         ahead: AheadLimit | None = None,
         max_bytes: int | None = None,
+        prefer: Preference | None = None,
     ) -> QueueFull | TooFarBehind | None:
         """Enqueue all `requests` (of one tier), or none of them. Return None if they are enqueued.
 
         `limit` bounds the number of the tier's waiting requests, `max_bytes` their bytes in the store, unless none
         waits, and `ahead` bounds the work that waits ahead of `requests`. The check and the entry are one atomic move,
         so that a burst cannot exceed the bounds. Requests that are given back later are exempt from all bounds. Putting
-        an id that is already waiting or leased changes nothing, so a put may be repeated.
+        an id that is already waiting or leased changes nothing, so a put may be repeated. `prefer` says which workers
+        are to claim them, if these wait.
         """
         ...
 
@@ -164,13 +180,13 @@ class Queue(LeaseStore, Protocol):
         """Claim up to `limits[tier]` requests of each tier, under a lease of `lease_s` seconds.
 
         Tiers are served in the order of `limits`. Within a tier, requests are claimed from the least to the greatest
-        score. Beyond the limit of a tier, those are claimed that `due` names. Each request comes with its output tokens
-        that were checkpointed.
+        score, without those that are left to another worker (`Preference`). Beyond the limit of a tier, those are
+        claimed that `due` names. Each request comes with its output tokens that were checkpointed.
 
         While others wait for a tier, a worker takes no more of what is there than makes all equally busy, but at least
-        one. A worker with a `load`, about the number of requests that keep it busy, waits from then on for those of
-        these tiers in which there was less than its limit, and for no other of them (`LeaseStore.wait_for_work`). A
-        limit may be 0.
+        one, and those that others leave to it. A worker with a `load`, about the number of requests that keep it busy,
+        waits from then on for those of these tiers in which there was less than its limit, and for no other of them
+        (`LeaseStore.wait_for_work`). A limit may be 0.
         """
         ...
 

@@ -4,11 +4,20 @@ It behaves exactly like the queue in Redis, numbers included: one contract suite
 process. Handles made with `for_worker` share one queue, as several workers share one Redis.
 """
 
-import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from scheduler.clock import Clock
-from scheduler.queue.base import NOTHING_DUE, WAKE_MS, AheadLimit, Backlog, DueLimit, DueLimits, QueueFull, TooFarBehind
+from scheduler.queue.base import (
+    NOTHING_DUE,
+    WAKE_MS,
+    AheadLimit,
+    Backlog,
+    DueLimit,
+    DueLimits,
+    Preference,
+    QueueFull,
+    TooFarBehind,
+)
 from scheduler.queue.memory_state import Output, Record, Shared
 from scheduler.queue.wakeups import Wakeups
 from scheduler.request import Checkpoint, Claimed, Lease, Request
@@ -34,6 +43,7 @@ class MemoryQueue:
         limit: int | None = None,
         ahead: AheadLimit | None = None,
         max_bytes: int | None = None,
+        prefer: Preference | None = None,
     ) -> QueueFull | TooFarBehind | None:
         if not requests:
             return None
@@ -51,33 +61,40 @@ class MemoryQueue:
         if refusal is not None:
             return refusal
         first, now_ms = self._take_numbers(len(fresh)), self._clock.wall_ms()
+        numbers = {request_id: number for number, request_id in enumerate(fresh, first)}
         woken_ms = shared.woken_ms.get(tier, 0) if shared.waiting[tier].deadlines_ms else 0
-        for number, request in enumerate(fresh.values(), first):
-            shared.records[request.id] = record = Record(request, number)
-            self._enqueue(record)
-        if not 0 <= now_ms - woken_ms < WAKE_MS:
-            shared.woken_ms[tier] = now_ms
+        for request in fresh.values():
+            shared.records[request.id] = record = Record(request, numbers[request.id])
+            self._shared.enqueue(record)
+        is_left = prefer is not None and shared.leave(numbers, tier, prefer)
+        if not is_left and not 0 <= now_ms - woken_ms < WAKE_MS:
+            woken_ms = now_ms
             shared.wake(tier)
+        shared.woken_ms[tier] = woken_ms
         return None
 
     async def claim(
         self, limits: Mapping[str, int], lease_s: float, load: int | None = None, due: DueLimits = NOTHING_DUE
     ) -> list[Claimed]:
         taken: list[Record] = []
-        waits_for = []
+        waits_for, me = [], _id_of(self._worker_id)
+        mine, left = self._shared.split_left(me, limits, self._clock.wall_ms())
         for tier, limit in limits.items():
-            beyond = due.get(tier, DueLimit(0, 0))
-            share = limit if load is None else self._shared.share(tier, limit, load, _id_of(self._worker_id))
-            popped = self._pop(tier, share) + self._pop(tier, beyond.requests, beyond.until_ms)
+            beyond, of_others = due.get(tier, DueLimit(0, 0)), left[tier]
+            share = limit
+            if load is not None:
+                share = self._shared.share(tier, limit, load, me, len(mine[tier]), len(of_others))
+            popped = self._shared.pop(tier, share, of_others)
+            popped += self._shared.pop(tier, beyond.requests, of_others, beyond.until_ms)
             taken += popped
-            self._shared.waiters[tier].pop(_id_of(self._worker_id), None)
+            self._shared.waiters[tier].pop(me, None)
             is_waiting = load is not None and len(popped) < limit + beyond.requests
             if is_waiting:
                 waits_for.append(tier)
-            if self._shared.waiting[tier].deadlines_ms and (popped or not is_waiting):
+            if len(self._shared.waiting[tier].deadlines_ms) > len(of_others) and (popped or not is_waiting):
                 self._shared.wake(tier)
         for tier in waits_for:
-            self._shared.waiters[tier][_id_of(self._worker_id)] = (load or 0) + len(taken)
+            self._shared.waiters[tier][me] = (load or 0) + len(taken)
         if not taken:
             return []
         expires_ms = self._clock.wall_ms() + int(lease_s * 1000)
@@ -207,22 +224,6 @@ class MemoryQueue:
         self._shared.sequence = first + count - 1
         return first
 
-    def _enqueue(self, record: Record) -> None:
-        request = record.request
-        heapq.heappush(self._shared.heaps[request.tier], (request.score_ms, record.number, request.id))
-        self._shared.waiting[request.tier].add(request)
-
-    def _pop(self, tier: str, limit: int, until_ms: int | None = None) -> list[Record]:
-        popped: list[Record] = []
-        heap = self._shared.heaps[tier]
-        while heap and len(popped) < limit and (until_ms is None or heap[0][0] <= until_ms):
-            _, number, request_id = heapq.heappop(heap)
-            record = self._shared.records.get(request_id)
-            if record is not None and record.number == number:
-                popped.append(record)
-                self._shared.waiting[tier].remove(record.request)
-        return popped
-
     def _held(self, lease: Lease) -> Record | None:
         record = self._shared.records.get(lease.request_id)
         return record if record is not None and record.fence == lease.fence else None
@@ -287,7 +288,7 @@ class MemoryQueue:
         moved = []
         for record in records:
             record.fence, record.waits = None, False
-            self._enqueue(record)
+            self._shared.enqueue(record)
             self._shared.wake(record.request.tier)
             moved.append(record.request.id)
         return moved

@@ -1,14 +1,15 @@
 """What the queue in memory stores. Only `MemoryQueue` changes it."""
 
+import heapq
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from scheduler.queue.base import AheadLimit, Backlog, QueueFull, TooFarBehind
+from scheduler.queue.base import AheadLimit, Backlog, Preference, QueueFull, TooFarBehind
 from scheduler.queue.wakeups import Wakeups
 from scheduler.request import Request
 
@@ -37,6 +38,16 @@ class Output:
 
     writer: int = 0  # number of the put of the request that may append; 0: none may
     token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LeftTo:
+    """A waiting request that is left to a worker until `until_ms`, because a put has woken this worker for it."""
+
+    number: int  # of the put
+    tier: str
+    worker_id: str
+    until_ms: int
 
 
 @dataclass(slots=True)
@@ -85,17 +96,64 @@ class Shared:
     listeners: list[tuple[str, Wakeups]] = field(default_factory=list)  # with their worker ids
     waiters: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))  # by tier: loads of workers
     woken_ms: dict[str, int] = field(default_factory=dict)  # when a put has woken a worker, by tier
+    left: dict[str, LeftTo] = field(default_factory=dict)  # by request id
 
     def listeners_of(self, worker_id: str) -> list[Wakeups]:
         return [wakeups for listener, wakeups in self.listeners if listener == worker_id]
 
-    def share(self, tier: str, limit: int, load: int, worker_id: str) -> int:
+    def enqueue(self, record: Record) -> None:
+        request = record.request
+        heapq.heappush(self.heaps[request.tier], (request.score_ms, record.number, request.id))
+        self.waiting[request.tier].add(request)
+
+    def pop(self, tier: str, limit: int, left: Collection[str], until_ms: int | None = None) -> list[Record]:
+        """Pop up to `limit` requests, without those that are `left` to other workers."""
+        popped: list[Record] = []
+        passed = []
+        heap = self.heaps[tier]
+        while heap and len(popped) < limit and (until_ms is None or heap[0][0] <= until_ms):
+            entry = heapq.heappop(heap)
+            record = self.records.get(entry[2])
+            if record is None or record.number != entry[1]:
+                continue
+            if record.request.id in left:
+                passed.append(entry)
+                continue
+            popped.append(record)
+            self.waiting[tier].remove(record.request)
+        for entry in passed:
+            heapq.heappush(heap, entry)
+        return popped
+
+    def split_left(
+        self, worker_id: str, tiers: Collection[str], now_ms: int
+    ) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+        """Return the ids, by tier, of the requests that are left to this worker and of those that are left to others.
+
+        The former are left to nobody from now on, as are those of the latter whose time is over.
+        """
+        mine: defaultdict[str, list[str]] = defaultdict(list)
+        others: defaultdict[str, list[str]] = defaultdict(list)
+        for request_id, to in list(self.left.items()):
+            record = self.records.get(request_id)
+            waits = record is not None and record.number == to.number and record.fence is None
+            is_over = to.until_ms <= now_ms or not waits
+            if not is_over and to.worker_id != worker_id:
+                others[to.tier].append(request_id)
+            elif not is_over and to.tier in tiers:
+                mine[to.tier].append(request_id)
+            if is_over or (to.worker_id == worker_id and to.tier in tiers):
+                del self.left[request_id]
+        return mine, others
+
+    def share(self, tier: str, limit: int, load: int, worker_id: str, num_mine: int, num_left: int) -> int:
         """Return how many requests of the tier a worker may take: up to `limit`.
 
-        If others wait for them, it is as many as make all equally busy.
+        If others wait for them, it is as many as make all equally busy, and the `num_mine` that are left to it.
+        `num_left` are left to others.
         """
         others = sorted(other for waiter, other in self.waiters[tier].items() if waiter != worker_id)
-        depth = self.waiting[tier].backlog.requests
+        depth = self.waiting[tier].backlog.requests - num_left
         if not others or limit <= 1:
             return limit
         level, loads = float(load + depth), [load]
@@ -104,7 +162,26 @@ class Shared:
                 break
             loads.append(other)
             level = (depth + sum(loads)) / len(loads)
-        return min(limit, max(1, math.ceil(level - load)))
+        return min(limit, max(1, math.ceil(level - load)) + num_mine)
+
+    def leave(self, numbers: Mapping[str, int], tier: str, prefer: Preference) -> bool:
+        """Wake the least busy of the preferred workers that wait for `tier`, and leave the new requests to it.
+
+        `numbers` are those of their puts, by id. Return False if none waits, if all are too busy beside others that
+        wait, or if the worker has ended.
+        """
+        waiters = self.waiters[tier]
+        most = min(waiters.values(), default=0) + prefer.slack
+        waiting = [waiter for waiter in prefer.workers if waiters.get(waiter, most + 1) <= most]
+        if not waiting:
+            return False
+        chosen = min(waiting, key=lambda waiter: waiters[waiter])
+        del waiters[chosen]
+        for listener in (found := self.listeners_of(chosen)):
+            listener.wake()
+        if found:
+            self.left |= {i: LeftTo(number, tier, chosen, prefer.until_ms) for i, number in numbers.items()}
+        return bool(found)
 
     def wake(self, tier: str) -> None:
         """Wake the least busy worker that waits for `tier`."""

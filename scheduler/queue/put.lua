@@ -1,7 +1,8 @@
 -- Enqueue all of the given requests, or none of them.
 -- ARGV: tier, limit (-1: no limit), now_ms;
 --   the limits of the work ahead: requests, seconds; seconds per prompt token, seconds per output token;
---   maximum of bytes that may wait (-1: any number); number of tiers above, their names;
+--   maximum of bytes that may wait (-1: any number); preferred workers (JSON: until_ms, slack, their ids; empty: none);
+--   number of tiers above, their names;
 --   then, for each request: id, deadline_ms, prompt tokens, output tokens, payload, part of a job (empty: of none),
 --   the gateway that waits for it (empty: none).
 -- Returns an empty list if the requests are enqueued;
@@ -10,8 +11,8 @@
 -- {'behind', requests, prompt tokens, output tokens} if more work waits ahead than allowed.
 local tier, limit, now_ms = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local max_ahead, max_s, prompt_s, output_s = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
-local max_bytes, num_above = tonumber(ARGV[8]), tonumber(ARGV[9])
-local queue, first_request = QUEUE .. tier, 10 + num_above
+local max_bytes, prefer, num_above = tonumber(ARGV[8]), ARGV[9], tonumber(ARGV[10])
+local queue, first_request = QUEUE .. tier, 11 + num_above
 
 local fresh, seen = {}, {}
 local fresh_bytes = 0
@@ -40,7 +41,7 @@ end
 -- same tier, the tokens of the requests ahead are estimated: their share of the tier's requests, times the tier's
 -- tokens. Nothing is counted where all that waits is no more than may be ahead.
 local above_prompt, above_output = 0, 0
-for i = 10, 9 + num_above do
+for i = 11, 10 + num_above do
   local prompt, output = waiting(ARGV[i], redis.call('ZCARD', QUEUE .. ARGV[i]))
   above_prompt, above_output = above_prompt + prompt, above_output + output
 end
@@ -63,7 +64,24 @@ if is_too_much(depth, above_prompt + sum_prompt, above_output + sum_output) then
   end
 end
 
-local first = take_numbers(#fresh, now_ms)
+-- Wake the least busy of the preferred workers that wait for the tier. Return its id and until when it is preferred; nil
+-- if none waits, if all are too busy beside others that wait, or if the worker has ended.
+local function wake_preferred()
+  local until_ms, slack = prefer[1], prefer[2]
+  local chosen, least = nil, redis.call('ZRANGE', WAITERS .. tier, 0, 0, 'WITHSCORES')[2]
+  local load = least and least + slack
+  for n = 3, least and #prefer or 0 do
+    local other = tonumber(redis.call('ZSCORE', WAITERS .. tier, prefer[n]) or load + 1)
+    if other < load or (other == load and not chosen) then
+      chosen, load = prefer[n], other
+    end
+  end
+  if chosen and redis.call('ZREM', WAITERS .. tier, chosen) and redis.call('PUBLISH', WAKE .. chosen, 'wake') > 0 then
+    return chosen, until_ms
+  end
+end
+
+local first, members = take_numbers(#fresh, now_ms), {}
 for n, i in ipairs(fresh) do
   local id, deadline_ms, payload, part = ARGV[i], ARGV[i + 1], ARGV[i + 4], ARGV[i + 5]
   local member = make_member(first + n - 1, ARGV[i + 2], ARGV[i + 3], id)
@@ -74,16 +92,28 @@ for n, i in ipairs(fresh) do
   end
   redis.call('HSET', REQUEST .. id, unpack(fields))
   redis.call('ZADD', queue, deadline_ms, member)
+  members[n] = member
   sum_prompt, sum_output = sum_prompt + ARGV[i + 2], sum_output + ARGV[i + 3]
 end
 
 -- A worker that was woken in the last moment is about to claim these requests, too. One that does not react in time is not
 -- waited for.
 local since_ms = now_ms - woken_ms
-local wakes = since_ms < 0 or since_ms >= WAKE_MS
+local chosen, until_ms
+if prefer ~= '' then
+  prefer = cjson.decode(prefer)
+  chosen, until_ms = wake_preferred()
+end
+local wakes = not chosen and (since_ms < 0 or since_ms >= WAKE_MS)
 redis.call('HSET', WAITING .. tier, 'prompt', sum_prompt, 'output', sum_output, 'bytes', bytes + fresh_bytes,
   'woken_ms', wakes and now_ms or woken_ms)
 if wakes then
   wake(tier)
+elseif chosen then
+  local left = cjson.decode(redis.call('GET', LEFT) or '[]')
+  for _, member in ipairs(members) do
+    left[#left + 1] = { tier, member, chosen, until_ms }
+  end
+  redis.call('SET', LEFT, cjson.encode(left), 'PX', LEFT_TTL_MS)
 end
 return {}

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 
 from engine.interface import SamplingParams
 from scheduler.clock import Clock
-from scheduler.queue.base import NOTHING_DUE, AheadLimit, Backlog, DueLimits, QueueFull, TooFarBehind
+from scheduler.queue.base import NOTHING_DUE, AheadLimit, Backlog, DueLimits, Preference, QueueFull, TooFarBehind
 from scheduler.queue.leased import LeasedQueue, decode_known
 from scheduler.queue.scripts import ClaimedRow, unpacked
 from scheduler.request import VERSION, Checkpoint, Claimed, Lease, Request
@@ -52,6 +52,7 @@ class RedisQueue(LeasedQueue):
         limit: int | None = None,
         ahead: AheadLimit | None = None,
         max_bytes: int | None = None,
+        prefer: Preference | None = None,
     ) -> QueueFull | TooFarBehind | None:
         if not requests:
             return None
@@ -63,7 +64,7 @@ class RedisQueue(LeasedQueue):
             + (r.job_part, r.reply_to)
             for r in requests
         ]
-        return await self._scripts.put(tier, limit, self._clock.wall_ms(), ahead or NO_LIMIT, max_bytes, rows)
+        return await self._scripts.put(tier, limit, self._clock.wall_ms(), ahead or NO_LIMIT, max_bytes, rows, prefer)
 
     async def claim(
         self, limits: Mapping[str, int], lease_s: float, load: int | None = None, due: DueLimits = NOTHING_DUE

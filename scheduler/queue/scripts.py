@@ -4,6 +4,7 @@ Knows the order of each script's arguments and the shape of its reply. What a sc
 `shared.lua` is put in front of it.
 """
 
+import json
 import re
 import struct
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,17 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 
-from scheduler.queue.base import NOTHING_DUE, WAKE_MS, AheadLimit, Backlog, DueLimit, DueLimits, QueueFull, TooFarBehind
+from scheduler.queue.base import (
+    NOTHING_DUE,
+    WAKE_MS,
+    AheadLimit,
+    Backlog,
+    DueLimit,
+    DueLimits,
+    Preference,
+    QueueFull,
+    TooFarBehind,
+)
 from scheduler.request import Checkpoint, Lease
 from scheduler.store import keys
 from scheduler.store.scripts import script_text
@@ -22,10 +33,11 @@ from scheduler.store.scripts import script_text
 def queue_prelude(names: keys.Keys, wake_ms: int = WAKE_MS) -> str:
     """Return the Lua lines that name the keys of a queue, and lifetimes. A put wakes a worker once within `wake_ms`."""
     lifetimes = {"OUTPUT_TTL_MS": keys.OUTPUT_TTL_S, "PART_TTL_MS": keys.PART_TTL_S, "CLAIM_TTL_MS": keys.CLAIM_TTL_S}
+    lifetimes |= {"LEFT_TTL_MS": keys.LEFT_TTL_S}
     strings = {"QUEUE": names.queue, "WAITING": names.waiting, "REQUEST": names.request, "OUTPUT": names.output}
     strings |= {"ALONE": names.alone, "CLAIM": names.claim, "LEASES": names.leases, "WAITERS": names.waiters}
     strings |= {"HELD": names.held, "SEQUENCE": names.sequence, "EPOCH": names.epoch}
-    strings |= {"WAKE": names.wake}
+    strings |= {"WAKE": names.wake, "LEFT": names.left}
     lines = [f"local {name} = '{key}'\n\n" for name, key in strings.items()]
     lines += [f"local {name} = {1000 * seconds:.0f}\n\n" for name, seconds in lifetimes.items()]
     lines.append(f"local WAKE_MS = {wake_ms}\n\n")
@@ -82,9 +94,10 @@ class Scripts:
         ahead: AheadLimit,
         max_bytes: int | None,
         requests: Sequence[PutRow],
+        prefer: Preference | None = None,
     ) -> QueueFull | TooFarBehind | None:
         """Return None if all requests are enqueued, else why they are refused."""
-        match await self._put(args=put_args(tier, limit, now_ms, ahead, requests, max_bytes)):
+        match await self._put(args=put_args(tier, limit, now_ms, ahead, requests, max_bytes, prefer)):
             case [b"full", depth]:
                 return QueueFull(tier, depth, limit or 0)
             case [b"large", depth, num_bytes]:
@@ -159,11 +172,13 @@ def put_args(
     ahead: AheadLimit,
     requests: Sequence[PutRow],
     max_bytes: int | None = None,
+    prefer: Preference | None = None,
 ) -> list[str | bytes | int | float]:
     """Return the arguments of the script `put`."""
     bounds = (min(ahead.max_requests, INFINITY), min(ahead.max_s, INFINITY), ahead.prompt_token_s, ahead.output_token_s)
     rows = (part for request in requests for part in request)
-    head = (tier, _or_any(limit), now_ms, *bounds, _or_any(max_bytes))
+    preferred = "" if prefer is None else json.dumps([prefer.until_ms, prefer.slack, *prefer.workers])
+    head = (tier, _or_any(limit), now_ms, *bounds, _or_any(max_bytes), preferred)
     return [*head, len(ahead.above), *ahead.above, *rows]
 
 

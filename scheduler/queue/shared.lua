@@ -1,5 +1,5 @@
 -- Functions for every script of this folder. Each script gets those in front that it needs, and key names of keys.py
--- (QUEUE, WAITING, REQUEST, OUTPUT, ALONE, CLAIM, LEASES, HELD, WAITERS, WAKE, SEQUENCE, EPOCH) and lifetimes. Scripts
+-- (QUEUE, WAITING, REQUEST, OUTPUT, ALONE, CLAIM, LEFT, LEASES, HELD, WAITERS, WAKE, SEQUENCE, EPOCH) and lifetimes. Scripts
 -- move requests atomically and make no decisions.
 --
 -- Redis does not undo writes when a script fails half-way. Scripts therefore check before they write, and skip a

@@ -90,6 +90,7 @@ class WorkerStatus:
     batch_items: int = 0  # items per call of a worker with a static endpoint; 0: a worker with an engine
     incarnation: str = ""  # of its process; a later one with the same id has a greater text
     page: str = ""  # URL of its metrics
+    caches_prefixes: bool = False  # its engine keeps the KV of prompts for those that begin alike
 
     @property
     def beat(self) -> Beat:

@@ -20,6 +20,7 @@ PART_TTL_S = 1800.0
 
 ALONE_TTL_S = 3600.0
 CLAIM_TTL_S = 10.0
+LEFT_TTL_S = 10.0
 
 DEAD_TTL_S = 7 * 86_400.0  # seconds; somebody has to look at a dead letter, also after a weekend
 MAX_DEAD, MAX_DEAD_BYTES = 100_000, 2**28  # of the dead letters of one owner; beyond it, the oldest is removed
@@ -105,6 +106,11 @@ class Keys(Namespace):
     # One string per worker: the name of its last claim with a result, and the claimed requests (JSON). A claim whose
     # reply was lost is sent again within `CLAIM_TTL_S`.
     claim = Name("claim:")
+
+    # One string: the waiting requests for which a put has woken a certain worker, and which others leave to it (JSON:
+    # tier, member, worker id, until when in ms). The worker's next claim ends this, so there are about as many entries
+    # as workers that were woken in the last milliseconds. It lives for `LEFT_TTL_S` after its last change.
+    left = Name("left")
 
     # Sorted set of all leased requests. The score is the expiry of the lease in ms; the member is the request id.
     leases = Name("leases")

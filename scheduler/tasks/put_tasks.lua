@@ -9,7 +9,7 @@ end
 
 local fresh, sum = {}, 0
 for n = 1, count do
-  local id, payload = put[7 * n + 3], put[7 * n + 7]
+  local id, payload = put[7 * n + 4], put[7 * n + 8]
   if not fresh[id] and redis.call('EXISTS', REQUEST .. id) == 0 then
     fresh[id] = { ARGV[3 + n], #ARGV[3 + n] + #payload }
     sum = sum + fresh[id][2]

@@ -33,8 +33,8 @@ def played(
 ) -> tuple[list[RequestRecord], dict[tuple[str, str], Slowdown | None]]:
     cores: list[StepCore] = []
 
-    def build(tiers: TierSet, info: EngineInfo, draw: Callable[[], float]) -> StepCore:
-        cores.append(build_core(tiers, info, draw))
+    def build(tiers: TierSet, info: EngineInfo, draw: Callable[[], float], worker_id: str) -> StepCore:
+        cores.append(build_core(tiers, info, draw, worker_id))
         return cores[-1]
 
     tiers = make_tiers({"measure_slowdown": measure}, bulk=FEW)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from scheduler.client.forecast_correction import (
+from scheduler.client.ttft_forecast import (
     MAX_FACTOR,
     SLO_EXCEEDED_SHARE,
     ForecastCorrection,

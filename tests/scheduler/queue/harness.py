@@ -11,10 +11,13 @@ from scheduler.queue.base import AheadLimit, Queue
 from scheduler.queue.memory import MemoryQueue
 from scheduler.queue.redis import RedisQueue
 from scheduler.request import Claimed, Lease, Request
+from scheduler.store.keys import Keys
 from scheduler.virtual_time import EPOCH_MS
 from tests.scheduler import builders
+from tests.waiting import until
 
 START_MS = EPOCH_MS
+LEASE_S = 10.0
 
 
 class ManualClock:
@@ -88,3 +91,37 @@ class Handles:
         if self._memory is None:
             self._memory = MemoryQueue(self.clock)
         return self._memory.for_worker(worker_id)
+
+
+async def listening(handles: Handles, worker_id: str) -> Queue:
+    """Return a handle that hears of everything that happens from now on, and of nothing that happened before."""
+    queue, client = handles(worker_id), handles.client
+    await queue.wait_for_work(0.0)  # it begins to listen
+    if client is not None:
+        await until(lambda: _is_heard(handles, worker_id))
+        await client.publish(_channel(handles, worker_id), "cancel:")  # behind the confirmations of its subscription
+        await until(lambda: queue.cancelled() == [""])
+    await queue.wait_for_work(0.0)
+    return queue
+
+
+def _channel(handles: Handles, worker_id: str) -> str:
+    assert handles.client is not None
+    return Keys.of(handles.client).wake + worker_id.partition("#")[0]
+
+
+async def _is_heard(handles: Handles, worker_id: str) -> bool:
+    assert handles.client is not None
+    [(_, count)] = await handles.client.pubsub_numsub(_channel(handles, worker_id))
+    return int(count) > 0
+
+
+async def has_left(handles: Handles, worker_id: str) -> bool:
+    return not await _is_heard(handles, worker_id)
+
+
+async def waits(handles: Handles, worker_id: str, load: int = 0) -> Queue:
+    """Return a worker that waits for a request of either tier."""
+    worker = await listening(handles, worker_id)
+    assert await worker.claim({"realtime": 2, "bulk": 1}, LEASE_S, load) == []
+    return worker

@@ -8,34 +8,20 @@ import pytest
 
 from scheduler.queue.base import Backlog, DueLimit, Queue, QueueFull, TooFarBehind
 from scheduler.request import Lease, Request
-from scheduler.store.keys import Keys
-from tests.scheduler.queue.harness import START_MS, Handles, ManualClock, ids, lease_of, make_request, may_wait
+from tests.scheduler.queue.harness import (
+    LEASE_S,
+    START_MS,
+    Handles,
+    ManualClock,
+    has_left,
+    ids,
+    lease_of,
+    listening,
+    make_request,
+    may_wait,
+    waits,
+)
 from tests.waiting import until
-
-LEASE_S = 10.0
-
-
-async def listening(handles: Handles, worker_id: str) -> Queue:
-    """Return a handle that hears of everything that happens from now on, and of nothing that happened before."""
-    queue, client = handles(worker_id), handles.client
-    await queue.wait_for_work(0.0)  # it begins to listen
-    if client is not None:
-        await until(lambda: _is_heard(handles, worker_id))
-        await client.publish(_channel(handles, worker_id), "cancel:")  # behind the confirmations of its subscription
-        await until(lambda: queue.cancelled() == [""])
-    await queue.wait_for_work(0.0)
-    return queue
-
-
-def _channel(handles: Handles, worker_id: str) -> str:
-    assert handles.client is not None
-    return Keys.of(handles.client).wake + worker_id.partition("#")[0]
-
-
-async def _is_heard(handles: Handles, worker_id: str) -> bool:
-    assert handles.client is not None
-    [(_, count)] = await handles.client.pubsub_numsub(_channel(handles, worker_id))
-    return int(count) > 0
 
 
 async def requeue_expired(queue: Queue) -> list[str]:
@@ -361,13 +347,6 @@ async def test_a_worker_learns_once_of_each_request_cancelled_under_its_lease(ha
     assert worker.cancelled() == []
 
 
-async def waits(handles: Handles, worker_id: str, load: int = 0) -> Queue:
-    """Return a worker that waits for a request of either tier."""
-    worker = await listening(handles, worker_id)
-    assert await worker.claim({"realtime": 2, "bulk": 1}, LEASE_S, load) == []
-    return worker
-
-
 @pytest.mark.parametrize("cause", ["put", "release", "requeue"])
 async def test_wait_for_work_ends_at_once_when_there_is_a_request_of_a_tier_that_the_worker_waits_for(
     handles: Handles, clock: ManualClock, cause: str
@@ -439,13 +418,9 @@ async def test_a_worker_that_has_ended_is_not_waited_for(handles: Handles) -> No
     ended, alive = await waits(handles, "w1"), await waits(handles, "w2")
     await ended.close()
     if handles.client is not None:
-        await until(lambda: _has_left(handles, "w1"))
+        await until(lambda: has_left(handles, "w1"))
     await handles().put([make_request("a")])
     assert await alive.wait_for_work(30.0) is True
-
-
-async def _has_left(handles: Handles, worker_id: str) -> bool:
-    return not await _is_heard(handles, worker_id)
 
 
 async def test_wait_for_work_ends_after_its_timeout(handles: Handles) -> None:

@@ -8,11 +8,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from scheduler.queue.base import AheadLimit, Backlog, Queue
+from scheduler.queue.base import AheadLimit, Backlog, DueLimit, Preference, Queue
 from scheduler.request import Checkpoint, Claimed, Lease
 from scheduler.store import connection
 from scheduler.store.keys import Keys
-from tests.scheduler.queue.harness import START_MS, Handles, ManualClock, make_request
+from tests.scheduler.queue.harness import START_MS, Handles, ManualClock, listening, make_request
 from tests.stores import Store
 
 TIERS = ("realtime", "bulk", "batch")
@@ -37,6 +37,12 @@ ahead_limits = st.builds(
     output_token_s=st.sampled_from([0.0, 0.3]),
     above=st.sampled_from([(), ("batch",), ("bulk", "realtime")]),
 )
+preferences = st.builds(
+    Preference,
+    st.lists(worker, min_size=1, max_size=2, unique=True).map(tuple),
+    st.integers(0, 2),
+    st.sampled_from([START_MS, START_MS + 500, START_MS + 10_000]),
+)
 
 operations = st.one_of(
     st.tuples(
@@ -45,9 +51,15 @@ operations = st.one_of(
         st.lists(st.tuples(request_id, deadline, tokens, tokens, job_part), min_size=1, max_size=4),
         st.none() | st.integers(0, 4),
         st.none() | ahead_limits,
+        st.none() | preferences,
     ),
     st.tuples(
-        st.just("claim"), worker, st.dictionaries(tier, st.integers(0, 3), min_size=1), lease_s, st.none() | st.just(1)
+        st.just("claim"),
+        worker,
+        st.dictionaries(tier, st.integers(0, 3), min_size=1),
+        lease_s,
+        st.sampled_from([None, 0, 1, 2]),
+        st.dictionaries(tier, st.builds(DueLimit, st.integers(0, 2), deadline), max_size=2),
     ),
     st.tuples(st.just("ack"), leases),
     st.tuples(st.just("renew"), leases, lease_s),
@@ -78,15 +90,23 @@ class Trial:
         return await getattr(self, name)(*arguments)
 
     async def put(
-        self, tier: str, requests: list[tuple[str, int, int, int, str]], limit: int | None, ahead: AheadLimit | None
+        self,
+        tier: str,
+        requests: list[tuple[str, int, int, int, str]],
+        limit: int | None,
+        ahead: AheadLimit | None,
+        prefer: Preference | None,
     ) -> object:
-        refused = await self.queue.put([make_request(i, tier, *more) for i, *more in requests], limit, ahead)
+        rows = [make_request(i, tier, *more) for i, *more in requests]
+        refused = await self.queue.put(rows, limit, ahead, None, prefer)
         if refused is None:
             self.alive.update(i for i, *_ in requests)
         return refused
 
-    async def claim(self, worker: str, limits: dict[str, int], lease_s: float, load: int | None) -> list[Claimed]:
-        claimed = await self.handles(worker).claim(limits, lease_s, load)
+    async def claim(
+        self, worker: str, limits: dict[str, int], lease_s: float, load: int | None, due: dict[str, DueLimit]
+    ) -> list[Claimed]:
+        claimed = await self.handles(worker).claim(limits, lease_s, load, due)
         self.granted.extend(Lease(c.request.id, c.fence) for c in claimed)
         return claimed
 
@@ -169,10 +189,14 @@ async def scenario(url: str, done: list[tuple]) -> None:  # type: ignore[type-ar
     memory = Trial(memory_clock, Handles(memory_clock))
     redis = Trial(redis_clock, Handles(redis_clock, client))
     try:
+        for name in WORKERS:  # a worker that does not listen counts as one that has ended
+            memory.handles(name)
+            await listening(redis.handles, name)
         for operation in done:
             assert await memory.apply(operation) == await redis.apply(operation), operation
             assert await memory.backlogs() == await redis.backlogs()
             assert await redis.backlogs() == {name: await sums(client, name) for name in TIERS}
+            assert await memory.queue.idle_workers(TIERS) == await redis.queue.idle_workers(TIERS)
             assert memory.alive == redis.alive
             assert sorted(await places(client)) == sorted(redis.alive), "each request in exactly one place"
             assert sorted(await hashes(client)) == sorted(redis.alive), "and none without its payload"
@@ -207,10 +231,10 @@ async def scenario_with_losses(url: str, done: list[tuple]) -> None:  # type: ig
         await client.aclose()
 
 
-PUT = ("put", "realtime", [("a", START_MS, 3, 4, "")], None, None)
+PUT = ("put", "realtime", [("a", START_MS, 3, 4, "")], None, None, None)
 
 
-@example(done=[PUT, ("claim", "w1", {"realtime": 1}, 1.0, None), ("advance", 2.5), ("requeue_expired",)] * 2)
+@example(done=[PUT, ("claim", "w1", {"realtime": 1}, 1.0, None, {}), ("advance", 2.5), ("requeue_expired",)] * 2)
 @given(done=st.lists(operations, min_size=5, max_size=30))
 def test_both_queues_agree_and_conserve(valkey_server: Store, done: list[tuple]) -> None:  # type: ignore[type-arg]
     valkey_server.empty()
