@@ -31,9 +31,9 @@ class PrefixAffinity:
     ) -> Preference | None:
         """Return the preference of requests that are about to be put; None if no worker saves anything.
 
-        The first request counts. A preferred worker may be busier than others, by as many requests as this one, without
-        its cached tokens, fit into the time that the cache saves. A beginning of many requests is worth having at
-        several workers, so its saving is divided by its uses at each of them.
+        The first request counts. A preferred worker may be busier than others, by as many requests as fit into the time
+        that the cache saves: requests that are half done, and else like this one without its cached tokens. A beginning
+        of many requests is worth having at several workers, so its saving is divided by its uses at each of them.
         """
         request = requests[0]
         self._caching = {w.worker_id: w for w in workers if w.caches_prefixes}
@@ -52,7 +52,7 @@ class PrefixAffinity:
         left_s = (len(request.prompt_token_ids) - num_held * BLOCK) / capacity.prefill_tokens_per_s
         output_share = 1.0 if usage.output_share is None else usage.output_share
         left_s += output_share * request.sampling.max_tokens / capacity.whole_output_tokens_per_s
-        slack = int(saved_s / left_s * len(uses) / sum(uses.values()))
+        slack = int(saved_s / (left_s / 2) * len(uses) / sum(uses.values()))
         return Preference(tuple(uses), slack, wall_ms + int(1000 * saved_s))
 
     def _find(self, digests: Sequence[int]) -> tuple[dict[str, int], int, int]:
