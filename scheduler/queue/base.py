@@ -68,9 +68,10 @@ class AheadLimit:
 class Preference:
     """The workers that serve new requests for less than others, because they hold the KV of what these begin with.
 
-    It counts if one of the `workers` waits for the tier, and is busier by at most `slack` requests than the least busy
-    worker that waits for it. Then the least busy of `workers` is woken, and others leave the requests to it until
-    `until_ms` at most: its next claim takes them, or leaves them to all.
+    It counts if one of the `workers` waits for the tier, or was woken for such requests and is about to claim them, and
+    is busier by at most `slack` requests than the least busy worker that waits for it. Then the least busy of `workers`
+    is woken, and others leave the requests to it until `until_ms` at most: its next claim takes them, or leaves them to
+    all.
     """
 
     workers: tuple[str, ...]

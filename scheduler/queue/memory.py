@@ -66,7 +66,7 @@ class MemoryQueue:
         for request in fresh.values():
             shared.records[request.id] = record = Record(request, numbers[request.id])
             self._shared.enqueue(record)
-        is_left = prefer is not None and shared.leave(numbers, tier, prefer)
+        is_left = prefer is not None and shared.leave(numbers, tier, prefer, now_ms)
         if not is_left and not 0 <= now_ms - woken_ms < WAKE_MS:
             woken_ms = now_ms
             shared.wake(tier)

@@ -48,6 +48,7 @@ class LeftTo:
     tier: str
     worker_id: str
     until_ms: int
+    load: int  # how busy the worker was, with what was left to it before
 
 
 @dataclass(slots=True)
@@ -164,23 +165,28 @@ class Shared:
             level = (depth + sum(loads)) / len(loads)
         return min(limit, max(1, math.ceil(level - load)) + num_mine)
 
-    def leave(self, numbers: Mapping[str, int], tier: str, prefer: Preference) -> bool:
-        """Wake the least busy of the preferred workers that wait for `tier`, and leave the new requests to it.
+    def leave(self, numbers: Mapping[str, int], tier: str, prefer: Preference, now_ms: int) -> bool:
+        """Wake the least busy preferred worker, and leave the new requests to it.
 
-        `numbers` are those of their puts, by id. Return False if none waits, if all are too busy beside others that
-        wait, or if the worker has ended.
+        `numbers` are those of their puts, by id. Return False if no preferred worker waits for `tier` or has been woken
+        for requests that it has not claimed yet, if all are too busy beside the least busy worker that waits (0 if none
+        does), or if the worker has ended.
         """
         waiters = self.waiters[tier]
+        loads = {to.worker_id: to.load + 1 for to in self.left.values() if to.tier == tier and to.until_ms > now_ms}
+        loads |= waiters
         most = min(waiters.values(), default=0) + prefer.slack
-        waiting = [waiter for waiter in prefer.workers if waiters.get(waiter, most + 1) <= most]
-        if not waiting:
+        preferred = [worker for worker in prefer.workers if loads.get(worker, most + 1) <= most]
+        if not preferred:
             return False
-        chosen = min(waiting, key=lambda waiter: waiters[waiter])
-        del waiters[chosen]
+        chosen = min(preferred, key=lambda worker: loads[worker])
+        waiters.pop(chosen, None)
         for listener in (found := self.listeners_of(chosen)):
             listener.wake()
         if found:
-            self.left |= {i: LeftTo(number, tier, chosen, prefer.until_ms) for i, number in numbers.items()}
+            for load, (request_id, number) in enumerate(numbers.items(), loads[chosen]):
+                self.left.pop(request_id, None)  # the new entry comes last
+                self.left[request_id] = LeftTo(number, tier, chosen, prefer.until_ms, load)
         return bool(found)
 
     def wake(self, tier: str) -> None:

@@ -64,20 +64,36 @@ if is_too_much(depth, above_prompt + sum_prompt, above_output + sum_output) then
   end
 end
 
--- Wake the least busy of the preferred workers that wait for the tier. Return its id and until when it is preferred; nil
--- if none waits, if all are too busy beside others that wait, or if the worker has ended.
-local function wake_preferred()
-  local until_ms, slack = prefer[1], prefer[2]
-  local chosen, least = nil, redis.call('ZRANGE', WAITERS .. tier, 0, 0, 'WITHSCORES')[2]
-  local load = least and least + slack
-  for n = 3, least and #prefer or 0 do
-    local other = tonumber(redis.call('ZSCORE', WAITERS .. tier, prefer[n]) or load + 1)
-    if other < load or (other == load and not chosen) then
-      chosen, load = prefer[n], other
+-- Return how busy a worker is that waits for the tier, or that was woken for requests and has not claimed them yet; nil for
+-- any other.
+local function load_of(worker, left)
+  local load = redis.call('ZSCORE', WAITERS .. tier, worker)
+  for n = load and 0 or #left, 1, -1 do
+    local of_tier, _, whose, until_ms, load_before = unpack(left[n])
+    if whose == worker and of_tier == tier and until_ms > tonumber(now_ms) then
+      return load_before + 1
     end
   end
-  if chosen and redis.call('ZREM', WAITERS .. tier, chosen) and redis.call('PUBLISH', WAKE .. chosen, 'wake') > 0 then
-    return chosen, until_ms
+  return tonumber(load)
+end
+
+-- Wake the least busy preferred worker. Return its id and how busy it is; nil if there is none, if all are too busy beside
+-- the least busy worker that waits (0 if none does), or if the worker has ended.
+local function wake_preferred(left)
+  local chosen
+  local most = (redis.call('ZRANGE', WAITERS .. tier, 0, 0, 'WITHSCORES')[2] or 0) + prefer[2]
+  for n = 3, #prefer do
+    local load = load_of(prefer[n], left)
+    if load and load <= most then
+      chosen, most = prefer[n], load - 0.5 -- of those that are equally busy, the first
+    end
+  end
+  if not chosen then
+    return
+  end
+  redis.call('ZREM', WAITERS .. tier, chosen)
+  if redis.call('PUBLISH', WAKE .. chosen, 'wake') > 0 then
+    return chosen, most + 0.5
   end
 end
 
@@ -99,10 +115,10 @@ end
 -- A worker that was woken in the last moment is about to claim these requests, too. One that does not react in time is not
 -- waited for.
 local since_ms = now_ms - woken_ms
-local chosen, until_ms
+local left, chosen, load
 if prefer ~= '' then
-  prefer = cjson.decode(prefer)
-  chosen, until_ms = wake_preferred()
+  prefer, left = cjson.decode(prefer), cjson.decode(redis.call('GET', LEFT) or '[]')
+  chosen, load = wake_preferred(left)
 end
 local wakes = not chosen and (since_ms < 0 or since_ms >= WAKE_MS)
 redis.call('HSET', WAITING .. tier, 'prompt', sum_prompt, 'output', sum_output, 'bytes', bytes + fresh_bytes,
@@ -110,9 +126,8 @@ redis.call('HSET', WAITING .. tier, 'prompt', sum_prompt, 'output', sum_output, 
 if wakes then
   wake(tier)
 elseif chosen then
-  local left = cjson.decode(redis.call('GET', LEFT) or '[]')
-  for _, member in ipairs(members) do
-    left[#left + 1] = { tier, member, chosen, until_ms }
+  for n, member in ipairs(members) do
+    left[#left + 1] = { tier, member, chosen, prefer[1], load + n - 1 }
   end
   redis.call('SET', LEFT, cjson.encode(left), 'PX', LEFT_TTL_MS)
 end

@@ -108,8 +108,8 @@ class Keys(Namespace):
     claim = Name("claim:")
 
     # One string: the waiting requests for which a put has woken a certain worker, and which others leave to it (JSON:
-    # tier, member, worker id, until when in ms). The worker's next claim ends this, so there are about as many entries
-    # as workers that were woken in the last milliseconds. It lives for `LEFT_TTL_S` after its last change.
+    # tier, member, worker id, until when in ms, how busy the worker was). The worker's next claim ends this, so there
+    # are few entries: those of the last milliseconds. It lives for `LEFT_TTL_S` after its last change.
     left = Name("left")
 
     # Sorted set of all leased requests. The score is the expiry of the lease in ms; the member is the request id.

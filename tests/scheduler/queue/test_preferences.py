@@ -9,6 +9,7 @@ from tests.scheduler.queue.harness import (
     has_left,
     ids,
     lease_of,
+    listening,
     make_request,
     waits,
 )
@@ -60,6 +61,30 @@ async def test_no_worker_is_preferred_that_is_too_busy_or_does_not_wait(handles:
         assert await claim(idle) == [f"r{n}"]
         assert await claim(busy, 0, 2) == [], "the second time, it waits for bulk only"
         clock.advance(0.01)
+
+
+async def test_a_worker_that_is_about_to_claim_counts_as_busy_with_what_is_left_to_it(
+    handles: Handles, clock: ManualClock
+) -> None:
+    idle, preferred = await waits(handles, "w1"), await waits(handles, "w2", 1)
+    for name in "abc":
+        await handles().put([make_request(name)], prefer=prefer("w2", slack=2))
+    assert await idle.wait_for_work(30.0) is True
+    assert await claim(idle) == ["c"]
+    assert await claim(preferred, 4, 1) == ["a", "b"]
+    await handles().put([make_request("d")], prefer=prefer("w2", slack=2))
+    assert await preferred.wait_for_work(30.0) is True
+    clock.advance(0.1)  # for this time, it has not reacted
+    await handles().put([make_request("e")], prefer=prefer("w2", slack=9))
+    assert await claim(idle) == ["d", "e"]
+
+
+async def test_where_nobody_waits_a_worker_that_is_about_to_claim_gets_up_to_the_slack(handles: Handles) -> None:
+    preferred, other = await waits(handles, "w1"), await listening(handles, "w2")
+    for name in "abc":
+        await handles().put([make_request(name)], prefer=prefer("w1", slack=1))
+    assert await claim(other) == ["c"]
+    assert await claim(preferred) == ["a", "b"]
 
 
 async def test_a_preferred_worker_that_has_ended_is_not_waited_for(handles: Handles) -> None:
