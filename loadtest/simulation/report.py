@@ -48,13 +48,18 @@ def _requests(classes: Sequence[ClassSummary]) -> Section:
         )
         for c in classes
     ]
-    reasons = [
+    notes = [
         f"{c.name}: {count} {kind} ({reason})"
         for c in classes
         for kind, counted in (("rejected", c.rejected), ("failed", c.failed))
         for reason, count in counted.items()
     ]
-    return Section(table=Table.of(header, rows), notes=tuple(reasons))
+    notes += [
+        f"{c.name}: {percent(c.cached_share, 1)} of the prompt tokens from prefix caches"
+        for c in classes
+        if c.cached_share
+    ]
+    return Section(table=Table.of(header, rows), notes=tuple(notes))
 
 
 def _latencies(classes: Sequence[ClassSummary]) -> Table:

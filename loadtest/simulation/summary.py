@@ -49,6 +49,7 @@ class ClassSummary:
     e2e: Spread  # of finished requests
     attainment: float | None  # share of the offered requests that met their SLO; None without an SLO
     tokens_per_s: float
+    cached_share: float = 0.0  # of the prompt tokens of the requests with a first token, from prefix caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +160,7 @@ def _class_summary(
     judged = [met for met in (meets_slo(r, tier) for r in records) if met is not None]
     rejected = Counter(r.rejected for r in records if r.rejected)
     failed = Counter(r.failed for r in records if r.failed and r.failed != UNFINISHED)
+    prompts = sum(r.prompt_tokens for r in records if r.first_token_s is not None)
     return ClassSummary(
         name=name,
         tier=tier.name,
@@ -174,6 +176,7 @@ def _class_summary(
         e2e=spread(r.ended_s - r.arrived_s for r in records if r.is_done and r.ended_s is not None),
         attainment=sum(judged) / len(judged) if judged else None,
         tokens_per_s=observation.tokens[name] / observation.duration_s,
+        cached_share=sum(r.cached_tokens for r in records) / prompts if prompts else 0.0,
     )
 
 

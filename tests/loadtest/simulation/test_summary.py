@@ -8,9 +8,10 @@ import pytest
 
 from loadtest.simulation.clients import UNFINISHED
 from loadtest.simulation.observation import EngineRecord, Moment, MovedKnob, Observation, RequestRecord
+from loadtest.simulation.report import simulation_sections
 from loadtest.simulation.summary import meets_slo, spread, summarize
 from scheduler.control.knobs import Decision
-from tests.loadtest.simulation.builders import TTFT_S, make_tiers
+from tests.loadtest.simulation.builders import TTFT_S, make_card, make_tiers
 
 
 def make_record(ttft_s: float | None = 0.1, **changes: Any) -> RequestRecord:
@@ -95,3 +96,12 @@ def test_engines_and_moves_are_summed_up() -> None:
     assert (engines.busy_share, engines.sequences_per_step) == (0.6, 4.0)
     assert (engines.wasted_share, engines.predictor_error) == (pytest.approx(0.05), pytest.approx(0.03))
     assert summary.moves == {("bulk", "batch_size", "queue"): (2, 1)}
+
+
+def test_cached_tokens_are_counted_of_the_prompts_that_were_computed() -> None:
+    records = [make_record(cached_tokens=6), make_record(), make_record(None, rejected="queue_full")]
+    observation = make_observation(*records)
+    (chat,) = summarize(observation, make_tiers()).classes
+    assert chat.cached_share == 6 / 16
+    (section, *_) = simulation_sections(summarize(observation, make_tiers()), make_card())
+    assert section.notes[-1] == "chat: 37.5 % of the prompt tokens from prefix caches"

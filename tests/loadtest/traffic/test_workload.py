@@ -129,7 +129,7 @@ def test_a_session_keeps_its_history_and_has_geometric_turns() -> None:
 
 @pytest.mark.parametrize("name", [n for n in shipped_scenarios() if load_scenario(n, needed=()).context])
 def test_lengths_scaled_to_a_model_fit_its_context(name: str) -> None:
-    scenario = load_scenario(name)
+    scenario = load_scenario(name, needed=())
     scaled = scenario.with_lengths_scaled(scenario.scale_for(1024))
     assert scenario.context and scaled.context == min(1024, scenario.context)
     for traffic in scaled.classes.values():
