@@ -119,3 +119,22 @@ def test_what_all_prompts_begin_with_is_soon_at_all_workers(seed: int) -> None:
 )
 def test_prompts_with_nothing_in_common_go_as_without(load: str, seed: int) -> None:
     assert run(load, seed).requests == run(load, seed, with_affinity=False).requests
+
+
+def test_one_batch_fills_the_slots_of_all_workers_also_where_its_prompts_begin_alike() -> None:
+    """A gateway's window has 1.25 lines for each slot of the workers (`gateway.jobs.batches.service`)."""
+    slots = 8
+    tiers = make_tiers(bulk={"batch_size": {"min": slots, "start": slots, "max": slots}})
+    batch = {
+        "role": "bulk",
+        "service_tier": "flex",
+        "arrivals": {"streams": int(1.25 * slots * WORKERS)},
+        "prompt_tokens": {"min": 16, "max": 100},
+        "output_tokens": {"min": 20, "max": 60},
+        "prefixes": {"count": 3, "tokens": 400},
+    }
+    traffic = scenario_traffic(Scenario.model_validate({"classes": {"batch": batch}}), tiers, DURATION_S, 1)
+    setting = Setting(tiers, CARD, workers=WORKERS, prefix_cache=True, lead_s=10.0)
+    observation = simulate(setting, traffic, DURATION_S, drain_s=0.0)
+    assert min(engine.rows / engine.steps for engine in observation.engines) >= 0.9 * slots
+    assert min(engine.busy_s for engine in observation.engines) >= 0.95 * DURATION_S
