@@ -55,7 +55,8 @@ class Store(BaseModel):
 
     def measure(self, url: str) -> Record:
         idle = asyncio.run(idle_share(url, self.workers, self.seconds))
-        loads = [Load(url, rate, self.seconds) for rate in (self.rate, GOAL_PER_S)]
+        loads = [Load(url, self.rate, self.seconds), Load(url, self.rate, self.seconds, prefers=True)]
+        loads.append(Load(url, GOAL_PER_S, self.seconds))
         for load in loads:
             load.run()
         rows = [
@@ -70,6 +71,7 @@ class Store(BaseModel):
 
 def _request_row(load: Load) -> tuple[str, str, str]:
     what = f"a request at {load.counts['puts'] / load.took_s:.0f}/s: put, claim, events, ack"
+    what += "; each prefers a worker" if load.prefers else ""
     return what, f"{1e6 * load.cpu_s / load.counts['puts']:.0f} us", f"{GOAL_US:.0f} us"
 
 

@@ -12,7 +12,7 @@ from bench.store.wire import Pause, Wire, WireClient, Wires, packed
 from engine.interface import FinishReason, SamplingParams
 from scheduler.clock import SystemClock
 from scheduler.events.redis import RedisEventChannel
-from scheduler.queue.base import AheadLimit
+from scheduler.queue.base import AheadLimit, Preference
 from scheduler.queue.redis import RedisQueue
 from scheduler.request import EventKind, Lease, Request, TokenEvent
 from scheduler.store import connection
@@ -29,11 +29,15 @@ NUM_TOKENS = 3  # of a request: one in each step of its worker
 
 @dataclass
 class Load:
-    """`rate` requests a second for `seconds`, or fewer if the store or this process cannot do more."""
+    """`rate` requests a second for `seconds`, or fewer if the store or this process cannot do more.
+
+    With `prefers`, each put prefers one of the workers, as the next turn of a chat does.
+    """
 
     url: str
     rate: float
     seconds: float
+    prefers: bool = False
     counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -75,7 +79,8 @@ class Load:
             now_ms = CLOCK.wall_ms()
             name = f"{gateway}-{putter}-{number}"
             request = Request(name, "bulk", (7,) * 128, sampling, now_ms, now_ms + 1000, gateway)
-            await queue.put([request], 20_000, AHEAD, 2**30)
+            prefer = Preference((f"w{self.counts['puts'] % WORKERS}",), BATCH, now_ms + 1000) if self.prefers else None
+            await queue.put([request], 20_000, AHEAD, 2**30, prefer)
             self.counts["puts"] += 1
 
     async def _listen(self, gateway: str) -> None:
