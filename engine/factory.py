@@ -5,6 +5,7 @@ is loaded. So this module sets them before it imports torch. Our own kernels are
 """
 
 import os
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -28,7 +29,7 @@ def build_engine(config: EngineConfig, progress: Progress = NO_PROGRESS) -> Engi
     `progress` is told how far it is, partly on that thread.
     """
     with progress.phase("loading PyTorch"):
-        builder = _load_vllm_builder() if config.engine == "vllm" else _load_builder()
+        builder = _load_vllm_builder() if config.engine == "vllm" else _load_builder(config.device)
     return EngineThread(partial(builder, config, progress))
 
 
@@ -38,14 +39,22 @@ def build_torch_engine(config: EngineConfig, progress: Progress = NO_PROGRESS) -
     Raises `EngineStartError` if the engine cannot start.
     """
     with progress.phase("loading PyTorch"):
-        builder = _load_builder()
+        builder = _load_builder(config.device)
     return builder(config, progress)
 
 
-def _load_builder() -> "Callable[[EngineConfig, Progress], TorchEngine]":
-    """Return the function that builds the native engine. If torch was imported before, `SPIN_COUNT` has no effect."""
+def _load_builder(device: str) -> "Callable[[EngineConfig, Progress], TorchEngine]":
+    """Return the function that builds the native engine. If torch was imported before, `SPIN_COUNT` has no effect.
+
+    Without a GPU, torch and transformers find no Triton. They would import it where it is installed, and a process that
+    has done so complains of leaks when it ends.
+    """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
+    from engine.native.device import choose_device  # imports torch, which imports no Triton by itself
+
+    if choose_device(device).type == "cpu" and "triton" not in sys.modules:
+        sys.modules["triton"] = None  # type: ignore[assignment]  # Python's mark of a module that cannot be imported
     from engine.native.startup.engine_builder import build_native_engine  # imports torch
 
     return build_native_engine
