@@ -34,8 +34,8 @@ MAY_IMPORT = {
 }
 # The levels of each house from the bottom up; the rooms of one level do not import each other.
 HOUSES = {
-    "tidegate": "batch logs settings supervision top tracing → demo gateway keys valkey worker"
-    " → adopt backup doctor serve → cli",
+    "tidegate": "batch logs settings supervision top tracing → gateway keys valkey worker"
+    " → adopt backup demo doctor serve → cli",
     "gateway": "console fairness store_keys → files → protocol → audit dead_letters identity output → http → keys"
     " → requests → dialects models → jobs → state → routes → app",
     "gateway/requests": "tokens → answers → prepare → generate",

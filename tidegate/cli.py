@@ -103,7 +103,7 @@ COMMANDS: dict[str, tuple[str, type[CommonSettings] | None]] = {
     "gateway": ("tidegate.gateway.process:run_gateway", GatewaySettings),
     "worker": ("tidegate.worker.engine_worker:run_worker", WorkerSettings),
     "doctor": ("tidegate.doctor.command:run_doctor", DoctorSettings),
-    "demo": ("tidegate.demo:run_demo", DemoSettings),
+    "demo": ("tidegate.demo.command:run_demo", DemoSettings),
     "adopt": ("tidegate.adopt:run_adopt", ServeSettings),  # whoever adopts has the flags of `serve` or of `gateway`
     "backup": ("tidegate.backup.command:run_backup", BackupSettings),
     "restore": ("tidegate.backup.command:run_restore", RestoreSettings),

@@ -32,7 +32,7 @@ def show_one_server(settings: DemoSettings) -> None:
 @contextmanager
 def serving(settings: CommonSettings) -> Iterator[str]:
     """Run `tidegate serve` with `settings` on a free port and an empty data directory. Yield its base URL."""
-    port = free_port()
+    port, settings = free_port(), settings.model_copy(update={"log_level": "warning"})
     with tempfile.TemporaryDirectory(prefix="tidegate-demo-") as data_dir:
         server = start("serve", settings, "--port", str(port), "--data-dir", data_dir)
         try:

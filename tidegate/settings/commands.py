@@ -75,7 +75,13 @@ class DoctorSettings(ServeSettings):
 class DemoSettings(CommonSettings):
     """Start everything, ask questions, and measure chat alone and beside bulk requests."""
 
-    seconds: float = Field(default=30.0, gt=0, le=600, description="seconds of bulk requests beside chat")
+    seconds: float = Field(
+        default=30.0, gt=0, le=600, description="seconds of bulk requests beside chat; with --fleet, of two phases"
+    )
+    fleet: bool = Field(
+        default=False,
+        description="two gateways and three models instead: one is flooded, a worker is killed, the gateways restart",
+    )
 
 
 def check_file(path: Path) -> None:

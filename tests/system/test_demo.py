@@ -1,0 +1,33 @@
+"""`tidegate demo`, as a newcomer runs it, but shorter."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tidegate.demo.fleet import MODELS
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
+
+
+def demo(*flags: str) -> str:
+    """Return what the demo prints. Nothing in it may look like a fault."""
+    argv = [sys.executable, "-m", "tidegate", "demo", "--seconds", "4", *flags]
+    ended = subprocess.run(argv, capture_output=True, text=True, timeout=280, check=False)
+    assert (ended.returncode, ended.stderr) == (0, ""), ended.stderr
+    return ended.stdout
+
+
+def test_chat_alone_and_beside_bulk() -> None:
+    text = demo()
+    assert "> What is Tidegate?" in text
+    assert all(int(part.split()[0]) > 0 for part in text.split("(")[1:]), "requests of both rows"
+
+
+def test_a_fleet_loses_no_chat() -> None:
+    rows = [line.split() for line in demo("--fleet").splitlines() if line.endswith("0") or " ms" in line]
+    rows = [row for row in rows if len(row) > 6 and row[-2] == "ms"]
+    assert len(rows) == 4 * len(MODELS)
+    for row in rows:
+        *_, num_chats, _, _, _, _, num_failed = row
+        assert int(num_chats) > 0 and num_failed == "0", row
