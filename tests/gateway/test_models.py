@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,50 +12,19 @@ from redis.asyncio import Redis
 
 from gateway.identity import Keyring
 from gateway.models import _share_of
-from gateway.requests.tokens.model_files import SamplingDefaults
-from scheduler.clock import SystemClock
 from scheduler.config import TierSet, parse_tiers
-from scheduler.events.memory import MemoryEventChannel
-from scheduler.queue.memory import MemoryQueue
 from scheduler.store import connection
 from scheduler.store.address import of_model
 from scheduler.store.keys import Keys
 from tests.gateway.api_keys import as_, key
 from tests.gateway.offline import jsonl
-from tests.gateway.scripted_worker import EverAlive, ScriptedWorker, answer_with
+from tests.gateway.second_model import OTHER, Second, second_model
 from tests.gateway.stand import Stand, make_tiers, running_stand, store_url
-from tests.gateway.tiny_model import MODEL, tiny_tokenizer
+from tests.gateway.tiny_model import MODEL
 from tests.waiting import until
-from tidegate.gateway.models import ModelSource, Queues
 
-OTHER = "other"
 SPLITS = {"mix": {MODEL: 1, OTHER: 1}}
 MESSAGES = [{"role": "user", "content": "hi"}]
-
-
-@dataclass
-class Second:
-    """A second model, with a worker of its own that answers "From the second."."""
-
-    source: ModelSource
-    worker: ScriptedWorker
-
-
-def second_model(redis: Redis, tiers: TierSet, fallback: str | None = None) -> Second:
-    clock = SystemClock()
-    queue, events, registry = MemoryQueue(clock), MemoryEventChannel(), EverAlive(clock)
-    source = ModelSource(
-        names=(OTHER, "o"),
-        queues=Queues(redis, queue, events, registry),
-        tokenizer=tiny_tokenizer(),
-        defaults=SamplingDefaults(),
-        revision="2",
-        vocabulary="v2",
-        tiers=tiers,
-        tiers_path=Path("tiers.yaml"),
-        fallback=fallback,
-    )
-    return Second(source, ScriptedWorker(queue.for_worker("w2"), events, registry, answer_with("From the second.")))
 
 
 @asynccontextmanager

@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 import structlog
+from redis.asyncio import Redis
 from rich.console import Console
 
 from gateway.identity import Keyring
 from tests.gateway.routes.test_admin import key
-from tests.gateway.stand import Stand, serving_stand
+from tests.gateway.second_model import OTHER, second_model
+from tests.gateway.stand import Stand, make_tiers, serving_stand
 from tests.test_architecture import ROOT
 from tidegate.top.command import run_top
 from tidegate.top.view import screen
@@ -46,6 +48,8 @@ WORKER: dict[str, Any] = {
 }
 OVERVIEW: dict[str, Any] = {
     "at_ms": 1_700_000_000_000,
+    "model": "beta",
+    "models": ["alpha", "beta"],
     "draining": False,
     "open_requests": 14,
     "store": {"answers": True, "latency_ms": 0.42, "refusal": None},
@@ -71,7 +75,7 @@ def test_everything_is_shown_in_one_screen() -> None:
     assert " ".join(row_of(text, "realtime")) == "realtime 12 250 ms 1 7 3.2 750 ms 500 ms 50 ms 100 ms 98.5%"
     worker = " ".join(row_of(text, "w1"))
     assert worker == "w1 cuda:0 █████░░░░░ 50% █████████░ 93% 40.0% 2.0 of 80 GiB 400 ms ago"
-    assert "14 open requests  store 0.4 ms" in text and "in_progress 2, completed 14" in text
+    assert "beta (2 of 2)  14 open requests  store 0.4 ms" in text and "in_progress 2, completed 14" in text
 
 
 def test_what_is_not_known_is_a_dash_and_what_is_missing_is_said() -> None:
@@ -105,6 +109,17 @@ async def look_with_keys(stand: Stand, capsys: pytest.CaptureFixture[str]) -> No
     assert code == 1 and "TIDEGATE_API_KEY" in error
 
 
+async def test_each_of_several_models_can_be_shown(redis_client: Redis, capsys: pytest.CaptureFixture[str]) -> None:
+    second = second_model(redis_client, make_tiers(gold={"priority": 5}))
+    with structlog.testing.capture_logs():
+        async with serving_stand(redis=redis_client, more_models=[second.source]) as stand:
+            flags = ["--once", "--base-url", stand.url, "--model"]
+            assert await asyncio.to_thread(run_top, [*flags, OTHER]) == 0
+            assert f"{OTHER} (2 of 2)" in (out := capsys.readouterr().out) and "gold" in out
+            assert await asyncio.to_thread(run_top, [*flags, "nobody"]) == 1
+            assert "nobody" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("url", "said"), [("nonsense", "no URL"), ("http://[::bad", "no URL"), ("", "no URL")])
 def test_a_bad_url_is_one_sentence(url: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_top(["--once", "--base-url", url]) == 1
@@ -120,7 +135,7 @@ def test_a_server_that_is_away_is_named(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("ending", [b"q", b"\x03"])
+@pytest.mark.parametrize("ending", [b"q", b"\x03", b"mq"])
 async def test_in_a_terminal_it_goes_on_until_q_or_ctrl_c(ending: bytes) -> None:
     async with serving_stand() as stand:
         seen, code = await asyncio.to_thread(in_terminal, ["--base-url", stand.url, "--interval-s", "0.2"], ending)

@@ -21,6 +21,7 @@ LEAST_INTERVAL_S = 0.1  # seconds between two looks
 FILE_COLUMNS = 160  # width of what is not written to a terminal, so that no cell is cut
 EX_FAILED = 1
 END_KEYS = frozenset(b"qQ\x04")  # also Ctrl-D; Ctrl-C is a signal
+NEXT_KEYS = frozenset(b"mM")
 
 
 class Refused(Exception):
@@ -40,9 +41,9 @@ def run_top(args: list[str]) -> int:
     try:
         with httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S) as client:
             if options.once:
-                console.print(screen(_read(client), url))
+                console.print(screen(_read(client, options.model), url))
             else:
-                _watch(client, url, console, max(options.interval_s, LEAST_INTERVAL_S))
+                _watch(client, url, options.model, console, max(options.interval_s, LEAST_INTERVAL_S))
     except KeyboardInterrupt:
         pass
     except (Refused, Away) as problem:
@@ -57,7 +58,8 @@ def run_top(args: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tidegate top",
-        description="Watch a running server: queues, SLOs, workers, batches. Press q or Ctrl-C to end.",
+        description="Watch a running server: queues, SLOs, workers, batches. "
+        "Press m for the next one of several models, q or Ctrl-C to end.",
     )
     url = os.environ.get("OPENAI_BASE_URL") or LOCAL
     parser.add_argument("--base-url", default=url, metavar="URL", help=f"default: OPENAI_BASE_URL, or {LOCAL}")
@@ -68,19 +70,22 @@ def _parser() -> argparse.ArgumentParser:
         metavar="KEY",
         help="a key with `role: read`; default: TIDEGATE_API_KEY, or OPENAI_API_KEY",
     )
+    parser.add_argument("--model", metavar="NAME", help="one of several models; default: the first one")
     parser.add_argument("--interval-s", type=float, default=1.0, metavar="S", help="seconds between two looks")
     parser.add_argument("--once", action="store_true", help="print the state once, for scripts")
     return parser
 
 
-def _read(client: httpx.Client) -> dict[str, Any]:
-    """Return the server's overview. Raises `Away` and `Refused`."""
+def _read(client: httpx.Client, model: str | None) -> dict[str, Any]:
+    """Return the server's overview, of its first model by default. Raises `Away` and `Refused`."""
     try:
-        answer = client.get("/admin/overview")
+        answer = client.get("/admin/overview", params={"model": model} if model else {})
     except httpx.UnsupportedProtocol:
         raise
     except httpx.TransportError:
         raise Away(f"{client.base_url} does not answer. Is the server running, and is --base-url right?") from None
+    if answer.status_code == 404 and model and "error" in answer.text:
+        raise Refused(_message(answer))
     if answer.status_code == 404:
         raise Refused(f"{client.base_url} has no /admin/overview: it is no Tidegate, or an older one.")
     if answer.status_code in (401, 403):
@@ -101,30 +106,36 @@ def _message(answer: httpx.Response) -> str:
         return answer.text[:200]
 
 
-def _watch(client: httpx.Client, url: str, console: Console, interval_s: float) -> None:
+def _watch(client: httpx.Client, url: str, model: str | None, console: Console, interval_s: float) -> None:
     """Show the overview again and again, until a key ends it. A server that is away is waited for."""
+    models: list[str] = []
     with _key_by_key(), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             try:
-                view = screen(_read(client), url)
+                overview = _read(client, model)
+                model, models = overview["model"], overview["models"]
+                view = screen(overview, url)
             except Away as problem:
                 view = notice(str(problem), url)
             live.update(view, refresh=True)
-            if _ends_within(interval_s):
+            pressed = _pressed_within(interval_s)
+            if END_KEYS & pressed:
                 return
+            if NEXT_KEYS & pressed and model in models:
+                model = models[(models.index(model) + 1) % len(models)]
 
 
-def _ends_within(seconds: float) -> bool:
-    """Wait, and return True as soon as a key is pressed that ends the command."""
+def _pressed_within(seconds: float) -> frozenset[int]:
+    """Wait, and return as soon as a key is pressed that does something; the end of the terminal is Ctrl-D."""
     until_s = time.monotonic() + seconds
     while (left_s := until_s - time.monotonic()) > 0:
         if not sys.stdin.isatty():
             time.sleep(left_s)
         elif select.select([sys.stdin], [], [], left_s)[0]:
-            pressed = os.read(sys.stdin.fileno(), 64)
-            if not pressed or END_KEYS & set(pressed):  # nothing: the terminal is gone
-                return True
-    return False
+            pressed = frozenset(os.read(sys.stdin.fileno(), 64) or b"\x04")
+            if pressed & (END_KEYS | NEXT_KEYS):
+                return pressed
+    return frozenset()
 
 
 @contextmanager

@@ -28,8 +28,12 @@ def notice(text: str, url: str) -> Group:
 
 def _header(overview: Mapping[str, Any], url: str) -> Text:
     store, at = overview["store"], datetime.fromtimestamp(overview["at_ms"] / 1000)
+    models = overview["models"]
+    place = f" ({models.index(overview['model']) + 1} of {len(models)})" if len(models) > 1 else ""
     line = Text.assemble(
-        ("Tidegate ", "bold"), f"{url}  {at:%H:%M:%S}  {overview['open_requests']} open requests  store "
+        ("Tidegate ", "bold"),
+        f"{url}  {at:%H:%M:%S}  ",
+        f"{overview['model']}{place}  {overview['open_requests']} open requests  store ",
     )
     if not store["answers"]:
         line.append("does not answer", style="bold red")

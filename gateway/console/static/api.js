@@ -30,6 +30,18 @@ async function refusalOf(response, key) {
   return new Refused(response.status, body?.error?.message ?? `The server answered ${response.status}.`, wait);
 }
 
+let shown = ""; // a name of the model whose tiers and workers are shown; empty: the main model
+
+/** Show this model from now on. Return whether another one was shown before. */
+export function showModel(name) {
+  const isOther = name !== shown;
+  shown = name;
+  return isOther;
+}
+
+/** Return the path of a report of /admin on the shown model. */
+export const ofModel = (path) => (shown ? `${path}?model=${encodeURIComponent(shown)}` : path);
+
 /** Return the response. Throws `Refused` if it is no success. */
 export async function request(path, options = {}) {
   const key = apiKey.get();

@@ -28,7 +28,8 @@ export class Chat {
 
   /** Offer the models of GET /v1/models. An answer may have half of the context, at most. */
   setModels(models) {
-    byId("chat-model").replaceChildren(...models.map(({ id }) => element("option", {}, id)));
+    const chosen = byId("chat-model").value;
+    byId("chat-model").replaceChildren(...models.map(({ id }) => element("option", { selected: id === chosen }, id)));
     byId("model-choice").hidden = models.length < 2;
     const limit = byId("max-tokens");
     limit.max = models[0]?.max_model_len ?? 100_000;

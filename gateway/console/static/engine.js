@@ -1,6 +1,6 @@
 // The store and the workers: from GET /ready, which needs no key, GET /admin/overview, and the reports of the feed.
 
-import { getJson } from "./api.js";
+import { getJson, ofModel } from "./api.js";
 import { byId, element, percent, say, seconds } from "./format.js";
 
 const PERIOD_MS = 5000;
@@ -66,7 +66,7 @@ export class Engine {
   async #refresh() {
     const ready = await fetch("ready", { cache: "no-store" }).then((response) => response.json()).catch(() => null);
     const isAdmin = document.body.dataset.admin === "yes";
-    const overview = isAdmin ? await getJson("admin/overview").catch(() => null) : null;
+    const overview = isAdmin ? await getJson(ofModel("admin/overview")).catch(() => null) : null;
     this.#showStore(ready, overview);
     const workers = ready?.workers ?? [];
     const alive = new Set(["store", ...workers.map((worker) => worker.id)]);

@@ -1,6 +1,6 @@
 // The live connection to GET /admin/sla/stream. It is closed while the page is hidden, and opened again after an error.
 
-import { Refused, events, request } from "./api.js";
+import { Refused, events, ofModel, request } from "./api.js";
 
 const SILENT_MS = 6000; // without an event for so long, the connection counts as lost; events come twice a second
 const RETRY_MS = { first: 1000, most: 10_000 };
@@ -21,7 +21,7 @@ export class Feed {
     document.addEventListener("visibilitychange", () => this.restart());
   }
 
-  /** Open the connection anew, for example with another key. */
+  /** Open the connection anew, for example with another key or model. */
   restart() {
     this.#isUrgent = true;
     this.#connection?.abort();
@@ -57,7 +57,7 @@ export class Feed {
     const connection = (this.#connection = new AbortController());
     let watchdog = setTimeout(() => connection.abort(), SILENT_MS);
     try {
-      const response = await request("admin/sla/stream", { signal: connection.signal });
+      const response = await request(ofModel("admin/sla/stream"), { signal: connection.signal });
       this.#on.begin();
       for await (const { event, data } of events(response)) {
         clearTimeout(watchdog);

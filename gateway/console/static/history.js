@@ -28,6 +28,12 @@ export class History {
     if (isNew) this.shares.add({ t, ...this.#mean() });
   }
 
+  /** Forget what was shown, for another model is shown from now on. */
+  clear() {
+    this.shares.list = [];
+    this.firsts.list = [];
+  }
+
   /** Begin anew after a gap: nothing is known of the time between. */
   addGap(t) {
     this.#before.clear();

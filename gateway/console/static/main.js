@@ -1,6 +1,6 @@
 // The console: connects its parts to the live feed and to the user's API key.
 
-import { Refused, apiKey, getJson, sentenceOf } from "./api.js";
+import { Refused, apiKey, getJson, ofModel, sentenceOf, showModel } from "./api.js";
 import { Batches } from "./batches.js";
 import { FirstTokenChart, ShareChart, colorsOf, showLegend } from "./charts.js";
 import { Chat } from "./chat.js";
@@ -30,6 +30,7 @@ let tiers = [];
 let missing = []; // what GET /ready says is missing
 let tierNames = ""; // those of the last event
 let isPaused = false;
+let models = []; // of GET /v1/models
 
 // -- status ------------------------------------------------------------------------------------------------------------
 
@@ -61,7 +62,7 @@ function showTiers(found) {
 
 async function readTiers() {
   try {
-    showTiers(tiersOf((await getJson("admin/tiers")).document));
+    showTiers(tiersOf((await getJson(ofModel("admin/tiers"))).document));
   } catch {
     // the feed, which needs the same rights, says what is wrong
   }
@@ -159,19 +160,30 @@ let lastAsked = null; // the key for which the dialog was opened, so that it ope
 
 // -- the start ---------------------------------------------------------------------------------------------------------
 
+/** Ask the chosen model from now on, and show its tiers and workers. */
+function useModel() {
+  const chosen = models.find(({ id }) => id === model());
+  load.setModel(chosen);
+  waves.setModel(chosen);
+  say(byId("model"), chosen?.id ?? "");
+  const isOther = showModel(chosen && chosen !== models[0] ? chosen.id : "");
+  if (!isOther) return;
+  history.clear();
+  feed.restart();
+}
+
 async function readModels() {
   try {
-    const models = (await getJson("v1/models")).data;
+    models = (await getJson("v1/models")).data;
     chat.setModels(models);
-    load.setModel(models[0]);
-    waves.setModel(models[0]);
+    useModel();
     byId("load").disabled = byId("waves").disabled = models.length === 0;
-    say(byId("model"), models[0]?.id ?? "");
   } catch (error) {
     if (!(error instanceof Refused)) setTimeout(readModels, MODELS_RETRY_MS);
   }
 }
 
+byId("chat-model").addEventListener("change", useModel);
 byId("pause").addEventListener("click", (event) => {
   isPaused = !isPaused;
   event.target.setAttribute("aria-pressed", String(isPaused));

@@ -15,8 +15,10 @@ import pytest_asyncio
 from gateway.identity import ApiKey, Keyring
 from scheduler.request import EventKind, Request, TokenEvent
 from scheduler.store import connection
+from scheduler.store.address import of_model
 from tests.gateway.console.chromium import CHROMIUM, Browser, Page, running_browser
 from tests.gateway.scripted_worker import token_by_token
+from tests.gateway.second_model import OTHER, second_model
 from tests.gateway.stand import Stand, serving_stand
 from tests.gateway.tiny_model import MODEL, token_ids
 from tests.scheduler.builders import make_tiers
@@ -88,13 +90,15 @@ def answer(request: Request) -> Sequence[TokenEvent]:
 
 
 @asynccontextmanager
-async def open_stand(valkey_url: str, tmp_path: Path, keyring: Keyring | None = None) -> AsyncIterator[Stand]:
+async def open_stand(
+    valkey_url: str, tmp_path: Path, keyring: Keyring | None = None, **options: Any
+) -> AsyncIterator[Stand]:
     """Run a gateway with everything that the console shows, and a worker that answers `ANSWER`."""
     redis = connection.connect(valkey_url)
     async with (
         redis,
         serving_stand(
-            answer, redis=redis, tiers_file=tmp_path / "tiers.yaml", data_dir=tmp_path, keyring=keyring
+            answer, redis=redis, tiers_file=tmp_path / "tiers.yaml", data_dir=tmp_path, keyring=keyring, **options
         ) as stand,
     ):
         yield stand
@@ -174,6 +178,36 @@ async def test_live_numbers_arrive(browser: Browser, stand: Stand, explained: di
             await page.until(f"document.querySelector('#engine-list').innerText.includes('{name}')")
         assert await page.evaluate("document.querySelectorAll('.plot canvas').length") == 2
         assert page.complaints == []
+
+
+async def test_the_chosen_model_is_asked_and_its_tiers_and_workers_are_shown(
+    browser: Browser, valkey_url: str, tmp_path: Path, explained: dict[str, Any]
+) -> None:
+    async with (
+        connection.connect(of_model(valkey_url, OTHER)) as own,
+        open_stand(valkey_url, tmp_path, more_models=[(second := second_model(own, make_tiers())).source]) as stand,
+    ):
+        second.worker.sla = json.dumps(explained)
+        await second.worker.announce()
+        serving = asyncio.create_task(second.worker.run())
+        async with browser.page(f"{stand.url}/") as page:
+            await started(page)
+            running = f"Running\\n{explained['tiers']['bulk']['requests']['running']}\\n"
+            assert not await page.evaluate(f"document.querySelector('#tier-cards').innerText.includes('{running}')")
+            await page.evaluate(f"document.querySelector('#chat-model').value = '{OTHER}'")
+            await page.evaluate("document.querySelector('#chat-model').dispatchEvent(new Event('change'))")
+            await page.until(f"document.querySelector('#tier-cards').innerText.includes('{running}')")
+            assert await page.text("#model") == OTHER
+            assert "batch size 2 → 4" in await page.text("#decision-list")
+            await ask(page, "Hello?")
+            await page.until("document.querySelector('.assistant .said')?.textContent === 'From the second.'")
+            await page.evaluate("document.querySelector('#chat-model').selectedIndex = 0")
+            await page.evaluate("document.querySelector('#chat-model').dispatchEvent(new Event('change'))")
+            await page.until("document.querySelector('#decision-list .empty')")
+            assert await page.text("#model") == MODEL
+            assert page.complaints == []
+        serving.cancel()
+        await second.worker.stop()
 
 
 async def test_it_connects_again_after_the_store_was_away(
