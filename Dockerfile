@@ -28,6 +28,7 @@ RUN pip wheel --no-deps --wheel-dir /wheels . \
     && python docker/requirements.py pyproject.toml > /wheels/requirements.txt \
     && python docker/requirements.py pyproject.toml --extras otel storage >> /wheels/requirements.txt \
     && python docker/requirements.py pyproject.toml --extras gpu > /wheels/gpu.txt \
+    && python docker/requirements.py pyproject.toml --extras embedding > /wheels/embedding.txt \
     && python docker/requirements.py pyproject.toml --torch > /wheels/torch.txt
 
 # -- what gateway and worker on CPU have in common ---------------------------------------------------------------------
@@ -54,8 +55,8 @@ CMD ["gateway", "--host", "0.0.0.0", "--port", "8000"]
 FROM packages AS torch
 # Where torch without CUDA is: an index of packages.
 ARG TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
-COPY --from=wheel /wheels/torch.txt /wheels/
-RUN pip install --index-url ${TORCH_CPU_INDEX} -r /wheels/torch.txt
+COPY --from=wheel /wheels/torch.txt /wheels/embedding.txt /wheels/
+RUN pip install --index-url ${TORCH_CPU_INDEX} -r /wheels/torch.txt && pip install -r /wheels/embedding.txt
 
 # The engine's C++ kernels, for several kinds of processors: the machine that runs the image is not the one that builds it.
 FROM torch AS kernels
@@ -93,8 +94,8 @@ RUN apt-get update \
     && rm -rf /tmp/probe.c /var/lib/apt/lists/*
 RUN useradd --system --uid 10001 --create-home tidegate \
     && install --directory --owner tidegate --mode 700 /var/lib/tidegate
-COPY --from=wheel /wheels/requirements.txt /wheels/gpu.txt /wheels/
-RUN python3 -m pip install -r /wheels/requirements.txt -r /wheels/gpu.txt
+COPY --from=wheel /wheels/requirements.txt /wheels/gpu.txt /wheels/embedding.txt /wheels/
+RUN python3 -m pip install -r /wheels/requirements.txt -r /wheels/gpu.txt -r /wheels/embedding.txt
 COPY --from=wheel /wheels/*.whl /wheels/
 RUN python3 -m pip install --no-deps /wheels/*.whl
 VOLUME /var/lib/tidegate

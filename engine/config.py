@@ -6,8 +6,10 @@ This module is plain data. It knows names and sizes; it does not know torch, or 
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.interface import ModelKind
+
 LoadFormat = Literal["auto", "dummy"]
-EngineKind = Literal["native", "vllm"]
+EngineKind = Literal["native", "vllm", "embedding"]
 
 
 class EngineStartError(Exception):
@@ -36,5 +38,6 @@ class EngineConfig:
     cuda_graphs: bool = True  # run decode steps as captured graphs, if device and model allow it
     seed: int = 0  # seed of dummy weights
     engine: EngineKind = "native"
+    kind: ModelKind = "chat"  # of the model
     vllm_args: str = ""  # flags of vLLM's own, for the engine `vllm`
     adapters: tuple[tuple[str, str], ...] = ()  # LoRA adapters: (name, directory or hub id)

@@ -29,7 +29,7 @@ def build_engine(config: EngineConfig, progress: Progress = NO_PROGRESS) -> Engi
     `progress` is told how far it is, partly on that thread.
     """
     with progress.phase("loading PyTorch"):
-        builder = _load_vllm_builder() if config.engine == "vllm" else _load_builder(config.device)
+        builder = _builder_of(config)
     return EngineThread(partial(builder, config, progress))
 
 
@@ -43,8 +43,33 @@ def build_torch_engine(config: EngineConfig, progress: Progress = NO_PROGRESS) -
     return builder(config, progress)
 
 
+def _builder_of(config: EngineConfig) -> "Callable[[EngineConfig, Progress], Stepper]":
+    match config.engine:
+        case "vllm":
+            return _load_vllm_builder()
+        case "embedding":
+            return _load_embedding_builder(config.device)
+    return _load_builder(config.device)
+
+
 def _load_builder(device: str) -> "Callable[[EngineConfig, Progress], TorchEngine]":
-    """Return the function that builds the native engine. If torch was imported before, `SPIN_COUNT` has no effect.
+    """Return the function that builds the native engine."""
+    _prepare_torch(device)
+    from engine.native.startup.engine_builder import build_native_engine  # imports torch
+
+    return build_native_engine
+
+
+def _load_embedding_builder(device: str) -> "Callable[[EngineConfig, Progress], Stepper]":
+    """Return the function that builds the engine over sentence-transformers."""
+    from engine.embedding.build import build_embedding_stepper  # sentence-transformers is imported by the call
+
+    _prepare_torch(device)
+    return build_embedding_stepper
+
+
+def _prepare_torch(device: str) -> None:
+    """Import torch, and choose what its threads do while they wait. If it was imported before, this has no effect.
 
     Without a GPU, torch and transformers find no Triton. They would import it where it is installed, and a process that
     has done so complains of leaks when it ends.
@@ -55,9 +80,6 @@ def _load_builder(device: str) -> "Callable[[EngineConfig, Progress], TorchEngin
 
     if choose_device(device).type == "cpu" and "triton" not in sys.modules:
         sys.modules["triton"] = None  # type: ignore[assignment]  # Python's mark of a module that cannot be imported
-    from engine.native.startup.engine_builder import build_native_engine  # imports torch
-
-    return build_native_engine
 
 
 def _load_vllm_builder() -> "Callable[[EngineConfig, Progress], Stepper]":

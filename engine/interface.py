@@ -22,9 +22,12 @@ or HTTP.
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
+
+# What a model makes of a prompt: tokens that answer it, the vector of a text, or the score of a pair of texts.
+ModelKind = Literal["chat", "embedding", "rerank"]
 
 # -- enumerations --------------------------------------------------------------------------------------------------
 
@@ -103,6 +106,7 @@ class NewSequence:
     compiled_grammar: object | None = field(default=None, compare=False)
     # The output so far. The sequence gets the same further tokens as one that has sampled these tokens here.
     output_token_ids: tuple[int, ...] = ()
+    second_from: int = 0  # position of the second text of a pair; 0: the prompt is one text
 
 
 class Run(msgspec.Struct, frozen=True):  # a struct, since a step makes hundreds
@@ -180,6 +184,9 @@ class SequenceOutput(msgspec.Struct, frozen=True):  # a struct, since a step mak
     # If requested, one entry for each prompt token that follows a token of this run (so the prompt's first token has no
     # entry). A sequence that requests prompt log probabilities takes nothing from the prefix cache.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    # Of a model that is no chat: the embedding, or the one score, as float32 in little-endian order. One token stands
+    # for it in `token_ids`.
+    vector: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +243,9 @@ class EngineInfo:
     step_eviction: StepEviction = StepEviction.NOTHING
     adapters: tuple[str, ...] = ()  # names of the model's LoRA adapters
     caches_prefixes: bool = False  # prompts reuse the KV of prompts with the same beginning
+    # A prompt is computed in one step, which is the last one of its sequence. One that is longer than
+    # `max_step_tokens` is computed alone.
+    whole_prompts: bool = False
     num_layers: int = 30  # of the model; sequences are evicted from a running step between two layers
 
 

@@ -54,6 +54,7 @@ class StreamRequest:
     priority: int = 0  # the higher goes first
     is_seeded: bool = False  # whether the user chose the seed
     output_token_ids: tuple[int, ...] = ()  # tokens of an earlier stream, after which this one begins
+    second_from: int = 0  # as `NewSequence.second_from`
     traceparent: str = ""  # W3C trace context, passed on to the server; empty: the sequence is not traced
 
     @property

@@ -14,8 +14,10 @@ from engine.interface import FinishReason, SamplingParams, TokenLogprobs
 
 # The newest format of a request that this version knows. A new field that changes answers gets the next number, and
 # only requests that use the field carry it: workers that do not know the number refuse them by the field's name.
-# Requests of version 0 are of gateways that do not answer `EventKind.TAKEN_OVER`.
-VERSION = 1
+# Requests of version 0 are of gateways that do not answer `EventKind.TAKEN_OVER`. Those of version 2 are pairs of
+# texts.
+VERSION = 2
+USUAL_VERSION = 1  # of a request that uses no newer field
 
 
 class Delivery(Enum):
@@ -71,6 +73,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     order_ms: int = 0  # see `score_ms`; 0: its deadline
     weight: int = 1  # of its key among those that share the tier
     vocabulary: str = ""  # tells which vocabulary the token ids are of; empty: unknown
+    second_from: int = 0  # of a pair of texts: the position of the second one in the prompt
 
     @property
     def is_delivered_in_parts(self) -> bool:
@@ -209,6 +212,7 @@ class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     receipt: Receipt | None = None  # if requested
     code: str = ""  # of a failure that programs must recognise, such as `WORKER_DIED`
+    vector: bytes = b""  # of a model that is no chat, with the last event: see `SequenceOutput.vector`
     fence: int = 0  # of the lease under which the event was made; 0: it was made by a gateway or an older version
     worker: str = ""  # id of the worker that holds the KV of the prompt; only events with index 0 have it
 

@@ -86,6 +86,7 @@ class RequestState:
     num_reported: int = 0  # output tokens already sent to the gateway
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of output tokens that were not sent yet, if requested
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt, until they are sent
+    vector: bytes = b""  # of a model that is no chat, once it is computed
     reported_s: float | None = None
     last_step: int = -1  # id of the newest step that the sequence ran in
     num_preemptions: int = 0  # number of times that the KV blocks on the device were lost; pauses do not count

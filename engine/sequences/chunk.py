@@ -54,6 +54,7 @@ class Outcome:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # one for each prompt token that the chunk scores
     failure: str | None = None  # the reason why the sequence cannot continue
     is_evicted: bool = False  # whether the sequence was evicted from the running step
+    vector: bytes = b""  # of a model that is no chat
 
     @property
     def is_computed(self) -> bool:
@@ -80,4 +81,5 @@ def output_of(chunk: Chunk, outcome: Outcome, reason: FinishReason | None) -> Se
         num_cached_tokens=chunk.num_cached,
         logprobs=outcome.logprobs,
         prompt_logprobs=outcome.prompt_logprobs,
+        vector=outcome.vector,
     )

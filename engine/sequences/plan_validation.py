@@ -49,7 +49,8 @@ class PlanCheck:
 
     def run(self, plan: StepPlan) -> None:
         """Check `plan` in the order of its execution. Raises `PlanError` for the first rule that the plan breaks."""
-        if plan.num_tokens > self._info.max_step_tokens:
+        is_whole = self._info.whole_prompts and len(plan.run) == 1
+        if plan.num_tokens > self._info.max_step_tokens and not is_whole:
             raise PlanError(f"{plan.num_tokens} tokens in a step, at most {self._info.max_step_tokens} allowed")
         for seq_id in plan.abort:
             self._abort(seq_id)

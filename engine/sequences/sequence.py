@@ -30,6 +30,7 @@ class Sequence:
         "sampling",
         "compiled_grammar",
         "retention",
+        "second_from",
         "token_ids",
         "num_prompt_tokens",
         "num_given_tokens",
@@ -52,6 +53,7 @@ class Sequence:
         self.sampling = new.sampling
         self.compiled_grammar = new.compiled_grammar
         self.retention = new.retention
+        self.second_from = new.second_from
         # Arrays, so that a step is packed by copying memory, not by Python loops over tokens.
         self.token_ids = array("q", new.prompt_token_ids)
         self.token_ids.extend(new.output_token_ids)

@@ -75,7 +75,7 @@ class HttpUpstream:
         try:
             exchange = await self._sender("POST", self._dialect.path, body, request.traceparent)
             if await exchange.wait_for_status() != 200:
-                raise await _refusal(exchange)
+                raise await refusal(exchange)
             num_tokens, pieces = request.num_tokens, self._pieces(exchange)
             async for piece in pieces:
                 num_tokens += len(piece.token_ids)
@@ -165,7 +165,7 @@ class HttpUpstream:
         )
 
 
-async def _refusal(exchange: Exchange) -> UpstreamError:
+async def refusal(exchange: Exchange) -> UpstreamError:
     """Return the error for a response that is no stream."""
     status, text = exchange.status or 0, (await exchange.read_all()).decode(errors="replace")
     said = f"The model's server answered {status}: {' '.join(text.split())[:MAX_QUOTED].rstrip('.')}."

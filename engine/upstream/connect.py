@@ -16,13 +16,14 @@ from huggingface_hub import hf_hub_download
 from tokenizers import Tokenizer
 
 from engine.config import EngineStartError
-from engine.interface import EngineInfo
+from engine.interface import EngineInfo, ModelKind
 from engine.streaming import UpstreamBusy, UpstreamLost, UpstreamRefused, UpstreamUnusable
 from engine.upstream.client import HttpUpstream
 from engine.upstream.dialects import DIALECTS, PLAIN, Dialect, DialectName, recognise
 from engine.upstream.http import Address, BadUrl, HttpSender
 from engine.upstream.status import ModelCard, list_models
 from engine.upstream.texts import Texts
+from engine.upstream.vectors import VectorUpstream
 
 log = structlog.get_logger()
 
@@ -43,6 +44,7 @@ class UpstreamConfig:
     model: str | None = None  # name of the model at the server; None: the only one that it lists
     api_key: str = ""
     max_model_len: int | None = None
+    kind: ModelKind = "chat"
 
 
 async def connect(config: UpstreamConfig, sleep: Callable[[float], Any] = asyncio.sleep) -> HttpUpstream:
@@ -78,7 +80,7 @@ async def _inspect(config: UpstreamConfig, sender: HttpSender) -> HttpUpstream:
     log.info(
         "the upstream answers",
         url=str(sender.address),
-        dialect=dialect.name,
+        dialect=upstream.info.device,
         model=card.id,
         max_model_len=info.max_model_len,
         caches_prefixes=upstream.caches_prefixes,
@@ -120,6 +122,8 @@ async def _tried(
 
     A server without priority scheduling refuses priorities; then none are sent.
     """
+    if config.kind != "chat":
+        return await _tried_vectors(sender, dialect, card, info, config)
     if not dialect.takes_ids:
         return HttpUpstream(sender, dialect, card, info, _texts(config.model_path))
     upstream = HttpUpstream(sender, dialect, card, info, with_priority=with_priority)
@@ -135,6 +139,20 @@ async def _tried(
     return await _tried(sender, dialect, card, info, config, with_priority=False)
 
 
+async def _tried_vectors(
+    sender: HttpSender, dialect: Dialect, card: ModelCard, info: EngineInfo, config: UpstreamConfig
+) -> HttpUpstream:
+    """Return a server that makes vectors, after a trial of one. One that takes no token ids gets texts."""
+    upstream = VectorUpstream(sender, dialect, card, info, _texts(config.model_path), config.kind)
+    try:
+        await upstream.try_out()
+        return upstream
+    except (UpstreamRefused, UpstreamUnusable) as error:
+        if isinstance(error, UpstreamUnusable) or not dialect.takes_ids or config.dialect != "auto":
+            raise EngineStartError(f"the server refuses a first request: {error}") from error
+    return await _tried_vectors(sender, PLAIN, card, replace(info, device="plain"), config)
+
+
 def _info(config: UpstreamConfig, card: ModelCard, address: Address, dialect: Dialect) -> EngineInfo:
     """Return the sizes of the model: the server's own where it tells them, otherwise those of the model directory."""
     declared = _read_json(config.model_path, "config.json")
@@ -144,7 +162,7 @@ def _info(config: UpstreamConfig, card: ModelCard, address: Address, dialect: Di
     backend = _tokenizer(config.model_path) if "vocab_size" not in text else None
     return EngineInfo(
         model_path=config.model_path,
-        max_model_len=max_model_len,
+        max_model_len=max_model_len + (config.kind != "chat"),  # with the token that stands for a vector
         vocab_size=int(text["vocab_size"]) if backend is None else backend.get_vocab_size(),
         block_size=BLOCK_SIZE,
         # The server has the blocks, and counts them. This number only keeps out what can never fit its context.

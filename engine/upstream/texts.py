@@ -23,6 +23,11 @@ class Texts:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=False)
         return text.removeprefix(self._bos_token) if self._bos_token else text
 
+    def plain(self, token_ids: Sequence[int]) -> str:
+        """Return the text of `token_ids` without special tokens, which the server adds itself."""
+        text: str = self._backend.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
     def ids(self, text: str) -> list[int]:
         """Return the ids of a piece of an output."""
         return self._ids(_ANCHOR + text)[self._anchor_length :] if self._joins(text) else self._ids(text)

@@ -247,6 +247,7 @@ class TokenStream:
             code=event.code,
             cached_tokens=event.cached_tokens,
             receipt=event.receipt,
+            vector=event.vector,
             logprobs=event.logprobs[num_known:],
             prompt_logprobs=() if is_continued else event.prompt_logprobs,
         )

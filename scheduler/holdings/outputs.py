@@ -53,6 +53,7 @@ class OutputHandler:
         state.output_token_ids.extend(output.token_ids)
         state.logprobs.extend(output.logprobs)
         state.prompt_logprobs.extend(output.prompt_logprobs)
+        state.vector = output.vector
         self._table.update(state)
         if output.token_ids:
             if state.awaits_first_token and state.reaction_steps is not None:

@@ -131,6 +131,7 @@ def _tokens_event(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         receipt=receipt_of(state, worker_id),
+        vector=state.vector,
         fence=state.fence,
         worker=worker_id if index == 0 else "",
     )

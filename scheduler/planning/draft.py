@@ -110,9 +110,12 @@ class Draft:
 
     def _add_chunk(self, state: RequestState, budget: TierBudget, limit_s: float, num_cached: int) -> bool:
         """Add as many tokens of the prefill as fit, after `num_cached` cached ones; return False if none fits."""
-        wanted = min(state.num_uncomputed - num_cached, self._tokens_left_of(state.tier.name, budget))
+        left = state.num_uncomputed - num_cached
+        wanted = min(left, self._tokens_left_of(state.tier.name, budget))
         context = state.num_computed_tokens + num_cached
         num_tokens = self._chunk(wanted, context, limit_s)
+        if self._view.whole_prompts and num_tokens < left:
+            num_tokens = 0 if self._run else left
         if num_tokens < 1:
             return False
         if not self._get_blocks(state, num_tokens, budget.reserve_blocks):
@@ -121,7 +124,9 @@ class Draft:
         if state.status is Status.WAITING:
             request, output = state.request, tuple(state.output_token_ids)
             new = (request.id, request.prompt_token_ids, request.sampling, request.cache_salt)
-            self._start.append(NewSequence(*new, state.tier.priority, state.compiled_grammar, output))
+            self._start.append(
+                NewSequence(*new, state.tier.priority, state.compiled_grammar, output, request.second_from)
+            )
         if not state.tier.is_interactive:
             self._prefill_blocks.update(self._prefixes.after(state, num_tokens))
         self._add_run(state, num_tokens, context)

@@ -27,6 +27,7 @@ class EngineView:
     max_model_len: int
     free_swap_blocks: int = 0
     swap_block_s: float = 0.0  # time to copy one block to the host or back
+    whole_prompts: bool = False  # see `EngineInfo.whole_prompts`
 
 
 class BlockBudget:

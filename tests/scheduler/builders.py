@@ -13,7 +13,7 @@ from scheduler.drivers.steps.core import StepCore
 from scheduler.holdings.report import Report
 from scheduler.holdings.request_table import RequestTable
 from scheduler.planning.kv_budget import EngineView
-from scheduler.request import VERSION, Delivery, Request
+from scheduler.request import USUAL_VERSION, Delivery, Request
 from scheduler.request_state import RequestState, Status
 from scheduler.virtual_time import EPOCH_MS
 
@@ -94,7 +94,7 @@ def make_request(
     wants_receipt: bool = False,
     urgent_ms: int = 0,
     job_part: str = "",
-    version: int = VERSION,
+    version: int = USUAL_VERSION,
     owner: str = "",
     weight: int = 1,
     order_ms: int = 0,

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from msgspec.structs import replace as replaced
 from redis.asyncio import Redis
 
 from engine.interface import FinishReason, SamplingParams, TokenLogprobs
 from scheduler.queue.redis import RedisQueue
 from scheduler.registry.redis import RedisWorkerRegistry
 from scheduler.registry.worker_status import Beat, TierCapacity, TierStatus, WorkerStatus
-from scheduler.request import VERSION, Delivery, EventKind, Receipt, Request, TokenEvent
+from scheduler.request import USUAL_VERSION, VERSION, Delivery, EventKind, Receipt, Request, TokenEvent
 from scheduler.store.keys import Keys
 from scheduler.tasks import task as tasks_format
 from scheduler.tasks.queue import TaskQueue
@@ -59,8 +60,10 @@ FULL = Request(
     500,
     "part",
     "00-0-0-01",
-    VERSION,
+    USUAL_VERSION,
 )
+PAIR = replaced(PLAIN, version=VERSION, second_from=1)
+SCORE = TokenEvent("r-0", EventKind.FINISHED, 0, (0,), FinishReason.LENGTH, vector=b"\x00\x00\x00?")
 EVENTS = [
     TokenEvent("r-0", EventKind.TOKENS, 0, (5, 300), fence=1_700_000_000_001),
     TokenEvent(
@@ -127,6 +130,17 @@ GOLDEN = {
         "72a4666c6578aa6172726976616c5f6d73cf0000018bcfe56800a5696e707574c4035b315da56f776e6572a47465616da76b"
         "6565705f6d73cdea60a86d6574616461746181a161a162a86661696c7572657391aa4974206661696c65642eaa74696d656f"
         "75745f6d73cd03e8ab7472616365706172656e74a930302d302d302d3031",
+    ),
+    "pair": (
+        PAIR,
+        "de0009a26964a3722d30a474696572a87265616c74696d65b070726f6d70745f746f6b656e5f6964739205cd012ca873616d706c"
+        "696e67de0001aa6d61785f746f6b656e7308aa6172726976616c5f6d73cf0000018bcfe56800ab646561646c696e655f6d73cf00"
+        "00018bcfe56be8a87265706c795f746fa167a776657273696f6e02ab7365636f6e645f66726f6d01",
+    ),
+    "score": (
+        SCORE,
+        "85aa726571756573745f6964a3722d30a46b696e64a866696e6973686564a9746f6b656e5f6964739100ad66696e6973685f7265"
+        "61736f6ea66c656e677468a6766563746f72c4040000003f",
     ),
     "status": (
         STATUS,

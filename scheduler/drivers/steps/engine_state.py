@@ -49,6 +49,7 @@ class EngineState:
             max_model_len=info.max_model_len,
             free_swap_blocks=self._free_swap_blocks,
             swap_block_s=info.swap_block_s,
+            whole_prompts=info.whole_prompts,
         )
 
     # -- sequences that the engine holds and no request needs any more -----------------------------------------

@@ -11,7 +11,7 @@ from engine.step_time.cost import StepWork
 from scheduler.clock import Clock
 
 PROMPTS = (48, 16, 96, 32, 64, 24, 16, 80)  # tokens; the lengths differ, so that a fit can separate the coefficients
-MAX_DECODES = 64  # maximum number of tokens by which a sequence grows
+MAX_DECODES = 64  # maximum number of tokens by which a sequence grows, if it goes on after its prompt
 LARGE_BATCH = 24  # number of further sequences, which start in one step
 LARGE_BATCH_PROMPT = 4  # tokens in the prompt of each of these sequences
 LONG_PROMPT = 1024  # tokens
@@ -49,15 +49,18 @@ class _WarmUpSteps:
         self._blocks_left = info.num_blocks // 2
         self._lengths: dict[str, int] = {}  # number of computed tokens, by sequence id
         self._step_id = 0
+        self._decodes = not info.whole_prompts  # whether sequences go on after the step of their prompt
 
     def plans(self) -> Iterator[StepPlan]:
         for number, prompt in enumerate(PROMPTS):
             # Every second prefill runs in one step with decodes of all earlier sequences.
-            beside = list(self._lengths) if number % 2 else []
+            beside = list(self._lengths) if number % 2 and self._decodes else []
             if not self._fits(prompt) or len(beside) + 2 > self._info.max_step_tokens:
                 return
             new = self._new(min(prompt, self._info.max_step_tokens - len(beside)))
             yield self._plan(beside, new, len(new.prompt_token_ids))
+            if not self._decodes:
+                continue
             running = list(self._lengths)
             yield self._plan(running)
             yield self._plan(running[: 1 + number // 2])
@@ -72,12 +75,14 @@ class _WarmUpSteps:
         self._step_id -= 1
         run = tuple(Run(new.seq_id, prompt) for new in batch)
         yield StepPlan(self._step_id, start=tuple(batch), run=run)
+        if not self._decodes:
+            return
         running = list(self._lengths)
         for count in (len(running), len(running) // 2, len(running) * 3 // 4):
             yield self._plan(running[:count])
 
     def _long_context(self) -> Iterator[StepPlan]:
-        if not self._fits(LONG_PROMPT):
+        if not (self._decodes and self._fits(LONG_PROMPT)):
             return
         new, running = self._new(LONG_PROMPT), list(self._lengths)
         chunk = min(LONG_CHUNK, self._info.max_step_tokens - len(running))
@@ -102,7 +107,7 @@ class _WarmUpSteps:
         return StepPlan(self._step_id, abort=tuple(self._lengths))
 
     def _fits(self, prompt: int) -> bool:
-        length = prompt + MAX_DECODES
+        length = prompt + (MAX_DECODES if self._decodes else 0)
         blocks = blocks_for(length, self._info.block_size)
         if length >= self._info.max_model_len or blocks > self._blocks_left:
             return False

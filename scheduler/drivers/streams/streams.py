@@ -92,6 +92,7 @@ class StreamTable:
             priority=state.tier.priority,
             is_seeded=request.is_seeded,
             output_token_ids=tuple(state.output_token_ids),
+            second_from=request.second_from,
             traceparent=request.traceparent,
         )
 

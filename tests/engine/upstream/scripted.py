@@ -32,6 +32,14 @@ def tokens_after(prompt: Sequence[int], count: int) -> list[int]:
     return known[len(prompt) :]
 
 
+def vector_of(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer to /v1/embeddings or /v1/rerank: the length of the input, or that of the document."""
+    if "documents" in body:
+        [document] = body["documents"]
+        return {"results": [{"index": 0, "relevance_score": len(document) / 100, "document": {"text": document}}]}
+    return {"object": "list", "data": [{"index": 0, "embedding": [0.5, float(len(body["input"]))]}]}
+
+
 @dataclass
 class Script:
     """What happens to one stream."""
@@ -129,6 +137,10 @@ class ScriptedServer:
         script = self.scripts.popleft() if self.scripts else Script()
         if script.status != 200:
             await self._answer(writer, script.status, script.body, script.headers)
+            return
+        if "prompt" not in body:
+            is_taken = self.returns_ids or not isinstance(body.get("input"), list)
+            await self._answer(writer, 200 if is_taken else 400, script.body or json.dumps(vector_of(body)))
             return
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
         self.num_open += 1

@@ -1,0 +1,95 @@
+"""What the encoder computes is what sentence-transformers computes, whatever else is in the batch."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sentence_transformers import CrossEncoder, SentenceTransformer
+
+from engine.config import EngineStartError
+from engine.embedding.encoder import Encoder
+from engine.embedding.stepper import Text
+from tests.encoders import CLS, CONTEXT, DIMENSIONS, SEP, WORDS, pretrained, save_reranker
+
+CPU = torch.device("cpu")
+CLOSE = 1e-5  # of float32, after two layers
+Vector = npt.NDArray[np.float32]
+
+
+@pytest.fixture(scope="module")
+def encoder(encoder_path: Path) -> Encoder:
+    return Encoder.load(str(encoder_path), "embedding", CPU, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def reranker(reranker_path: Path) -> Encoder:
+    return Encoder.load(str(reranker_path), "rerank", CPU, torch.float32)
+
+
+def numbers(vectors: Sequence[bytes]) -> list[Vector]:
+    return [np.frombuffer(vector, "<f4") for vector in vectors]
+
+
+def text(written: str) -> Text:
+    return Text(pretrained().backend_tokenizer.encode(written).ids)
+
+
+def pair(query: str, document: str) -> Text:
+    encoding = pretrained().backend_tokenizer.encode(query, document)
+    return Text(encoding.ids, encoding.sequence_ids.index(1))
+
+
+def test_embeddings_are_those_of_sentence_transformers(encoder: Encoder, encoder_path: Path) -> None:
+    texts = ["high tide", "low", "the tide rises and the tide falls " * 3]
+    found = numbers(encoder.encode([text(written) for written in texts]))
+    wanted = SentenceTransformer(str(encoder_path), device="cpu").encode(texts)
+    assert found[0].shape == (DIMENSIONS,)
+    assert np.abs(np.stack(found) - wanted).max() < CLOSE
+    assert np.abs(wanted[0] - wanted[1]).max() > 0.1, "other texts have other vectors"
+
+
+def test_scores_are_those_of_a_cross_encoder(reranker: Encoder, reranker_path: Path) -> None:
+    pairs = [("tide", "the sea rises"), ("tide", "bread"), ("sea", "b")]
+    found = numbers(reranker.encode([pair(*one) for one in pairs]))
+    wanted = CrossEncoder(str(reranker_path), device="cpu").predict(pairs)
+    assert np.abs(np.concatenate(found) - wanted).max() < CLOSE
+    assert len({round(float(score), 4) for score in wanted}) == 3
+
+
+def test_a_pair_is_told_from_the_same_tokens_as_one_text(reranker: Encoder) -> None:
+    told = pair("tide", "sea")
+    as_pair, as_text = numbers(reranker.encode([told, Text(told.token_ids)]))
+    assert abs(as_pair[0] - as_text[0]) > 1e-4
+
+
+@given(
+    st.lists(st.lists(st.integers(len(WORDS) // 2, len(WORDS) - 1), max_size=CONTEXT - 2), min_size=2, max_size=12),
+    st.data(),
+)
+def test_a_vector_does_not_depend_on_the_batch(encoder: Encoder, lists: list[list[int]], data: st.DataObject) -> None:
+    """Law: no other text, no order and no padding changes the embedding of a text."""
+    texts = [Text([CLS, *ids, SEP]) for ids in lists]
+    together = numbers(encoder.encode(texts))
+    chosen = data.draw(st.integers(0, len(texts) - 1))
+    [alone] = numbers(encoder.encode([texts[chosen]]))
+    assert np.abs(together[chosen] - alone).max() < CLOSE
+
+
+def test_limits_are_those_of_the_model(encoder: Encoder) -> None:
+    assert (encoder.max_len, encoder.vocab_size) == (CONTEXT, len(WORDS))
+
+
+def test_a_classifier_with_several_labels_ranks_nothing(tmp_path: Path) -> None:
+    path = save_reranker(tmp_path, num_labels=3)
+    with pytest.raises(EngineStartError, match="3 labels"):
+        Encoder.load(str(path), "rerank", CPU, torch.float32)
+
+
+def test_a_directory_without_a_model_is_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(EngineStartError, match=str(tmp_path)):
+        Encoder.load(str(tmp_path), "embedding", CPU, torch.float32)
