@@ -20,7 +20,7 @@ from gateway.http.server.draining import RefuseWhileDraining
 from gateway.protocol import error_handlers
 from gateway.protocol.json_body import MAX_BODIES, BodyReader
 from gateway.protocol.openapi import described
-from gateway.routes import chat, conversations, messages, models, ops, pages, responses, tokenize
+from gateway.routes import chat, conversations, messages, models, ops, pages, responses, tokenize, vectors
 from gateway.routes.dependencies import Reader, WrongKeys, authenticated, request_counted
 from gateway.routes.jobs import batches, files, message_batches, tasks, uploads
 from gateway.routes.operators import admin, audit, dead_letters, keys, overview, scale
@@ -66,13 +66,13 @@ def create_app(gateway: Gateway) -> FastAPI:
         app.include_router(pages.docs)
     for routes in (admin, audit, overview, scale, keys, dead_letters):
         app.include_router(routes.router, tags=["admin"], dependencies=[Reader], responses=NOT_ADMIN)
-    for routes in (chat, messages, models, tokenize):
+    for routes in (chat, messages, models, tokenize, vectors):
         app.include_router(routes.router)
     app.include_router(responses.router, dependencies=[Depends(authenticated)])
     for routes in (files, uploads, batches, message_batches, tasks, conversations):
         app.include_router(routes.router, dependencies=[Depends(authenticated), Depends(request_counted)])
     parts = (
-        *(ops, admin, audit, overview, scale, keys, dead_letters, chat, messages, models, tokenize),
+        *(ops, admin, audit, overview, scale, keys, dead_letters, chat, messages, models, tokenize, vectors),
         *(files, uploads, batches, message_batches, tasks, responses, conversations),
     )
     error_handlers.install(app, [route for part in parts for route in part.router.routes])

@@ -47,6 +47,7 @@ def reference(name: str) -> Schema:
 _CHOICE = {"index": NUMBER, "finish_reason": fixed("stop", "length", "tool_calls", "content_filter", "function_call")}
 _MESSAGE = object_of({"tool_calls": array(ANY_OBJECT)}, role=fixed("assistant"), content=MAYBE_TEXT, refusal=MAYBE_TEXT)
 _USAGE = object_of(prompt_tokens=NUMBER, completion_tokens=NUMBER, total_tokens=NUMBER)
+_READ = object_of(prompt_tokens=NUMBER, total_tokens=NUMBER)
 _COUNTS = object_of(total=NUMBER, completed=NUMBER, failed=NUMBER)
 
 SCHEMAS: dict[str, Schema] = {
@@ -92,6 +93,18 @@ SCHEMAS: dict[str, Schema] = {
         model=TEXT,
         choices=array(object_of(**_CHOICE, text=TEXT, logprobs=MAYBE_OBJECT)),
         usage=_USAGE,
+    ),
+    "Embeddings": object_of(
+        object=fixed("list"),
+        data=array(object_of(object=fixed("embedding"), index=NUMBER, embedding={"type": ["array", "string"]})),
+        model=TEXT,
+        usage=_READ,
+    ),
+    "Ranking": object_of(
+        id=TEXT,
+        model=TEXT,
+        results=array(object_of({"document": ANY_OBJECT}, index=NUMBER, relevance_score={"type": "number"})),
+        usage=_READ,
     ),
     "Response": object_of(
         id=TEXT,
@@ -228,6 +241,8 @@ def json_of(name: str) -> Schema:
 ANSWERS: dict[tuple[str, str], Schema] = {
     ("post", "/v1/chat/completions"): json_of("ChatCompletion") | SSE,
     ("post", "/v1/completions"): json_of("Completion") | SSE,
+    ("post", "/v1/embeddings"): json_of("Embeddings"),
+    ("post", "/v1/rerank"): json_of("Ranking"),
     ("post", "/v1/responses"): json_of("Response") | SSE,
     ("get", "/v1/responses/{response_id}"): json_of("Response") | SSE,
     ("post", "/v1/responses/{response_id}/cancel"): json_of("Response"),

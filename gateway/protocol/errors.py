@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from engine.interface import ModelKind
 from gateway.files.storage import StorageUnreachable
 from scheduler.client.rejection import RESTART_S, Rejected, RejectReason
 from scheduler.config import Tier
@@ -62,6 +63,24 @@ def unsupported_parameter(param: str) -> ApiError:
 def misplaced_parameter(param: str, endpoint: str) -> ApiError:
     message = f"Unsupported parameter: '{param}' is a parameter of {endpoint} only."
     return invalid_request(message, param, "unsupported_parameter")
+
+
+# By the kind of a model: what it does, its endpoint, and its name among the capabilities of GET /v1/models.
+KINDS: dict[ModelKind, tuple[str, str, str]] = {
+    "chat": ("generates text", "/v1/chat/completions", "completion"),
+    "embedding": ("makes embeddings", "/v1/embeddings", "embedding"),
+    "rerank": ("ranks documents", "/v1/rerank", "rerank"),
+}
+
+
+def wrong_kind(model: str, kind: ModelKind, wanted: ModelKind) -> ApiError:
+    """Return the error for a request of an endpoint that models of the kind `wanted` answer, and `model` does not."""
+    does, path, _ = KINDS[kind]
+    message = (
+        f"The model '{model}' {does}: send it POST {path}. For this endpoint, name a model that has "
+        f"'{KINDS[wanted][2]}' among its capabilities in GET /v1/models."
+    )
+    return invalid_request(message, "model", "wrong_model_kind")
 
 
 def invalid_json() -> ApiError:

@@ -12,10 +12,10 @@ from gateway.protocol.errors import ApiError, invalid_request
 
 # First parts, behind /v1, of the paths of OpenAI's endpoints that this server does not serve, also of retired ones.
 OPENAI = """
-    answers assistants audio chatkit classifications containers edits embeddings engines evals fine-tunes
+    answers assistants audio chatkit classifications containers edits engines evals fine-tunes
     fine_tuning images moderations organization projects realtime search skills threads vector_stores videos
 """
-OTHERS = "classify pooling rerank score"  # the same, of vLLM
+OTHERS = "classify pooling score"  # the same, of vLLM
 NOT_SERVED = frozenset((OPENAI + OTHERS).split())
 # Likeness from which a served path counts as the one that was meant, on difflib's scale from 0 to 1.
 MIN_LIKENESS = 0.85

@@ -48,7 +48,7 @@ async def retrieve_model(request: Request, model: str, key: Caller) -> dict[str,
 def _model(gateway: Gateway, name: str) -> dict[str, Any]:
     """Return the object of one name. `root` is the main name of the model, for which the other names are aliases."""
     served = _served(gateway, name)
-    tokenizer = served.model.tokenizer
+    tokenizer, is_chat = served.model.tokenizer, served.model.kind == "chat"
     context = served.completions.limits().max_model_len
     return {
         "id": name,
@@ -60,9 +60,11 @@ def _model(gateway: Gateway, name: str) -> dict[str, Any]:
         "max_model_len": context,
         "context_length": context,
         "capabilities": {
-            "completion": True,
-            "completion_chat": bool(tokenizer.chat_template),
-            "function_calling": "tools" in tokenizer.chat_template,
+            "completion": is_chat,
+            "completion_chat": is_chat and bool(tokenizer.chat_template),
+            "function_calling": is_chat and "tools" in tokenizer.chat_template,
+            "embedding": served.model.kind == "embedding",
+            "rerank": served.model.kind == "rerank",
             "fine_tuning": False,
             "vision": False,
         },

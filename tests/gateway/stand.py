@@ -21,6 +21,7 @@ from fastapi import FastAPI
 from redis.asyncio import Redis
 from starlette.routing import BaseRoute
 
+from engine.interface import ModelKind
 from gateway.app import create_app
 from gateway.files.local_storage import LocalStorage
 from gateway.files.storage import Storage
@@ -148,6 +149,7 @@ def make_stand(
     clock: Clock | None = None,
     tokenizer: Tokenizer | None = None,
     defaults: SamplingDefaults | None = None,
+    kind: ModelKind = "chat",
     storage: Storage | None = None,
     worker_pages: WorkerPages | None = None,
     lines: Completions | None = None,
@@ -177,6 +179,7 @@ def make_stand(
         tiers=tiers,
         tiers_path=chosen.tiers_path,
         adapters=frozenset(chosen.adapter_paths),
+        kind=kind,
     )
     outside = Outside(
         queues=Queues(redis, MemoryQueue(clock), MemoryEventChannel(), EverAlive(clock)) if has_own_queues else queues,

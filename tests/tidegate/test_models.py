@@ -3,10 +3,12 @@
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from demo_model.location import demo_model_path
+from engine.config import EngineStartError
 from gateway.requests.tokens.model_files import vocabulary_of
 from scheduler.clock import SystemClock
 from scheduler.store.address import of_model, parse
@@ -17,12 +19,15 @@ from tidegate.settings.commands import ServeSettings
 from tidegate.settings.gateway import GatewaySettings
 from tidegate.settings.models import ModelsError, named_models, read_models
 from tidegate.settings.worker import WorkerSettings
+from tidegate.supervision.process import CannotStart
+from tidegate.worker.engine_worker import engine_config
 from tidegate.worker.process import LoopRunner
 
 MODELS = """
 models:
   llama: {path: /m/llama, aliases: [gpt-4o], fallback: small, tiers: /t/llama.yaml}
   small: {path: org/small}
+  vectors: {path: /m/vectors, kind: embedding}
 splits:
   assistant: {llama: 9, small: 1}
 """
@@ -58,15 +63,22 @@ def test_serve_has_a_worker_for_each_model(tmp_path: Path) -> None:
     path = tmp_path / "models.yaml"
     path.write_text(MODELS, encoding="utf-8")
     settings = ServeSettings(models=path, worker_id="w", threads=3, health_port=9000)
-    (first, llama), (_, small) = settings.workers()
+    (first, llama), (_, small), (_, vectors) = settings.workers()
     assert first == "worker of llama" and (llama.model, small.model) == ("llama=/m/llama", "small=org/small")
     assert (llama.tiers, small.tiers) == (Path("/t/llama.yaml"), None)
     assert [(own.worker_id, own.threads, own.health_port) for own in (llama, small)] == [
         ("w", 3, 9000),
         ("w-2", 3, 9001),
     ]
+    assert [(own.kind, own.engine) for own in (llama, small, vectors)] == [
+        (None, "native"),
+        (None, "native"),
+        ("embedding", "embedding"),
+    ]
+    [*_, (_, remote)] = settings.model_copy(update={"engine": "openai", "upstream": "http://h"}).workers()
+    assert (remote.kind, remote.engine) == ("embedding", "openai")
     assert "--models" in settings.flags(GatewaySettings) and "--models" not in llama.flags(WorkerSettings)
-    assert settings.served_names() == ("llama", "small", "assistant")
+    assert settings.served_names() == ("llama", "small", "vectors", "assistant")
     named = ServeSettings(model="a=/m/a,b=/m/b", worker_id="w")
     assert [own.model for _, own in named.workers()] == ["a=/m/a", "b=/m/b"]
     assert {own.threads for _, own in named.workers()} == {max(1, len(os.sched_getaffinity(0)) // 2)}
@@ -89,6 +101,7 @@ def test_doctor_checks_each_model(tmp_path: Path) -> None:
         ("", "models"),
         ("models: {}", "models"),
         ("models: {a: {paths: x}}", "models.a.path"),
+        ("models: {a: {path: x, kind: vision}}", "models.a.kind"),
         ("models: {a: {path: x, fallback: b}}", "models.a.fallback: 'b'"),
         ("models: {a: {path: x, fallback: a}}", "models.a.fallback: 'a'"),
         ("models: {a: {path: x, aliases: [b]}, b: {path: y}}", "'b' is the name of more than one"),
@@ -109,6 +122,30 @@ def test_the_gateway_knows_the_models_vocabulary() -> None:
     queues: Any = None
     [source] = open_models(GatewaySettings(), queues, SystemClock())
     assert source.vocabulary == vocabulary_of(GatewaySettings().model_path) != ""
+
+
+@pytest.mark.parametrize(
+    ("more", "place"),
+    [
+        ("{a: {path: PATH, fallback: b}, b: {path: PATH, kind: embedding}}", "models.a.fallback"),
+        ("{a: {path: PATH}, b: {path: PATH, kind: rerank}}\nsplits: {s: {a: 1, b: 1}}", "splits.s"),
+    ],
+)
+async def test_no_model_answers_for_one_of_another_kind(tmp_path: Path, more: str, place: str) -> None:
+    path = tmp_path / "models.yaml"
+    path.write_text(f"models: {more.replace('PATH', str(demo_model_path()))}", encoding="utf-8")
+    settings, queues = GatewaySettings(models=path, redis_url="redis://localhost:1"), cast(Any, None)
+    with pytest.raises(CannotStart, match=f"{place}: 'a' is of the kind chat"):
+        list(open_models(settings, queues, SystemClock()))
+
+
+@pytest.mark.parametrize("engine", ["native", "vllm"])
+def test_an_engine_for_chats_names_the_one_for_vectors(tmp_path: Path, engine: Any) -> None:
+    (tmp_path / "modules.json").write_text("[]", encoding="utf-8")
+    with pytest.raises(EngineStartError, match="--engine embedding"):
+        engine_config(WorkerSettings(model=str(tmp_path), engine=engine))
+    assert engine_config(WorkerSettings(model=str(tmp_path), engine="embedding")).kind == "embedding"
+    assert engine_config(WorkerSettings(model=str(tmp_path), kind="chat", engine=engine)).kind == "chat"
 
 
 def test_a_worker_that_claims_nothing_is_not_ready() -> None:

@@ -69,6 +69,11 @@ def check_engine(settings: ServeSettings) -> Iterator[Finding]:
 
             check_version()
             yield Finding("engine", f"vLLM {version('vllm')}")
+        case "embedding":
+            from engine.embedding.build import check_config
+
+            check_config(engine_config(settings))
+            yield Finding("engine", f"sentence-transformers {version('sentence-transformers')}")
         case "openai" | "static":
             yield Finding("engine", f"{settings.engine}: nothing is computed on this machine")
 
@@ -80,9 +85,8 @@ def try_engine(settings: ServeSettings) -> Iterator[Finding]:
     engine = build_engine(engine_config(settings))
     try:
         info = engine.info
-        text = (
-            f"the engine starts: {info.num_blocks} KV blocks of {info.block_size} tokens on {info.device}, {info.dtype}"
-        )
+        room = "" if info.whole_prompts else f"{info.num_blocks} KV blocks of {info.block_size} tokens "
+        text = f"the engine starts: {room}on {info.device}, {info.dtype}"
         yield Finding("start", text)
     finally:
         engine.close()

@@ -2,7 +2,7 @@
 
 import hashlib
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from redis.asyncio import Redis
 
 from demo_model.location import demo_model_path
 from engine import gguf
+from engine.interface import ModelKind
 from gateway.dead_letters import DeadLetters
 from gateway.fairness import FairLock
 from gateway.http.metrics import GatewayMetrics, ModelMetrics
@@ -24,7 +25,13 @@ from gateway.requests.generate.answer_cache import AnswerCache
 from gateway.requests.generate.metering import Metering
 from gateway.requests.generate.service import CompletionService
 from gateway.requests.prepare.preparation import Model
-from gateway.requests.tokens.model_files import SamplingDefaults, model_revision, read_sampling_defaults, vocabulary_of
+from gateway.requests.tokens.model_files import (
+    SamplingDefaults,
+    kind_of,
+    model_revision,
+    read_sampling_defaults,
+    vocabulary_of,
+)
 from gateway.requests.tokens.tokenizer import Tokenizer
 from gateway.state import GatewayTiers
 from scheduler.client.client import SchedulerClient
@@ -41,6 +48,7 @@ from scheduler.reload.follower import TierFollower
 from scheduler.reload.store import TierStore
 from scheduler.store import address, connection
 from tidegate.settings.gateway import GatewaySettings
+from tidegate.settings.models import ModelsFile
 from tidegate.supervision.process import CannotStart
 
 log = structlog.get_logger()
@@ -74,6 +82,7 @@ class ModelSource:
     adapters: frozenset[str] = frozenset()
     fallback: str | None = None
     vocabulary: str = ""  # see `vocabulary_of`; empty: unknown
+    kind: ModelKind = "chat"
 
 
 def open_models(settings: GatewaySettings, base: Queues, clock: Clock) -> Iterator[ModelSource]:
@@ -84,14 +93,29 @@ def open_models(settings: GatewaySettings, base: Queues, clock: Clock) -> Iterat
     several = settings.several_models()
     if several is None:
         path, names, adapters = settings.model_path, settings.model_names, frozenset(settings.adapter_paths)
-        yield _source(settings, path, names, base, settings.tiers_path, adapters=adapters)
+        yield _source(settings, path, names, base, settings.tiers_path, settings.kind, adapters=adapters)
         return
+    kinds = dict[str, ModelKind]()
     for name, entry in several.models.items():
         is_file = entry.path.endswith(gguf.SUFFIX)
         path = str(gguf.unpacked(Path(entry.path).expanduser(), with_weights=False)) if is_file else entry.path
         queues = Queues.on(connection.connect(address.of_model(str(settings.redis_url), name)), clock)
         tiers_path = entry.tiers or settings.tiers_path
-        yield _source(settings, path, (name, *entry.aliases), queues, tiers_path, fallback=entry.fallback)
+        source = _source(
+            settings, path, (name, *entry.aliases), queues, tiers_path, entry.kind, fallback=entry.fallback
+        )
+        kinds[name] = source.kind
+        yield source
+    _check_kinds(several, kinds)
+
+
+def _check_kinds(models: ModelsFile, kinds: Mapping[str, ModelKind]) -> None:
+    """Raise `CannotStart` if a model of one kind would answer for a model of another kind."""
+    pairs = [(f"models.{name}.fallback", name, e.fallback) for name, e in models.models.items() if e.fallback]
+    pairs += [(f"splits.{name}", next(iter(split)), other) for name, split in models.splits.items() for other in split]
+    for place, name, other in pairs:
+        if kinds[name] != kinds[other]:
+            raise CannotStart(f"{place}: {name!r} is of the kind {kinds[name]}, and {other!r} of {kinds[other]}")
 
 
 def _source(
@@ -100,6 +124,7 @@ def _source(
     names: tuple[str, ...],
     queues: Queues,
     tiers_path: Path,
+    kind: ModelKind | None,
     *,
     adapters: frozenset[str] = frozenset(),
     fallback: str | None = None,
@@ -115,6 +140,7 @@ def _source(
         adapters=adapters,
         fallback=fallback,
         vocabulary=vocabulary_of(path),
+        kind=kind or kind_of(path),
     )
 
 
@@ -190,6 +216,7 @@ def make_model(settings: GatewaySettings, source: ModelSource) -> Model:
         fingerprint="fp_" + hashlib.sha256(f"{names[0]}{source.revision}".encode()).hexdigest()[:10],
         trusts_templates=settings.trust_request_chat_template,
         vocabulary=source.vocabulary,
+        kind=source.kind,
     )
 
 

@@ -18,6 +18,7 @@ from pydantic_settings import (
 )
 
 from demo_model.location import demo_model_path
+from engine.interface import ModelKind
 from scheduler.config import shipped_tiers_path
 from tidegate.settings.models import named_models
 
@@ -61,6 +62,10 @@ class CommonSettings(BaseSettings):
         default=None,
         description="transformers model directory, hub id or GGUF file; unset: the demo model; NAME=PATH: one of "
         "several models, with queues of its own (serve and gateway: several, with commas)",
+    )
+    kind: ModelKind | None = Field(
+        default=None,
+        description="what the model is for: chat, embedding or rerank; unset: what its files say",
     )
     served_model_name: Annotated[list[str] | None, NoDecode] = Field(
         default=None, description="model name or names that clients use; unset: the name of the model"

@@ -32,8 +32,11 @@ class ServeSettings(GatewaySettings, WorkerSettings):
         ]
 
     def _worker_of(self, number: int, name: str, entry: ModelEntry, threads: int) -> Self:
+        is_encoder = entry.kind in ("embedding", "rerank") and self.engine != "openai"
         update: dict[str, Any] = {
             "model": f"{name}={entry.path}",
+            "kind": entry.kind,
+            "engine": "embedding" if is_encoder else self.engine,
             "models": None,
             "worker_id": self.worker_id_of(number),
             "tiers": entry.tiers or self.tiers,

@@ -78,8 +78,8 @@ class GatewaySettings(CommonSettings):
     )
     models: Path | None = Field(
         default=None,
-        description="YAML file with several models, their aliases, tiers files, fallbacks and splits; a worker of one "
-        "has --model NAME=PATH; unset: one model, or those of --model",
+        description="YAML file with several models, their kinds, aliases, tiers files, fallbacks and splits; a worker "
+        "of one has --model NAME=PATH; unset: one model, or those of --model",
     )
     scale_from_zero: bool = Field(
         default=False,
@@ -207,7 +207,7 @@ class GatewaySettings(CommonSettings):
         """Return the models that have queues of their own; None for one model that has none. Raises `ModelsError`."""
         if self.models is not None:
             return read_models(self.models)
-        entries = {name: ModelEntry(path=path) for name, path in self.named_models.items()}
+        entries = {name: ModelEntry(path=path, kind=self.kind) for name, path in self.named_models.items()}
         return ModelsFile(models=entries) if entries else None
 
     @property

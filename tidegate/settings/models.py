@@ -10,6 +10,8 @@ from typing import Annotated, Any, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from engine.interface import ModelKind
+
 
 class ModelsError(ValueError):
     """The models cannot be used. The message is for the operator."""
@@ -24,6 +26,7 @@ class ModelEntry(BaseModel):
     aliases: tuple[str, ...] = ()
     tiers: Path | None = None  # None: the file of --tiers
     fallback: str | None = None  # the model that answers while no worker of this one is alive
+    kind: ModelKind | None = None  # None: what its files say
 
 
 class ModelsFile(BaseModel):

@@ -19,10 +19,11 @@ class WorkerSettings(CommonSettings):
         default="127.0.0.1", description="address of the worker's own port, with /livez, /readyz and /metrics"
     )
     health_port: int = Field(default=0, ge=0, le=65535, description="the worker's own port; 0: any free one")
-    engine: Literal["native", "vllm", "openai", "static"] = Field(
+    engine: Literal["native", "vllm", "openai", "static", "embedding"] = Field(
         default="native",
         description="native: this program's own engine; vllm: vLLM's executor computes the steps; openai: a server at "
-        "--upstream; static: an endpoint with fixed batches that serves /v1/tasks, and no model",
+        "--upstream; static: an endpoint with fixed batches that serves /v1/tasks, and no model; embedding: "
+        "sentence-transformers computes an embedding model or a reranker",
     )
     vllm_args: str | None = Field(
         default=None, description="flags of vLLM's own for --engine vllm, such as '--tensor-parallel-size 2'"

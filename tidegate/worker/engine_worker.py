@@ -10,11 +10,12 @@ from functools import partial
 import structlog
 from redis.asyncio import Redis
 
-from engine.config import EngineConfig, EngineStartError
+from engine.config import EngineConfig, EngineKind, EngineStartError
 from engine.factory import build_engine
 from engine.interface import Engine, EngineDead, PlanError
 from engine.upstream.connect import UpstreamConfig
 from engine.upstream.connect import connect as connect_upstream
+from gateway.requests.tokens.model_files import kind_of
 from scheduler.clock import Clock
 from scheduler.config import TierSet
 from scheduler.control.controller import SLAController
@@ -61,7 +62,15 @@ def run_worker(settings: WorkerSettings) -> int:
 
 
 def engine_config(settings: WorkerSettings) -> EngineConfig:
-    """Return the options of the engine that computes on this machine."""
+    """Return the options of the engine that computes on this machine.
+
+    Raises `EngineStartError` if it is no engine for models of this kind.
+    """
+    kind = settings.kind or kind_of(settings.model_path)
+    engine: EngineKind = "native" if settings.engine == "openai" or settings.engine == "static" else settings.engine
+    if kind != "chat" and engine != "embedding":
+        way = f"start its worker with --engine embedding, or say kind: {kind} in the file of --models"
+        raise EngineStartError(f"{settings.model_path} is of the kind {kind}: {way}")
     return EngineConfig(
         model=settings.model_path,
         load_format=settings.load_format,
@@ -76,7 +85,8 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         num_threads=settings.threads,
         cuda_graphs=settings.cuda_graphs,
         optimize=settings.optimize,
-        engine="vllm" if settings.engine == "vllm" else "native",
+        engine=engine,
+        kind=kind,
         vllm_args=settings.vllm_args or "",
         adapters=tuple(settings.adapter_paths.items()),
     )
@@ -92,6 +102,7 @@ def upstream_config(settings: WorkerSettings) -> UpstreamConfig:
         model=settings.upstream_model,
         api_key=key.get_secret_value() if key is not None else "",
         max_model_len=settings.max_model_len,
+        kind=settings.kind or kind_of(settings.model_path),
     )
 
 

@@ -116,7 +116,9 @@ def _run(settings: WorkerSettings, serve: Callable[[WorkerProcess], None]) -> No
         log.info("the worker has a port of its own", metrics=page)
         incarnation = f"{started_ms}-{token_hex(4)}"
         # Without --model, nothing is known of the files of a server's model.
-        is_known = settings.engine in ("native", "vllm") or (settings.engine == "openai" and settings.model is not None)
+        is_known = settings.engine in ("native", "vllm", "embedding") or (
+            settings.engine == "openai" and settings.model is not None
+        )
         vocabulary = vocabulary_of(settings.model_path) if is_known else ""
         identity = WorkerIdentity(worker_id, settings.model_names, started_ms, incarnation, page, vocabulary)
         serve(WorkerProcess(settings, tiers, identity, clock, runner, registry, health, tracing))

@@ -6,7 +6,7 @@ import { byId, count, duration, element, say } from "./format.js";
 const SHOWN = 8; // newest batches in the list
 const PERIOD_MS = { active: 1500, idle: 15_000, refused: 2 ** 31 - 1 }; // refused: until `refresh` is called
 const ENDED = new Set(["completed", "failed", "expired", "cancelled"]);
-const ENDPOINTS = ["/v1/chat/completions", "/v1/completions", "/v1/responses"];
+const ENDPOINTS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/rerank"];
 const EXAMPLE_LINES = 40;
 
 export class Batches {

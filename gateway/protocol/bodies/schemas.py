@@ -146,28 +146,37 @@ class ChatCompletionRequest(GenerationRequest):
         return self.prompt_logprobs
 
 
-class CompletionRequest(GenerationRequest):
-    prompt: Annotated[
-        Annotated[Text, Field(min_length=1), Tag("<text>")]
-        | Annotated[
-            list[Annotated[Text, Field(min_length=1)]],
-            Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True),
-            Tag("<list>"),
-        ]
-        | Annotated[TokenIds, Tag("<ids>")]
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True), Tag("<id-lists>")],
-        choose(tag_of, "a string, an array of strings, an array of token ids, or an array of such arrays"),
+Prompts = Annotated[
+    Annotated[Text, Field(min_length=1), Tag("<text>")]
+    | Annotated[
+        list[Annotated[Text, Field(min_length=1)]],
+        Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True),
+        Tag("<list>"),
     ]
+    | Annotated[TokenIds, Tag("<ids>")]
+    | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True), Tag("<id-lists>")],
+    choose(tag_of, "a string, an array of strings, an array of token ids, or an array of such arrays"),
+]
 
-    @field_validator("prompt", mode="before")
-    @classmethod
-    def _few_ids(cls, prompt: Any) -> Any:
-        if (
-            isinstance(prompt, list)
-            and len(prompt) + sum(len(p) for p in prompt if isinstance(p, list)) > MAX_PROMPT_IDS
-        ):
-            raise ValueError(f"must have at most {MAX_PROMPT_IDS} token ids in all")
-        return prompt
+
+def few_ids(prompts: Any) -> Any:
+    """Refuse `Prompts` with too many token ids before these are checked."""
+    if (
+        isinstance(prompts, list)
+        and len(prompts) + sum(len(p) for p in prompts if isinstance(p, list)) > MAX_PROMPT_IDS
+    ):
+        raise ValueError(f"must have at most {MAX_PROMPT_IDS} token ids in all")
+    return prompts
+
+
+def prompts_of(prompts: Any) -> list[str] | list[list[int]]:
+    """Return `Prompts` as a list, whichever of its four forms it has."""
+    return [prompts] if isinstance(prompts, str) or isinstance(prompts[0], int) else prompts
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: Prompts
+    _few_ids = field_validator("prompt", mode="before")(few_ids)
 
     max_tokens: Count | None = None  # 0 is for `echo`: the prompt is scored, and nothing is generated
     logprobs: NumTop | None = None  # OpenAI's maximum is 5
@@ -195,11 +204,7 @@ class CompletionRequest(GenerationRequest):
     @property
     def prompts(self) -> list[str] | list[list[int]]:
         """All prompts of the request as a list, whichever of its four forms `prompt` has."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return self.prompt
+        return prompts_of(self.prompt)
 
 
 AnyRequest = ChatCompletionRequest | CompletionRequest

@@ -76,6 +76,7 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: int | str | None = None  # the stop string or token of the client that ended the output
     has_tool_calls: bool = False
+    vector: bytes = b""  # of a model that is no chat, as float32 in little-endian order
 
     def feed(self, event: TokenEvent) -> Piece:
         """Return what `event` adds to the choice.
@@ -84,6 +85,7 @@ class Choice:
         """
         self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
         self.prompt_logprobs = self.prompt_logprobs or event.prompt_logprobs
+        self.vector = self.vector or event.vector
         piece = self._generated(event) if self.parser is None else self._feed_parser(self.parser, event)
         if self.tracker is not None:
             piece.tokens = self.tracker.pop_reportable(self.finish_reason is not None and not self.stopped_early)

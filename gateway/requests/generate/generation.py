@@ -44,6 +44,7 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
+VECTOR_BYTES = 64  # of vectors, which take as long to write as one log probability
 INLINE_LOGPROBS = 2**12  # log probabilities, about 8 ms to write; more are written in a thread, off the event loop
 
 
@@ -170,6 +171,7 @@ class Generation:
             num_reported += (1 + sampling.logprobs) * sum(len(piece.tokens) for _, piece in pieces)
         if sampling.prompt_logprobs is not None:
             num_reported += (1 + sampling.prompt_logprobs) * sum(len(choice.prompt_logprobs) for choice, _ in pieces)
+        num_reported += sum(len(choice.vector) for choice, _ in pieces) // VECTOR_BYTES
         return await asyncio.to_thread(write) if num_reported > INLINE_LOGPROBS else write()
 
     @asynccontextmanager

@@ -16,6 +16,7 @@ from gateway.http.metrics import ModelMetrics
 from gateway.http.sse import Write
 from gateway.http.trace import CURRENT_TRACE
 from gateway.protocol.bodies.schemas import AnyRequest, ChatCompletionRequest, CompletionRequest, parse_generation
+from gateway.protocol.bodies.vectors import EmbeddingRequest, RerankRequest, VectorRequest, parse_vectors
 from gateway.protocol.errors import ApiError, invalid_value, rejected
 from gateway.protocol.json_body import is_large
 from gateway.requests.generate.generation import Generation
@@ -23,6 +24,7 @@ from gateway.requests.generate.metering import Metering
 from gateway.requests.prepare.placement import Placement
 from gateway.requests.prepare.preparation import Model, Preparation
 from gateway.requests.prepare.prepared import PreparedRequest
+from gateway.requests.prepare.vectors import prepare_vectors
 from scheduler.client.client import SchedulerClient
 from scheduler.client.rejection import DEMOTES, Rejected
 from scheduler.client.token_stream import TokenStream
@@ -88,10 +90,12 @@ class CompletionService:
         self._preparation = Preparation(model, client, clock, self._lock)
         self.prepare, self.encode = self._preparation.prepare, self._preparation.encode
         self.limits = self._preparation.limits
-        new = partial(NewCompletion, self._preparation)
+        new, new_vectors = partial(NewCompletion, self._preparation), partial(NewVectors, self._preparation)
         self.endpoints = {
             "/v1/chat/completions": Endpoint(partial(parse_generation, ChatCompletionRequest), new, ONLINE),
             "/v1/completions": Endpoint(partial(parse_generation, CompletionRequest), new, ONLINE),
+            "/v1/embeddings": Endpoint(partial(parse_vectors, EmbeddingRequest), new_vectors),
+            "/v1/rerank": Endpoint(partial(parse_vectors, RerankRequest), new_vectors),
         }
 
     async def complete(self, path: str, body: dict[str, Any], placement: Placement) -> tuple[int, dict[str, Any]]:
@@ -167,6 +171,20 @@ class NewCompletion:
 
     async def prepare(self, placement: Placement) -> PreparedRequest:
         return await self.preparation.prepare(self.request, placement)
+
+    def run(self, generation: Generation) -> Generation:
+        return generation
+
+
+@dataclass(frozen=True, slots=True)
+class NewVectors:
+    """An answer of /v1/embeddings or /v1/rerank."""
+
+    preparation: Preparation
+    request: VectorRequest
+
+    async def prepare(self, placement: Placement) -> PreparedRequest:
+        return await prepare_vectors(self.preparation, self.request, placement)
 
     def run(self, generation: Generation) -> Generation:
         return generation

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from engine.interface import ModelKind
 from gateway.fairness import FairLock
 from gateway.http.trace import CURRENT_TRACE
 from gateway.identity import cache_salt
@@ -17,13 +18,20 @@ from gateway.output.model_format import ModelFormat
 from gateway.output.plan import OutputPlan, has_grammar, plan_output
 from gateway.output.template_values import template_values
 from gateway.protocol.bodies.schemas import MAX_CHOICES, AnyRequest, ChatCompletionRequest, CompletionRequest
-from gateway.protocol.errors import invalid_value, model_not_found
+from gateway.protocol.errors import invalid_value, model_not_found, wrong_kind
 from gateway.requests.answers.answer import Answer
 from gateway.requests.answers.answer_options import answer_options
 from gateway.requests.answers.openai_objects import AnswerHead, ChatAnswer, TextAnswer
 from gateway.requests.answers.token_report import TokenReport
 from gateway.requests.prepare.placement import Placement
-from gateway.requests.prepare.prepared import PreparedRequest, as_part_of_job, delivery_of, demotion, time_limit_ms
+from gateway.requests.prepare.prepared import (
+    HasDeadline,
+    PreparedRequest,
+    as_part_of_job,
+    delivery_of,
+    demotion,
+    time_limit_ms,
+)
 from gateway.requests.prepare.prompts import ModelLimits, Prompt, check_prompt_logprobs, encode, fitting, model_limits
 from gateway.requests.prepare.sampling import (
     Constraints,
@@ -39,7 +47,7 @@ from gateway.requests.tokens.tokenizer import RunInThread, Tokenizer
 from scheduler.client.client import SchedulerClient
 from scheduler.clock import Clock
 from scheduler.config import Tier
-from scheduler.request import VERSION, Request
+from scheduler.request import USUAL_VERSION, Request
 
 INLINE_CHOICES = 64  # each step of the work on so many takes less than 5 ms
 
@@ -63,6 +71,7 @@ class Model:
     fingerprint: str
     trusts_templates: bool
     vocabulary: str = ""  # see `vocabulary_of` in gateway/requests/tokens/model_files.py
+    kind: ModelKind = "chat"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +85,11 @@ class Preparation:
 
     def __init__(self, model: Model, client: SchedulerClient, clock: Clock, lock: FairLock) -> None:
         self.model = model
+        self.clock = clock
         self._client = client
-        self._clock = clock
         self._lock = lock
         self._threads = PromptThreads()
+        self.threads_of = self._threads.of
 
     async def prepare(
         self, request: AnyRequest, placement: Placement, answer_as: AnswerAs | None = None
@@ -89,7 +99,7 @@ class Preparation:
         `answer_as` is the answer's format (None: that of the request's own endpoint). Raises `ApiError` 404 if the
         model is unknown, and 400 if the request is invalid or does not fit into the context.
         """
-        arrival_ms = self._clock.wall_ms()
+        arrival_ms = self.clock.wall_ms()
         describe_request(CURRENT_TRACE.get(), request)
         self._check(request, placement.tier)
         run = self._threads.of(placement.tier, placement.owner)
@@ -113,11 +123,17 @@ class Preparation:
             await self._lock.acquire(owner or "")
 
     def limits(self) -> ModelLimits:
-        return model_limits(self._client.live.engines, self.model.tokenizer)
+        return model_limits(self._client.live.engines, self.model.tokenizer, self.model.kind)
+
+    def check_model(self, name: str, kind: ModelKind) -> None:
+        """Raise `ApiError` if `name` is not a name of the model, or if the model is of another kind."""
+        if name not in self.model.names:
+            raise model_not_found(name)
+        if self.model.kind != kind:
+            raise wrong_kind(name, self.model.kind, kind)
 
     def _check(self, request: AnyRequest, tier: Tier) -> None:
-        if request.model not in self.model.names:
-            raise model_not_found(request.model)
+        self.check_model(request.model, "chat")
         _check_choices(request, tier)
         check_token_ids(request, self.limits().vocab_size)
 
@@ -170,26 +186,31 @@ class Preparation:
             output=output,
         )
 
+    def fields_of(self, request: HasDeadline, placement: Placement, arrival_ms: int) -> dict[str, Any]:
+        """Return the fields that all scheduler's requests of `request` have in common, whatever it asks for."""
+        return {
+            "tier": placement.tier.name,
+            "arrival_ms": arrival_ms,
+            "deadline_ms": arrival_ms + time_limit_ms(request, placement.tier),
+            "reply_to": self._client.gateway_id,
+            "version": USUAL_VERSION,
+            "owner": placement.owner or "",
+            "weight": placement.weight,
+            "wants_receipt": placement.receipt_for is not None,
+            "traceparent": CURRENT_TRACE.get().traceparent,
+            "vocabulary": self.model.vocabulary,
+        }
+
     def _requests(
         self, request: AnyRequest, placement: Placement, tokenised: _Tokenised, arrival_ms: int
     ) -> tuple[Request, ...]:
         """Return the scheduler's requests: all choices of the first prompt, then those of the next."""
         n, tier = request.num_sequences, placement.tier
         adapter = request.model if request.model in self.model.adapters else None
-        shared: dict[str, Any] = {
-            "tier": tier.name,
-            "arrival_ms": arrival_ms,
-            "deadline_ms": arrival_ms + time_limit_ms(request, tier),
-            "reply_to": self._client.gateway_id,
-            "version": VERSION,
+        shared = self.fields_of(request, placement, arrival_ms) | {
             "delivery": delivery_of(request, tier),
-            "owner": placement.owner or "",
-            "weight": placement.weight,
             "cache_salt": cache_salt(placement.owner, request.cache_salt),
             "is_seeded": request.seed is not None,
-            "wants_receipt": placement.receipt_for is not None,
-            "traceparent": CURRENT_TRACE.get().traceparent,
-            "vocabulary": self.model.vocabulary,
         }
         requests = []
         for i, prompt in enumerate(tokenised.prompts):
@@ -231,11 +252,16 @@ class Preparation:
 
 
 def _check_choices(request: AnyRequest, tier: Tier) -> None:
+    num_prompts = len(request.prompts) if isinstance(request, CompletionRequest) else 1
+    check_count(request.num_sequences * num_prompts, tier, "n")
+
+
+def check_count(num_choices: int, tier: Tier, param: str) -> None:
     """Refuse a request with more choices than the tier's queue can hold. Raises `ApiError` 400.
 
     All choices of a request enter the queue together, so such a request could never enter the queue.
     """
-    num_prompts = len(request.prompts) if isinstance(request, CompletionRequest) else 1
-    num_choices, limit = request.num_sequences * num_prompts, min(MAX_CHOICES, tier.queue_limit)
+    limit = min(MAX_CHOICES, tier.queue_limit)
     if num_choices > limit:
-        raise invalid_value("n", f"Invalid value for 'n': {num_choices} choices in all, {limit} at most.")
+        what = "choices in all" if param == "n" else "entries"
+        raise invalid_value(param, f"Invalid value for '{param}': {num_choices} {what}, {limit} at most.")

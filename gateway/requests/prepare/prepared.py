@@ -6,6 +6,7 @@ Knows bodies, prompts and tiers; does not know HTTP or the scheduler's client.
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import msgspec
 
@@ -86,8 +87,15 @@ class PreparedRequest:
         return replace(self, placement=placement, answer=to.answer, requests=requests, demotion=None)
 
 
+class HasDeadline(Protocol):
+    """A body that may ask for an earlier deadline than its tier's."""
+
+    @property
+    def deadline_ms(self) -> int | None: ...
+
+
 def demotion(
-    to: ResolvedTier | None, answer_as: Callable[[str], Answer], request: AnyRequest, arrival_ms: int
+    to: ResolvedTier | None, answer_as: Callable[[str], Answer], request: HasDeadline, arrival_ms: int
 ) -> Demotion | None:
     """Return the demotion of a request that arrived at `arrival_ms`. `answer_as` is for a `service_tier`."""
     if to is None:
@@ -95,7 +103,7 @@ def demotion(
     return Demotion(to.tier, answer_as(to.service_tier), arrival_ms + time_limit_ms(request, to.tier))
 
 
-def time_limit_ms(request: AnyRequest, tier: Tier) -> int:
+def time_limit_ms(request: HasDeadline, tier: Tier) -> int:
     """Return the time from arrival to deadline in ms.
 
     This is the tier's `deadline_ms`. In a tier without a latency SLO, the request's own `deadline_ms` is used if it is

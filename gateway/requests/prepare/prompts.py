@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from engine.interface import ModelKind
 from gateway.protocol.bodies.messages import messages_for_template
 from gateway.protocol.bodies.schemas import AnyRequest, CompletionRequest
 from gateway.protocol.errors import context_length_exceeded, invalid_request, invalid_value
@@ -25,11 +26,14 @@ class ModelLimits:
     vocab_size: int
 
 
-def model_limits(workers: Iterable[WorkerStatus], tokenizer: Tokenizer) -> ModelLimits:
-    """Return the smallest limits of all live workers, because any of them may claim the request."""
-    alive = list(workers)
+def model_limits(workers: Iterable[WorkerStatus], tokenizer: Tokenizer, kind: ModelKind = "chat") -> ModelLimits:
+    """Return the smallest limits of all live workers, because any of them may claim the request.
+
+    Workers of a model that is no chat count the token that stands for the vector, which callers do not see.
+    """
+    alive, unseen = list(workers), int(kind != "chat")
     return ModelLimits(
-        min((w.max_model_len for w in alive), default=tokenizer.max_model_len or DEFAULT_CONTEXT),
+        min((w.max_model_len - unseen for w in alive), default=tokenizer.max_model_len or DEFAULT_CONTEXT),
         min((w.vocab_size for w in alive), default=tokenizer.vocab_size),
     )
 

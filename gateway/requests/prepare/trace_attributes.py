@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from gateway.http.trace import RequestTrace
 from gateway.protocol.bodies.schemas import AnyRequest, ChatCompletionRequest
+from gateway.protocol.bodies.vectors import VectorRequest
 from gateway.requests.answers.chunks import Usage
 
 PROVIDER = "tidegate"
@@ -27,6 +28,16 @@ def describe_request(trace: RequestTrace, request: AnyRequest) -> None:
         gen_ai__request__seed=request.seed,
         gen_ai__request__choice__count=request.n if request.n and request.n > 1 else None,
         gen_ai__request__stream=bool(request.stream),
+        openai__request__service_tier=request.service_tier,
+    )
+
+
+def describe_vectors(trace: RequestTrace, request: VectorRequest) -> None:
+    trace.note(
+        gen_ai__operation__name="embeddings" if request.kind == "embedding" else request.kind,
+        gen_ai__provider__name=PROVIDER,
+        gen_ai__request__model=request.model,
+        gen_ai__response__model=request.model,
         openai__request__service_tier=request.service_tier,
     )
 

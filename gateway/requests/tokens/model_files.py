@@ -13,6 +13,8 @@ from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from engine.interface import ModelKind
+
 MAX_READ_BYTES = 2**20  # larger files, such as weights, are told apart by their size and time of change
 
 
@@ -73,6 +75,28 @@ def model_revision(model: str) -> str:
     except HFValidationError:
         return ""
     return Path(cached).parent.name if isinstance(cached, str) else ""
+
+
+def kind_of(model: str) -> ModelKind:
+    """Return what the files of `model` say that it is for: those of sentence-transformers name embedding models and
+    rerankers, and so do classifiers of transformers. All others are chats.
+    """
+    if _read_json(model, "config_sentence_transformers.json").get("model_type") == "CrossEncoder":
+        return "rerank"
+    if _file(model, "modules.json") is not None:
+        return "embedding"
+    architectures = _read_json(model, "config.json").get("architectures") or ()
+    return "rerank" if any(str(a).endswith("ForSequenceClassification") for a in architectures) else "chat"
+
+
+def _read_json(model: str, name: str) -> dict[str, Any]:
+    """Return a file of the model as a mapping; empty if there is none, or if it is no mapping."""
+    path = _file(model, name)
+    try:
+        data: Any = {} if path is None else msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return {}
+    return data if isinstance(data, dict) else {}
 
 
 def vocabulary_of(model: str) -> str:

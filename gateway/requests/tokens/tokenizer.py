@@ -65,15 +65,15 @@ class Tokenizer:
 
     def __init__(self, pretrained: Any, max_model_len: int | None = None) -> None:
         self._pretrained = pretrained
-        self._backend = pretrained.backend_tokenizer
-        self._backend.no_truncation()
-        self._backend.no_padding()
-        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        self.backend = pretrained.backend_tokenizer
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        vocabulary = self.backend.get_vocab(with_added_tokens=True)
         self._longest_token = max(map(len, vocabulary))
         self.vocab_size: int = max(vocabulary.values()) + 1
         self.max_model_len = max_model_len
         self._template: str | None = pretrained.chat_template
-        added = self._backend.get_added_tokens_decoder()
+        added = self.backend.get_added_tokens_decoder()
         self.special_tokens: dict[str, int] = {token.content: i for i, token in added.items() if token.special}
         self._knows_developer = "developer" in (self._template or "")
 
@@ -96,7 +96,7 @@ class Tokenizer:
 
     @cached_property
     def texts(self) -> TokenTexts:
-        return TokenTexts(self._backend)
+        return TokenTexts(self.backend)
 
     @property
     def chat_template(self) -> str:
@@ -145,14 +145,14 @@ class Tokenizer:
         template fails, and `TextTooLong` if the text certainly has more than `max_tokens` tokens and is not truncated.
         """
         if truncation is None:
-            self._check_length(sum(len(message["content"]) for message in messages), max_tokens)
+            self.check_length(sum(len(message["content"]) for message in messages), max_tokens)
 
         def encode() -> list[int]:
             text = self._render(messages, values)
             return self._encode(text, max_tokens, add_special_tokens, truncation)
 
         parts = [part for message in messages for part in message.values()]
-        size = _size([part for part in parts if isinstance(part, str)])
+        size = time_of([part for part in parts if isinstance(part, str)])
         others = [part for part in parts if not isinstance(part, str)]  # tool calls
         if not others and not values and size <= INLINE_CHARS:
             return encode()
@@ -174,12 +174,12 @@ class Tokenizer:
         """
         if truncation is None:
             for text in texts:
-                self._check_length(len(text), max_tokens)
+                self.check_length(len(text), max_tokens)
 
         def encode() -> list[list[int]]:
             return [self._encode(text, max_tokens, add_special_tokens, truncation) for text in texts]
 
-        size = _size(texts)
+        size = time_of(texts)
         return encode() if size <= INLINE_CHARS else await run(encode, is_long=size > LONG_CHARS)
 
     async def count(self, texts: Sequence[str]) -> int:
@@ -187,7 +187,7 @@ class Tokenizer:
 
         def count() -> int:
             # One by one, because the backend would encode many at a time, on all cores.
-            return sum(len(self._backend.encode_batch_fast([t], add_special_tokens=False)[0]) for t in texts)
+            return sum(len(self.backend.encode_batch_fast([t], add_special_tokens=False)[0]) for t in texts)
 
         return await asyncio.to_thread(count)
 
@@ -195,22 +195,23 @@ class Tokenizer:
         """Return each token as the vocabulary writes it. Ids that are not in the vocabulary become empty strings."""
 
         def look_up() -> list[str]:
-            return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
+            return [self.backend.id_to_token(token_id) or "" for token_id in token_ids]
 
         return look_up() if len(token_ids) <= INLINE_CHARS else await asyncio.to_thread(look_up)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of a whole output or prompt, with its special tokens."""
         # As a batch of one, because the backend's `decode` would hold the GIL during the whole call.
-        decode = partial(self._backend.decode_batch, [list(token_ids)], skip_special_tokens=False)
+        decode = partial(self.backend.decode_batch, [list(token_ids)], skip_special_tokens=False)
         [text] = decode() if len(token_ids) <= INLINE_CHARS else await asyncio.to_thread(decode)
         return str(text)
 
     def decoder(self, shown: Mapping[int, str] = NO_TOKENS, *, skip_special_tokens: bool = True) -> IncrementalDecoder:
         """Return a decoder. If it skips special tokens, it shows those of `shown`, which are texts by token ids."""
-        return IncrementalDecoder(self._backend, shown, skip_special_tokens)
+        return IncrementalDecoder(self.backend, shown, skip_special_tokens)
 
-    def _check_length(self, num_chars: int, max_tokens: int) -> None:
+    def check_length(self, num_chars: int, max_tokens: int) -> None:
+        """Raise `TextTooLong` for a text of so many characters that it has more than `max_tokens` in every encoding."""
         if num_chars > max_tokens * self._longest_token:
             raise TextTooLong
 
@@ -230,18 +231,18 @@ class Tokenizer:
 
     def _encode(self, text: str, max_tokens: int, add_special_tokens: bool, truncation: Truncation | None) -> list[int]:
         if truncation is None:
-            self._check_length(len(text), max_tokens)
+            self.check_length(len(text), max_tokens)
         else:
-            text = self._cut(text, min(truncation.num_tokens, max_tokens + 1), truncation.keeps_first)
+            text = self.cut(text, min(truncation.num_tokens, max_tokens + 1), truncation.keeps_first)
         # The backend is called directly, because the wrapper of transformers sets truncation on every call, which is
         # not safe in threads. The text is passed as a batch of one, because the backend's `encode` would hold the GIL
         # during the whole call.
-        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         if len(encoding) > MAX_IDS:
             raise TextTooLong
         return encoding.ids if truncation is None else truncation.kept(encoding.ids)
 
-    def _cut(self, text: str, num_tokens: int, keeps_first: bool) -> str:
+    def cut(self, text: str, num_tokens: int, keeps_first: bool) -> str:
         """Return a part of `text` that has its first or its last `num_tokens` tokens."""
         num_chars = (num_tokens + CUT_MARGIN) * self._longest_token
         return text[:num_chars] if keeps_first else text[-num_chars:]
@@ -253,7 +254,7 @@ def _with_system_first(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any
     return [{"role": "system", "content": "\n".join(texts)}, *(m for m in messages if m["role"] != "system")]
 
 
-def _size(texts: Sequence[str]) -> int:
+def time_of(texts: Sequence[str]) -> int:
     """Return the time that the texts take, in characters."""
     return sum(map(len, texts)) + TEXT_CHARS * len(texts)
 

@@ -33,7 +33,14 @@ router = APIRouter()
 
 BEST_EFFORT_KEY = "x-tidegate-best-effort"  # of a batch's metadata, for clients that cannot send other fields
 TOO_MANY_RETRY_S = 10.0  # seconds after which a key with too many batches may try again
-Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"]
+Endpoint = Literal[
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/embeddings",
+    "/v1/rerank",
+]
 Window = Annotated[str, AfterValidator(checked_window), Field(examples=["24h", "15m", "7d"])]
 Tokens = Annotated[int, Field(ge=0, le=2**53)]
 

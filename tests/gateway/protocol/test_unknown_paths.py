@@ -6,9 +6,6 @@ from tests.gateway.protocol.test_errors import error_of
 from tests.gateway.stand import running_stand
 
 NOT_SERVED = [
-    ("POST", "/v1/embeddings"),
-    ("POST", "/embeddings"),
-    ("POST", "/v1/embeddings/"),
     ("POST", "/v1/audio/transcriptions"),
     ("POST", "/v1/images/generations"),
     ("POST", "/v1/moderations"),
@@ -25,7 +22,7 @@ NOT_SERVED = [
     ("POST", "/v1/containers"),
     ("GET", "/v1/chat/completions/chatcmpl-1"),
     ("GET", "/v1/organization/usage/completions"),
-    ("POST", "/rerank"),
+    ("POST", "/score"),
 ]
 MISTAKEN = [
     ("/chat/completions", "/v1/chat/completions"),
@@ -37,6 +34,9 @@ MISTAKEN = [
     ("/v1/chat/completion", "/v1/chat/completions"),
     ("/v1/completion", "/v1/completions"),
     ("/v1/tokenize", "/tokenize"),
+    ("/embeddings", "/v1/embeddings"),
+    ("/v1/embeddings/", "/v1/embeddings"),
+    ("/rerank", "/v1/rerank"),
     ("/models/tide/tiny", "/v1/models/tide/tiny"),
     ("/v1/models/", "/v1/models"),
     ("/v1/health", "/health"),
@@ -50,7 +50,10 @@ async def test_endpoints_of_openai_that_are_not_served_name_those_that_are() -> 
             error = error_of(await stand.http.request(method, path), 400)
             assert (error["type"], error["code"]) == ("invalid_request_error", "endpoint_not_served"), path
             assert error["message"].startswith(f"{method} {path} is not served here.")
-            assert "/v1/chat/completions, /v1/completions, /v1/conversations, /v1/files" in error["message"]
+            assert (
+                "/v1/chat/completions, /v1/completions, /v1/conversations, /v1/embeddings, /v1/files"
+                in error["message"]
+            )
 
 
 async def test_mistakes_in_a_url_get_a_hint() -> None:

@@ -1,4 +1,4 @@
-"""What the files of a model say of its vocabulary: the same for files that mean the same, whoever wrote them."""
+"""What the files of a model say of its vocabulary, the same for files that mean the same, and of its kind."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.requests.tokens.model_files import vocabulary_of
+from gateway.requests.tokens.model_files import kind_of, vocabulary_of
 
 BPE: dict[str, Any] = {
     "version": "1.0",
@@ -43,3 +43,22 @@ def test_the_tokens_of_a_unigram_model_are_numbered_by_their_order(tmp_path: Pat
 @pytest.mark.parametrize("tokenizer", [[], {}, {"model": {}}, {"model": {"vocab": 3}}, {"model": {"vocab": [[]]}}])
 def test_what_cannot_be_read_is_unknown(tmp_path: Path, tokenizer: Any) -> None:
     assert vocabulary_of(str(tmp_path)) == "" and told(tmp_path, tokenizer) == ""
+
+
+@pytest.mark.parametrize(
+    ("files", "kind"),
+    [
+        ({}, "chat"),
+        ({"config.json": {"architectures": ["LlamaForCausalLM"]}}, "chat"),
+        ({"config.json": {"architectures": ["XLMRobertaForSequenceClassification"]}}, "rerank"),
+        ({"config.json": {"architectures": ["BertModel"]}, "modules.json": []}, "embedding"),
+        ({"modules.json": [], "config_sentence_transformers.json": {"model_type": "SentenceTransformer"}}, "embedding"),
+        ({"modules.json": [], "config_sentence_transformers.json": {"model_type": "CrossEncoder"}}, "rerank"),
+        ({"config.json": []}, "chat"),
+        ({"config.json": {"architectures": None}}, "chat"),
+    ],
+)
+def test_the_files_say_what_a_model_is_for(tmp_path: Path, files: dict[str, Any], kind: str) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content), encoding="utf-8")
+    assert kind_of(str(tmp_path)) == kind

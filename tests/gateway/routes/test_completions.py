@@ -57,7 +57,7 @@ async def test_token_ids() -> None:
         ("/v1/chat/completions", {"model": "other", "messages": HI}, 404, "model"),
         ("/v1/completions", {"prompt": "\ud800"}, 400, "prompt"),
         ("/v1/completions", {"prompt": "a", "suffix": "b"}, 400, "suffix"),
-        ("/v1/embeddings", {}, 404, "url"),
+        ("/v1/moderations", {}, 404, "url"),
     ],
 )
 async def test_an_invalid_batch_line_is_a_status_and_no_exception(

@@ -10,7 +10,7 @@ import msgspec
 
 # The fields that make the prompt, in the order in which chat templates write them. Lines with different cache salts
 # share nothing, so the salt comes first.
-PROMPT_FIELDS = ("cache_salt", "tools", "instructions", "system", "messages", "prompt", "input")
+PROMPT_FIELDS = ("cache_salt", "tools", "instructions", "system", "messages", "prompt", "input", "query", "documents")
 OUTPUT_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from gateway.jobs.batches.input.checks import InputChecks, InputRules, LineError
 from gateway.jobs.batches.input.jsonl import MAX_LINE_BYTES, Line, numbered_lines
 from gateway.jobs.batches.input.order import LinePrompt, line_prompt, write_order
-from gateway.jobs.batches.input.size import InputSize, SizeSum
+from gateway.jobs.batches.input.size import WITHOUT_OUTPUT, InputSize, SizeSum
 from gateway.protocol.errors import ApiError
 from gateway.protocol.json_body import parse_json_object
 
@@ -60,10 +60,10 @@ def input_size(path: Path) -> InputSize:
 def _add(size: SizeSum, line: Line, value: dict[str, Any] | None) -> LinePrompt | None:
     """Add a line to `size`, if it has a body. Return its prompt."""
     body = None if value is None else value.get("body")
-    if not isinstance(body, dict):
+    if value is None or not isinstance(body, dict):
         return None
     prompt = line_prompt(line.number, line.offset, body)
-    size.add(body, prompt)
+    size.add(body, prompt, generates=value.get("url") not in WITHOUT_OUTPUT)
     return prompt
 
 

@@ -15,6 +15,7 @@ from gateway.jobs.batches.input.prompt_text import count_of, output_limit, promp
 COMPARED_BLOCKS = 4
 TOKEN_BYTES = 4  # usual length of a token in English text
 COMPLETIONS_MAX_TOKENS = 16  # of /v1/completions without `max_tokens`
+WITHOUT_OUTPUT = ("/v1/embeddings", "/v1/rerank")  # endpoints whose answers have no tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +72,10 @@ class SizeSum:
         self.total = InputSize()
         self._seen: set[bytes] = set()
 
-    def add(self, body: Mapping[str, Any], prompt: LinePrompt) -> None:
-        """Add a request. `prompt` is that of its body."""
+    def add(self, body: Mapping[str, Any], prompt: LinePrompt, *, generates: bool = True) -> None:
+        """Add a request. `prompt` is that of its body; `generates` says whether its answer has tokens."""
         size, model = _line_size(body, prompt.num_bytes), body.get("model")
-        n, limit = size.choices, size.limit
+        n, limit = size.choices, size.limit if generates else 0
         model = model if isinstance(model, str) else None
         sizes = prompt.num_bytes, self._distinct(prompt)
         self.total = self.total.plus(

@@ -172,7 +172,7 @@ async def test_lists_page_from_the_newest(gateway: OfflineGateway) -> None:
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/moderations"}, "endpoint"),
         ({"endpoint": None}, "endpoint"),
         *(({"completion_window": window}, "completion_window") for window in ("1y", "30s", "31d", "soon", 24)),
         ({"input_file_id": 7}, "input_file_id"),
