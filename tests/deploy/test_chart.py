@@ -83,7 +83,7 @@ def test_every_value_is_in_the_schema_and_every_property_has_a_default() -> None
 WRONG = [
     ({"gatway": {}}, "gatway"),
     ({"models": {"qwen": {"pth": "x"}}}, "pth"),
-    ({"models": {"qwen": {"kind": "chat"}}}, "kind"),
+    ({"models": {"qwen": {"kind": "chats"}}}, "kind"),
     ({"models": {"qwen": {"engine": "tgi"}}}, "engine"),
     ({"models": {"qwen": {"device": "tpu"}}}, "device"),
     ({"models": {"qwen": {"upstream": "vllm:8000"}}}, "upstream"),

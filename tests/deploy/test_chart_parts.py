@@ -77,6 +77,7 @@ def test_each_model_has_a_name_at_gateways_and_workers(path: Path) -> None:
     ]
     assert {name for name, _, _ in workers} == set(models.models) == set(values["models"])
     assert {name: path for name, _, path in workers} == {n: m["path"] for n, m in values["models"].items()}
+    assert {n: m.kind for n, m in models.models.items()} == {n: m.get("kind") for n, m in values["models"].items()}
     assert models.splits == values.get("splits", {})
 
 

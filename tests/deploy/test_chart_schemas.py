@@ -79,6 +79,7 @@ REFUSED = [
     ('models.qwen.path=""', "models.qwen.path"),
     ('models.qwen.fallback="other"', "models.qwen.fallback"),
     ('models.qwen.engine="openai"', "models.qwen.upstream"),
+    ('models.qwen.engine="embedding"', "models.qwen.kind"),
     ('models.qwen.upstream="http://vllm"', "models.qwen.upstream"),
     ("models.qwen.autoscaling.enabled=true", "auth.operatorKey"),
     ("models.qwen.autoscaling.minReplicas=9", "maxReplicas"),
