@@ -90,7 +90,8 @@ class WorkerSettings(CommonSettings):
     @model_validator(mode="after")
     def _engine_quantizes(self) -> Self:
         if self.quantize is not None and self.engine != "native":
-            way = 'use --vllm-args "--quantization …"' if self.engine == "vllm" else "its server chooses the weights"
+            ways = {"vllm": 'use --vllm-args "--quantization …"', "embedding": "--dtype chooses its numbers"}
+            way = ways.get(self.engine, "its server chooses the weights")
             raise ValueError(f"--quantize is for --engine native, not {self.engine}: {way}")
         return self
 
