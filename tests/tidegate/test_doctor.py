@@ -140,6 +140,16 @@ def test_a_machine_without_a_compiler_is_told_to_install_one(tmp_path: Path, mon
     assert kernels.level is Level.WARNING and "C++ compiler" in kernels.remedy
 
 
+def test_an_embedding_model_is_checked_without_its_weights(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    [chat] = found(settings(tmp_path, engine="embedding", model=str(model)), "engine")
+    assert chat.level is Level.ERROR and "--kind embedding" in chat.text
+    (model / "modules.json").write_text("[]", encoding="utf-8")
+    [encoder] = found(settings(tmp_path, engine="embedding", model=str(model)), "engine")
+    assert encoder.level is Level.OK and "sentence-transformers" in encoder.text
+
+
 def test_a_model_too_large_for_the_memory_is_an_error(tmp_path: Path) -> None:
     from loadtest.model_shapes import write_shape
 

@@ -123,7 +123,7 @@ async def _serve(process: WorkerProcess, engine: Engine, progress: StartProgress
 
 def _gpu_index(settings: WorkerSettings) -> int | None:
     """Return which of the visible GPUs the engine uses; None for vLLM, which chooses by itself and may use several."""
-    return int(settings.device.partition(":")[2] or 0) if settings.engine == "native" else None
+    return int(settings.device.partition(":")[2] or 0) if settings.engine in ("native", "embedding") else None
 
 
 async def _serve_upstream(process: WorkerProcess) -> None:
