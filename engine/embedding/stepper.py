@@ -44,10 +44,12 @@ class EmbeddingStepper:
         begun_s = perf_counter()
         self._table.check(plan)
         chunks = self._table.begin(plan)
-        if any(chunk.start or not chunk.samples for chunk in chunks):
-            raise PlanError("an encoder computes each text as a whole, and nothing after it")
-        texts = [Text(chunk.sequence.token_ids, chunk.sequence.second_from) for chunk in chunks]
-        found = [self._end(chunk, vector) for chunk, vector in zip(chunks, self._encoder.encode(texts), strict=True)]
+        if not all(chunk.samples for chunk in chunks):
+            raise PlanError("an encoder computes each text as a whole")
+        whole = [chunk for chunk in chunks if not chunk.start]
+        texts = [Text(chunk.sequence.token_ids, chunk.sequence.second_from) for chunk in whole]
+        vectors = {id(chunk): vector for chunk, vector in zip(whole, self._encoder.encode(texts), strict=True)}
+        found = [self._end(chunk, vectors.get(id(chunk))) for chunk in chunks]
         self._result = StepResult(
             plan.step_id,
             tuple(output for output in found if isinstance(output, SequenceOutput)),
@@ -56,8 +58,12 @@ class EmbeddingStepper:
             elapsed_s=perf_counter() - begun_s,
         )
 
-    def _end(self, chunk: Chunk, vector: bytes) -> SequenceOutput | SequenceFailure:
+    def _end(self, chunk: Chunk, vector: bytes | None) -> SequenceOutput | SequenceFailure:
+        """Return the end of a text. What goes on behind its vector is of a gateway that takes the model for a chat."""
         seq_id = chunk.sequence.seq_id
+        if vector is None:
+            self._table.free(seq_id)
+            return SequenceFailure(seq_id, "the model makes vectors and generates no text")
         if not np.isfinite(np.frombuffer(vector, "<f4")).all():
             self._table.free(seq_id)
             return SequenceFailure(seq_id, "the model computed numbers that are not finite")

@@ -194,6 +194,8 @@ class GatewaySettings(CommonSettings):
     def _is_the_only_list(cls, value: Path | None, info: ValidationInfo) -> Path | None:
         if value is not None and info.data.get("model") is not None:
             raise ValueError("the file of --models has the models, and their paths, in place of --model")
+        if value is not None and info.data.get("kind") is not None:
+            raise ValueError("the file of --models has the models' kinds, in place of --kind")
         return value
 
     @field_validator("ssl_keyfile")

@@ -65,6 +65,17 @@ def test_half_a_text_is_refused(stepper: EmbeddingStepper) -> None:
         stepper.launch(StepPlan(1, start=(new("a", 8),), run=(Run("a", 4),)))
 
 
+def test_what_goes_on_behind_its_vector_fails_alone(stepper: EmbeddingStepper) -> None:
+    """A gateway that takes the model for a chat must not end the worker."""
+    chat = NewSequence("chat", (5,) * 4, SamplingParams(max_tokens=8))
+    stepper.launch(plan(chat))
+    assert [o.finish_reason for o in stepper.finalize().outputs] == [None]
+    stepper.launch(StepPlan(2, start=(new("a", 3),), run=(Run("chat", 1), Run("a", 3))))
+    result = stepper.finalize()
+    assert ([o.seq_id for o in result.outputs], [f.seq_id for f in result.failures]) == (["a"], ["chat"])
+    assert result.free_blocks == INFO.num_blocks
+
+
 def test_a_text_longer_than_a_step_runs_alone(stepper: EmbeddingStepper) -> None:
     long = INFO.max_step_tokens + 1
     stepper.launch(plan(new("a", long)))
