@@ -37,16 +37,40 @@ class KeyWebhook:
 
 
 @dataclass(frozen=True, slots=True)
+class Budget:
+    """What may be used in a UTC day and in a UTC month, of tokens and of money (None: no limit).
+
+    Money is in the currency of the price list.
+    """
+
+    tokens_per_day: int | None = None
+    tokens_per_month: int | None = None
+    cost_per_day: float | None = None
+    cost_per_month: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Project:
+    """Several API keys that share limits, beside those that each of them has alone (None: no limit)."""
+
+    name: str
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrent_requests: int | None = None
+    budget: Budget | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ApiKey:
     """The API key of a caller.
 
     `tiers` are the tiers that the key may use (None: all tiers). `default_tier` is the tier of requests without a
     `service_tier` (None: the default tier of tiers.yaml). `role` says what the key may do with /admin (None: nothing).
-    The next three are limits over all gateways (None: no limit). `files_quota_mb` is the size of all its files in MB
+    The next four are limits over all gateways (None: no limit). `files_quota_mb` is the size of all its files in MB
     (None: the server's default). `webhook` is None for the server's own secret, and no URL. `weight` is its share
     beside other keys, of an interactive tier and of the lines of batches. `batch_concurrent_lines` and
     `batch_enqueued_tokens` limit the lines of its batches that run at the same time on one gateway, and the prompt
-    tokens of its unfinished batches (None: no limit).
+    tokens of its unfinished batches (None: no limit). `project` is the project that it belongs to, if any.
     """
 
     name: str
@@ -57,11 +81,13 @@ class ApiKey:
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     concurrent_requests: int | None = None
+    budget: Budget | None = None
     files_quota_mb: int | None = None
     webhook: KeyWebhook | None = None
     weight: int = 1
     batch_concurrent_lines: int | None = None
     batch_enqueued_tokens: int | None = None
+    project: Project | None = None
 
     def may(self, role: str) -> bool:
         """Return whether the key may do with /admin what needs this role. Each role includes those before it."""
@@ -71,8 +97,17 @@ class ApiKey:
         return self.tiers is None or tier.name in self.tiers
 
     @property
+    def holders(self) -> "tuple[Holder, ...]":
+        """Those whose limits count for a request of this key: the key, and its project."""
+        return (self,) if self.project is None else (self, self.project)
+
+    @property
     def is_limited(self) -> bool:
-        return bool(self.requests_per_minute or self.tokens_per_minute or self.concurrent_requests)
+        limits = [(h.requests_per_minute, h.tokens_per_minute, h.concurrent_requests, h.budget) for h in self.holders]
+        return any(limit is not None for of_holder in limits for limit in of_holder)
+
+
+Holder = ApiKey | Project  # of limits per minute, of open requests, and of a budget
 
 
 class Keyring:

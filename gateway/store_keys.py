@@ -6,6 +6,7 @@ API key, or None for what was created while access was open. Names that end with
 owner ("" for open access). All times are Unix time.
 """
 
+from datetime import UTC, date, datetime
 from urllib.parse import quote
 
 from scheduler.store.keys import Name, Namespace
@@ -17,6 +18,7 @@ LENGTHS_TTL_S = 90 * DAY_S
 PACE_TTL_S = 900
 EVENTS_KEPT_S = 900  # seconds after the last event of a background response, if the response is stored for longer
 IDEMPOTENCY_S = DAY_S  # as OpenAI's and Stripe's keys are used: a retry comes within a day
+USAGE_DAYS = 92  # days for which usage is kept, today included: three months
 USAGE_WRITE_S = 3600  # seconds for which a write is remembered: it is repeated until it is known to be done
 DEAD_LETTER_S = 7 * DAY_S  # somebody has to look at a dead letter, also after a weekend
 
@@ -65,7 +67,11 @@ class GatewayKeys(Namespace):
 
     # API keys.
     limits = Name("limits:")  # hash: the levels of a key's buckets, until they are full again
+    project_limits = Name("project-limits:")  # the same of a project's
     usage = Name("usage:")  # before a UTC day such as `2026-11-22`: hash of counts, for three months
+    # Before a UTC day or a month such as `2026-11`: hash of what each key and each project has spent, tokens and cost
+    # (nano), with what their open requests have reserved of budgets. It lives for three months, as usage does.
+    spent = Name("spent:")
 
     audit = Name("audit")  # stream of the newest entries of the audit log; how many is in gateway/audit.py
 
@@ -112,12 +118,28 @@ class GatewayKeys(Namespace):
         """Return the key of what a batch got lately (msgpack). It lives for `PACE_TTL_S` seconds."""
         return f"{self.batches}:pace:{batch_id}"
 
-    def open_requests(self, key_name: str) -> str:
-        """Return the key of a sorted set: the ids of an API key's open requests, by the ends of their leases in ms."""
-        return f"{self.limits}{key_name}:open"
+    def open_requests(self, buckets: str) -> str:
+        """Return the key of a sorted set beside these buckets: ids of open requests, by their leases' ends in ms."""
+        return f"{buckets}:open"
+
+    def usage_of(self, day: date) -> str:
+        return f"{self.usage}{day.isoformat()}"
+
+    def spent_in(self, day: date) -> tuple[str, str]:
+        """Return the keys of what is spent in this day and in its month."""
+        return f"{self.spent}{day.isoformat()}", f"{self.spent}{day:%Y-%m}"
 
     def usage_write(self, write_id: str) -> str:
         return f"{self.usage}write:{write_id}"
+
+
+def spender(name: str, is_project: bool) -> str:
+    """Return what stands before `:tokens` and `:cost` in the fields of what a key or a project has spent."""
+    return f"{'project' if is_project else 'key'}:{name}"
+
+
+def utc_day(at_ms: int) -> date:
+    return datetime.fromtimestamp(at_ms / 1000, UTC).date()
 
 
 def index_of(index: str, owner: str | None) -> str:

@@ -57,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument(
         "--concurrent-requests", type=int, metavar="N", help="choices (prompts × n) that may be generated at once"
     )
+    add.add_argument("--project", help="a project of the file, whose limits it shares")
     add.add_argument("--files-quota-mb", type=int, metavar="MB", help="size of all its files; default: the server's")
     add.add_argument("--batch-weight", type=int, metavar="N", help="share of its batches beside those of other keys")
     add.add_argument("--batch-concurrent-lines", type=int, metavar="N", help="lines of its batches that run at once")

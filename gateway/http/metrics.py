@@ -11,7 +11,7 @@ from scheduler.config import TierSet
 from scheduler.queue.base import Backlog
 from scheduler.store.state import StoreState
 
-KEY_LIMITS = ("requests", "tokens")
+KEY_LIMITS = ("requests", "tokens", "budget")
 CACHE_RESULTS = ("hit", "miss", "bypass")
 WEBHOOK_RESULTS = ("delivered", "retried", "gave_up")
 TOKEN_KINDS = ("prompt", "cached_prompt", "completion", "cached_completion")
@@ -82,7 +82,8 @@ class GatewayMetrics:
         )
         self.rate_limited = counter(
             "tidegate_rate_limited_total",
-            "Requests refused by a limit of their API key: of requests (by minute, or open at once) or of tokens.",
+            "Requests refused by a limit of their API key or its project: of requests (by minute, or open at once), of "
+            "tokens, or by a budget.",
             ["key", "limit"],
         )
         self.answer_cache = counter(

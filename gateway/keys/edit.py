@@ -126,11 +126,16 @@ def _without_items(text: str, gone: Sequence[int]) -> str:
 
 def _rewritten(text: str, change: Callable[[list[Any]], list[Any]]) -> str:
     """Return the file with the changed keys, one in each line. Of its comments, only those at the top are kept."""
+    content = yaml.safe_load(text)
     lines = text.splitlines()
     num_top = next((n for n, line in enumerate(lines) if line.strip() and not line.startswith("#")), len(lines))
-    items = change(yaml.safe_load(text)["keys"])
-    body = ["keys:", *(f"  - {_flow(item)}" for item in items)] if items else ["keys: []"]
+    sections = content | {"keys": change(content["keys"])}
+    body = [line for name, items in sections.items() for line in _section(name, items)]
     return "\n".join([*lines[:num_top], *body]) + "\n"
+
+
+def _section(name: str, items: list[Any]) -> list[str]:
+    return [f"{name}:", *(f"  - {_flow(item)}" for item in items)] if items else [f"{name}: []"]
 
 
 def _flow(item: dict[str, Any]) -> str:

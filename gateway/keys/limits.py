@@ -1,28 +1,31 @@
-"""The limits of API keys: requests and tokens per minute, and open choices, shared by all gateways of a store.
+"""The limits and budgets of API keys, shared by all gateways of a store.
 
 Each limit per minute is a token bucket: it holds at most what one minute allows, and is refilled continuously. A bucket
 needs two numbers for any number of requests, tells exactly when there will be room again, and tokens that were reserved
 can be returned to it; a sliding window would have to remember each request of the last minute. One script takes from
-both buckets at once. The libraries for this (limits, pyrate-limiter) check one limit after the other, and return
-nothing, so that a request could be charged without being served.
+both buckets and from the budgets at once. The libraries for this (limits, pyrate-limiter) check one limit after the
+other, and return nothing, so that a request could be charged without being served.
 
 A request reserves its prompt and its maximum of output tokens. When it ends, also when its client has hung up, the
 reservation is replaced by what it has used. A gateway renews the leases of its open requests, so that those of a dead
-gateway do not count for long. If the store does not answer, the store's errors are raised, as everywhere: no request
-can be served then.
+gateway do not count for long. A budget is charged with the reservation, and the charge is corrected in the write that
+also counts the usage (gateway/keys/usage.py): what a dead gateway has not corrected stays charged. If the store does
+not answer, the store's errors are raised, as everywhere: no request can be served then.
 """
 
-import math
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from gateway.identity import ApiKey
-from gateway.protocol.errors import ApiError, retry_after
-from gateway.store_keys import GatewayKeys
+from gateway.identity import ApiKey, Budget, Holder, Project
+from gateway.keys.prices import NANO
+from gateway.keys.refusals import FINAL, Levels, budget_spent, headers_of, refusal, too_many_choices, too_many_tokens
+from gateway.store_keys import DAY_S, USAGE_DAYS, GatewayKeys, spender, utc_day
 from scheduler.clock import Clock
 from scheduler.store.scripts import load_script
 
@@ -30,22 +33,32 @@ log = structlog.get_logger(__name__)
 
 LEASE_MS = 30_000  # for so long, an open request counts if its gateway does not renew it
 RENEW_S = 10.0  # seconds between two renewals; two may fail
-BUSY_RETRY_S = 1.0  # seconds of Retry-After if too many requests are open: nobody knows when one of them ends
 
-NO_HEADERS: dict[str, str] = {}
+NO_BUDGET = Budget()
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """What an open request is charged of budgets, those of the day and the month of `at_ms`."""
+
+    at_ms: int
+    tokens: int
+    cost_nano: int
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
     """What an admitted request has reserved. `headers` tell the caller what is left.
 
-    `ids` has one for each choice of each prompt; it is empty if the reservation needs no end.
+    `ids` has one for each choice of each prompt; it is empty if the reservation needs no end. `charge` is None if there
+    is no budget.
     """
 
     key: ApiKey
     ids: tuple[str, ...]
     tokens: int
     headers: dict[str, str] = field(default_factory=dict)
+    charge: Charge | None = None
 
 
 class KeyLimits:
@@ -60,31 +73,73 @@ class KeyLimits:
         self._settle = load_script(redis, "gateway.keys", "buckets", "settle")
         self._open: dict[str, Reservation] = {}
 
-    async def reserve(self, key: ApiKey, tokens: int, ids: Sequence[str] = ()) -> Reservation:
-        """Reserve one request, `tokens`, and a place for each of `ids` of the limits of `key`.
+    async def reserve(self, key: ApiKey, tokens: int, ids: Sequence[str] = (), cost_nano: int = 0) -> Reservation:
+        """Reserve one request, `tokens`, `cost_nano`, and a place for each of `ids`, of the limits of `key`.
 
         `ids` are those of the choices of all prompts. A reservation with ids is open until it is given to `settle`.
-        Without ids, a call whose reply is lost may take a second request. Raises `ApiError` 429 if a limit is reached.
+        Without ids, nothing is generated, so that budgets do not count; a call whose reply is lost may take a second
+        request. Raises `ApiError` 429 if a limit is reached.
         """
-        if key.tokens_per_minute is not None and tokens > key.tokens_per_minute:
-            self._on_refused(key.name, "tokens")
-            raise _too_many_tokens(key, key.tokens_per_minute, tokens)
-        if key.concurrent_requests is not None and len(ids) > key.concurrent_requests:
-            self._on_refused(key.name, "requests")
-            raise _too_many_choices(key.concurrent_requests, len(ids), {"x-should-retry": "false"})
-        if key.concurrent_requests is None:  # one place is enough to return tokens
-            ids = ids[:1] if key.tokens_per_minute is not None else ()
-        args: list[int | str] = [*self._limits(key), tokens, LEASE_MS, *ids]
-        lacking, *texts = await self._reserve(keys=self._keys_of(key), args=args)
-        requests_left, tokens_left = map(float, texts)
-        levels = _Levels(key, requests_left, tokens_left)
-        if lacking != b"ok":
-            self._on_refused(key.name, "requests" if lacking == b"open" else lacking.decode())
-            raise levels.refusal(lacking, tokens, len(ids))
-        reservation = Reservation(key, tuple(ids), tokens, levels.headers)
+        for holder in key.holders:
+            self._check_size(key, holder, tokens, len(ids))
+        if all(holder.concurrent_requests is None for holder in key.holders):  # one place is enough to return tokens
+            needs_end = any(h.tokens_per_minute is not None or h.budget is not None for h in key.holders)
+            ids = ids[:1] if needs_end else ()
+        has_budget = bool(ids) and any(holder.budget is not None for holder in key.holders)
+        charge = Charge(self._clock.wall_ms(), tokens, cost_nano) if has_budget else None
+        headers = await self._take(key, tokens, ids, charge)
+        reservation = Reservation(key, tuple(ids), tokens, headers, charge)
         if ids:
             self._open[ids[0]] = reservation
         return reservation
+
+    async def check_budget(self, key: ApiKey) -> None:
+        """Check that something is left of the budgets of `key`, for what is charged when it ends.
+
+        Raises `ApiError` 429 if nothing is left.
+        """
+        now_ms = self._clock.wall_ms()
+        unlimited = [_limits(holder, has_rates=False, has_budget=True) for holder in key.holders]
+        await self._call_reserve(key, {"tokens": 0, "cost": 0, "ids": (), "takes": False, "holders": unlimited}, now_ms)
+
+    def _check_size(self, key: ApiKey, holder: Holder, tokens: int, num_choices: int) -> None:
+        """Raise `ApiError` 429 for a request that would be beyond a limit at any time."""
+        if holder.tokens_per_minute is not None and tokens > holder.tokens_per_minute:
+            self._on_refused(key.name, "tokens")
+            raise too_many_tokens(holder, holder.tokens_per_minute, tokens)
+        if holder.concurrent_requests is not None and num_choices > holder.concurrent_requests:
+            self._on_refused(key.name, "requests")
+            raise too_many_choices(holder, num_choices, FINAL)
+
+    async def _take(self, key: ApiKey, tokens: int, ids: Sequence[str], charge: Charge | None) -> dict[str, str]:
+        """Take from all limits of `key` and return the headers of what is left. `charge` counts for its budgets."""
+        limits = [_limits(holder, has_rates=True, has_budget=charge is not None) for holder in key.holders]
+        cost = 0 if charge is None else charge.cost_nano
+        call = {
+            "tokens": tokens,
+            "cost": cost,
+            "ids": ids,
+            "takes": True,
+            "charges": charge is not None,
+            "holders": limits,
+        }
+        return await self._call_reserve(key, call, self._clock.wall_ms() if charge is None else charge.at_ms)
+
+    async def _call_reserve(self, key: ApiKey, call: dict[str, Any], now_ms: int) -> dict[str, str]:
+        call |= {"now_ms": now_ms, "lease_ms": LEASE_MS, "spent_s": USAGE_DAYS * DAY_S}
+        keys = [*self._keys_of(key), *self._keys.spent_in(utc_day(now_ms))]
+        lacking, number, left, *texts = await self._reserve(keys=keys, args=[json.dumps(call)])
+        pairs = zip(key.holders, texts[::2], texts[1::2], strict=True)
+        levels = [Levels(holder, float(requests), float(tokens)) for holder, requests, tokens in pairs]
+        if lacking == b"ok":
+            return headers_of(levels)
+        holder, kind = key.holders[number - 1], lacking.decode()
+        if "_per_" in kind:
+            self._on_refused(key.name, "budget")
+            wanted = call["cost" if kind.startswith("cost") else "tokens"]
+            raise budget_spent(holder, kind, int(left), wanted, now_ms)
+        self._on_refused(key.name, "requests" if kind == "open" else kind)
+        raise refusal(levels, holder, kind, call["tokens"], len(call["ids"]))
 
     async def settle(self, reservation: Reservation, used_tokens: int) -> None:
         """End an open request, which has used `used_tokens`.
@@ -93,12 +148,13 @@ class KeyLimits:
         """
         if not reservation.ids or self._open.pop(reservation.ids[0], None) is None:
             return
-        unused = reservation.tokens - used_tokens
-        args: list[int | str] = [*self._limits(reservation.key), unused, *reservation.ids]
+        key, unused = reservation.key, reservation.tokens - used_tokens
+        limits = [_limits(holder, has_rates=True, has_budget=False) for holder in key.holders]
+        call = {"now_ms": self._clock.wall_ms(), "tokens": unused, "ids": reservation.ids, "holders": limits}
         try:
-            await self._settle(keys=self._keys_of(reservation.key), args=args)
+            await self._settle(keys=self._keys_of(key), args=[json.dumps(call)])
         except RedisError as error:
-            log.warning("reserved tokens are not returned", key=reservation.key.name, error=str(error))
+            log.warning("reserved tokens are not returned", key=key.name, error=str(error))
 
     async def renew(self) -> None:
         """Renew the leases of this gateway's open requests every `RENEW_S` seconds, for ever."""
@@ -114,88 +170,30 @@ class KeyLimits:
             return
         expires_ms, pipeline = self._clock.wall_ms() + LEASE_MS, self._redis.pipeline(transaction=False)
         for reservation in self._open.values():
-            places = self._keys.open_requests(reservation.key.name)
-            pipeline.zadd(places, dict.fromkeys(reservation.ids, expires_ms), xx=True)
-            pipeline.pexpire(places, LEASE_MS)
+            for places in self._keys_of(reservation.key)[1::2]:
+                pipeline.zadd(places, dict.fromkeys(reservation.ids, expires_ms), xx=True)
+                pipeline.pexpire(places, LEASE_MS)
         await pipeline.execute()
 
     def _keys_of(self, key: ApiKey) -> list[str]:
-        return [self._keys.limits + key.name, self._keys.open_requests(key.name)]
-
-    def _limits(self, key: ApiKey) -> list[int]:
-        limits = (key.requests_per_minute, key.tokens_per_minute, key.concurrent_requests)
-        return [self._clock.wall_ms(), *(limit or 0 for limit in limits)]
-
-
-@dataclass(frozen=True, slots=True)
-class _Levels:
-    """The levels of a key's buckets after a script."""
-
-    key: ApiKey
-    requests: float
-    tokens: float
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """OpenAI's headers for the limits that the key has. A limit is reset when its bucket is full again."""
-        headers = {}
-        for kind, limit, level in self._limited():
-            headers[f"x-ratelimit-limit-{kind}"] = str(limit)
-            headers[f"x-ratelimit-remaining-{kind}"] = str(max(0, math.floor(level)))
-            headers[f"x-ratelimit-reset-{kind}"] = go_duration(60 * (limit - level) / limit)
-        return headers
-
-    def refusal(self, outcome: bytes, tokens: int, num_choices: int) -> ApiError:
-        if outcome == b"open":
-            headers = self.headers | retry_after(BUSY_RETRY_S)
-            return _too_many_choices(self.key.concurrent_requests or 0, num_choices, headers)
-        kind = outcome.decode()
-        wanted = {"requests": 1, "tokens": tokens}
-        wait_s = max(60 * (wanted[name] - level) / limit for name, limit, level in self._limited())
-        limit, level = next((limit, level) for name, limit, level in self._limited() if name == kind)
-        message = (
-            f"Rate limit reached for {kind} per minute of this API key: limit {limit}, "
-            f"left {max(0, math.floor(level))}, requested {wanted[kind]}. Try again in {go_duration(wait_s)}."
-        )
-        return _refused(kind, message, self.headers | retry_after(wait_s))
-
-    def _limited(self) -> list[tuple[str, int, float]]:
-        """Return (name, limit per minute, level) of each bucket of the key."""
-        buckets = (
-            ("requests", self.key.requests_per_minute, self.requests),
-            ("tokens", self.key.tokens_per_minute, self.tokens),
-        )
-        return [(name, limit, level) for name, limit, level in buckets if limit is not None]
+        """Return the keys of the buckets and of the open requests of each holder."""
+        named = [self._keys.project_limits if isinstance(h, Project) else self._keys.limits for h in key.holders]
+        buckets = [before + holder.name for before, holder in zip(named, key.holders, strict=True)]
+        return [name for one in buckets for name in (one, self._keys.open_requests(one))]
 
 
-def _too_many_tokens(key: ApiKey, limit: int, tokens: int) -> ApiError:
-    message = (
-        f"Request too large for the tokens per minute of this API key: limit {limit}, requested {tokens} (prompt and "
-        "maximum output). Shorten the prompt or lower the maximum of output tokens."
-    )
-    full = _Levels(key, key.requests_per_minute or 0, limit).headers
-    headers = {name: value for name, value in full.items() if name.startswith("x-ratelimit-limit")}
-    return _refused("tokens", message, headers | {"x-should-retry": "false"})
-
-
-def _too_many_choices(limit: int, wanted: int, headers: dict[str, str]) -> ApiError:
-    message = (
-        f"This API key may have {limit} choices generated at the same time (prompts × n of all its open requests), and "
-        f"this request has {wanted} choices. Try again when others have ended, or lower n."
-    )
-    return _refused("requests", message, headers)
-
-
-def _refused(kind: str, message: str, headers: dict[str, str]) -> ApiError:
-    return ApiError(429, message, kind, code="rate_limit_exceeded", headers=headers)
-
-
-def go_duration(seconds: float) -> str:
-    """Return a duration as Go prints it, which OpenAI's headers use: `120ms`, `1.5s`, `6m0s`. Rounded up to 1 ms."""
-    milliseconds = math.ceil(round(1000 * seconds, 3))
-    if milliseconds < 1000:
-        return f"{milliseconds}ms" if milliseconds else "0s"
-    minutes, rest = divmod(milliseconds, 60_000)
-    hours, minutes = divmod(minutes, 60)
-    text = f"{rest / 1000:g}s"
-    return f"{hours}h{minutes}m{text}" if hours else f"{minutes}m{text}" if minutes else text
+def _limits(holder: Holder, *, has_rates: bool, has_budget: bool) -> dict[str, Any]:
+    """Return the limits of a holder for the scripts. Those that do not count are 0."""
+    rates = (holder.requests_per_minute, holder.tokens_per_minute, holder.concurrent_requests)
+    requests, tokens, places = (limit or 0 if has_rates else 0 for limit in rates)
+    budget = (holder.budget if has_budget else None) or NO_BUDGET
+    return {
+        "requests": requests,
+        "tokens": tokens,
+        "open": places,
+        "spender": spender(holder.name, isinstance(holder, Project)),
+        "budget": [
+            {"tokens": budget.tokens_per_day or 0, "cost": round((budget.cost_per_day or 0) * NANO)},
+            {"tokens": budget.tokens_per_month or 0, "cost": round((budget.cost_per_month or 0) * NANO)},
+        ],
+    }

@@ -13,7 +13,8 @@ from pathlib import Path
 import structlog
 
 from gateway.identity import ApiKey, Keyring
-from gateway.keys.file import ID_DIGITS, KeyringError, read_entries
+from gateway.keys.file import EMPTY, ID_DIGITS, KeyringError, KeysFile, read_file
+from gateway.keys.prices import PriceList
 from scheduler.clock import Clock
 from scheduler.config import TierSet
 
@@ -27,7 +28,7 @@ Stamp = tuple[int, int, int]  # inode, size and time of change: another stamp me
 
 
 class KeySource:
-    """The file (None: no file) and the operator's own keys, of which `keyring` is made.
+    """The file (None: no file) and the operator's own keys, of which `keyring` is made, and the file's `prices`.
 
     If there are neither, access is open. The operator's keys may use everything without limits. Several of them share
     one name, so that one can replace another.
@@ -46,7 +47,9 @@ class KeySource:
         self._lock = asyncio.Lock()  # one reading at a time, so that an older one never replaces a newer one
         self._seen = self._stamp()
         self.loaded_ms = clock.wall_ms()
-        self.keyring = Keyring(self._read() if path or self._operator else None)
+        file = self._read()
+        self.prices = PriceList([entry.to_price() for entry in file.prices])
+        self.keyring = Keyring(self._all_keys(file) if path or self._operator else None)
 
     async def follow(self) -> None:
         """Look at the file every `POLL_S` seconds, for ever, and read it again if it has changed or was broken."""
@@ -64,7 +67,7 @@ class KeySource:
     async def _reload(self) -> None:
         self._seen = await asyncio.to_thread(self._stamp)  # before the content, so that no later change is missed
         try:
-            keys = await asyncio.to_thread(self._read)
+            file = await asyncio.to_thread(self._read)
         except KeyringError as error:
             if str(error) != self.problem:
                 log.error("the API keys are refused; the old ones stay in force", reason=str(error))
@@ -72,9 +75,11 @@ class KeySource:
             return
         self.problem = ""
         if self.path is not None:
-            await self._use(keys)
+            await self._use(file)
 
-    async def _use(self, keys: list[ApiKey]) -> None:
+    async def _use(self, file: KeysFile) -> None:
+        self.prices.replace([entry.to_price() for entry in file.prices])
+        keys = self._all_keys(file)
         self.loaded_ms, before = self._clock.wall_ms(), self.keyring.keys
         if tuple(keys) != before:
             self.keyring.replace(keys)
@@ -82,13 +87,16 @@ class KeySource:
             if self.on_change is not None:
                 await self.on_change(_difference(before, keys))
 
-    def _read(self) -> list[ApiKey]:
-        entries = read_entries(self.path, self._tiers()) if self.path is not None else []
-        if self._operator and any(entry.name == OPERATOR for entry in entries):
+    def _read(self) -> KeysFile:
+        file = read_file(self.path, self._tiers()) if self.path is not None else EMPTY
+        if self._operator and any(entry.name == OPERATOR for entry in file.keys):
             raise KeyringError(f"{self.path}: the name {OPERATOR!r} belongs to the key from the environment")
-        if plain := sorted({entry.name for entry in entries if entry.key is not None}):
+        if plain := sorted({entry.name for entry in file.keys if entry.key is not None}):
             log.warning("API keys are stored in plain text; `sha256` instead of `key` hides them", keys=plain)
-        return [*(entry.to_key() for entry in entries), *self._operator]
+        return file
+
+    def _all_keys(self, file: KeysFile) -> list[ApiKey]:
+        return [*file.to_keys(), *self._operator]
 
     def _stamp(self) -> Stamp | None:
         try:

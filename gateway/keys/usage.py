@@ -1,16 +1,17 @@
-"""What each API key has used: requests and tokens by tier, in /metrics and for each day in Redis.
+"""What each API key has used: requests, tokens and cost by tier, in /metrics and for each day in Redis.
 
-Knows names of keys and tiers, and numbers; does not know requests. Counts are collected in memory and written to Redis
-every few seconds, so that a request costs no round trip. All gateways add to the same days. A gateway that is killed
-loses the counts of its last seconds.
+Knows names of keys, projects and tiers, and numbers; does not know requests. All gateways add to the same days. A count
+is in the store before its answer ends, so that a gateway that is killed loses nothing of what it has answered: the
+answers that end meanwhile share one write. The same write corrects what budgets were charged in advance.
 """
 
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from datetime import UTC, datetime
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
+from typing import Any
 
 import msgspec
 import structlog
@@ -18,14 +19,14 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from gateway.http.metrics import GatewayMetrics
-from gateway.store_keys import DAY_S, USAGE_WRITE_S, GatewayKeys
+from gateway.keys.limits import Charge
+from gateway.store_keys import DAY_S, USAGE_DAYS, USAGE_WRITE_S, GatewayKeys, spender, utc_day
 from scheduler.clock import Clock
 from scheduler.store.scripts import load_script
 
 log = structlog.get_logger(__name__)
 
-MAX_DAYS = 92  # days for which usage is kept, today included: three months
-FLUSH_S = 2.0  # seconds between two writes to the store
+FLUSH_S = 2.0  # seconds between two writes of what the store did not take at once
 NO_KEY = "-"  # label of requests without a key, with open access
 
 
@@ -34,7 +35,8 @@ class Use:
     """What one request, or many of them, have used.
 
     `cached_prompt_tokens` are those of the prompt tokens that came from the prefix cache or with a cached answer.
-    Answers from the cache also count in `cached_answers`, and their output in `cached_completion_tokens`.
+    Answers from the cache also count in `cached_answers`, and their output in `cached_completion_tokens`. `cost_nano`
+    is in billionths of the currency's unit.
     """
 
     requests: int = 0
@@ -43,6 +45,7 @@ class Use:
     completion_tokens: int = 0
     cached_answers: int = 0
     cached_completion_tokens: int = 0
+    cost_nano: int = 0
 
 
 NAMES = tuple(field.name for field in fields(Use))
@@ -50,14 +53,28 @@ NAMES = tuple(field.name for field in fields(Use))
 # The label `kind` of each count of tokens in the metrics; empty for the other counts.
 KINDS = {name: name.removesuffix("_tokens") if name.endswith("_tokens") else "" for name in NAMES}
 
-Field = tuple[int, str | None, str, str]  # UTC day since 1970, key's name (None: open access), tier, name of the count
+Field = tuple[str, bytes]  # a hash in the store, and a field of it
 
 
 @dataclass(frozen=True, slots=True)
 class UsageRow:
-    key: str | None  # None: open access
+    key: str | None  # None: open access, or all keys of the project
     tier: str
     use: Use
+    project: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose usage is counted: a key (None: open access) and its project, if any."""
+
+    key: str | None = None
+    project: str | None = None
+
+    @property
+    def spenders(self) -> list[str]:
+        named = ((self.key, False), (self.project, True))
+        return [spender(name, is_project) for name, is_project in named if name is not None]
 
 
 class UsageMeter:
@@ -73,15 +90,35 @@ class UsageMeter:
         self._writing: tuple[str, Mapping[Field, int]] | None = None  # a write that may or may not have been done
         self._lock = asyncio.Lock()  # one write at a time
 
-    def record(self, key: str | None, tier: str, use: Use) -> None:
-        """Count what requests of a key (None: open access) have used in a tier."""
-        today, label = self._today(), key or NO_KEY
+    def record(self, owner: Owner, tier: str, use: Use, charge: Charge | None = None, charged_tokens: int = 0) -> None:
+        """Count what a request of a key has used in a tier.
+
+        `charged_tokens` and the cost are what its budgets lose. `charge` is what they were charged in advance, if
+        anything: of that, the rest is given back.
+        """
+        now_ms = self._clock.wall_ms()
+        self._show(owner.key or NO_KEY, tier, use)
+        name = (owner.key, tier) if owner.project is None else (owner.key, tier, owner.project)
+        for count in NAMES:
+            field = msgspec.json.encode((*name[:2], count, *name[2:]))
+            self._add(self._keys.usage_of(utc_day(now_ms)), field, getattr(use, count))
+        tokens, cost = charged_tokens, use.cost_nano
+        if charge is not None:
+            now_ms, tokens, cost = charge.at_ms, tokens - charge.tokens, cost - charge.cost_nano
+        for spent in self._keys.spent_in(utc_day(now_ms)):
+            for one in owner.spenders:
+                self._add(spent, f"{one}:tokens".encode(), tokens)
+                self._add(spent, f"{one}:cost".encode(), cost)
+
+    def _show(self, label: str, tier: str, use: Use) -> None:
         self._metrics.usage_requests.labels(label, tier).inc(use.requests)
         for name, kind in KINDS.items():
-            if amount := getattr(use, name):
-                self._pending[today, key, tier, name] += amount
-                if kind:
-                    self._metrics.usage_tokens.labels(label, tier, kind).inc(amount)
+            if kind and (amount := getattr(use, name)):
+                self._metrics.usage_tokens.labels(label, tier, kind).inc(amount)
+
+    def _add(self, name: str, field: bytes, amount: int) -> None:
+        if amount:
+            self._pending[name, field] += amount
 
     async def follow(self) -> None:
         """Write the counts to the store every `FLUSH_S` seconds, for ever."""
@@ -99,58 +136,72 @@ class UsageMeter:
     async def flush(self) -> None:
         """Write all counts to the store. An earlier write without a reply is repeated first, with its own id."""
         async with self._lock:
-            while self._writing is not None or self._pending:
-                if self._writing is None:
-                    self._writing, self._pending = (secrets.token_hex(8), self._pending), Counter()
-                await self._send(*self._writing)
-                self._writing = None
+            await self._write_again()
+            if self._pending:
+                self._writing, self._pending = (secrets.token_hex(8), self._pending), Counter()
+                await self._write_again()
+
+    async def _write_again(self) -> None:
+        if self._writing is not None:
+            await self._send(*self._writing)
+            self._writing = None
 
     async def _send(self, write_id: str, counts: Mapping[Field, int]) -> None:
-        days = sorted({day for day, *_ in counts})
-        names = [self._keys.usage_write(write_id), *(self._keys.usage + _date(day) for day in days)]
-        args: list[int | bytes] = [USAGE_WRITE_S, MAX_DAYS * DAY_S]
-        for (day, *name), amount in counts.items():
-            args += [days.index(day) + 2, msgspec.json.encode(name), amount]
-        await self._write(keys=names, args=args)
+        hashes = sorted({name for name, _ in counts})
+        args: list[int | bytes] = [USAGE_WRITE_S, USAGE_DAYS * DAY_S]
+        for (name, field), amount in counts.items():
+            args += [hashes.index(name) + 2, field, amount]
+        await self._write(keys=[self._keys.usage_write(write_id), *hashes], args=args)
 
     async def days(self, num_days: int) -> dict[str, list[UsageRow]]:
-        """Return the usage of the last `num_days` UTC days by date, today first, over all gateways.
-
-        Counts that other gateways have not written yet are missing.
-        """
+        """Return the usage of the last `num_days` UTC days by date, today first, over all gateways."""
         await self.flush()
-        today = self._today()
-        dates = [_date(today - n) for n in range(num_days)]
+        today = utc_day(self._clock.wall_ms())
+        days = [today - timedelta(days=n) for n in range(num_days)]
         pipeline = self._redis.pipeline(transaction=False)
-        for day in dates:
-            pipeline.hgetall(self._keys.usage + day)
-        return {day: _rows(stored) for day, stored in zip(dates, await pipeline.execute(), strict=True)}
+        for day in days:
+            pipeline.hgetall(self._keys.usage_of(day))
+        return {day.isoformat(): _rows(stored) for day, stored in zip(days, await pipeline.execute(), strict=True)}
 
-    def _today(self) -> int:
-        return self._clock.wall_ms() // (1000 * DAY_S)
-
-
-def _date(day: int) -> str:
-    return datetime.fromtimestamp(day * DAY_S, UTC).date().isoformat()
+    async def spent(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Return what is spent today and this month: tokens as `key:web:tokens`, costs in nano as `key:web:cost`."""
+        await self.flush()
+        names = self._keys.spent_in(utc_day(self._clock.wall_ms()))
+        found: list[Any] = [await self._redis.hgetall(name) for name in names]
+        today, month = ({field.decode(): int(amount) for field, amount in one.items()} for one in found)
+        return today, month
 
 
 def total(days: Mapping[str, list[UsageRow]]) -> list[UsageRow]:
     """Return the sums over all days."""
-    sums: Counter[tuple[str | None, str, str]] = Counter()
-    for rows in days.values():
-        for row in rows:
-            sums.update({(row.key, row.tier, name): getattr(row.use, name) for name in NAMES})
+    return summed(row for rows in days.values() for row in rows)
+
+
+def by_project(rows: Iterable[UsageRow]) -> list[UsageRow]:
+    """Return the sums over the keys of each project, and over those of none."""
+    return summed(replace(row, key=None) for row in rows)
+
+
+def summed(rows: Iterable[UsageRow]) -> list[UsageRow]:
+    """Return the sums of the rows that are of the same key, project and tier."""
+    sums: Counter[tuple[str | None, str, str | None, str]] = Counter()
+    for row in rows:
+        sums.update({(row.key, row.tier, row.project, name): getattr(row.use, name) for name in NAMES})
     return _by_key_and_tier(sums)
 
 
 def _rows(stored: Mapping[bytes, bytes]) -> list[UsageRow]:
-    names = msgspec.json.Decoder(tuple[str | None, str, str])
-    return _by_key_and_tier({names.decode(field): int(amount) for field, amount in stored.items()})
+    names = msgspec.json.Decoder(list[str | None])
+    counts: dict[tuple[str | None, str, str | None, str], int] = {}
+    for field, amount in stored.items():
+        key, tier, name, *project = names.decode(field)
+        counts[key, tier or "", project[0] if project else None, name or ""] = int(amount)
+    return _by_key_and_tier(counts)
 
 
-def _by_key_and_tier(counts: Mapping[tuple[str | None, str, str], int]) -> list[UsageRow]:
-    owners = sorted({(key or "", key, tier) for key, tier, _ in counts}, key=lambda owner: (owner[0], owner[2]))
+def _by_key_and_tier(counts: Mapping[tuple[str | None, str, str | None, str], int]) -> list[UsageRow]:
+    owners = sorted({names[:3] for names in counts}, key=lambda names: [name or "" for name in names])
     return [
-        UsageRow(key, tier, Use(**{name: counts.get((key, tier, name), 0) for name in NAMES}))
-        for _, key, tier in owners
+        UsageRow(key, tier, Use(**{name: counts.get((key, tier, project, name), 0) for name in NAMES}), project)
+        for key, tier, project in owners
     ]

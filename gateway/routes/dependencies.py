@@ -80,11 +80,11 @@ Caller = Annotated[ApiKey | None, Depends(authenticated)]
 
 
 async def request_counted(request: Request, key: Caller) -> None:
-    """Count a request that generates nothing by the limit of requests of the caller's key.
+    """Count a request that generates nothing by the limits of requests of the caller's key and its project.
 
     Raises `ApiError` 429 if the limit is reached.
     """
-    if key is not None and key.requests_per_minute is not None:
+    if key is not None and any(holder.requests_per_minute is not None for holder in key.holders):
         request.state.headers = (await gateway_of(request).limits.reserve(key, tokens=0)).headers
 
 

@@ -4,6 +4,7 @@ import hashlib
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -18,6 +19,7 @@ from gateway.fairness import FairLock
 from gateway.http.metrics import GatewayMetrics, ModelMetrics
 from gateway.identity import Keyring
 from gateway.keys.limits import KeyLimits
+from gateway.keys.prices import PriceList
 from gateway.keys.usage import UsageMeter
 from gateway.models import ServedModel
 from gateway.output.model_format import ModelFormat
@@ -170,6 +172,7 @@ class ModelsBuilder:
     clock: Clock
     part: str
     keyring: Keyring
+    prices: PriceList
     limits: KeyLimits
     usage: UsageMeter
     metrics: GatewayMetrics
@@ -189,7 +192,8 @@ class ModelsBuilder:
             max_bytes=self.store_bytes // 64 if settings.answer_cache_ttl_s else 0,
         )
         max_open = self.store_bytes // 4 // self.num_models
-        metering = Metering(self.keyring, self.limits, self.usage, cache, self.metrics, max_open)
+        price_of = partial(self.prices.of, model.names[0])
+        metering = Metering(self.keyring, self.limits, self.usage, cache, self.metrics, price_of, max_open)
         completions = CompletionService(client, self.clock, model, metrics, metering, self.dead_letters, self.lock)
         tier_store, subject = TierStore(source.queues.redis), GatewayTiers(client, self.keyring)
         follower = TierFollower(tier_store, subject, self.part, source.tiers, source.tiers_path, self.clock)

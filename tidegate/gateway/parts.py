@@ -115,6 +115,7 @@ def build_gateway(
         clock=clock,
         part=part,
         keyring=keyring,
+        prices=key_source.prices,
         limits=limits,
         usage=usage,
         metrics=metrics,

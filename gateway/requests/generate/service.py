@@ -134,7 +134,7 @@ class CompletionService:
             if tokens is None:
                 prepared, tokens = await self._enqueue(prepared, is_counted=is_counted)
         except BaseException:
-            await account.cancel()
+            await account.cancel(prepared.tier.name)
             raise
         trace = CURRENT_TRACE.get()
         trace.note_submitted()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gateway.keys.edit import add_key, revoke_key
-from gateway.keys.file import KeyringError, read_entries
+from gateway.keys.file import KeyringError, read_entries, read_file
 from tests.gateway.stand import make_tiers
 
 TIERS = make_tiers()
@@ -53,6 +53,17 @@ def test_comments_stay_where_keys_have_lines_of_their_own(path: Path) -> None:
     revoke_key(path, "web")
     kept = [line for line in BLOCK.splitlines() if "sk-web" not in line]
     assert [line for line in path.read_text().splitlines() if "name: new" not in line] == kept
+
+
+@pytest.mark.parametrize("text", [BLOCK, FLOW])
+def test_projects_and_prices_stay(path: Path, text: str) -> None:
+    path.write_text(text + "projects: [{name: p, budget: {tokens_per_day: 9}}]\nprices:\n  - {input: 1, output: 2}\n")
+    before = read_file(path)
+    add_key(path, "new", {"project": "p"}, TIERS)
+    revoke_key(path, "web")
+    after = read_file(path)
+    assert (after.projects, after.prices) == (before.projects, before.prices)
+    assert [entry.name for entry in after.keys] == ["nightly", "new"]
 
 
 @pytest.mark.parametrize("text", [BLOCK, FLOW])

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from gateway.identity import Keyring, KeyWebhook
+from gateway.identity import Budget, Keyring, KeyWebhook, Project
 from gateway.keys.edit import add_key
-from gateway.keys.file import KeyringError, read_entries
+from gateway.keys.file import KeyringError, read_entries, read_file
+from gateway.keys.prices import Price
 from tests.gateway.stand import make_tiers
 
 WEBHOOK = KeyWebhook("whsec_QUJDREVGR0hJSktMTU5PUFFSU1RVVldYWVo=", "https://example.com/hook")
@@ -34,6 +35,20 @@ def test_the_older_name_of_the_weight_is_read(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     path.write_text("keys: [{name: a, key: b, batch_weight: 4}]")
     assert [entry.to_key().weight for entry in read_entries(path)] == [4]
+
+
+def test_projects_budgets_and_prices_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(
+        "keys: [{name: a, key: b, project: p, budget: {tokens_per_day: 5}}]\n"
+        "projects: [{name: p, requests_per_minute: 7, budget: {cost_per_month: 2.5}}]\n"
+        "prices: [{tier: bulk, input: 1, output: 2.5}]\n"
+    )
+    file = read_file(path)
+    [one] = file.to_keys()
+    assert one.budget == Budget(tokens_per_day=5)
+    assert one.project == Project("p", requests_per_minute=7, budget=Budget(cost_per_month=2.5))
+    assert [entry.to_price() for entry in file.prices] == [Price(1, 2.5, tier="bulk")]
 
 
 def test_webhooks_are_read_and_a_rotation_keeps_them(tmp_path: Path) -> None:
@@ -69,6 +84,15 @@ def test_a_bad_secret_of_a_webhook_is_not_repeated(tmp_path: Path) -> None:
         ("keys: [{name: a, key: b, admin: true, role: read}]", "admin: true is the role admin"),
         ("keys: [{name: a, key: b}, {name: a, key: c, admin: true}]", "key 'a': its entries differ"),
         ("keys: [{name: a, key: b}, {name: c, key: b}]", "two entries have the same secret"),
+        ("keys: [{name: a, key: b, budget: {tokens_per_day: 0}}]", "'keys[0].budget.tokens_per_day'"),
+        ("keys: [{name: a, key: b, budget: {cost_per_day: 1}}]", "key 'a': a budget of cost needs `prices`"),
+        ("keys: [{name: a, key: b, project: p}]", "key 'a': there is no project 'p'"),
+        (
+            "{keys: [{name: a, key: b, project: p}], projects: [{name: p, budget: {cost_per_month: 1}}]}",
+            "key 'a': a budget of cost needs `prices`",
+        ),
+        ("{keys: [], projects: [{name: p}, {name: p}]}", "two projects have the same name"),
+        ("{keys: [], prices: [{input: -1, output: 1}]}", "'prices[0].input'"),
         ("keys: [", "not YAML"),
     ],
 )

@@ -14,7 +14,7 @@ from gateway.protocol.errors import ApiError
 from tests.scheduler.queue.harness import ManualClock
 
 
-def key(**limits: int) -> ApiKey:
+def key(**limits: Any) -> ApiKey:
     return ApiKey("k", b"", **limits)
 
 

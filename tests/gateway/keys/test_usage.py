@@ -7,7 +7,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as StoreUnreachable
 
 from gateway.http.metrics import GatewayMetrics
-from gateway.keys.usage import UsageMeter, UsageRow, Use, total
+from gateway.keys.usage import Owner, UsageMeter, UsageRow, Use, total
 from tests.scheduler.queue.harness import ManualClock
 
 CHAT = Use(requests=1, prompt_tokens=10, cached_prompt_tokens=4, completion_tokens=5)
@@ -20,9 +20,9 @@ def meter_on(redis: Redis, clock: ManualClock | None = None, metrics: GatewayMet
 async def test_counts_add_up_over_gateways_and_restarts(redis_client: Redis) -> None:
     for _ in range(2):
         meter = meter_on(redis_client)
-        meter.record("web", "realtime", CHAT)
-        meter.record("web", "bulk", CHAT)
-        meter.record(None, "bulk", CHAT)
+        meter.record(Owner("web"), "realtime", CHAT)
+        meter.record(Owner("web"), "bulk", CHAT)
+        meter.record(Owner(), "bulk", CHAT)
         await meter.flush()
     [rows] = (await meter_on(redis_client).days(1)).values()
     twice = Use(requests=2, prompt_tokens=20, cached_prompt_tokens=8, completion_tokens=10)
@@ -32,10 +32,10 @@ async def test_counts_add_up_over_gateways_and_restarts(redis_client: Redis) -> 
 async def test_each_day_has_its_own_counts(redis_client: Redis) -> None:
     clock = ManualClock()
     meter = meter_on(redis_client, clock)
-    meter.record("web", "bulk", CHAT)
+    meter.record(Owner("web"), "bulk", CHAT)
     clock.advance(86_400)
-    meter.record("web", "bulk", CHAT)
-    meter.record("web", "bulk", CHAT)
+    meter.record(Owner("web"), "bulk", CHAT)
+    meter.record(Owner("web"), "bulk", CHAT)
     days = await meter.days(3)
     assert [[row.use.requests for row in rows] for rows in days.values()] == [[2], [1], []]
     assert list(days) == ["2023-11-15", "2023-11-14", "2023-11-13"]
@@ -52,9 +52,9 @@ async def test_a_write_without_a_reply_is_repeated_and_counts_once(
         raise StoreUnreachable
 
     monkeypatch.setattr(UsageMeter, "_send", loses_the_reply)
-    meter.record("web", "bulk", CHAT)
+    meter.record(Owner("web"), "bulk", CHAT)
     await meter.try_flush()
-    meter.record("web", "bulk", CHAT)
+    meter.record(Owner("web"), "bulk", CHAT)
     await meter.try_flush()
     monkeypatch.undo()
     [rows] = (await meter.days(1)).values()

@@ -200,7 +200,8 @@ async def test_usage_is_exported_as_a_table(redis_client: Redis) -> None:
     assert answer.headers["content-type"].startswith("text/csv")
     rows = list(csv.DictReader(io.StringIO(answer.text)))
     day = as_json["days"][0]
-    assert rows == [{"date": day["date"]} | {name: str(value) for name, value in row.items()} for row in day["usage"]]
+    texts = [{name: "" if value is None else str(value) for name, value in row.items()} for row in day["usage"]]
+    assert rows == [{"date": day["date"]} | row for row in texts]
     assert len(rows) == 1 and rows[0]["key"] == "a, b"
 
 

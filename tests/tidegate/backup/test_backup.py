@@ -13,7 +13,7 @@ from gateway.files.object_storage import open_storage
 from gateway.files.storage import Storage
 from gateway.files.store import FileStore
 from gateway.http.metrics import GatewayMetrics
-from gateway.keys.usage import UsageMeter, Use
+from gateway.keys.usage import Owner, UsageMeter, Use
 from gateway.store_keys import GatewayKeys
 from scheduler.clock import SystemClock
 from scheduler.queue.redis import RedisQueue
@@ -73,7 +73,7 @@ async def test_files_usage_and_batches_are_there_again_and_an_unfinished_batch_g
         going = await one.submit(lines(12))
         await one.answered(going.id, 4)
         meter = usage(redis_client)
-        meter.record("web", "bulk", Use(requests=3, prompt_tokens=40))
+        meter.record(Owner("web"), "bulk", Use(requests=3, prompt_tokens=40))
         await meter.flush()
         counted = await meter.days(1)
         assert await site.backup() == 0, capsys.readouterr().err

@@ -135,7 +135,7 @@ class BatchLines:
                     await self._runner.dead_letters.assign(request_id, self._batch.id, line.custom_id, line.number)
                 break
             failures += status >= 500 and status not in BUSY
-            if (status < 500 and status not in BUSY) or failures == MAX_FAILURES:
+            if (status < 500 and status not in BUSY) or failures == MAX_FAILURES or _is_beyond_budget(status, body):
                 break
             await self._runner.clock.sleep(_pause_s(attempts - 1))
         trace.note(tidegate__attempts=attempts, http__response__status_code=status)
@@ -186,6 +186,11 @@ class BatchLines:
 
 def _was_given_up(status: int, body: dict[str, Any]) -> bool:
     return status == 500 and (body.get("error") or {}).get("code") in GIVEN_UP
+
+
+def _is_beyond_budget(status: int, body: dict[str, Any]) -> bool:
+    """Return whether the budget of the key or its project is spent: the line fails, for it might wait for a month."""
+    return status == 429 and (body.get("error") or {}).get("code") == "insufficient_quota"
 
 
 def _pause_s(pauses: int) -> float:
