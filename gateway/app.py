@@ -3,7 +3,7 @@
 import asyncio
 import re
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -23,9 +23,10 @@ from gateway.protocol.openapi import described
 from gateway.routes import chat, conversations, messages, models, ops, pages, responses, tokenize, vectors
 from gateway.routes.dependencies import Reader, WrongKeys, authenticated, request_counted
 from gateway.routes.jobs import batches, files, message_batches, tasks, uploads
-from gateway.routes.operators import admin, audit, dead_letters, keys, overview, scale
+from gateway.routes.operators import admin, audit, dead_letters, keys, overview, scale, usage
 from gateway.routes.operators.sla_feed import SlaFeed
 from gateway.state import Gateway
+from scheduler.store.errors import STORE_AWAY
 
 NOT_ADMIN: dict[int | str, dict[str, Any]] = {403: {"description": "The key has not the role that this needs."}}
 UPLOAD_PATHS = re.compile(r"/v1/files|/v1/uploads/[^/]+/parts$")  # their bodies go to the disk as they come
@@ -64,7 +65,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.include_router(ops.router)
     if not gateway.private_docs:
         app.include_router(pages.docs)
-    for routes in (admin, audit, overview, scale, keys, dead_letters):
+    for routes in (admin, audit, overview, scale, keys, usage, dead_letters):
         app.include_router(routes.router, tags=["admin"], dependencies=[Reader], responses=NOT_ADMIN)
     for routes in (chat, messages, models, tokenize, vectors):
         app.include_router(routes.router)
@@ -72,7 +73,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     for routes in (files, uploads, batches, message_batches, tasks, conversations):
         app.include_router(routes.router, dependencies=[Depends(authenticated), Depends(request_counted)])
     parts = (
-        *(ops, admin, audit, overview, scale, keys, dead_letters, chat, messages, models, tokenize, vectors),
+        *(ops, admin, audit, overview, scale, keys, usage, dead_letters, chat, messages, models, tokenize, vectors),
         *(files, uploads, batches, message_batches, tasks, responses, conversations),
     )
     error_handlers.install(app, [route for part in parts for route in part.router.routes])
@@ -89,6 +90,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     async with AsyncExitStack() as stack:
         for served in gateway.models:
             await stack.enter_async_context(served.tier_changes.follower)
+        with suppress(*STORE_AWAY):  # it is read again a second later
+            await gateway.key_source.follow_store()
         stack.push_async_callback(gateway.usage.try_flush)
         await stack.enter_async_context(_running(gateway))
         for client in gateway.clients:

@@ -65,7 +65,9 @@ class GatewayKeys(Namespace):
     idempotency_answers = Name("idempotency-answers:")  # sorted set of an owner's `<record>:<bytes>`, by time in ms
     idempotency_bytes = Name("idempotency-bytes:")  # the sum of those bytes
 
-    # API keys.
+    # API keys. Those that were created over HTTP are in the store itself.
+    api_keys = Name("api-keys")  # hash of JSON records by id
+    api_keys_version = Name("api-keys:version")  # counter of their changes
     limits = Name("limits:")  # hash: the levels of a key's buckets, until they are full again
     project_limits = Name("project-limits:")  # the same of a project's
     usage = Name("usage:")  # before a UTC day such as `2026-11-22`: hash of counts, for three months

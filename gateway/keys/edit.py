@@ -30,7 +30,7 @@ def add_key(path: Path, name: str, options: dict[str, Any], tiers: TierSet, *, r
     With `rotate`, the key `name` gets one more secret and keeps its options; otherwise the name must be new. The file
     is made if it does not exist. Raises `KeyringError` if the file or an option is invalid.
     """
-    secret = f"sk-{secrets.token_urlsafe(SECRET_BYTES)}"
+    secret = new_secret()
 
     def add(text: str) -> str:
         same = [entry for entry in parse_entries(path, text) if entry.name == name]
@@ -43,6 +43,10 @@ def add_key(path: Path, name: str, options: dict[str, Any], tiers: TierSet, *, r
 
     _edit(path, add, tiers)
     return secret
+
+
+def new_secret() -> str:
+    return f"sk-{secrets.token_urlsafe(SECRET_BYTES)}"
 
 
 def revoke_key(path: Path, name_or_id: str) -> list[KeyEntry]:

@@ -177,6 +177,21 @@ class KeysFile(BaseModel):
     def to_keys(self) -> list[ApiKey]:
         return [entry.to_key(self.by_name) for entry in self.keys]
 
+    def fault_of(self, entry: KeyEntry, tiers: TierSet | None) -> str:
+        """Return what is wrong with the tiers, the project and the budget that a key names; empty if nothing is."""
+        for name in (*(entry.tiers or ()), *((entry.default_tier,) if entry.default_tier else ())):
+            if tiers is not None and name not in tiers.tiers:
+                return f"there is no tier {name!r}"
+        if entry.tiers and entry.default_tier and entry.default_tier not in entry.tiers:
+            return "default_tier is not among its tiers"
+        if entry.project is not None and entry.project not in self.by_name:
+            return f"there is no project {entry.project!r}"
+        project = self.by_name.get(entry.project or "")
+        budgets = [one.budget for one in (entry, project) if one is not None and one.budget is not None]
+        if any(budget.has_cost for budget in budgets) and not self.prices:
+            return "a budget of cost needs `prices`"
+        return ""
+
 
 EMPTY = KeysFile(keys=[])
 
@@ -209,7 +224,8 @@ def parse_file(path: Path, text: str, tiers: TierSet | None = None) -> KeysFile:
     if len(file.by_name) < len(file.projects):
         raise KeyringError(f"{path}: two projects have the same name")
     for entry in file.keys:
-        check_entry(path, entry, file, tiers)
+        if fault := file.fault_of(entry, tiers):
+            raise KeyringError(f"{path}: key {entry.name!r}: {fault}")
     return file
 
 
@@ -230,18 +246,3 @@ def _check_names(path: Path, entries: Sequence[KeyEntry]) -> None:
             raise KeyringError(f"{path}: key {entry.name!r}: its entries differ in more than the secret")
     if len({entry.digest for entry in entries}) < len(entries):
         raise KeyringError(f"{path}: two entries have the same secret")
-
-
-def check_entry(path: Path, entry: KeyEntry, file: KeysFile, tiers: TierSet | None) -> None:
-    """Check what a key names: tiers, and a project and prices of the file. Raises `KeyringError`."""
-    for name in (*(entry.tiers or ()), *((entry.default_tier,) if entry.default_tier else ())):
-        if tiers is not None and name not in tiers.tiers:
-            raise KeyringError(f"{path}: key {entry.name!r}: there is no tier {name!r}")
-    if entry.tiers and entry.default_tier and entry.default_tier not in entry.tiers:
-        raise KeyringError(f"{path}: key {entry.name!r}: default_tier is not among its tiers")
-    if entry.project is not None and entry.project not in file.by_name:
-        raise KeyringError(f"{path}: key {entry.name!r}: there is no project {entry.project!r}")
-    project = file.by_name.get(entry.project or "")
-    budgets = [one.budget for one in (entry, project) if one is not None and one.budget is not None]
-    if any(budget.has_cost for budget in budgets) and not file.prices:
-        raise KeyringError(f"{path}: key {entry.name!r}: a budget of cost needs `prices`")

@@ -1,22 +1,28 @@
-"""Where API keys come from, and how a gateway keeps its keyring up to date with the file.
+"""Where API keys come from, and how a gateway keeps its keyring up to date with the file and the store.
 
 Each gateway reads its own file: when the file has changed, and on request. A broken file changes nothing: the keys that
-were read last stay in force, and the log and GET /admin/keys say why. Keys from the environment stay as they are until
-the process ends.
+were read last stay in force, and the log and GET /admin/keys say why. Keys in the store are read when one of them has
+changed; while the store does not answer, those that were read last stay in force. Keys from the environment stay as
+they are until the process ends.
 """
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import structlog
 
 from gateway.identity import ApiKey, Keyring
-from gateway.keys.file import EMPTY, ID_DIGITS, KeyringError, KeysFile, read_file
+from gateway.keys.edit import new_secret
+from gateway.keys.file import EMPTY, ID_DIGITS, KeyEntry, KeyringError, KeysFile, read_file
 from gateway.keys.prices import PriceList
+from gateway.keys.stored import KeysInStore, StoredKey, StoredKeys
 from scheduler.clock import Clock
 from scheduler.config import TierSet
+from scheduler.store.errors import STORE_AWAY
 
 log = structlog.get_logger(__name__)
 
@@ -27,37 +33,119 @@ OnChange = Callable[[str], Awaitable[None]]
 Stamp = tuple[int, int, int]  # inode, size and time of change: another stamp means that the file has changed
 
 
-class KeySource:
-    """The file (None: no file) and the operator's own keys, of which `keyring` is made, and the file's `prices`.
+class KeyConflict(KeyringError):
+    """A change of the stored keys does not fit to the keys that there are."""
 
-    If there are neither, access is open. The operator's keys may use everything without limits. Several of them share
-    one name, so that one can replace another.
+
+class KeySource:
+    """The file (None: no file), the stored keys and the operator's own, of which `keyring` is made, and the `prices`.
+
+    If there are neither a file nor keys of the operator, access is open, and stored keys are not read. The operator's
+    keys may use everything without limits. Several of them share one name, so that one can replace another.
     """
 
     def __init__(
-        self, path: Path | None, operator_keys: Sequence[str], tiers: Callable[[], TierSet], clock: Clock
+        self,
+        path: Path | None,
+        operator_keys: Sequence[str],
+        tiers: Callable[[], TierSet],
+        clock: Clock,
+        stored: StoredKeys | None = None,
     ) -> None:
-        """Read the keys. Raises `KeyringError` if they are invalid. `tiers` returns the tiers in force."""
+        """Read the file. Raises `KeyringError` if its keys are invalid. `tiers` returns the tiers in force."""
         self.path = path
         self.problem = ""  # why the file in its present state is not in force; empty: it is in force
+        self.stored = KeysInStore()
+        self._store = stored
         self._operator = [_operator_key(secret) for secret in operator_keys]
         self._tiers = tiers
         self._clock = clock
-        self.on_change: OnChange | None = None  # is told which keys have come and gone
+        self.on_change: OnChange | None = None  # is told which keys of the file have come and gone
         self._lock = asyncio.Lock()  # one reading at a time, so that an older one never replaces a newer one
         self._seen = self._stamp()
         self.loaded_ms = clock.wall_ms()
-        file = self._read()
-        self.prices = PriceList([entry.to_price() for entry in file.prices])
-        self.keyring = Keyring(self._all_keys(file) if path or self._operator else None)
+        self._is_open = path is None and not self._operator
+        self._file = self._read()
+        self.prices = PriceList([entry.to_price() for entry in self._file.prices])
+        self.keyring = Keyring(None if self._is_open else self._all_keys())
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Why some stored keys are not accepted, by id."""
+        faults = {key_id: self._fault(key.entry) for key_id, key in self.stored.keys.items()}
+        unreadable = dict.fromkeys(self.stored.unreadable, "it is a record of another version")
+        return {key_id: fault for key_id, fault in faults.items() if fault} | unreadable
 
     async def follow(self) -> None:
-        """Look at the file every `POLL_S` seconds, for ever, and read it again if it has changed or was broken."""
-        while self.path is not None:
+        """Look at the file and the stored keys every `POLL_S` seconds, for ever, and read again what has changed."""
+        while not self._is_open:
             await self._clock.sleep(POLL_S)
-            stamp = await asyncio.to_thread(self._stamp)
-            if stamp != self._seen or self.problem:
-                await self.reload()
+            with suppress(*STORE_AWAY):
+                await self.follow_store()
+            if self.path is not None:
+                stamp = await asyncio.to_thread(self._stamp)
+                if stamp != self._seen or self.problem:
+                    await self.reload()
+
+    async def follow_store(self) -> None:
+        """Read the stored keys if they have changed."""
+        if self._store is None or self._is_open or await self._store.version() == self.stored.version:
+            return
+        async with self._lock:
+            self.stored = await self._store.read()
+            for key_id, fault in self.left_out.items():
+                log.warning("a stored API key is not accepted", id=key_id, reason=fault)
+            self.keyring.replace(self._all_keys())
+
+    async def create(self, options: Mapping[str, Any], *, rotate: bool = False) -> tuple[str, ApiKey]:
+        """Store a new key with these fields of the keys file. Return its secret, which is in no record, and the key.
+
+        With `rotate`, the stored key of this name gets one more secret and keeps its options. Raises `KeyConflict` if
+        the name is taken, or is not there, and pydantic's errors and `KeyringError` if the options are invalid.
+        """
+        secret = new_secret()
+        digest = {"sha256": hashlib.sha256(secret.encode()).hexdigest()}
+        entry = KeyEntry.model_validate({**options, **digest})
+
+        def add(known: KeysInStore) -> tuple[str, StoredKey]:
+            nonlocal entry
+            if self._has_elsewhere(entry.name):
+                raise KeyConflict(
+                    f"the key {entry.name!r} is in the keys file or the environment, and is changed there"
+                )
+            same = [key.entry for key in known.keys.values() if key.entry.name == entry.name and key.entry != entry]
+            if known.keys.get(entry.id, entry) is not entry and known.keys[entry.id].entry.digest != entry.digest:
+                raise KeyConflict("the new key's id is taken: try again")
+            if bool(same) != rotate:
+                raise KeyConflict(f"there is {'no' if rotate else 'already a'} key {entry.name!r}")
+            if rotate:
+                entry = KeyEntry.model_validate(same[0].options | digest)
+            return entry.id, StoredKey(entry, self._clock.wall_ms())
+
+        if fault := self._file.fault_of(entry, self._tiers()):
+            raise KeyringError(fault)
+        await self._change(add)
+        return secret, entry.to_key(self._file.by_name)
+
+    async def revoke(self, key_id: str) -> str:
+        """Remove the stored key with this id, and return its name. Raises `LookupError` if there is none."""
+        name = ""
+
+        def remove(known: KeysInStore) -> tuple[str, None]:
+            nonlocal name
+            if key_id not in known.keys and not name:  # with a name, the reply to the removal was lost
+                raise LookupError(key_id)
+            name = name or known.keys[key_id].entry.name
+            return key_id, None
+
+        await self._change(remove)
+        return name
+
+    async def _change(self, decide: Callable[[KeysInStore], tuple[str, StoredKey | None]]) -> None:
+        if self._store is None or self._is_open:
+            raise KeyConflict("access is open: start the server with --api-keys or TIDEGATE_API_KEY first")
+        await self._store.change(decide)
+        await self.follow_store()
 
     async def reload(self) -> None:
         """Read the file again. If it is invalid, keep the keys and set `problem`."""
@@ -79,13 +167,13 @@ class KeySource:
 
     async def _use(self, file: KeysFile) -> None:
         self.prices.replace([entry.to_price() for entry in file.prices])
-        keys = self._all_keys(file)
-        self.loaded_ms, before = self._clock.wall_ms(), self.keyring.keys
-        if tuple(keys) != before:
+        before, self._file = self._file.to_keys(), file
+        self.loaded_ms, keys = self._clock.wall_ms(), self._all_keys()
+        if tuple(keys) != self.keyring.keys:
             self.keyring.replace(keys)
             log.info("the API keys have changed", keys=len(keys))
             if self.on_change is not None:
-                await self.on_change(_difference(before, keys))
+                await self.on_change(_difference(before, file.to_keys()))
 
     def _read(self) -> KeysFile:
         file = read_file(self.path, self._tiers()) if self.path is not None else EMPTY
@@ -95,8 +183,18 @@ class KeySource:
             log.warning("API keys are stored in plain text; `sha256` instead of `key` hides them", keys=plain)
         return file
 
-    def _all_keys(self, file: KeysFile) -> list[ApiKey]:
-        return [*file.to_keys(), *self._operator]
+    def _all_keys(self) -> list[ApiKey]:
+        stored = [key.entry for key in self.stored.keys.values() if not self._fault(key.entry)]
+        return [*self._file.to_keys(), *self._operator, *(entry.to_key(self._file.by_name) for entry in stored)]
+
+    def _fault(self, entry: KeyEntry) -> str:
+        """Return why a stored key is not accepted; empty if it is."""
+        if self._has_elsewhere(entry.name):
+            return f"the name {entry.name!r} is also in the keys file or the environment"
+        return self._file.fault_of(entry, self._tiers())
+
+    def _has_elsewhere(self, name: str) -> bool:
+        return name == OPERATOR or any(entry.name == name for entry in self._file.keys)
 
     def _stamp(self) -> Stamp | None:
         try:

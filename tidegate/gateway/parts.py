@@ -37,6 +37,7 @@ from gateway.jobs.webhooks.service import WebhookService
 from gateway.jobs.webhooks.store import EventStore
 from gateway.keys.limits import KeyLimits
 from gateway.keys.source import KeySource
+from gateway.keys.stored import StoredKeys
 from gateway.keys.usage import UsageMeter
 from gateway.keys.webhooks import TargetPolicy
 from gateway.models import Models, Split
@@ -102,7 +103,7 @@ def build_gateway(
     client = main = clients[0]
     if sources[0].queues is not outside.queues:
         client = make_client(settings, outside.queues, sources[0].tiers, clock, outside.draw, num_models)
-    key_source = KeySource(settings.api_keys, settings.operator_keys, lambda: main.tiers, clock)
+    key_source = KeySource(settings.api_keys, settings.operator_keys, lambda: main.tiers, clock, StoredKeys(redis))
     keyring = key_source.keyring
     audit = AuditLog(redis, clock, part)
     key_source.on_change = partial(audit.add, "keys.change")

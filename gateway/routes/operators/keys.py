@@ -1,24 +1,45 @@
-"""GET /admin/keys and GET /admin/usage: the API keys and projects in force, and what each of them has used.
+"""/admin/keys: the API keys and projects in force, and new and revoked keys of the store.
 
-Only administrators may use these endpoints. They never show a key: an id is the beginning of its digest.
+Looking needs the role "read", and changes the role "admin". A secret is shown once, when it is made: an id is the
+beginning of its digest. The shapes of created and deleted keys are those of OpenAI's administration API.
 """
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Request
+from pydantic import ValidationError
 
 from gateway.identity import ApiKey, Holder, Project
-from gateway.keys.file import ID_DIGITS
+from gateway.keys.file import ID_DIGITS, KeyringError
 from gateway.keys.prices import NANO
-from gateway.keys.usage import UsageRow, Use, by_project, total
+from gateway.keys.source import KeyConflict
+from gateway.protocol.bodies.validation import first_fault
+from gateway.protocol.errors import ApiError, invalid_request, invalid_value
+from gateway.protocol.json_body import parse_json_object
+from gateway.routes.dependencies import Administrator
+from gateway.routes.operators.audit import audited
 from gateway.state import gateway_of
-from gateway.store_keys import USAGE_DAYS, spender
+from gateway.store_keys import spender
 
-USAGE_TABLE: dict[int | str, dict[str, Any]] = {200: {"content": {"text/csv": {}}}}
+# Fields of the keys file that a key of the store does not have: secrets, and `role: admin` as older files say it.
+NOT_STORED = ("key", "sha256", "webhook", "admin")
+BODY: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "required": ["name"],
+                    "description": "Fields of the keys file: name, role, tiers, default_tier, project, budget, limits. "
+                    "`rotate: true`: one more secret of the key of this name, which keeps its other fields.",
+                }
+            }
+        },
+    }
+}
 
 router = APIRouter()  # for administrators
 
@@ -34,39 +55,68 @@ async def read_keys(request: Request) -> dict[str, Any]:
         "source": str(source.path) if source.path is not None else None,
         "loaded_at": source.loaded_ms // 1000,
         "problem": source.problem or None,
+        "left_out": source.left_out,
         "open_access": gateway.keyring.is_open,
-        "keys": [_key(key) | _budget(key, spent) for key in keys],
+        "keys": [_key(key) | _created(request, key) | _budget(key, spent) for key in keys],
         "projects": [_limits(project) | _budget(project, spent) for project in projects.values()],
     }
 
 
-@router.get("/admin/usage", response_model=None, responses=USAGE_TABLE)
-async def read_usage(
-    request: Request,
-    days: Annotated[int, Query(ge=1, le=USAGE_DAYS)] = 1,
-    format: Annotated[Literal["json", "csv"], Query(description="csv: a row for each day, key and tier")] = "json",
-    group_by: Annotated[
-        Literal["key", "project"], Query(description="project: all keys of a project together")
-    ] = "key",
-) -> dict[str, Any] | Response:
-    """Show what each key has used in each tier, by UTC day, today first, and in all these days together.
+@router.post("/admin/keys", dependencies=[Administrator], openapi_extra=BODY)
+async def create_key(request: Request) -> dict[str, Any]:
+    """Create an API key for all gateways of the store. Its secret is the answer's `value`, and is shown only now."""
+    options = parse_json_object(await request.body())
+    rotate = options.pop("rotate", False)
+    if rotate not in (True, False):
+        raise invalid_value("rotate", "Invalid value for 'rotate': it must be true or false.")
+    for name in NOT_STORED:
+        if name in options:
+            raise invalid_value(name, f"Invalid value for '{name}': only keys of the keys file have it.")
+    source = gateway_of(request).key_source
+    try:
+        secret, key = await source.create(options, rotate=bool(rotate))
+    except ValidationError as error:
+        fault = first_fault(error.errors(include_url=False))
+        raise invalid_request(fault.message, fault.param, fault.code) from None
+    except KeyConflict as error:
+        raise _conflict(error) from None
+    except KeyringError as error:
+        raise invalid_value("name", f"The key is refused: {error}.") from None
+    await audited(request, "key.rotate" if rotate else "key.create", f"{key.name} {_id(key)}")
+    return {"object": "organization.project.api_key", **_key(key), **_created(request, key), "value": secret}
 
-    The counts are those of all gateways.
-    """
-    rows_by_day = await gateway_of(request).usage.days(days)
-    if group_by == "project":
-        rows_by_day = {date: by_project(rows) for date, rows in rows_by_day.items()}
-    if format == "csv":
-        return Response(_table(rows_by_day), media_type="text/csv")
-    return {
-        "total": [_row(row) for row in total(rows_by_day)],
-        "days": [{"date": date, "usage": [_row(row) for row in rows]} for date, rows in rows_by_day.items()],
-    }
+
+@router.delete("/admin/keys/{key_id}", dependencies=[Administrator])
+async def revoke_key(request: Request, key_id: str) -> dict[str, Any]:
+    """Revoke one secret of a key that was created here. Other gateways refuse it within about a second."""
+    try:
+        name = await gateway_of(request).key_source.revoke(key_id)
+    except KeyConflict as error:
+        raise _conflict(error) from None
+    except LookupError:
+        message = f"There is no such key in the store: {key_id[:100]}. Keys of the keys file are removed there."
+        raise ApiError(404, message, param="key_id") from None
+    await audited(request, "key.revoke", f"{name} {key_id}")
+    return {"object": "organization.project.api_key.deleted", "id": key_id, "deleted": True}
+
+
+def _conflict(error: KeyConflict) -> ApiError:
+    return ApiError(409, f"Nothing was changed: {error}.", headers={"x-should-retry": "false"})
+
+
+def _id(key: ApiKey) -> str:
+    return key.sha256.hex()[:ID_DIGITS]
+
+
+def _created(request: Request, key: ApiKey) -> dict[str, Any]:
+    """Return when a key of the store was created; null for one of the file or the environment."""
+    stored = gateway_of(request).key_source.stored.keys.get(_id(key))
+    return {"created_at": None if stored is None else stored.created_ms // 1000}
 
 
 def _key(key: ApiKey) -> dict[str, Any]:
     return _limits(key) | {
-        "id": key.sha256.hex()[:ID_DIGITS],
+        "id": _id(key),
         "project": key.project.name if key.project is not None else None,
         "tiers": sorted(key.tiers) if key.tiers is not None else None,
         "default_tier": key.default_tier,
@@ -94,20 +144,3 @@ def _budget(holder: Holder, spent: Sequence[Mapping[str, int]]) -> dict[str, Any
     used = [{"tokens": s.get(f"{name}:tokens", 0), "cost": s.get(f"{name}:cost", 0) / NANO} for s in spent]
     budget = None if holder.budget is None else asdict(holder.budget)
     return {"budget": budget, "spent": dict(zip(("day", "month"), used, strict=True))}
-
-
-def _table(rows_by_day: Mapping[str, list[UsageRow]]) -> str:
-    """Return the usage as CSV. Open access has no name of a key. The sums of all days are left to the reader."""
-    text = io.StringIO()
-    columns = ["date", *_row(UsageRow(None, "", Use()))]
-    table = csv.DictWriter(text, columns)
-    table.writeheader()
-    for date, rows in rows_by_day.items():
-        table.writerows({"date": date, **_row(row)} for row in rows)
-    return text.getvalue()
-
-
-def _row(row: UsageRow) -> dict[str, Any]:
-    counts = asdict(row.use)
-    cost = counts.pop("cost_nano") / NANO
-    return {"key": row.key, "tier": row.tier, **counts, "project": row.project, "cost": cost}

@@ -182,7 +182,7 @@ async def test_keys_need_to_be_administrators() -> None:
             assert status is None or (await ask(headers=as_("root"))).status_code == status, place
 
 
-MAY = {"reader": {"GET"}, "operator": {"GET", "dead-letters"}, "root": {"GET", "dead-letters", "tiers"}}
+MAY = {"reader": {"GET"}, "operator": {"GET", "dead-letters"}, "root": {"GET", "dead-letters", "tiers", "keys"}}
 
 
 async def test_each_role_may_what_the_lower_ones_may_and_more() -> None:
