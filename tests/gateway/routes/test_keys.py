@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as StoreUnreachable
 
-from gateway.identity import Keyring
+from gateway.identity import Keyring, Project
 from gateway.requests.prepare.placement import Placement
 from scheduler.request import Request, TokenEvent
 from tests.gateway.api_keys import as_, key
@@ -203,6 +204,28 @@ async def test_usage_is_exported_as_a_table(redis_client: Redis) -> None:
     texts = [{name: "" if value is None else str(value) for name, value in row.items()} for row in day["usage"]]
     assert rows == [{"date": day["date"]} | row for row in texts]
     assert len(rows) == 1 and rows[0]["key"] == "a, b"
+
+
+async def test_usage_is_exported_as_openmetrics(redis_client: Redis) -> None:
+    keys = Keyring([key("one", project=Project("team")), key("root", role="read")])
+    clock = StandingClock()
+    async with metered(redis_client, keyring=keys, clock=clock) as stand:
+        await stand.post("/v1/chat/completions", CHAT, headers=as_("one"))
+        yesterday_s = clock.ms // 1000
+        clock.advance(86_400)
+        for _ in range(2):
+            await stand.post("/v1/chat/completions", CHAT, headers=as_("one"))
+        answer = await stand.http.get("/admin/usage?days=7&format=openmetrics", headers=as_("root"))
+        rows = (await stand.http.get("/admin/usage", headers=as_("root"))).json()["total"]
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+    assert answer.text.endswith("# EOF\n")
+    families = {family.name: family for family in text_string_to_metric_families(answer.text)}
+    series = {"key": "one", "project": "team", "tier": "realtime"}
+    requests = [(s.labels, s.value, float(s.timestamp)) for s in families["tidegate_usage_daily_requests"].samples]
+    end_s = yesterday_s // 86_400 * 86_400 + 86_399
+    assert requests == [(series, 1, end_s), (series, 2, yesterday_s + 86_400)]
+    tokens = {s.labels["kind"]: s.value for s in families["tidegate_usage_daily_tokens"].samples}
+    assert tokens["prompt"] == rows[0]["prompt_tokens"] and tokens["completion"] == rows[0]["completion_tokens"]
 
 
 async def test_usage_is_by_key_tier_and_day(redis_client: Redis) -> None:
