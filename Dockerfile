@@ -26,7 +26,7 @@ WORKDIR /src
 COPY . .
 RUN pip wheel --no-deps --wheel-dir /wheels . \
     && python docker/requirements.py pyproject.toml > /wheels/requirements.txt \
-    && python docker/requirements.py pyproject.toml --extras otel storage >> /wheels/requirements.txt \
+    && python docker/requirements.py pyproject.toml --extras otel storage oidc >> /wheels/requirements.txt \
     && python docker/requirements.py pyproject.toml --extras gpu > /wheels/gpu.txt \
     && python docker/requirements.py pyproject.toml --extras embedding > /wheels/embedding.txt \
     && python docker/requirements.py pyproject.toml --torch > /wheels/torch.txt

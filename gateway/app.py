@@ -14,13 +14,14 @@ from starlette.middleware import Middleware
 from gateway.fairness import UnderWay
 from gateway.http.access.cors import Cors
 from gateway.http.access.hosts import HostCheck
+from gateway.http.access.sign_in import Sessions
 from gateway.http.download import MAX_DOWNLOADS, MAX_DOWNLOADS_OF_KEY
 from gateway.http.middleware import BodyLimit, OneAtATime, RequestContext
 from gateway.http.server.draining import RefuseWhileDraining
 from gateway.protocol import error_handlers
 from gateway.protocol.json_body import MAX_BODIES, BodyReader
 from gateway.protocol.openapi import described
-from gateway.routes import chat, conversations, messages, models, ops, pages, responses, tokenize, vectors
+from gateway.routes import chat, conversations, messages, models, ops, pages, responses, sign_in, tokenize, vectors
 from gateway.routes.dependencies import Reader, WrongKeys, authenticated, request_counted
 from gateway.routes.jobs import batches, files, message_batches, tasks, uploads
 from gateway.routes.operators import admin, audit, dead_letters, keys, overview, scale, usage
@@ -50,6 +51,7 @@ def create_app(gateway: Gateway) -> FastAPI:
             *([Middleware(gateway.tracing)] if gateway.tracing is not None else []),
             Middleware(HostCheck, allowed=gateway.allowed_hosts, is_open=lambda: gateway.keyring.is_open),
             Middleware(RefuseWhileDraining, is_draining=lambda: gateway.is_draining),
+            *([] if gateway.sign_in is None else [Middleware(Sessions, secret=gateway.sign_in.cookie_secret)]),
             Middleware(BodyLimit, max_bytes=gateway.max_body_bytes, exempt=UPLOAD_PATHS),
         ],
     )
@@ -61,6 +63,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.state.downloads = UnderWay(MAX_DOWNLOADS, MAX_DOWNLOADS_OF_KEY)
     app.state.sla_feeds = {served.name: SlaFeed(served.client, gateway.clock) for served in gateway.models}
     if gateway.console:
+        app.include_router(sign_in.router)  # before the next one, which answers all of /console
         app.include_router(pages.console)  # before the next one, which also answers `/`
     app.include_router(ops.router)
     if not gateway.private_docs:

@@ -12,6 +12,7 @@ from gateway.dead_letters import DeadLetters
 from gateway.files.store import FileStore
 from gateway.http.access.cors import AllowedOrigins
 from gateway.http.access.hosts import AllowedHosts
+from gateway.http.access.sign_in import SignIn
 from gateway.http.exposition import WorkerPages
 from gateway.http.metrics import GatewayMetrics
 from gateway.identity import Keyring
@@ -63,6 +64,7 @@ class Gateway:
     worker_pages: WorkerPages = field(default_factory=WorkerPages)  # whose metrics are shown beside the gateway's own
     allowed_hosts: AllowedHosts = field(default_factory=AllowedHosts)  # while no API keys are configured
     files_quota_mb: int | None = None  # size of all files of a key that has no quota of its own; None: no limit
+    sign_in: SignIn | None = None  # None: nobody can sign in to the console
     tracing: TracingMiddleware | None = None  # None: requests are not traced
     console: bool = True  # whether `/` is a page for browsers
     private_docs: bool = False  # whether the API's description and the metrics need an API key

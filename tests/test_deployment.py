@@ -65,11 +65,12 @@ def test_the_requirements_are_the_projects_with_torch_separate() -> None:
     assert any(line.startswith("transformers") for line in rest)
 
 
-def test_the_images_have_what_traces_object_stores_gpus_and_encoders_need() -> None:
+def test_the_images_have_what_traces_object_stores_sign_ins_gpus_and_encoders_need() -> None:
     used = re.findall(r"--extras ([\w ]+?) >", DOCKERFILE)
     named = [line.split(">")[0] for extra in used for line in requirements("--extras", *extra.split())]
     traces = ["opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"]
-    assert named == [*traces, "fsspec", "s3fs", "nvidia-ml-py", "sentence-transformers"]
+    oidc = ["authlib", "itsdangerous"]
+    assert named == [*traces, "fsspec", "s3fs", *oidc, "nvidia-ml-py", "sentence-transformers"]
 
 
 def test_a_gateway_starts_without_torch() -> None:

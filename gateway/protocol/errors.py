@@ -119,11 +119,14 @@ def invalid_api_key() -> ApiError:
     return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
-def foreign_origin(origin: str) -> ApiError:
+def foreign_origin(origin: str, *, with_session: bool = False) -> ApiError:
+    """Return the error for a page of another origin. Whatever is allowed, it may not use the session of the console."""
     message = (
         f"Web pages of the origin {origin[:200]} may not use this server. To allow them, start it with "
         f"`--allowed-origins {origin[:200]}`, or set TIDEGATE_ALLOWED_ORIGINS."
     )
+    if with_session:
+        message = f"Web pages of the origin {origin[:200]} may not use the console's session: they need an API key."
     return ApiError(403, message, code="origin_not_allowed")
 
 

@@ -1,6 +1,7 @@
 """FastAPI dependencies of the routes: identify the caller, and check who may use /admin, before a body is read.
 
-If API keys are configured, a request needs one of them, and /admin needs a key with a role.
+If API keys are configured, a request needs one of them, and /admin needs a key with a role. A user who is signed in to
+the console counts as such a key.
 
 If no keys are configured, /v1 is open to every program that can reach the port, but not to web pages of other origins,
 unless `--allowed-origins` names them. Such pages must be refused, because a browser lets every page post text/plain or
@@ -31,6 +32,7 @@ from gateway.state import gateway_of
 PROXY_HEADERS = frozenset(
     ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-forwarded-server", "x-real-ip")
 )
+SAFE = ("GET", "HEAD")  # methods that change nothing
 FREE = 10  # wrong keys of one address in a row that are refused at once
 PERIOD_S = 1.0  # seconds between the refusals of further ones; also after how long one of the free ones is free again
 MAX_DELAY_S = 30.0  # more would only keep connections open
@@ -56,17 +58,18 @@ class WrongKeys:
 
 
 async def authenticated(request: Request) -> ApiKey | None:
-    """Return the caller's key; None if no keys are configured.
+    """Return the caller's key, or the user who is signed in; None if no keys are configured.
 
     Raises `ApiError` 401 if the caller's key is missing or wrong. Raises `ApiError` 403 if no keys are configured and a
     web page of an origin that is not allowed sent the request.
     """
     gateway = gateway_of(request)
-    keyring = gateway.keyring
+    keyring, authorization = gateway.keyring, authorization_of(request.headers)
     if keyring.is_open and (origin := _other_origin(request)) and not gateway.allowed_origins.allows(origin):
         raise foreign_origin(origin)
+    key = session_user(request) if authorization is None else None
     try:
-        key = keyring.authenticate(authorization_of(request.headers))
+        key = key or keyring.authenticate(authorization)
     except ApiError:
         await _slow_down(request)
         raise
@@ -74,6 +77,23 @@ async def authenticated(request: Request) -> ApiKey | None:
         structlog.contextvars.bind_contextvars(key=key.name)
         request.state.key_name = key.name
     return key
+
+
+def session_user(request: Request) -> ApiKey | None:
+    """Return the user who is signed in to the console, as a key without limits; None if there is none.
+
+    A browser sends the cookie of the session with requests that other pages make, too. So `ApiError` 403 is raised if
+    the request is of a page of another origin; and if it changes something, also if the browser does not say that it is
+    of a page of this server.
+    """
+    user = request.session.get("user") if "session" in request.scope else None
+    if user is None:
+        return None
+    origin = _other_origin(request)
+    is_told = "origin" in request.headers or request.headers.get("sec-fetch-site") == "same-origin"
+    if origin is not None or not (is_told or request.method in SAFE):
+        raise foreign_origin(origin or "null", with_session=True)
+    return ApiKey(f"oidc:{user['sub']}", b"", role=user["role"])
 
 
 Caller = Annotated[ApiKey | None, Depends(authenticated)]

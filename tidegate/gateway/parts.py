@@ -174,6 +174,7 @@ def build_gateway(
         allowed_origins=AllowedOrigins(settings.allowed_origins or ()),
         allowed_hosts=AllowedHosts(settings.allowed_hosts or (), settings.host),
         files_quota_mb=settings.files_quota_mb,
+        sign_in=settings.sign_in,
         tracing=tracing.middleware if tracing is not None else None,
         private_docs=settings.private_docs,
         console=settings.console,

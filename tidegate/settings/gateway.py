@@ -1,13 +1,15 @@
 """The settings of a gateway."""
 
 import re
+from importlib.util import find_spec
 from ipaddress import ip_network
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, SecretStr, ValidationInfo, field_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
 from pydantic_settings import NoDecode
 
+from gateway.http.access.sign_in import RoleRule, SignIn
 from gateway.keys.webhooks import secret_bytes
 from gateway.output.tools.formats import CALL_FORMAT_NAMES
 from tidegate.settings.base import CommonSettings, split_list
@@ -97,6 +99,24 @@ class GatewaySettings(CommonSettings):
         description="where files, inputs and results of batches lie, for all gateways: s3://bucket/prefix, gs://…, or "
         "another URL of fsspec; file:///mnt/shared: a shared file system; unset: --data-dir",
     )
+    oidc_issuer: str | None = Field(
+        default=None,
+        pattern=r"^https?://",
+        description="URL of the OpenID provider with which people sign in to the console; needs API keys as well; "
+        "unset: they enter a key",
+    )
+    oidc_client_id: str | None = Field(default=None, description="the server's name at the provider")
+    oidc_client_secret: SecretStr | None = Field(
+        default=None,
+        description="the server's secret at the provider, the same for all gateways; better set as "
+        "TIDEGATE_OIDC_CLIENT_SECRET",
+    )
+    oidc_roles: Annotated[list[str] | None, NoDecode] = Field(
+        default=None,
+        description="who has which role, as CLAIM=VALUE:ROLE of the ID token, such as groups=sre:admin; others may not "
+        "sign in",
+    )
+    oidc_scopes: str = Field(default="openid profile email", description="what the provider is asked for")
     store_replicas: int = Field(
         default=0,
         ge=0,
@@ -160,6 +180,25 @@ class GatewaySettings(CommonSettings):
         default="auto",
         description="how the model writes tool calls, as docs/api.md lists it; auto: as its chat template shows",
     )
+
+    @field_validator("oidc_roles")
+    @classmethod
+    def _are_rules(cls, value: list[str] | None) -> list[str] | None:
+        for text in value or ():
+            RoleRule.parse(text)
+        return value
+
+    @model_validator(mode="after")
+    def _can_sign_in(self) -> Self:
+        """Check the settings of signing in. The cookie is worth a key, so there must be keys that it stands for."""
+        if self.oidc_issuer is not None and find_spec("authlib") is None:
+            raise ValueError("--oidc-issuer needs Authlib: pip install 'tidegate[oidc]'")
+        needed = (self.oidc_client_id, self.oidc_client_secret, self.oidc_roles)
+        if self.oidc_issuer is not None and not all(needed):
+            raise ValueError("--oidc-issuer needs --oidc-client-id, TIDEGATE_OIDC_CLIENT_SECRET and --oidc-roles")
+        if self.oidc_issuer is not None and self.api_keys is None and not self.operator_keys:
+            raise ValueError("--oidc-issuer needs --api-keys or TIDEGATE_API_KEY: without them, access is open")
+        return self
 
     @field_validator("webhook_secret")
     @classmethod
@@ -227,6 +266,14 @@ class GatewaySettings(CommonSettings):
         return f"{'https' if self.ssl_certfile else 'http'}://{bracketed}:{self.port}"
 
     @property
+    def sign_in(self) -> SignIn | None:
+        secret = self.oidc_client_secret
+        if self.oidc_issuer is None or self.oidc_client_id is None or secret is None:
+            return None
+        rules = [RoleRule.parse(text) for text in self.oidc_roles or ()]
+        return SignIn(self.oidc_issuer, self.oidc_client_id, secret.get_secret_value(), self.oidc_scopes, rules)
+
+    @property
     def operator_keys(self) -> list[str]:
         secrets = self.api_key.get_secret_value() if self.api_key is not None else ""
         return [secret.strip() for secret in secrets.split(",") if secret.strip()]
@@ -239,7 +286,7 @@ class GatewaySettings(CommonSettings):
                 raise ValueError(f"{entry!r} is no origin: it needs a scheme and no path, such as https://chat.example")
         return value
 
-    @field_validator("allowed_hosts", "allowed_origins", "metrics_of", "trusted_proxies", mode="before")
+    @field_validator("allowed_hosts", "allowed_origins", "metrics_of", "oidc_roles", "trusted_proxies", mode="before")
     @classmethod
     def _split_items(cls, value: Any) -> Any:
         return split_list(value)

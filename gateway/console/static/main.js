@@ -1,6 +1,6 @@
 // The console: connects its parts to the live feed and to the user's API key.
 
-import { Refused, apiKey, getJson, ofModel, sentenceOf, showModel } from "./api.js";
+import { Refused, apiKey, getJson, ofModel, postJson, sentenceOf, showModel } from "./api.js";
 import { Batches } from "./batches.js";
 import { FirstTokenChart, ShareChart, colorsOf, showLegend } from "./charts.js";
 import { Chat } from "./chat.js";
@@ -158,6 +158,23 @@ window.addEventListener("key-needed", ({ detail: refused }) => {
 });
 let lastAsked = null; // the key for which the dialog was opened, so that it opens once for each
 
+// -- signing in --------------------------------------------------------------------------------------------------------
+
+async function showSession() {
+  const session = await getJson("console/session").catch(() => ({ sign_in: false, user: null }));
+  for (const link of document.querySelectorAll(".sign-in")) {
+    link.href = "console/sign-in";
+    link.hidden = !session.sign_in || session.user !== null;
+  }
+  byId("sign-out").hidden = session.user === null;
+  byId("sign-out").title = session.user === null ? "" : `${session.user}: ${session.role}`;
+}
+
+byId("sign-out").addEventListener("click", async () => {
+  await postJson("console/sign-out").catch(() => null);
+  location.reload();
+});
+
 // -- the start ---------------------------------------------------------------------------------------------------------
 
 /** Ask the chosen model from now on, and show its tiers and workers. */
@@ -192,6 +209,7 @@ byId("pause").addEventListener("click", (event) => {
 
 setInterval(() => document.body.dataset.admin === "no" && !isPaused && drawFirstTokens(null), 1000);
 decisions.clear();
+showSession();
 readModels();
 feed.run();
 engine.run();

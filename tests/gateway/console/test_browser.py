@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from pydantic import SecretStr
 
 from gateway.identity import ApiKey, Keyring
 from scheduler.request import EventKind, Request, TokenEvent
@@ -386,6 +387,45 @@ async def test_without_admin_rights_the_playground_works(browser: Browser, valke
         await page.until("document.querySelector('.assistant .facts')?.textContent.includes('total')")
         await page.click("#batch-example")
         await page.until("document.querySelector('#batch-list .state')?.textContent === 'completed'")
+
+
+async def until_on_next_page(page: Page, expression: str) -> None:
+    """Wait until the expression holds. The pages may change meanwhile, which ends what runs in them."""
+
+    async def holds() -> bool:
+        try:
+            return bool(await page.evaluate(expression))
+        except AssertionError:
+            return False
+
+    await until(holds)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the provider's, of Authlib's older names
+async def test_a_user_signs_in_without_a_key_and_out_again(browser: Browser, valkey_url: str, tmp_path: Path) -> None:
+    mock = pytest.importorskip("oidc_provider_mock", reason="signing in needs tidegate[oidc]")
+    user = mock.User(sub="ada", claims={"groups": ["sre"]})
+    with mock.run_server_in_thread(user_claims=[user]) as provider:
+        issuer = f"http://127.0.0.1:{provider.server_port}"
+        settings: dict[str, Any] = {
+            "api_key": SecretStr("sk-operator"),
+            "oidc_issuer": issuer,
+            "oidc_client_id": "tidegate",
+            "oidc_client_secret": SecretStr("secret"),
+            "oidc_roles": ["groups=sre:admin"],
+        }
+        async with open_stand(valkey_url, tmp_path, **settings) as stand, browser.page(f"{stand.url}/") as page:
+            await page.until("document.querySelector('#key-dialog').open")
+            await page.click("#key-form .sign-in")
+            await until_on_next_page(page, "document.querySelector('button[value=ada]') !== null")
+            await page.click("button[value=ada]")
+            await until_on_next_page(page, "document.querySelector('#status')?.textContent === 'live'")
+            assert await page.evaluate("document.querySelector('#sign-out').title") == "ada: admin"
+            assert await page.evaluate(STORED) == [[], 0, ""], "no script sees the cookie"
+            await ask(page, "Hello?")
+            await page.until("document.querySelector('.assistant .facts')?.textContent.includes('total')")
+            await page.click("#sign-out")
+            await until_on_next_page(page, "document.querySelector('#key-dialog')?.open === true")
 
 
 # -- sizes and accessibility -------------------------------------------------------------------------------------------
