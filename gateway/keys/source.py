@@ -28,6 +28,7 @@ log = structlog.get_logger(__name__)
 
 POLL_S = 1.0  # seconds between two looks at the file's time of change
 OPERATOR = "operator"  # name of the key or keys from the environment
+UNREADABLE = "a record of another version"
 
 OnChange = Callable[[str], Awaitable[None]]
 Stamp = tuple[int, int, int]  # inode, size and time of change: another stamp means that the file has changed
@@ -73,7 +74,7 @@ class KeySource:
     def left_out(self) -> dict[str, str]:
         """Why some stored keys are not accepted, by id."""
         faults = {key_id: self._fault(key.entry) for key_id, key in self.stored.keys.items()}
-        unreadable = dict.fromkeys(self.stored.unreadable, "it is a record of another version")
+        unreadable = dict.fromkeys(self.stored.unreadable, f"it is {UNREADABLE}")
         return {key_id: fault for key_id, fault in faults.items() if fault} | unreadable
 
     async def follow(self) -> None:
@@ -133,9 +134,12 @@ class KeySource:
 
         def remove(known: KeysInStore) -> tuple[str, None]:
             nonlocal name
-            if key_id not in known.keys and not name:  # with a name, the reply to the removal was lost
+            if key_id in known.keys:
+                name = known.keys[key_id].entry.name
+            elif key_id in known.unreadable:
+                name = UNREADABLE
+            elif not name:  # with a name, the reply to the removal was lost
                 raise LookupError(key_id)
-            name = name or known.keys[key_id].entry.name
             return key_id, None
 
         await self._change(remove)

@@ -5,6 +5,7 @@ beginning of its digest. The shapes of created and deleted keys are those of Ope
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -22,6 +23,7 @@ from gateway.routes.dependencies import Administrator
 from gateway.routes.operators.audit import audited
 from gateway.state import gateway_of
 from gateway.store_keys import spender
+from scheduler.store.errors import STORE_AWAY
 
 # Fields of the keys file that a key of the store does not have: secrets, and `role: admin` as older files say it.
 NOT_STORED = ("key", "sha256", "webhook", "admin")
@@ -49,7 +51,9 @@ async def read_keys(request: Request) -> dict[str, Any]:
     """Show the keys in force on this gateway, and why the file in its present state is not used, if it is not."""
     gateway = gateway_of(request)
     source, keys = gateway.key_source, gateway.keyring.keys
-    spent = await gateway.usage.spent()
+    spent: Sequence[Mapping[str, int]] = ()
+    with suppress(*STORE_AWAY):
+        spent = await gateway.usage.spent()
     projects = {key.project.name: key.project for key in keys if key.project is not None}
     return {
         "source": str(source.path) if source.path is not None else None,
@@ -139,8 +143,11 @@ def _limits(holder: Holder) -> dict[str, Any]:
 
 
 def _budget(holder: Holder, spent: Sequence[Mapping[str, int]]) -> dict[str, Any]:
-    """Return the budget of a key or a project, and what it has spent today and this month, with open reservations."""
+    """Return the budget of a key or a project, and what it has spent today and this month, with open reservations.
+
+    What is spent is null while the store does not answer.
+    """
     name = spender(holder.name, isinstance(holder, Project))
     used = [{"tokens": s.get(f"{name}:tokens", 0), "cost": s.get(f"{name}:cost", 0) / NANO} for s in spent]
     budget = None if holder.budget is None else asdict(holder.budget)
-    return {"budget": budget, "spent": dict(zip(("day", "month"), used, strict=True))}
+    return {"budget": budget, "spent": dict(zip(("day", "month"), used, strict=True)) if used else None}

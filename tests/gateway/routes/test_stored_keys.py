@@ -183,6 +183,8 @@ async def test_a_record_of_another_version_is_left_out(redis_client: Redis) -> N
     async with gateway(redis_client) as stand:
         assert (await shown(stand))["left_out"] == {"0badc0de": "it is a record of another version"}
         assert (await create(stand, name="new")).status_code == 200
+        gone = await stand.http.delete("/admin/keys/0badc0de", headers=bearer("sk-operator"))
+        assert (gone.status_code, (await shown(stand))["left_out"]) == (200, {})
 
 
 async def test_calls_whose_replies_are_lost_are_done_once(redis_client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
