@@ -88,6 +88,7 @@ class UsageMeter:
         self._write = load_script(redis, "gateway.keys", "usage")
         self._pending: Counter[Field] = Counter()
         self._writing: tuple[str, Mapping[Field, int]] | None = None  # a write that may or may not have been done
+        self._num_writes = 0  # begun until now; the next one has what is pending
         self._lock = asyncio.Lock()  # one write at a time
 
     def record(self, owner: Owner, tier: str, use: Use, charge: Charge | None = None, charged_tokens: int = 0) -> None:
@@ -134,11 +135,16 @@ class UsageMeter:
             log.warning("usage is not written yet", error=str(error))
 
     async def flush(self) -> None:
-        """Write all counts to the store. An earlier write without a reply is repeated first, with its own id."""
+        """Write all counts to the store. An earlier write without a reply is repeated first, with its own id.
+
+        Whoever waits for a write under way shares the next one with all others who wait.
+        """
+        number = self._num_writes
         async with self._lock:
             await self._write_again()
-            if self._pending:
+            if self._pending and number == self._num_writes:  # else another's write had these counts
                 self._writing, self._pending = (secrets.token_hex(8), self._pending), Counter()
+                self._num_writes += 1
                 await self._write_again()
 
     async def _write_again(self) -> None:

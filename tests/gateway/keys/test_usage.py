@@ -1,5 +1,7 @@
 """Usage counts: in memory, in the store, and over several gateways and days."""
 
+import asyncio
+from datetime import date
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ from redis.exceptions import ConnectionError as StoreUnreachable
 
 from gateway.http.metrics import GatewayMetrics
 from gateway.keys.usage import Owner, UsageMeter, UsageRow, Use, total
+from gateway.store_keys import GatewayKeys
 from tests.scheduler.queue.harness import ManualClock
 
 CHAT = Use(requests=1, prompt_tokens=10, cached_prompt_tokens=4, completion_tokens=5)
@@ -59,3 +62,25 @@ async def test_a_write_without_a_reply_is_repeated_and_counts_once(
     monkeypatch.undo()
     [rows] = (await meter.days(1)).values()
     assert rows == [UsageRow("web", "bulk", Use(2, 20, 8, 10))]
+
+
+async def test_answers_that_end_at_the_same_time_share_a_write(
+    redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meter, send, sizes = meter_on(redis_client), UsageMeter._send, []
+
+    async def counted(self: UsageMeter, *args: Any) -> None:
+        sizes.append(args[0])
+        await send(self, *args)
+
+    async def end(number: int) -> None:
+        meter.record(Owner(f"k{number}"), "bulk", CHAT)
+        await meter.flush()
+        assert await redis_client.hexists(day, f'["k{number}","bulk","requests"]'), "it is written when this returns"
+
+    day = GatewayKeys.of(redis_client).usage_of(date(2023, 11, 14))
+    monkeypatch.setattr(UsageMeter, "_send", counted)
+    await asyncio.gather(*(end(number) for number in range(32)))
+    assert len(sizes) <= 2
+    [rows] = (await meter.days(1)).values()
+    assert [row.use for row in rows] == [CHAT] * 32
