@@ -1,8 +1,9 @@
 """What each API key has used: requests, tokens and cost by tier, in /metrics and for each day in Redis.
 
-Knows names of keys, projects and tiers, and numbers; does not know requests. All gateways add to the same days. A count
-is in the store before its answer ends, so that a gateway that is killed loses nothing of what it has answered: the
-answers that end meanwhile share one write. The same write corrects what budgets were charged in advance.
+Knows names of keys, projects and tiers, and numbers; does not know requests. All gateways add to the same days. What a
+key has used is in the store before its answer ends, so that a gateway that is killed loses nothing of what it has
+answered: the answers that end meanwhile share one write. The same write corrects what budgets were charged in advance.
+Open access, for which nobody is charged, is written every few seconds.
 """
 
 import asyncio
@@ -90,6 +91,7 @@ class UsageMeter:
         self._writing: tuple[str, Mapping[Field, int]] | None = None  # a write that may or may not have been done
         self._num_writes = 0  # begun until now; the next one has what is pending
         self._lock = asyncio.Lock()  # one write at a time
+        self._num_failures = 0  # of writes
 
     def record(self, owner: Owner, tier: str, use: Use, charge: Charge | None = None, charged_tokens: int = 0) -> None:
         """Count what a request of a key has used in a tier.
@@ -128,11 +130,19 @@ class UsageMeter:
             await self.try_flush()
 
     async def try_flush(self) -> None:
-        """Write the counts. If the store does not answer, keep them for the next time."""
-        try:
-            await self.flush()
-        except RedisError as error:
-            log.warning("usage is not written yet", error=str(error))
+        """Write the counts as `flush` does. If the store does not answer, keep them for the next time.
+
+        Whoever has waited for a write that failed does not try again, or each of them would wait as long.
+        """
+        number, failures = self._num_writes, self._num_failures
+        async with self._lock:
+            if self._num_failures > failures:
+                return
+            try:
+                await self._write_pending(number)
+            except RedisError as error:
+                self._num_failures += 1
+                log.warning("usage is not written yet", error=str(error))
 
     async def flush(self) -> None:
         """Write all counts to the store. An earlier write without a reply is repeated first, with its own id.
@@ -141,11 +151,15 @@ class UsageMeter:
         """
         number = self._num_writes
         async with self._lock:
+            await self._write_pending(number)
+
+    async def _write_pending(self, number: int) -> None:
+        """Write what was counted before write `number` began, if that has not been done yet."""
+        await self._write_again()
+        if self._pending and number == self._num_writes:
+            self._writing, self._pending = (secrets.token_hex(8), self._pending), Counter()
+            self._num_writes += 1
             await self._write_again()
-            if self._pending and number == self._num_writes:  # else another's write had these counts
-                self._writing, self._pending = (secrets.token_hex(8), self._pending), Counter()
-                self._num_writes += 1
-                await self._write_again()
 
     async def _write_again(self) -> None:
         if self._writing is not None:

@@ -63,6 +63,10 @@ def test_a_child_gets_the_settings_of_its_parent(
         upstream="http://host:1",
         upstream_api_key=SecretStr("sk-sesame-up"),
         webhook_secret=SecretStr(WEBHOOK_SECRET),
+        oidc_issuer="https://provider.example",
+        oidc_client_id="tidegate",
+        oidc_client_secret=SecretStr("sesame-oidc"),
+        oidc_roles=["groups=sre:admin", "groups=dev:read"],
     )
     assert parent.operator_keys == ["sk-sesame", "sk-sesame-2"]
     for name, value in parent.secret_env.items():

@@ -26,7 +26,7 @@ CONFIG_VARIABLE = "TIDEGATE_CONFIG"
 STORE_VARIABLE = "TIDEGATE_REDIS_URL"
 # Settings that a child process gets in its environment: command lines are visible to all users of the machine. The
 # store's URL may hold a password.
-SECRETS = ("redis_url", "api_key", "upstream_api_key", "webhook_secret")
+SECRETS = ("redis_url", "api_key", "upstream_api_key", "webhook_secret", "oidc_client_secret")
 DEMO_MODEL = "tidegate-demo"
 
 

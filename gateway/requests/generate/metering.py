@@ -155,7 +155,8 @@ class Account:
         charge = None if self.reservation is None else self.reservation.charge
         self._usage.record(self.owner, tier, use, charge, tokens)
         settled = [] if self.reservation is None else [self._limits.settle(self.reservation, tokens)]
-        await asyncio.gather(self._usage.try_flush(), *settled)
+        written = [] if self.owner.key is None else [self._usage.try_flush()]  # nobody is charged for open access
+        await asyncio.gather(*written, *settled)
 
 
 UNMETERED = Account()

@@ -2,6 +2,7 @@
 
 import asyncio
 from datetime import date
+from itertools import count
 from typing import Any
 
 import pytest
@@ -43,6 +44,30 @@ async def test_each_day_has_its_own_counts(redis_client: Redis) -> None:
     assert [[row.use.requests for row in rows] for rows in days.values()] == [[2], [1], []]
     assert list(days) == ["2023-11-15", "2023-11-14", "2023-11-13"]
     assert [row.use.requests for row in total(days)] == [3]
+
+
+async def test_answers_that_end_while_the_store_is_away_wait_for_one_write_together(
+    redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meter, release, writes = meter_on(redis_client), asyncio.Event(), count()
+
+    async def is_away(*args: Any) -> None:
+        next(writes)
+        await release.wait()
+        raise StoreUnreachable
+
+    monkeypatch.setattr(UsageMeter, "_send", is_away)
+    ending = []
+    for _ in range(10):
+        meter.record(Owner("web"), "bulk", CHAT)
+        ending.append(asyncio.create_task(meter.try_flush()))
+        await asyncio.sleep(0)
+    release.set()
+    await asyncio.gather(*ending)
+    assert next(writes) == 1, "else each of them would wait for the store once more"
+    monkeypatch.undo()
+    [rows] = (await meter.days(1)).values()
+    assert [row.use.requests for row in rows] == [10]
 
 
 async def test_a_write_without_a_reply_is_repeated_and_counts_once(
