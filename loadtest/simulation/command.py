@@ -18,6 +18,7 @@ from loadtest.reporting.writers import publish
 from loadtest.running import one_sentence, print_progress
 from loadtest.simulation.capacity import Capacity, Probe, fewest_workers, highest_rate
 from loadtest.simulation.cost_card import CostCardError, load_cost_card
+from loadtest.simulation.deployment import Scaling
 from loadtest.simulation.experiment import NEIGHBOUR_S, Experiment, find_tiers, read_whole_trace
 from loadtest.simulation.report import simulation_record
 from loadtest.simulation.run import DRAIN_S
@@ -42,7 +43,13 @@ class Simulate(BaseModel):
     model_shape: str = Field("135m-cpu", description="A shipped cost card, or one that `loadtest calibrate` wrote.")
     duration: float = Field(120.0, gt=0, le=7 * 86400, description="Virtual seconds of load.")
     workers: str = Field(
-        "1", pattern=r"^([1-9][0-9]{0,3}|auto)$", description="Number of engines; auto: the fewest that keep all SLOs."
+        "1",
+        pattern=r"^([1-9][0-9]{0,3}(-[1-9][0-9]{0,3})?|auto)$",
+        description="Number of engines; auto: the fewest that keep all SLOs; 1-10: as many of them as GET /admin/scale "
+        "wants.",
+    )
+    worker_start: float = Field(
+        30.0, ge=1, le=3600, description="Seconds until a new engine serves, where their number changes."
     )
     rate: float = Field(
         1.0, gt=0, le=1000, description="Factor of the number of clients; each client stays as fast as it is."
@@ -72,6 +79,7 @@ class Simulate(BaseModel):
             raise SystemExit(1)
 
     def _experiment(self) -> Experiment:
+        fewest, _, most = self.workers.partition("-")
         return Experiment(
             tiers=find_tiers(self.tiers),
             card=load_cost_card(self.model_shape),
@@ -79,7 +87,8 @@ class Simulate(BaseModel):
             scenario=self.scenario,
             bulk_pool=self.bulk_pool,
             trace=read_whole_trace(self.trace) if self.trace is not None else (),
-            workers=1 if self.workers == AUTO else int(self.workers),
+            workers=1 if self.workers == AUTO else int(fewest),
+            scaling=Scaling(int(most), self.worker_start) if most else None,
             rate=self.rate,
             seed=self.seed,
             drain_s=self.drain,
@@ -120,7 +129,8 @@ class Simulate(BaseModel):
     def _title(self, experiment: Experiment) -> str:
         load = str(self.trace) if self.trace is not None else self.scenario
         rate = f", {experiment.rate:.3g} times the clients" if experiment.rate != 1 else ""
-        engines = f"{experiment.workers} x {experiment.card.name}"
+        most = f" to {experiment.scaling.most}" if experiment.scaling is not None else ""
+        engines = f"{experiment.workers}{most} x {experiment.card.name}"
         return f"{experiment.duration_s:g} s of {load}{rate} on {engines}, seed {experiment.seed}"
 
 

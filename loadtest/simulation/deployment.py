@@ -7,7 +7,7 @@ does not know the traffic (see `clients`).
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.interface import Engine, EngineInfo
@@ -17,7 +17,6 @@ from loadtest.simulation.cost_card import CostCard
 from loadtest.simulation.observation import EngineRecord, Observation
 from loadtest.simulation.watched import WatchedEngine, WatchedMetrics
 from scheduler.client.client import SchedulerClient
-from scheduler.clock import Clock
 from scheduler.config import TierSet
 from scheduler.control.controller import SLAController
 from scheduler.drivers.steps.core import StepCore
@@ -26,6 +25,7 @@ from scheduler.drivers.steps.warmup import warm_up
 from scheduler.events.memory import MemoryEventChannel
 from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.memory import MemoryWorkerRegistry
+from scheduler.registry.worker_status import WorkerStart
 from scheduler.virtual_time import VirtualClock
 from scheduler.worker.heartbeat import WorkerIdentity
 from scheduler.worker.loop import WorkerLoop, build_loop
@@ -45,16 +45,25 @@ def build_core(
 
 
 @dataclass(frozen=True, slots=True)
+class Scaling:
+    """Workers come and go as the scale signal says."""
+
+    most: int  # workers
+    start_s: float  # until a new worker serves
+
+
+@dataclass(frozen=True, slots=True)
 class Setting:
     """The settings of a run, except its traffic.
 
-    Closed loops fill the engines for `lead_s` before the load begins. `drift` maps the seconds since the load began to
-    a factor on step times.
+    With `scaling`, there may be more than `workers` of them, as many as the load needs. Closed loops fill the engines
+    for `lead_s` before the load begins. `drift` maps the seconds since the load began to a factor on step times.
     """
 
     tiers: TierSet
     card: CostCard
     workers: int = 1
+    scaling: Scaling | None = None
     seed: int = 0
     prefix_cache: bool = False
     lead_s: float = 0.0
@@ -62,64 +71,91 @@ class Setting:
     build_core: BuildCore = build_core
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Worker:
     core: StepCore
     loop: WorkerLoop
     record: EngineRecord
     running: "asyncio.Task[None]"
+    is_leaving: bool = False
+
+    def leave(self) -> None:
+        """Claim nothing more, and end when everything that is held has ended."""
+        self.is_leaving = True
+        self.loop.drain()
+
+    @property
+    def is_present(self) -> bool:
+        return not self.running.done()
 
 
-@dataclass(frozen=True, slots=True)
 class Deployment:
-    clock: Clock
-    tiers: TierSet
-    queue: MemoryQueue
-    client: SchedulerClient
-    workers: Sequence[Worker]
-    begins_s: float  # the time on the clock at which the load begins
+    """Workers and a gateway's client. `begins_s` is the time on the clock at which the load begins."""
+
+    def __init__(self, setting: Setting, observation: Observation) -> None:
+        self.clock = VirtualClock()
+        self.tiers = setting.tiers
+        self.queue = MemoryQueue(self.clock)
+        self.workers: list[Worker] = []  # all that there ever were
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # a worker that ended too early
+        self._up_s = self.clock.now() + WARM_UP_S + 1.0  # the first workers have warmed up at this time
+        self.begins_s = self._up_s + setting.lead_s
+        self._setting = setting
+        self._observation = observation
+        self._events, self._registry = MemoryEventChannel(), MemoryWorkerRegistry(self.clock)
+        draw = random.Random(setting.seed).random
+        self.client = SchedulerClient(
+            self.queue, self._events, self._registry, setting.tiers, self.clock, "gateway", draw
+        )
+
+    async def start(self) -> None:
+        """Start the first workers and the client. Return when the workers have warmed up."""
+        for _ in range(self._setting.workers):
+            self.add_worker()
+        await self.clock.sleep(self._up_s - self.clock.now())
+        await self.client.start()
+
+    def add_worker(self, start_s: float = WARM_UP_S) -> None:
+        """Start a worker, which serves after about `start_s`. To warm up, it runs the same steps as a real worker."""
+        setting, clock, number = self._setting, self.clock, len(self.workers)
+        record = EngineRecord()
+        engine = _build_engine(setting, clock, self.begins_s, number, record)
+        draw = random.Random(1_000_033 * setting.seed + number).random
+        identity = WorkerIdentity(f"worker-{number}", MODEL_NAMES, clock.wall_ms())
+        core = setting.build_core(setting.tiers, engine.info, draw, identity.worker_id)
+        metrics = WatchedMetrics(setting.tiers, self._observation, number, clock, self.begins_s)
+        queue = self.queue.for_worker(identity.worker_id)
+        loop = build_loop(StepDriver(core, engine), queue, self._events, self._registry, metrics, clock, identity)
+        running = asyncio.create_task(self._serve(loop, core, engine, identity.worker_id, start_s - WARM_UP_S))
+        worker = Worker(core, loop, record, running)
+        running.add_done_callback(lambda _: self._note_end(worker))
+        self.workers.append(worker)
+
+    async def _serve(self, loop: WorkerLoop, core: StepCore, engine: Engine, worker_id: str, loads_s: float) -> None:
+        begun_s = self.clock.now()
+        while (passed_s := self.clock.now() - begun_s) < loads_s:
+            await self._registry.announce_start(WorkerStart(worker_id, "loading the model", passed_s))
+            await self.clock.sleep(min(1.0, loads_s - passed_s))
+        await warm_up(engine, core.observe_step_time, self.clock, WARM_UP_S)
+        await self._registry.withdraw_start(worker_id)
+        await loop.run()
+
+    def _note_end(self, worker: Worker) -> None:
+        if worker.running.cancelled() or self.failed.done():
+            return
+        error = worker.running.exception()
+        if error is None and not worker.is_leaving:
+            error = RuntimeError("a worker stopped while it was needed")
+        if error is not None:
+            self.failed.set_exception(error)
 
     async def end(self) -> None:
         """Stop the workers. Unfinished requests go back to the queue, which is discarded with the run."""
+        self.failed.cancel()
         await self.client.close()
         for worker in self.workers:
             worker.loop.stop()
         await asyncio.gather(*(worker.running for worker in self.workers))
-
-
-async def start_deployment(setting: Setting, observation: Observation) -> Deployment:
-    """Start the workers and the gateway's client. Return when the workers have warmed up.
-
-    To warm up, each worker runs the same synthetic steps as a real worker.
-    """
-    clock = VirtualClock()
-    queue = MemoryQueue(clock)
-    events, registry = MemoryEventChannel(), MemoryWorkerRegistry(clock)
-    up_s = clock.now() + WARM_UP_S + 1.0  # all workers have warmed up at this time
-    begins_s = up_s + setting.lead_s
-    workers = []
-    for number in range(setting.workers):
-        record = EngineRecord()
-        engine = _build_engine(setting, clock, begins_s, number, record)
-        draw = random.Random(1_000_033 * setting.seed + number).random
-        identity = WorkerIdentity(f"worker-{number}", MODEL_NAMES, clock.wall_ms())
-        core = setting.build_core(setting.tiers, engine.info, draw, identity.worker_id)
-        metrics = WatchedMetrics(setting.tiers, observation, number, clock, begins_s)
-        loop = build_loop(
-            StepDriver(core, engine), queue.for_worker(identity.worker_id), events, registry, metrics, clock, identity
-        )
-        running = asyncio.create_task(_serve(loop, core, engine, clock))
-        workers.append(Worker(core, loop, record, running))
-    await clock.sleep(up_s - clock.now())
-    draw = random.Random(setting.seed).random
-    client = SchedulerClient(queue, events, registry, setting.tiers, clock, "gateway", draw)
-    await client.start()
-    return Deployment(clock, setting.tiers, queue, client, workers, begins_s)
-
-
-async def _serve(loop: WorkerLoop, core: StepCore, engine: Engine, clock: Clock) -> None:
-    await warm_up(engine, core.observe_step_time, clock, WARM_UP_S)
-    await loop.run()
 
 
 def _build_engine(

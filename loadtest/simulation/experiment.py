@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from loadtest.simulation.cost_card import CostCard
-from loadtest.simulation.deployment import Setting
+from loadtest.simulation.deployment import Scaling, Setting
 from loadtest.simulation.observation import Observation
 from loadtest.simulation.run import DRAIN_S, simulate
 from loadtest.simulation.summary import Summary, summarize
@@ -41,6 +41,7 @@ class Experiment:
     bulk_pool: str = ""
     trace: "tuple[TraceRow, ...]" = ()
     workers: int = 1
+    scaling: Scaling | None = None
     rate: float = 1.0
     seed: int = 1
     drain_s: float = DRAIN_S
@@ -57,6 +58,7 @@ class Experiment:
             tiers=self.tiers,
             card=self.card,
             workers=self.workers,
+            scaling=self.scaling,
             seed=self.seed,
             prefix_cache=traffic.shares_prefixes,
             drift=self._slowdown() if (self.drift, self.neighbour) != (1.0, 1.0) else None,
@@ -79,7 +81,7 @@ class Experiment:
         return scenario_traffic(scenario, self.tiers, self.duration_s, self.seed)
 
     def with_workers(self, workers: int) -> "Experiment":
-        return replace(self, workers=workers)
+        return replace(self, workers=workers, scaling=None)
 
     def with_rate(self, rate: float) -> "Experiment":
         return replace(self, rate=rate)

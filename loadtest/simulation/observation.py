@@ -95,6 +95,7 @@ class Moment:
     kv_usage: float  # largest share of KV blocks in use on any engine
     predictor_error: float  # mean |measured ÷ predicted − 1| over the last steps
     tiers: dict[str, TierMoment]
+    workers: int = 1  # that served or started in this second, and those that had still something to end
 
 
 @dataclass(slots=True)

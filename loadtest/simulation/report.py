@@ -87,10 +87,16 @@ def _queues(summary: Summary) -> Table:
 
 def _engines(engines: EnginesSummary) -> str:
     return (
-        f"engines: {engines.workers}, busy {percent(engines.busy_share, 2)}; {engines.steps} steps of "
+        f"engines: {_number(engines)}, busy {percent(engines.busy_share, 2)}; {engines.steps} steps of "
         f"{engines.sequences_per_step:.1f} sequences and {engines.tokens_per_step:.1f} tokens; "
         f"predictor error {percent(engines.predictor_error, 2)}"
     )
+
+
+def _number(engines: EnginesSummary) -> str:
+    if engines.mean_workers == engines.workers:
+        return str(engines.workers)
+    return f"up to {engines.workers}, {engines.mean_workers:.2f} on average"
 
 
 def _preemptions(summary: Summary) -> list[str]:
@@ -104,7 +110,7 @@ def _preemptions(summary: Summary) -> list[str]:
 
 
 def _cost(summary: Summary, card: CostCard) -> str:
-    paid = card.price_per_hour * summary.engines.workers * summary.duration_s / 3600
+    paid = card.price_per_hour * summary.engines.mean_workers * summary.duration_s / 3600
     tokens = sum(c.tokens_per_s for c in summary.classes) * summary.duration_s
     if not paid or not summary.done:
         return "cost: no price is on the card" if not paid else "cost: nothing was done"

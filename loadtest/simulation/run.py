@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from loadtest.simulation.clients import SimulatedClients
-from loadtest.simulation.deployment import Deployment, Setting, start_deployment
+from loadtest.simulation.deployment import Deployment, Setting
 from loadtest.simulation.observation import Moment, Observation, TierMoment
+from loadtest.simulation.scaling import follow_signal
 from loadtest.simulation.traffic import Traffic
 from scheduler.virtual_time import run_virtual
 
@@ -43,12 +44,17 @@ async def _run(
     show: Callable[[float], None],
 ) -> Observation:
     observation = Observation(duration_s, traffic.classes)
-    deployment = await start_deployment(setting, observation)
+    deployment = Deployment(setting, observation)
+    await deployment.start()
     clients = SimulatedClients(deployment, observation, gather_s)
     load = asyncio.create_task(_load(clients, deployment, traffic, observation, drain_s))
     watch = asyncio.create_task(_watch(deployment, observation, show))
-    await _until_done(load, [watch, *(worker.running for worker in deployment.workers)])
-    watch.cancel()
+    beside = [watch]
+    if setting.scaling is not None:
+        beside.append(asyncio.create_task(follow_signal(deployment, setting.workers, setting.scaling)))
+    await _until_done(load, [*beside, deployment.failed])
+    for task in beside:
+        task.cancel()
     await deployment.end()
     return observation
 
@@ -67,35 +73,31 @@ async def _load(
     await clients.finish(drain_s)
 
 
-async def _until_done(load: "asyncio.Task[None]", others: "list[asyncio.Task[None]]") -> None:
-    """Wait until the load ends. Raises the error of the load.
-
-    If another task ends first, cancel the load and raise the error of that task.
-    """
+async def _until_done(load: "asyncio.Task[None]", others: "list[asyncio.Future[None]]") -> None:
+    """Wait until the load ends. Raises its error, or that of another one, which only an error ends."""
     await asyncio.wait({load, *others}, return_when=asyncio.FIRST_COMPLETED)
-    for task in others:
-        if task.done():
+    for other in others:
+        if other.done():
             load.cancel()
-            task.result()
-            raise RuntimeError("a worker stopped while it was needed")
+            other.result()
     load.result()
 
 
 async def _watch(deployment: Deployment, observation: Observation, show: Callable[[float], None]) -> None:
     await deployment.clock.sleep(deployment.begins_s - deployment.clock.now())
-    busy_s = [0.0 for _ in deployment.workers]
+    busy_s = 0.0
     while True:
+        num_workers = sum(worker.is_present for worker in deployment.workers)
         await deployment.clock.sleep(MOMENT_S)
-        now_busy_s = [worker.record.busy_s for worker in deployment.workers]
-        share = (sum(now_busy_s) - sum(busy_s)) / (MOMENT_S * len(busy_s))
-        busy_s = now_busy_s
-        observation.moments.append(await _snapshot(deployment, share))
+        now_busy_s = sum(worker.record.busy_s for worker in deployment.workers)
+        share, busy_s = (now_busy_s - busy_s) / (MOMENT_S * num_workers), now_busy_s
+        observation.moments.append(await _snapshot(deployment, share, num_workers))
         show(deployment.clock.now() - deployment.begins_s)
 
 
-async def _snapshot(deployment: Deployment, busy_share: float) -> Moment:
+async def _snapshot(deployment: Deployment, busy_share: float, num_workers: int) -> Moment:
     now = deployment.clock.now()
-    cores = [worker.core for worker in deployment.workers]
+    cores = [worker.core for worker in deployment.workers if worker.is_present]
     statuses = [core.status(now) for core in cores]
     outputs = statuses[0].outputs
     depths = await deployment.queue.depths(list(deployment.tiers.tiers))
@@ -111,4 +113,4 @@ async def _snapshot(deployment: Deployment, busy_share: float) -> Moment:
     }
     kv_usage = max(status.kv_usage for status in statuses)
     error = sum(status.step_time_error for status in statuses) / len(statuses)
-    return Moment(now - deployment.begins_s, busy_share, kv_usage, error, tiers)
+    return Moment(now - deployment.begins_s, busy_share, kv_usage, error, tiers, num_workers)

@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
 
@@ -67,7 +68,8 @@ class SloVerdict:
 class EnginesSummary:
     """The totals of all engines during the load."""
 
-    workers: int
+    workers: int  # the most at a time
+    mean_workers: float
     busy_share: float
     steps: int
     sequences_per_step: float
@@ -206,9 +208,11 @@ def _engines_summary(observation: Observation) -> EnginesSummary:
     engines = observation.engines
     steps, busy_s = sum(e.steps for e in engines), sum(e.busy_s for e in engines)
     errors = [m.predictor_error for m in observation.moments]
+    numbers = [m.workers for m in observation.moments if m.at_s <= observation.duration_s] or [len(engines)]
     return EnginesSummary(
-        workers=len(engines),
-        busy_share=busy_s / (observation.duration_s * len(engines)),
+        workers=max(numbers),
+        mean_workers=fmean(numbers),
+        busy_share=busy_s / (observation.duration_s * fmean(numbers)),
         steps=steps,
         sequences_per_step=sum(e.rows for e in engines) / max(steps, 1),
         tokens_per_step=sum(e.planned_tokens for e in engines) / max(steps, 1),

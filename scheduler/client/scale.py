@@ -73,16 +73,17 @@ def scale_signal(
     if None in speeds.values():
         return ScaleSignal(max(1, present), len(workers), reason="the workers' speed is not known yet")
 
-    interactive, waiting, bulk = 0.0, 0.0, [DueWork(w.left_s, w.work_s * len(workers)) for w in due]
+    waiting, bulk = 0.0, [DueWork(w.left_s, w.work_s * len(workers)) for w in due]
     for tier in tiers:
         speed, backlog = speeds[tier.name], backlogs.get(tier.name, Backlog())
         assert speed is not None
         work_s = speed.seconds(backlog, output_shares.get(tier.name, 0.0))
         if tier.is_interactive:
-            interactive += sum(_used_share(worker, tier.name) for worker in workers)
             waiting += work_s / CATCH_UP_S
         elif work_s:
             bulk.append(DueWork(tier.deadline_ms / 1000, work_s))
+    names = [tier.name for tier in tiers if tier.is_interactive]
+    interactive = sum(_interactive_share(worker, names) for worker in workers)
     waiting += _claimed_s([tier for tier in tiers if tier.is_interactive], workers) / CATCH_UP_S
     parts = interactive, waiting, _needed_by_deadlines(bulk)
     need = max(interactive / INTERACTIVE_SHARE + waiting, sum(parts))
@@ -146,6 +147,16 @@ def _is_busy(workers: Iterable[WorkerStatus]) -> bool:
 def _capacity(worker: WorkerStatus, tier: str) -> TierCapacity | None:
     status = worker.tiers.get(tier)
     return None if status is None else status.capacity
+
+
+def _interactive_share(worker: WorkerStatus, tiers: Sequence[str]) -> float:
+    """Return the share of the worker that the interactive tiers need.
+
+    It is not all the time that they take: with few requests, steps are nearly empty, and a further worker would make
+    the steps of all emptier, and seem to be needed, too.
+    """
+    used = sum(_used_share(worker, tier) for tier in tiers)
+    return used if worker.interactive_share is None else min(used, worker.interactive_share)
 
 
 def _used_share(worker: WorkerStatus, tier: str) -> float:

@@ -230,7 +230,7 @@ def _per_s(amount: float, seconds: float) -> float:
 
 
 class SpareShare:
-    """The share of the engine that interactive tiers leave to urgent bulk, over the last hour.
+    """The share of the engine that interactive tiers leave to urgent bulk, over the last hour, and what they take now.
 
     Windows of batches are promised by it. Interactive load comes in bursts, so a mean over seconds says little, and a
     long mean hides a busy time that a short window may meet. So `shares` has the busiest stretch of each of the lengths
@@ -239,12 +239,17 @@ class SpareShare:
 
     def __init__(self) -> None:
         self.shares: tuple[float, ...] = ()
+        self._recent: Ewma | None = None  # share of interactive tiers; None: not known
+        self._seen_s = 0.0  # engine time of interactive tiers until the last call
         self._taken: deque[float] = deque(maxlen=MAX_INTERVALS)  # share of interactive tiers, by interval
         self._total_s = 0.0  # engine time of interactive tiers at the begin of the present interval
         self._elapsed_s = 0.0  # length of the present interval
 
     def add(self, interactive_s: float, interval_s: float) -> None:
         """Note the engine time of interactive tiers since the start, `interval_s` seconds after the last call."""
+        self._recent = self._recent or Ewma(USED_SHARE_WEIGHT)
+        self._recent.add((interactive_s - self._seen_s) / interval_s)
+        self._seen_s = interactive_s
         self._elapsed_s += interval_s
         if self._elapsed_s < INTERVAL_S:
             return
@@ -252,6 +257,11 @@ class SpareShare:
         self._total_s, self._elapsed_s = interactive_s, 0.0
         left = (1 - max(self._means(int(stretch_s / INTERVAL_S))) for stretch_s in LEFT_STRETCHES_S)
         self.shares = tuple(accumulate(left, max))  # a longer stretch consists of shorter ones, except for its end
+
+    @property
+    def recent(self) -> float | None:
+        """The share that interactive tiers took in about the last ten seconds; None: not known."""
+        return None if self._recent is None else self._recent.value
 
     def _means(self, length: int) -> Iterator[float]:
         """Yield the mean share of each stretch of `length` intervals, or of all if there are fewer."""

@@ -87,6 +87,9 @@ class WorkerStatus:
     # Share of the engine that interactive tiers leave to urgent bulk, in the busiest stretch of the last hour: one for
     # each of LEFT_STRETCHES_S, smallest first. Empty: not known yet.
     left_shares: tuple[float, ...] = ()
+    # Share of the engine that interactive tiers took lately from what it could do in long steps: a few chats keep it
+    # busy, but take little. None: not known, as the steps are a server's own, or the worker is an older one.
+    interactive_share: float | None = None
     batch_items: int = 0  # items per call of a worker with a static endpoint; 0: a worker with an engine
     incarnation: str = ""  # of its process; a later one with the same id has a greater text
     page: str = ""  # URL of its metrics

@@ -218,6 +218,7 @@ class RequestReport:
             kv_usage=kv_usage,
             gpus=self._read_gpus() if self._read_gpus is not None else (),
             left_shares=self._spare_share.shares,
+            interactive_share=self._spare_share.recent,
             caches_prefixes=self._engine.caches_prefixes,
         )
 

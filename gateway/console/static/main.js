@@ -182,6 +182,7 @@ function useModel() {
   const chosen = models.find(({ id }) => id === model());
   load.setModel(chosen);
   waves.setModel(chosen);
+  byId("load").disabled = byId("waves").disabled = !chosen?.capabilities.completion;
   say(byId("model"), chosen?.id ?? "");
   const isOther = showModel(chosen && chosen !== models[0] ? chosen.id : "");
   if (!isOther) return;
@@ -194,7 +195,6 @@ async function readModels() {
     models = (await getJson("v1/models")).data;
     chat.setModels(models);
     useModel();
-    byId("load").disabled = byId("waves").disabled = models.length === 0;
   } catch (error) {
     if (!(error instanceof Refused)) setTimeout(readModels, MODELS_RETRY_MS);
   }

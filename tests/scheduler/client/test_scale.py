@@ -69,6 +69,13 @@ def test_interactive_traffic_leaves_a_reserve_for_its_bursts() -> None:
     assert (found.wanted, found.interactive, found.reason) == (2, 1.0, "interactive traffic keeps the workers busy")
 
 
+def test_steps_that_are_not_full_want_no_further_worker() -> None:
+    busy = worker(0.95)
+    alone = replace(busy, interactive_share=0.2)
+    assert (signal(alone).wanted, signal(alone).interactive) == (1, 0.2)
+    assert signal(busy).wanted == 2, "where it is not known, all the time counts"
+
+
 def test_bulk_has_what_the_reserve_leaves() -> None:
     """0.5 + 0.3 workers fit into the one that interactive traffic needs for its bursts, and 0.5 + 0.6 do not."""
     assert signal(worker(0.5), due=(DueWork(1000, 300),)).wanted == 1

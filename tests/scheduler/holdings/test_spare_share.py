@@ -28,6 +28,15 @@ def test_nothing_is_known_before_the_first_interval_ends() -> None:
     assert load.run(BEAT_S, 0.5) == pytest.approx([0.5] * len(LEFT_STRETCHES_S))
 
 
+def test_what_is_taken_now_follows_within_seconds() -> None:
+    load = Load()
+    assert load.measured.recent is None
+    load.run(60, 0.1)
+    assert load.measured.recent == pytest.approx(0.1, abs=0.01)
+    load.run(10, 0.7)
+    assert load.measured.recent == pytest.approx(0.7, abs=0.1)
+
+
 def test_the_busiest_minute_counts_for_a_minute_and_the_mean_for_an_hour() -> None:
     load = Load()
     load.run(1800, 0.1)
