@@ -118,6 +118,7 @@ def test_the_parts_need_what_the_product_imports(tmp_path: Path) -> None:
         "opentelemetry",
         "gguf",
         "sentence_transformers",
+        "authlib",
     }
     transitive = {"pydantic_core", "hiredis"}  # which come with pydantic and redis
     imported = {
