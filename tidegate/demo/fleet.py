@@ -29,7 +29,7 @@ WORKERS = ("alpha", "alpha", "beta", "gamma")  # the models of the workers; the 
 LOOPS = 3  # chats with each model at the same time
 PAUSE_S = 0.2  # between two chats of a loop
 TOKENS = 48  # of a chat
-FLOOD_STREAMS = 32
+FLOOD_LOOPS = 32  # of chats with the flooded model
 FLOODED, KILLED = MODELS[2], WORKERS[0]
 
 
@@ -106,7 +106,7 @@ class Show:
         self._turns = count()
         self._phases: dict[str, Callable[[], Awaitable[None]]] = {
             "alone": partial(asyncio.sleep, seconds),
-            f"{FLOODED} flooded by {FLOOD_STREAMS} streams": self._flood,
+            f"{FLOODED} flooded by {FLOOD_LOOPS} more chats": self._flood,
             f"a worker of {KILLED} killed": self._kill,
             "both gateways restarted": self._restart,
         }
@@ -129,12 +129,12 @@ class Show:
                     await asyncio.gather(*tasks)
 
     async def _flood(self) -> None:
-        async def stream() -> None:
+        async def loop() -> None:
             while True:
                 with suppress(APIError):  # a refusal is an answer, too
-                    await _chat(self._clients[0], FLOODED)
+                    await _ask(self._clients[0], FLOODED)
 
-        async with _meanwhile([stream() for _ in range(FLOOD_STREAMS)]):
+        async with _meanwhile([loop() for _ in range(FLOOD_LOOPS)]):
             await asyncio.sleep(self._seconds)
 
     async def _kill(self) -> None:
@@ -175,6 +175,16 @@ async def _meanwhile(loops: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterato
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _ask(client: AsyncOpenAI, model: str) -> None:
+    """Ask for a whole answer, which takes this process less time than a stream. Raises `APIError`."""
+    await client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": "What is Tidegate?"}],
+        max_tokens=TOKENS,
+        extra_body={"ignore_eos": True},
+    )
 
 
 async def _chat(client: AsyncOpenAI, model: str) -> float:
