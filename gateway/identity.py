@@ -98,7 +98,7 @@ class ApiKey:
 
     @property
     def holders(self) -> "tuple[Holder, ...]":
-        """Those whose limits count for a request of this key: the key, and its project."""
+        """The key and, if it has one, its project: a request of the key must keep the limits of both."""
         return (self,) if self.project is None else (self, self.project)
 
     @property

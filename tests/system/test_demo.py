@@ -21,12 +21,12 @@ def demo(*flags: str) -> str:
 def test_chat_alone_and_beside_bulk() -> None:
     text = demo()
     assert "> What is Tidegate?" in text
-    assert all(int(part.split()[0]) > 0 for part in text.split("(")[1:]), "requests of both rows"
+    counts = [int(part.split()[0]) for part in text.split("(")[1:]]
+    assert len(counts) == 2 and min(counts) > 0, "requests of both rows"
 
 
 def test_a_fleet_loses_no_chat() -> None:
-    rows = [line.split() for line in demo("--fleet").splitlines() if line.endswith("0") or " ms" in line]
-    rows = [row for row in rows if len(row) > 6 and row[-2] == "ms"]
+    rows = [line.split() for line in demo("--fleet").splitlines() if " ms" in line]
     assert len(rows) == 4 * len(MODELS)
     for row in rows:
         *_, num_chats, _, _, _, _, num_failed = row

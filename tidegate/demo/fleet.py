@@ -59,8 +59,7 @@ class Fleet:
         wait_until_ready(processes, f"http://127.0.0.1:{port}", lambda report: all(report["models"].values()))
 
     def end(self) -> None:
-        for process in [*self.gateways.values(), *self.workers]:
-            process.terminate()
+        """End all of them. No request is open any more, so each ends at once."""
         for process in [*self.gateways.values(), *self.workers]:
             end_child(process, STOP_TIMEOUT_S)
 
@@ -139,7 +138,9 @@ class Show:
 
     async def _kill(self) -> None:
         await asyncio.sleep(self._seconds / 2)
-        self._fleet.workers.pop(0).kill()
+        killed = self._fleet.workers.pop(0)
+        killed.kill()
+        killed.wait()
         await asyncio.sleep(self._seconds / 2)
 
     async def _restart(self) -> None:

@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 
 from gateway.identity import Budget, Keyring, Project
 from gateway.keys.prices import Price
+from gateway.keys.usage import UsageMeter
 from gateway.store_keys import GatewayKeys
 from tests.gateway.api_keys import as_, key, secret_of
 from tests.gateway.offline import TERMINAL, jsonl, line
@@ -83,6 +84,20 @@ async def test_a_client_has_the_end_of_its_answer_when_it_is_counted(redis_clien
             answer = await stand.post("/v1/chat/completions", {**CHAT, **more}, headers=as_("free"))
             assert answer.status_code == 200
             assert await redis_client.hget(day, '["free","realtime","requests"]') == str(number).encode()
+
+
+async def test_without_keys_an_answer_waits_for_no_count(redis_client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(_: UsageMeter) -> None:
+        await asyncio.Event().wait()
+
+    async with running_stand(redis=redis_client) as stand:
+        with monkeypatch.context() as patched:
+            patched.setattr(UsageMeter, "flush", never)
+            patched.setattr(UsageMeter, "try_flush", never)
+            async with asyncio.timeout(30):
+                assert (await stand.post("/v1/completions", TEXT)).status_code == 200
+        [rows] = (await stand.gateway.usage.days(1)).values()
+        assert [row.use.requests for row in rows] == [1]
 
 
 async def test_costs_are_those_of_model_and_tier(redis_client: Redis) -> None:
