@@ -48,8 +48,8 @@ class EmbeddingStepper:
             raise PlanError("an encoder computes each text as a whole")
         whole = [chunk for chunk in chunks if not chunk.start]
         texts = [Text(chunk.sequence.token_ids, chunk.sequence.second_from) for chunk in whole]
-        vectors = {id(chunk): vector for chunk, vector in zip(whole, self._encoder.encode(texts), strict=True)}
-        found = [self._end(chunk, vectors.get(id(chunk))) for chunk in chunks]
+        vectors = iter(self._encoder.encode(texts))
+        found = [self._end(chunk, None if chunk.start else next(vectors)) for chunk in chunks]
         self._result = StepResult(
             plan.step_id,
             tuple(output for output in found if isinstance(output, SequenceOutput)),
