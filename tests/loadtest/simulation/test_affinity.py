@@ -98,6 +98,12 @@ LEAST = {"conversations": 0.8, "more conversations": 0.8, "documents": 0.7}
 def test_ten_workers_find_nearly_what_one_would(load: str, seed: int) -> None:
     ours, without = chats(run(load, seed)), chats(run(load, seed, with_affinity=False))
     most = reusable_share(load, seed)
+    shown = [
+        f"{cached_share(r):.0%}, {1000 * first_token_p99_s(r):.0f} ms, {answer_s(r):.2f} s" for r in (without, ours)
+    ]
+    print(
+        f"\n{load}, seed {seed}: one worker {most:.0%}; without {shown[0]}; with {shown[1]}"
+    )  # for docs/benchmarks.md
     assert cached_share(ours) >= LEAST[load] * most
     assert cached_share(without) < 0.6 * most, "else this load shows nothing"
     assert first_token_p99_s(ours) <= 1.05 * first_token_p99_s(without)
