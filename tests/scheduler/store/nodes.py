@@ -219,14 +219,23 @@ class Cluster:
         await until(lambda: all(self._is_ready(node) for node in everyone))
 
     def primary_of(self, key: str) -> Server:
-        """Return the node that has a key's slot, as it says itself."""
+        """Return the node that has a key's slot, as it says itself. While a slot moves, it may be that none says so."""
+        return next(node for node in (*self.nodes, *self.spare) if self._serves(node, key))
+
+    async def move_slot(self, key: str) -> None:
+        """Move a key's slot, with all its keys and at once, to another primary. Return when the old one knows it."""
+        old = self.primary_of(key)
+        new = next(node for node in self.nodes if node is not old)
         slot = key_slot(key.encode())
-        for node in (*self.nodes, *self.spare):
-            ranges = node.ask("CLUSTER", "SLOTS")
-            port = next((primary[1] for first, last, primary, *_ in ranges if first <= slot <= last), None)
-            if port == node.port:
-                return node
-        raise LookupError(key)
+        old.ask("CLUSTER", "MIGRATESLOTS", "SLOTSRANGE", slot, slot, "NODE", new.ask("CLUSTER", "MYID"))
+        await until(lambda: not self._serves(old, key))
+
+    @staticmethod
+    def _serves(node: Server, key: str) -> bool:
+        """Whether a node says itself that it is the primary of a key's slot."""
+        slot = key_slot(key.encode())
+        ranges = node.ask("CLUSTER", "SLOTS")
+        return any(first <= slot <= last and primary[1] == node.port for first, last, primary, *_ in ranges)
 
     def _is_ready(self, node: Server) -> bool:
         info = node.ask("CLUSTER INFO")

@@ -6,7 +6,6 @@ import signal
 from pathlib import Path
 
 import pytest
-from redis.asyncio import Redis
 from redis.exceptions import AskError, ClusterDownError, MovedError, ResponseError, TryAgainError
 
 from gateway.jobs.batches.store import BatchStore
@@ -16,27 +15,17 @@ from scheduler.store.durability import durable
 from scheduler.store.errors import STORE_AWAY, StoreRefused, is_of_wrong_node
 from scheduler.store.keys import Keys
 from tests.scheduler.queue.harness import ManualClock, ids, lease_of, make_request
-from tests.scheduler.store.nodes import Cluster, server_cluster
+from tests.scheduler.store.nodes import server_cluster
 from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(60)
 MAX_AWAY_S = 20.0  # about a second is usual; without a retry at the right node, it is for ever, or 30 s
 
 
-def move_slot(cluster: Cluster, client: Redis) -> None:
-    """Move the deployment's slot, with its keys and at once, to another primary."""
-    leases = Keys.of(client).leases
-    old = cluster.primary_of(leases)
-    new = next(node for node in cluster.nodes if node is not old)
-    slot = old.ask("CLUSTER", "KEYSLOT", leases)
-    old.ask("CLUSTER", "MIGRATESLOTS", "SLOTSRANGE", slot, slot, "NODE", new.ask("CLUSTER", "MYID"))
-
-
 async def test_queue_transactions_and_listeners_follow_the_slot(tmp_path: Path) -> None:
     with server_cluster(tmp_path) as cluster:
         await cluster.start()
         client = connection.connect(cluster.url)
-        old = cluster.primary_of(Keys.of(client).leases)
         queue = RedisQueue(client, ManualClock(), "w")
         await queue.put([make_request(name) for name in "abc"])
         [first] = await queue.claim({"realtime": 1}, 5)
@@ -46,8 +35,7 @@ async def test_queue_transactions_and_listeners_follow_the_slot(tmp_path: Path) 
         last = await client.xadd(Keys.of(client).events + "g", {"n": 1})
         reading = asyncio.create_task(reader.xread({Keys.of(client).events + "g": last}, block=30_000))
 
-        move_slot(cluster, client)
-        await until(lambda: cluster.primary_of(Keys.of(client).leases) is not old)
+        await cluster.move_slot(Keys.of(client).leases)
         async with asyncio.timeout(MAX_AWAY_S):
             await queue.put([make_request("d")])
             assert await queue.ack([lease_of(first)]) == [True]
@@ -69,11 +57,9 @@ async def test_nodes_that_the_url_does_not_name_are_learned(tmp_path: Path) -> N
         client = connection.connect(cluster.url_of(named))
         leases = Keys.of(client).leases
         await client.sadd(leases, "a")
-        old = cluster.primary_of(leases)
         named.end(signal.SIGKILL)
-        move_slot(cluster, client)
         cluster.spare.remove(named)
-        await until(lambda: cluster.primary_of(leases) is not old)
+        await cluster.move_slot(leases)
         async with asyncio.timeout(MAX_AWAY_S):
             assert await client.smembers(leases) == {b"a"}
         await client.aclose()
