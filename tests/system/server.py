@@ -1,6 +1,7 @@
 """A real `tidegate serve` for tests, on a free port and in a data directory of the test. The test ends it."""
 
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -19,13 +20,16 @@ from openai import AsyncOpenAI
 START_TIMEOUT_S = 90.0  # an idle machine needs a few seconds, a busy one much longer
 
 
-def free_port() -> int:
-    """Return a port on which nobody listens. Outgoing connections do not get it either: theirs are from 32768 on.
+_numbers = itertools.count(random.SystemRandom().randrange(12_000))  # two processes of a test run do not go along
 
-    The numbers are the system's, because two processes of a test run draw the same ones otherwise.
+
+def free_port() -> int:
+    """Return a port on which nobody listens, and which no call before returned.
+
+    Outgoing connections do not get it either: theirs are from 32768 on.
     """
     while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
+        port = 20_000 + next(_numbers) % 12_000
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
 

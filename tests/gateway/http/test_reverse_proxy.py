@@ -17,6 +17,7 @@ from tests.gateway.http.test_tls import trusting, write_certificate
 from tests.gateway.scripted_worker import token_by_token
 from tests.gateway.stand import Stand, serving_stand
 from tests.gateway.tiny_model import MODEL, token_ids
+from tests.system.server import free_port
 from tests.waiting import until
 
 CONFIGURATION = Path(__file__).parents[3] / "docker" / "nginx.conf"
@@ -39,11 +40,6 @@ pytestmark = [
     pytest.mark.full,
     pytest.mark.skipif(shutil.which("nginx") is None, reason="no `nginx` on the PATH (apt-get install nginx)"),
 ]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @asynccontextmanager
