@@ -4,6 +4,7 @@ Knows samples; does not know how results are shown. Intervals are 95 % bootstrap
 samples as independent. A quantile of few samples has a wide interval.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -169,6 +170,18 @@ def harvest(bulk_mixed: float, bulk_alone: float, busy_share_alone: float | None
     if busy_share_alone is None or bulk_alone == 0 or busy_share_alone >= 1:
         return None
     return bulk_mixed / (bulk_alone * (1 - busy_share_alone))
+
+
+def harvest_limit(slowdown: float, busy_share_alone: float, gain: float = 1.0) -> float:
+    """Return the most of its full rate that bulk can get while interactive answers take `slowdown` times as long.
+
+    Interactive requests come at random (Poisson), and use `busy_share_alone` of the engine's time when alone. Slowed
+    down, they leave `(1 - busy_share_alone) ** slowdown` of the time to bulk alone. Of the rest, bulk takes
+    `1 - 1 / slowdown`, in which it gets `gain` times as much done as alone, because others pay the fixed cost of steps.
+    Arrivals are taken to cost bulk nothing: no work is thrown away for them, and no step is shorter because of them.
+    """
+    alone = math.pow(1 - busy_share_alone, slowdown)
+    return min(1.0, alone + (1 - alone) * (1 - 1 / slowdown) * gain)
 
 
 def busy_share(runs: Sequence[ArmRun]) -> float | None:

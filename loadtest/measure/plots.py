@@ -48,17 +48,17 @@ def trade_off_drawing(
     points: Sequence[TradeOff],
     *,
     goal: float | None = None,
-    goals: Sequence[tuple[float, float]] = (),
+    limit: Sequence[tuple[float, float]] = (),
     is_log: bool = False,
 ) -> Drawing:
-    """Return a plot of the points with their names. A dashed line is a goal of `y`; crosses are goals of both."""
+    """Return a plot of the points with their names. A dashed line is a goal of `y`; the curve is its limit."""
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
         for p in points:
             axes.scatter(p.x, p.y, s=45, color=ACCENT if p.is_ours else MUTED, zorder=3)
             axes.annotate(p.name, (p.x, p.y), (6, -4), textcoords="offset points", fontsize=8)
-        axes.plot([x for x, _ in goals], [y for _, y in goals], "x", color=WARM)
+        axes.plot([x for x, _ in limit], [y for _, y in limit], color=WARM, linewidth=1.1)
         if goal is not None:
             axes.axhline(goal, color=WARM, linewidth=1.1, linestyle="--")
         if is_log:

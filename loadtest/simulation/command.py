@@ -20,7 +20,9 @@ from loadtest.simulation.capacity import Capacity, Probe, fewest_workers, highes
 from loadtest.simulation.cost_card import CostCardError, load_cost_card
 from loadtest.simulation.deployment import Scaling
 from loadtest.simulation.experiment import NEIGHBOUR_S, Experiment, find_tiers, read_whole_trace
-from loadtest.simulation.report import simulation_record
+from loadtest.simulation.frontier import find_frontier
+from loadtest.simulation.observation import Observation
+from loadtest.simulation.report import frontier_record, simulation_record
 from loadtest.simulation.run import DRAIN_S
 from loadtest.simulation.summary import Summary
 from loadtest.simulation.traffic import TraceError, TrafficError
@@ -56,6 +58,11 @@ class Simulate(BaseModel):
     )
     find_capacity: Literal["", "workers", "rate"] = Field(
         "", description="Search for the fewest workers, or the highest rate, that keep all SLOs."
+    )
+    max_slowdown: str = Field(
+        "",
+        pattern=r"^$|^[0-9.]+(,[0-9.]+)*$",
+        description="Values of the tiers' max_slowdown, such as 1.05,1.25,2: what bulk gets at each, beside its limit.",
     )
     drain: float = Field(DRAIN_S, ge=0, le=86400, description="Seconds that requests have to end after the load.")
     gather_ms: float = Field(
@@ -109,8 +116,23 @@ class Simulate(BaseModel):
         if self.find_capacity == "workers" or self.workers == AUTO:
             fewest = fewest_workers(lambda n: _progress("workers", n, experiment.with_workers(n)))
             return self._conclude(experiment.with_workers, fewest, _probes("workers", fewest))
-        self._report(experiment)
+        if self.max_slowdown:
+            self._compare(experiment)
+        else:
+            self._report(experiment)
         return True
+
+    def _compare(self, experiment: Experiment) -> None:
+        """Print what bulk gets at each value of `max_slowdown`."""
+
+        def run(what: str, changed: Experiment) -> Observation:
+            with progress(f"simulating {what}", changed.duration_s) as show:
+                return changed.run(show)[1]
+
+        values = [float(value) for value in self.max_slowdown.split(",")]
+        frontier = find_frontier(experiment, values, run)
+        options = self.model_dump(mode="json", exclude={"json_file"})
+        publish(frontier_record(self._title(experiment), frontier, options), self.json_file)
 
     def _conclude(self, at: Callable[[Any], Experiment], found: Capacity[Any], probes: Section) -> bool:
         if found.best is None:

@@ -16,7 +16,7 @@ from loadtest.simulation.observation import Observation
 from loadtest.simulation.run import DRAIN_S, simulate
 from loadtest.simulation.summary import Summary, summarize
 from loadtest.simulation.traffic import TraceRow, Traffic, read_trace, scenario_traffic, trace_traffic
-from loadtest.traffic.scenario import load_scenario
+from loadtest.traffic.scenario import Role, load_scenario
 from scheduler.config import TierSet, load_tiers, shipped_tiers_path
 
 SHIPPED = ""  # this name means the shipped tiers.yaml
@@ -30,8 +30,8 @@ class Experiment:
     `rate` multiplies the number of clients in the scenario's interactive classes, or the whole load of a trace.
     `service_tier` is the tier that these classes ask for instead of their own. `drift` multiplies step times in the
     second half of the load. `neighbour` slows the engines down for `NEIGHBOUR_S` in the middle of the load, as other
-    programs on the machine do: each step takes a random factor between 1 and this longer. If `interactive_only`, the
-    bulk classes of the scenario are left out.
+    programs on the machine do: each step takes a random factor between 1 and this longer. With a `role`, only the
+    scenario's classes of this role send requests.
     """
 
     tiers: TierSet
@@ -49,7 +49,7 @@ class Experiment:
     drift: float = 1.0
     service_tier: str = ""
     neighbour: float = 1.0
-    interactive_only: bool = False
+    role: Role | None = None
 
     def run(self, show: Callable[[float], None] = lambda now_s: None) -> tuple[Summary, Observation]:
         """Simulate the load. `show` is told the virtual seconds since it began, once in each of them."""
@@ -75,8 +75,8 @@ class Experiment:
         scenario = load_scenario(self.scenario, self.bulk_pool, needed=()).with_load_scaled(self.rate)
         if self.service_tier:
             scenario = scenario.with_service_tier(self.service_tier)
-        if self.interactive_only:
-            scenario = scenario.model_copy(update={"classes": {c.name: c for c in scenario.with_role("interactive")}})
+        if self.role is not None:
+            scenario = scenario.model_copy(update={"classes": {c.name: c for c in scenario.with_role(self.role)}})
         scenario = scenario.with_lengths_scaled(scenario.scale_for(self.card.max_model_len))
         return scenario_traffic(scenario, self.tiers, self.duration_s, self.seed)
 

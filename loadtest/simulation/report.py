@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from loadtest.reporting.formats import ABSENT, percent
+from loadtest.reporting.formats import ABSENT, number, percent
 from loadtest.reporting.record import Record, Section, Table
 from loadtest.simulation.cost_card import CostCard
+from loadtest.simulation.frontier import Frontier
 from loadtest.simulation.observation import Observation, RequestRecord, TierMoment
 from loadtest.simulation.summary import ClassSummary, EnginesSummary, SloVerdict, Summary, quantile
 
@@ -23,6 +24,29 @@ def simulation_record(
     """Return the record of a run. `options` are the command's flags, which become part of the JSON."""
     data = {**options, **simulation_data(summary, observation)}
     return Record(f"{title}; times in ms", simulation_sections(summary, card), data)
+
+
+def frontier_record(title: str, frontier: Frontier, options: dict[str, Any]) -> Record:
+    """Return the record of a frontier. `options` are the command's flags, which become part of the JSON."""
+    header = ("max_slowdown", "answers", "TTFT p50", "p99", "bulk", "its limit", "÷ limit")
+    rows = [
+        (
+            f"{p.max_slowdown:g}",
+            number(p.slowdown),
+            number(p.ttft_p50),
+            number(p.ttft_p99),
+            number(p.harvest, 3),
+            number(p.limit, 3),
+            number(p.harvest / p.limit),
+        )
+        for p in frontier.points
+    ]
+    notes = (
+        f"interactive traffic alone: engine busy {percent(frontier.busy_share)}; bulk alone, without limits: "
+        f"{frontier.bulk_tokens_per_s:.0f} tokens/s; in steps of others it gets {frontier.gain:.2f} times as much done",
+    )
+    sections = [Section(table=Table.of(header, rows), notes=notes)]
+    return Record(f"{title}; each ÷ alone", sections, {**options, "frontier": asdict(frontier)})
 
 
 def simulation_sections(summary: Summary, card: CostCard) -> list[Section]:

@@ -32,7 +32,7 @@ OVERLOAD = 1.5
 
 # For bulk tiers.
 LEAST_WORK = 1.0  # multiple of a step's fixed cost: the work that a bulk step may always hold, whatever it delays
-MAX_WASTED_SHARE = 0.025  # share of bulk's running time that mid-step evictions may throw away in the long run
+MAX_WASTED_SHARE = 0.04  # share of bulk's running time that mid-step evictions may throw away in the long run
 
 
 @dataclass(frozen=True, slots=True)

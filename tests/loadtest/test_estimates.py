@@ -5,7 +5,7 @@ import pytest
 
 from loadtest.client.answer import Outcome
 from loadtest.client.runner import UNFINISHED, ArmRun
-from loadtest.estimates import Distribution, harvest, ratio, summarize
+from loadtest.estimates import Distribution, harvest, harvest_limit, ratio, summarize
 
 
 def exponential(scale: float, count: int, seed: int) -> Distribution:
@@ -33,6 +33,15 @@ def test_harvest_is_measured_against_what_interactive_leaves() -> None:
     assert harvest(60.0, 100.0, 0.2) == pytest.approx(0.75)
     assert harvest(60.0, 100.0, None) is None
     assert harvest(60.0, 100.0, 1.0) is None
+
+
+def test_the_limit_of_the_harvest() -> None:
+    assert [harvest_limit(s, 0.58, 1.08) for s in (1.25, 1.5, 2, 4)] == pytest.approx(
+        [0.48, 0.53, 0.62, 0.82], abs=0.01
+    )
+    assert harvest_limit(1.0, 0.58, 1.08) == pytest.approx(0.42)  # what is left
+    assert harvest_limit(2.0, 0.0) == 1.0
+    assert harvest_limit(2.0, 0.7, 3.3) == 1.0  # no more than all
 
 
 def test_a_summary_counts_what_was_in_play_in_the_window() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from bench.isolation.arms import OURS, SLOWDOWN
-from bench.isolation.goals import HARVEST_GOALS, frontier_points
+from bench.isolation.goals import frontier_points, harvest_limits
 from bench.isolation.results.record import ARMS, OVER_TIME, Drawings
 from bench.isolation.results.result import Result
 from bench.isolation.rounds import Part
@@ -46,14 +46,15 @@ def _harvest_by_arm(result: Result) -> Drawing:
 
 
 def _frontier(result: Result) -> Drawing:
-    """Draw each mixed arm as a point: bulk's harvest against the slowdown of whole answers."""
+    """Draw each mixed arm as a point: bulk's harvest against the slowdown of whole answers, below its limit."""
     points = [
         TradeOff(arm.removeprefix(SLOWDOWN), x, y, is_ours=not result.arms[arm].arm.is_peer)
         for arm, x, y in frontier_points(result.arms)
     ]
-    goals = [(slowdown, goal) for slowdown, (_, goal) in HARVEST_GOALS.items()]
+    slowest = max((p.x for p in points), default=1.0)
+    limit = harvest_limits(result.arms, [float(x) for x in np.geomspace(1.0, max(slowest, 1.25), 50)])
     axes = ("E2E p50 ÷ alone", "bulk tokens/s ÷ bulk alone")
-    return trade_off_drawing("Harvest against slowdown", axes, points, goals=goals, is_log=True)
+    return trade_off_drawing("Harvest against slowdown, and its limit", axes, points, limit=limit, is_log=True)
 
 
 def _measurement(result: Result, roles: Iterable[str], first_mixed_parts: bool = False) -> Measurement:

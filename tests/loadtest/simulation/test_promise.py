@@ -72,6 +72,7 @@ def test_answers_take_as_long_as_promised(card: str) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)  # computes for half a minute, and longer beside others
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize(("card", "slowdown"), [(card, slowdown) for card in CARDS for slowdown in (1.05, 1.25)])
 def test_answers_take_as_long_as_promised_whatever_the_promise(card: str, slowdown: float, seed: int) -> None:

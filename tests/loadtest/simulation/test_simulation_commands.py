@@ -71,9 +71,24 @@ def test_the_highest_rate_of_a_trace_is_found(tmp_path: Path, capsys: pytest.Cap
     assert "times the clients on 1 x 135m-cpu" in printed
 
 
+def test_bulk_gets_more_where_answers_may_take_longer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "frontier.json"
+    code, printed, _ = simulate(
+        capsys, "--scenario", "peers", "--duration", "20", "--max-slowdown", "1.05,2", "--json", str(out)
+    )
+    assert code == 0 and "÷ limit" in printed
+    found = json.loads(out.read_text(encoding="utf-8"))["frontier"]
+    strict, loose = found["points"]
+    assert (strict["max_slowdown"], loose["max_slowdown"]) == (1.05, 2.0)
+    assert strict["slowdown"] < 1.15 < loose["slowdown"]
+    assert 0.6 * strict["limit"] < strict["harvest"] < loose["harvest"] < loose["limit"] < 1
+    assert 0.4 < found["busy_share"] < 0.6 and 1 < found["gain"] < 1.3
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (("--scenario", "short-chats", "--duration", "1", "--max-slowdown", "1.25"), "and with bulk"),
         (("--model-shape", "no-such"), "shipped cards: "),
         (("--scenario", "no-such"), "shipped scenarios: "),
         (("--tiers", "no-such.yaml"), "no-such.yaml"),
