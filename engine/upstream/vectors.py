@@ -87,7 +87,10 @@ class VectorUpstream(HttpUpstream):
 
 
 def _vector_of(answer: bytes) -> bytes:
-    """Return the embedding or the score of an answer. Raises `UpstreamLost` if it has not exactly one."""
+    """Return the embedding or the score of an answer.
+
+    Raises `UpstreamLost` if it has not exactly one, or a number that no float32 holds.
+    """
     try:
         found = msgspec.json.decode(answer, type=_Answer)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -95,4 +98,7 @@ def _vector_of(answer: bytes) -> bytes:
     vectors = [entry.embedding for entry in found.data] or [[result.relevance_score] for result in found.results]
     if len(vectors) != 1 or not vectors[0]:
         raise UpstreamLost(f"The server's answer to one input has {len(vectors)} vectors.")
-    return struct.pack(f"<{len(vectors[0])}f", *vectors[0])
+    try:
+        return struct.pack(f"<{len(vectors[0])}f", *vectors[0])
+    except OverflowError:
+        raise UpstreamLost("The server's answer has a number beyond those of float32.") from None

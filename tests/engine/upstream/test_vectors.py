@@ -76,6 +76,8 @@ async def test_a_pair_is_sent_as_a_query_and_one_document(model: Path) -> None:
         (Script(body="{"), UpstreamLost),
         (Script(body='{"data": []}'), UpstreamLost),
         (Script(body='{"data": [{"embedding": [1]}, {"embedding": [2]}]}'), UpstreamLost),
+        (Script(body='{"data": [{"embedding": []}]}'), UpstreamLost),
+        (Script(body='{"data": [{"embedding": [0.5, 1e39]}]}'), UpstreamLost),  # beyond float32
     ],
 )
 async def test_an_answer_that_is_no_vector_is_an_error(model: Path, script: Script, error: type[UpstreamError]) -> None:
