@@ -11,7 +11,7 @@ from typing import cast
 from engine.interface import SamplingParams
 from gateway.http.trace import CURRENT_TRACE
 from gateway.protocol.bodies.vectors import EmbeddingRequest, RerankRequest, VectorRequest
-from gateway.protocol.errors import context_length_exceeded, invalid_value
+from gateway.protocol.errors import ApiError, context_length_exceeded, invalid_value
 from gateway.requests.answers.answer import Answer
 from gateway.requests.answers.answer_options import AnswerOptions
 from gateway.requests.answers.vectors import EmbeddingAnswer, RerankAnswer
@@ -20,7 +20,7 @@ from gateway.requests.prepare.preparation import Preparation, check_count
 from gateway.requests.prepare.prepared import PreparedRequest, as_part_of_job, demotion
 from gateway.requests.prepare.prompts import ModelLimits
 from gateway.requests.prepare.trace_attributes import describe_vectors
-from gateway.requests.tokens.encoded_texts import EncodedText, encode_texts
+from gateway.requests.tokens.encoded_texts import EncodedText, NothingLeft, encode_texts
 from gateway.requests.tokens.tokenizer import RunInThread, TextTooLong, Tokenizer
 from scheduler.request import VERSION, Delivery, Request
 
@@ -77,7 +77,7 @@ def _requests(
 async def _encode(
     request: VectorRequest, tokenizer: Tokenizer, limits: ModelLimits, run: RunInThread
 ) -> Sequence[EncodedText]:
-    """Return the tokens of each input. Raises `ApiError` 400 if one does not fit, or has unknown token ids."""
+    """Return the tokens of each input. Raises `ApiError` 400 if one has none, too many or unknown ones."""
     asked, most = request.truncate_prompt_tokens, limits.max_model_len
     cut_to = None if asked is None else most if asked < 0 else min(asked, most)
     inputs = request.inputs
@@ -89,15 +89,29 @@ async def _encode(
         encoded = [EncodedText(tuple(ids[:cut_to])) for ids in id_lists]
     else:
         try:
-            texts = cast(Sequence[str], inputs)
-            encoded = await encode_texts(tokenizer, texts, most, cut_to, run)
-        except TextTooLong:
-            raise context_length_exceeded(most, request.param, None, None) from None
+            encoded = await encode_texts(tokenizer, cast(Sequence[str], inputs), most, cut_to, run)
+        except TextTooLong as error:
+            raise context_length_exceeded(most, _place(request, error.args[0]), None, None) from None
+        except NothingLeft:
+            raise _nothing_left(request, cut_to) from None
     for index, (ids, _) in enumerate(encoded):
         if len(ids) > most:
-            param = request.param if len(encoded) == 1 else f"{request.param}[{index}]"
-            raise context_length_exceeded(most, param, len(ids), None)
+            raise context_length_exceeded(most, _place(request, index), len(ids), None)
+        if not ids:
+            place = _place(request, index)
+            raise invalid_value(place, f"Invalid value for '{place}': it must not be empty.")
     return encoded
+
+
+def _place(request: VectorRequest, index: int) -> str:
+    """Return the name of an input for an error. One of several has its index."""
+    return request.param if len(request.inputs) == 1 else f"{request.param}[{index}]"
+
+
+def _nothing_left(request: VectorRequest, cut_to: int | None) -> ApiError:
+    others = "special tokens" if request.kind == "embedding" else "the query and special tokens"
+    message = f"{cut_to} tokens have no room for '{request.param}' beside {others}"
+    return invalid_value("truncate_prompt_tokens", f"Invalid value for 'truncate_prompt_tokens': {message}.")
 
 
 def _answer(request: VectorRequest, request_id: str, service_tier: str) -> Answer:

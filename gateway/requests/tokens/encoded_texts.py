@@ -24,6 +24,10 @@ class EncodedText(NamedTuple):
     second_from: int = 0
 
 
+class NothingLeft(Exception):
+    """So few tokens have no room for any of the text, beside the special tokens and the first text of a pair."""
+
+
 async def encode_texts(
     tokenizer: Tokenizer,
     texts: Sequence[str] | Sequence[tuple[str, str]],
@@ -34,12 +38,14 @@ async def encode_texts(
     """Return the tokens of each text or pair, which are all texts or all pairs.
 
     With `cut_to`, the end of a longer text, or that of the second one of a pair, is left out, so that so many tokens
-    remain; the special tokens at the end stay. Otherwise, `TextTooLong` is raised for a text that certainly has more
-    than `max_tokens`. `run` is used for all but short texts.
+    remain; the special tokens at the end stay. `run` is used for all but short texts. Raises `NothingLeft`; without
+    `cut_to`, `TextTooLong` with the index of a text that certainly has more than `max_tokens`.
     """
+    if cut_to is None:
+        _check_lengths(tokenizer, texts, max_tokens)
 
     def encode() -> list[EncodedText]:
-        return [_encode(tokenizer, text, max_tokens, cut_to) for text in texts]
+        return [_encode(tokenizer, _parts(text), cut_to) for text in texts]
 
     size = time_of([part for text in texts for part in _parts(text)])
     return encode() if size <= INLINE_CHARS else await run(encode, is_long=size > LONG_CHARS)
@@ -49,22 +55,34 @@ def _parts(text: str | tuple[str, str]) -> tuple[str, ...]:
     return (text,) if isinstance(text, str) else text
 
 
-def _encode(tokenizer: Tokenizer, text: str | tuple[str, str], max_tokens: int, cut_to: int | None) -> EncodedText:
-    parts = _parts(text)
-    if cut_to is None:
-        tokenizer.check_length(sum(map(len, parts)), max_tokens)
-    else:
+def _check_lengths(tokenizer: Tokenizer, texts: Sequence[str | tuple[str, str]], max_tokens: int) -> None:
+    for index, text in enumerate(texts):
+        try:
+            tokenizer.check_length(sum(map(len, _parts(text))), max_tokens)
+        except TextTooLong:
+            raise TextTooLong(index) from None
+
+
+def _encode(tokenizer: Tokenizer, parts: tuple[str, ...], cut_to: int | None) -> EncodedText:
+    if cut_to is not None:
         parts = tuple(tokenizer.cut(part, cut_to, keeps_first=True) for part in parts)
     # As a batch of one, because the backend's `encode` would hold the GIL during the whole call.
     [encoding] = tokenizer.backend.encode_batch_fast([parts if len(parts) > 1 else parts[0]])
-    origins, ids = encoding.sequence_ids, encoding.ids
-    second_from = 0 if len(parts) == 1 else next((i for i, origin in enumerate(origins) if origin == 1), len(ids))
+    ids, last_from = encoding.ids, _last_from(encoding, len(parts) > 1)
     if cut_to is not None and len(ids) > cut_to:
-        num_last = _num_special(origins)
-        if cut_to - num_last <= second_from:  # nothing of the last text would be left
-            raise TextTooLong
-        ids = ids[: cut_to - num_last] + ids[len(ids) - num_last :]
-    return EncodedText(tuple(ids), second_from)
+        num_special = _num_special(encoding.sequence_ids)
+        if cut_to - num_special <= last_from:
+            raise NothingLeft
+        ids = ids[: cut_to - num_special] + ids[len(ids) - num_special :]
+    return EncodedText(tuple(ids), last_from if len(parts) > 1 else 0)
+
+
+def _last_from(encoding: Any, is_pair: bool) -> int:
+    """Return where the text, or the second text of a pair, begins. An empty second one begins at its special tokens."""
+    origins = encoding.sequence_ids
+    if is_pair:
+        origins = [origin or type_id for origin, type_id in zip(origins, encoding.type_ids, strict=True)]
+    return next((i for i, origin in enumerate(origins) if origin == is_pair), len(origins))
 
 
 def _num_special(origins: Sequence[Any]) -> int:

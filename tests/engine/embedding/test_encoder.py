@@ -14,6 +14,8 @@ from sentence_transformers import CrossEncoder, SentenceTransformer
 from engine.config import EngineStartError
 from engine.embedding.encoder import Encoder
 from engine.embedding.stepper import Text
+from gateway.requests.tokens.encoded_texts import encode_texts
+from gateway.requests.tokens.tokenizer import Tokenizer
 from tests.encoders import CLS, CONTEXT, DIMENSIONS, SEP, WORDS, pretrained, save_reranker
 
 CPU = torch.device("cpu")
@@ -39,9 +41,10 @@ def text(written: str) -> Text:
     return Text(pretrained().backend_tokenizer.encode(written).ids)
 
 
-def pair(query: str, document: str) -> Text:
-    encoding = pretrained().backend_tokenizer.encode(query, document)
-    return Text(encoding.ids, encoding.sequence_ids.index(1))
+async def pair(query: str, document: str) -> Text:
+    """Return a pair as a gateway tokenises it."""
+    [encoded] = await encode_texts(Tokenizer(pretrained()), [(query, document)], CONTEXT)
+    return Text(*encoded)
 
 
 def test_embeddings_are_those_of_sentence_transformers(encoder: Encoder, encoder_path: Path) -> None:
@@ -53,16 +56,16 @@ def test_embeddings_are_those_of_sentence_transformers(encoder: Encoder, encoder
     assert np.abs(wanted[0] - wanted[1]).max() > 0.1, "other texts have other vectors"
 
 
-def test_scores_are_those_of_a_cross_encoder(reranker: Encoder, reranker_path: Path) -> None:
-    pairs = [("tide", "the sea rises"), ("tide", "bread"), ("sea", "b")]
-    found = numbers(reranker.encode([pair(*one) for one in pairs]))
+async def test_scores_are_those_of_a_cross_encoder(reranker: Encoder, reranker_path: Path) -> None:
+    pairs = [("tide", "the sea rises"), ("tide", "bread"), ("sea", "b"), ("sea", "")]
+    found = numbers(reranker.encode([await pair(*one) for one in pairs]))
     wanted = CrossEncoder(str(reranker_path), device="cpu").predict(pairs)
     assert np.abs(np.concatenate(found) - wanted).max() < CLOSE
-    assert len({round(float(score), 4) for score in wanted}) == 3
+    assert len({round(float(score), 4) for score in wanted}) == 4
 
 
-def test_a_pair_is_told_from_the_same_tokens_as_one_text(reranker: Encoder) -> None:
-    told = pair("tide", "sea")
+async def test_a_pair_is_told_from_the_same_tokens_as_one_text(reranker: Encoder) -> None:
+    told = await pair("tide", "sea")
     as_pair, as_text = numbers(reranker.encode([told, Text(told.token_ids)]))
     assert abs(as_pair[0] - as_text[0]) > 1e-4
 

@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 from openai.types import CreateEmbeddingResponse
+from tokenizers import processors
 
 from engine.interface import FinishReason, ModelKind
 from gateway.keys.usage import Use, total
@@ -123,6 +124,9 @@ async def test_fewer_dimensions_are_the_first_ones_at_length_1(embedding: Stand)
         ({"input": None}, "input", "invalid_type"),
         ({"input": "a " * 300}, "input", "context_length_exceeded"),
         ({"input": ["a", "a " * 300]}, "input[1]", "context_length_exceeded"),
+        ({"input": ["a", "a " * 3000]}, "input[1]", "context_length_exceeded"),  # refused by its characters
+        ({"input": [A] * 300}, "input", "context_length_exceeded"),
+        ({"input": ["a", "b"], "truncate_prompt_tokens": 2}, "truncate_prompt_tokens", "invalid_value"),
         ({"input": ["a"] * 65}, "input", "invalid_value"),  # the tier's queue holds 64
         ({"encoding_format": "hex"}, "encoding_format", "invalid_value"),
         ({"dimensions": 0}, "dimensions", "invalid_value"),
@@ -139,6 +143,15 @@ async def test_a_wrong_body_is_refused_by_name(
     error = error_of(answer, 404 if code == "model_not_found" else 400)
     assert (error["param"], error["code"]) == (param, code)
     assert not embedding.worker.served
+
+
+async def test_a_text_without_tokens_is_empty() -> None:
+    """A model without special tokens: a blank has no token, and no worker takes a prompt without any."""
+    bare = pretrained()
+    bare.backend_tokenizer.post_processor = processors.TemplateProcessing("$A", "$A $B:1", [])
+    async with running_stand(computed, kind="embedding", tokenizer=Tokenizer(bare, CONTEXT)) as stand:
+        error = error_of(await stand.post("/v1/embeddings", {"model": MODEL, "input": ["a b", " "]}), 400)
+        assert (error["param"], error["code"], stand.worker.served) == ("input[1]", "invalid_value", [])
 
 
 async def test_a_missing_input_is_named(embedding: Stand) -> None:
@@ -180,8 +193,17 @@ async def test_the_query_of_a_long_document_stays_whole(ranking: Stand) -> None:
     assert (await ranking.post("/v1/rerank", body)).status_code == 200
     [request] = ranking.worker.served
     assert request.prompt_token_ids == (CLS, B, SEP, A, A, SEP)
-    error = error_of(await ranking.post("/v1/rerank", body | {"query": "b b b b b"}), 400)
-    assert error["code"] == "context_length_exceeded"
+    for query, keep in (("b b b", 6), ("b " * 300, -1)):
+        changes = {"query": query, "truncate_prompt_tokens": keep}
+        error = error_of(await ranking.post("/v1/rerank", body | changes), 400)
+        assert (error["param"], error["code"]) == ("truncate_prompt_tokens", "invalid_value")
+        assert "'documents'" in error["message"]
+
+
+async def test_an_empty_document_is_told_from_the_query(ranking: Stand) -> None:
+    await ranking.post("/v1/rerank", {"model": MODEL, "query": "a", "documents": [""]})
+    [request] = ranking.worker.served
+    assert (request.prompt_token_ids, request.second_from) == ((CLS, A, SEP, SEP), 3)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +214,7 @@ async def test_the_query_of_a_long_document_stays_whole(ranking: Stand) -> None:
         ({"documents": [{"title": "a"}]}, "documents[0].text"),
         ({"documents": [7]}, "documents[0]"),
         ({"documents": ["a", "a " * 300]}, "documents[1]"),
+        ({"documents": ["a", "a " * 3000]}, "documents[1]"),
         ({"top_n": 0}, "top_n"),
     ],
 )
