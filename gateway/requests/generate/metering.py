@@ -174,10 +174,11 @@ def _num_bytes(request: Request) -> int:
 def _tokens_to_reserve(prepared: PreparedRequest, key: ApiKey) -> tuple[int, int]:
     """Return the tokens of all prompts, and the most that the choices may generate.
 
-    For a request without a maximum, a usual answer is reserved, or what the limits leave beside the prompts.
+    The token that the engine generates for a prompt that is only read does not count. For a request without a maximum,
+    a usual answer is reserved, or what the limits leave beside the prompts.
     """
     prompt = sum(len(request.prompt_token_ids) for request in prepared.requests[:: prepared.n])
-    output = sum(request.sampling.max_tokens for request in prepared.requests)
+    output = 0 if prepared.options.only_prompt else sum(r.sampling.max_tokens for r in prepared.requests)
     if prepared.is_output_limited:
         return prompt, output
     limits = [holder.tokens_per_minute for holder in key.holders if holder.tokens_per_minute is not None]
