@@ -68,7 +68,8 @@ class GatewayKeys(Namespace):
     # API keys. Those that were created over HTTP are in the store itself.
     api_keys = Name("api-keys")  # hash of JSON records by id
     api_keys_version = Name("api-keys:version")  # counter of their changes
-    limits = Name("limits:")  # hash: the levels of a key's buckets, until they are full again
+    # Before the quoted name of a key: hash of the levels of its buckets, until they are full again.
+    limits = Name("limits:")
     project_limits = Name("project-limits:")  # the same of a project's
     usage = Name("usage:")  # before a UTC day such as `2026-11-22`: hash of counts, for three months
     # Before a UTC day or a month such as `2026-11`: hash of what each key and each project has spent, tokens and cost

@@ -17,6 +17,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
 
 import structlog
 from redis.asyncio import Redis
@@ -178,7 +179,7 @@ class KeyLimits:
     def _keys_of(self, key: ApiKey) -> list[str]:
         """Return the keys of the buckets and of the open requests of each holder."""
         named = [self._keys.project_limits if isinstance(h, Project) else self._keys.limits for h in key.holders]
-        buckets = [before + holder.name for before, holder in zip(named, key.holders, strict=True)]
+        buckets = [before + quote(holder.name, safe="") for before, holder in zip(named, key.holders, strict=True)]
         return [name for one in buckets for name in (one, self._keys.open_requests(one))]
 
 

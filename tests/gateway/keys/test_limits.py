@@ -154,6 +154,15 @@ async def test_calls_that_are_sent_again_take_and_return_nothing_more(limits: Ke
     assert (await other.reserve(limited, 0)).headers["x-ratelimit-remaining-tokens"] == "100"
 
 
+async def test_no_name_of_a_key_is_that_of_other_limits(limits: KeyLimits) -> None:
+    names = ("a", "a:open", "a:open:open", "a%3Aopen", "ä b")
+    keys = [ApiKey(name, b"", requests_per_minute=5, concurrent_requests=5) for name in names]
+    for number in range(2):
+        for one in keys:
+            left = (await limits.reserve(one, 0, [f"{number}"])).headers["x-ratelimit-remaining-requests"]
+            assert left == str(4 - number), one.name
+
+
 async def test_gateways_share_the_limits(redis_client: Redis, clock: ManualClock) -> None:
     gateways = [KeyLimits(redis_client, clock, lambda *why: None) for _ in range(3)]
     ten = key(requests_per_minute=10)
