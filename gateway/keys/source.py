@@ -19,7 +19,7 @@ from gateway.identity import ApiKey, Keyring
 from gateway.keys.edit import new_secret
 from gateway.keys.file import EMPTY, ID_DIGITS, KeyEntry, KeyringError, KeysFile, read_file
 from gateway.keys.prices import PriceList
-from gateway.keys.stored import KeysInStore, StoredKey, StoredKeys
+from gateway.keys.stored import KeysInStore, Record, StoredKey, StoredKeys
 from scheduler.clock import Clock
 from scheduler.config import TierSet
 from scheduler.store.errors import STORE_AWAY
@@ -104,29 +104,19 @@ class KeySource:
         With `rotate`, the stored key of this name gets one more secret and keeps its options. Raises `KeyConflict` if
         the name is taken, or is not there, and pydantic's errors and `KeyringError` if the options are invalid.
         """
-        secret = new_secret()
+        secret, file = new_secret(), self._file
         digest = {"sha256": hashlib.sha256(secret.encode()).hexdigest()}
-        entry = KeyEntry.model_validate({**options, **digest})
+        wanted = KeyEntry.model_validate({**options, **digest})
 
         def add(known: KeysInStore) -> tuple[str, StoredKey]:
-            nonlocal entry
-            if self._has_elsewhere(entry.name):
-                raise KeyConflict(
-                    f"the key {entry.name!r} is in the keys file or the environment, and is changed there"
-                )
-            same = [key.entry for key in known.keys.values() if key.entry.name == entry.name and key.entry != entry]
-            if known.keys.get(entry.id, entry) is not entry and known.keys[entry.id].entry.digest != entry.digest:
-                raise KeyConflict("the new key's id is taken: try again")
-            if bool(same) != rotate:
-                raise KeyConflict(f"there is {'no' if rotate else 'already a'} key {entry.name!r}")
-            if rotate:
-                entry = KeyEntry.model_validate(same[0].options | digest)
+            same = self._same_name(wanted, known, rotate)
+            entry = KeyEntry.model_validate(same[0].options | digest) if rotate else wanted
+            if fault := file.fault_of(entry, self._tiers()):
+                raise KeyringError(fault)
             return entry.id, StoredKey(entry, self._clock.wall_ms())
 
-        if fault := self._file.fault_of(entry, self._tiers()):
-            raise KeyringError(fault)
-        await self._change(add)
-        return secret, entry.to_key(self._file.by_name)
+        stored = await self._change(add)
+        return secret, stored.entry.to_key(file.by_name)
 
     async def revoke(self, key_id: str) -> str:
         """Remove the stored key with this id, and return its name. Raises `LookupError` if there is none."""
@@ -145,11 +135,27 @@ class KeySource:
         await self._change(remove)
         return name
 
-    async def _change(self, decide: Callable[[KeysInStore], tuple[str, StoredKey | None]]) -> None:
+    async def _change(self, decide: Callable[[KeysInStore], tuple[str, Record]]) -> Record:
         if self._store is None or self._is_open:
             raise KeyConflict("access is open: start the server with --api-keys or TIDEGATE_API_KEY first")
-        await self._store.change(decide)
+        record = await self._store.change(decide)
         await self.follow_store()
+        return record
+
+    def _same_name(self, wanted: KeyEntry, known: KeysInStore, rotate: bool) -> list[KeyEntry]:
+        """Return the stored keys of the same name. Raises `KeyConflict` if there are none to rotate, or any otherwise.
+
+        `wanted` itself is no conflict: it is there already if the reply to its addition was lost.
+        """
+        others = [key.entry for key in known.keys.values() if key.entry.digest != wanted.digest]
+        same = [other for other in others if other.name == wanted.name]
+        if self._has_elsewhere(wanted.name):
+            raise KeyConflict(f"the key {wanted.name!r} is in the keys file or the environment, and is changed there")
+        if any(other.id == wanted.id for other in others):
+            raise KeyConflict("the new key's id is taken: try again")
+        if bool(same) != rotate:
+            raise KeyConflict(f"there is {'no' if rotate else 'already a'} key {wanted.name!r}")
+        return same
 
     async def reload(self) -> None:
         """Read the file again. If it is invalid, keep the keys and set `problem`."""

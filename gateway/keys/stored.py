@@ -6,7 +6,7 @@ does not know which of them are accepted (gateway/keys/source.py does).
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from pydantic import ValidationError
@@ -33,6 +33,9 @@ class KeysInStore:
     unreadable: tuple[str, ...] = ()
 
 
+Record = TypeVar("Record", bound=StoredKey | None)  # None: the key is removed
+
+
 class StoredKeys:
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
@@ -51,18 +54,19 @@ class StoredKeys:
         unreadable = tuple(key_id for key_id, key in keys.items() if key is None)
         return KeysInStore(version, {key_id: key for key_id, key in keys.items() if key is not None}, unreadable)
 
-    async def change(self, decide: Callable[[KeysInStore], tuple[str, StoredKey | None]]) -> None:
-        """Add or remove one key: `decide` returns its id and the new record. It is called again after another change.
+    async def change(self, decide: Callable[[KeysInStore], tuple[str, Record]]) -> Record:
+        """Add or remove one key, and return the new record.
 
-        Raises what `decide` raises, and the errors of `durable`: a change is kept when this returns.
+        `decide` returns the key's id and the record. It is called again if another change came first. Raises what
+        `decide` raises, and the errors of `durable`: a change is kept when this returns.
         """
-        is_changed = False
-        while not is_changed:
+        while True:
             known = await self.read()
             key_id, key = decide(known)
             record = b"" if key is None else _encoded(key)
-            is_changed = bool(await self._change(keys=self._names, args=[known.version, key_id, record]))
-        await durable(self._redis, self._names[1])
+            if await self._change(keys=self._names, args=[known.version, key_id, record]):
+                await durable(self._redis, self._names[1])
+                return key
 
 
 def _encoded(key: StoredKey) -> bytes:

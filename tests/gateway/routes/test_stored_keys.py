@@ -170,6 +170,9 @@ async def test_the_keys_file_goes_before_the_store(redis_client: Redis, file: Pa
         await stand.gateway.key_source.reload()
         assert await status(stand, made["value"]) == 401
         assert (await shown(stand))["left_out"] == {made["id"]: "there is no project 'team'"}
+        refused = error_of(await create(stand, name="new", rotate=True), 400)
+        assert "there is no project 'team'" in refused["message"]
+        assert list((await shown(stand))["left_out"]) == [made["id"]], "no further secret of it"
         file.write_text(FILE.replace("name: web", "name: new"))
         await stand.gateway.key_source.reload()
         assert await status(stand, "sk-web") == 200
