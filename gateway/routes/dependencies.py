@@ -87,7 +87,8 @@ def session_user(request: Request) -> ApiKey | None:
     of a page of this server.
     """
     user = request.session.get("user") if "session" in request.scope else None
-    if user is None:
+    # The cookie has an age, too, but is younger each time that it is written.
+    if user is None or gateway_of(request).clock.wall_ms() >= user.get("until_ms", 0):
         return None
     origin = _other_origin(request)
     is_told = "origin" in request.headers or request.headers.get("sec-fetch-site") == "same-origin"

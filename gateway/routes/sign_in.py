@@ -6,7 +6,7 @@ import structlog
 from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse, Response
 
-from gateway.http.access.sign_in import SignIn
+from gateway.http.access.sign_in import SESSION_S, SignIn
 from gateway.protocol.errors import ApiError
 from gateway.routes.dependencies import session_user
 from gateway.state import gateway_of
@@ -56,7 +56,8 @@ async def come_back(request: Request) -> Response:
         message = f"{name[:200]} has no role on this server: no rule of --oidc-roles fits."
         raise ApiError(403, message, code="insufficient_permissions")
     request.session.clear()
-    request.session["user"] = {"sub": claims["sub"], "name": name, "role": role}
+    until_ms = gateway_of(request).clock.wall_ms() + 1000 * SESSION_S
+    request.session["user"] = {"sub": claims["sub"], "name": name, "role": role, "until_ms": until_ms}
     address = request.client.host if request.client is not None else None
     await gateway_of(request).audit.add("console.sign_in", f"{name} as {role}", f"oidc:{claims['sub']}", address)
     return RedirectResponse("../", 303)
