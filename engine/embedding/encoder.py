@@ -28,7 +28,7 @@ class Encoder:
         config = model.transformers_model.config.get_text_config()
         self.vocab_size = int(config.vocab_size)
         self._tells_texts_apart = "token_type_ids" in model.tokenizer.model_input_names
-        lengths = [model.max_seq_length, getattr(config, "max_position_embeddings", None)]
+        lengths = [model.max_seq_length, getattr(config, "max_position_embeddings", None), _num_positions(model)]
         self.max_len = int(min(length for length in lengths if length))  # tokens of a text, or of a pair
 
     @classmethod
@@ -69,6 +69,15 @@ class Encoder:
         if self._tells_texts_apart:
             features["token_type_ids"] = types
         return {name: torch.from_numpy(value).to(self._model.device) for name, value in features.items()}
+
+
+def _num_positions(model: Any) -> int | None:
+    """Return how many tokens have a position, in models such as RoBERTa, whose first one is behind that of padding.
+
+    None for other models.
+    """
+    tables = [m for name, m in model.transformers_model.named_modules() if name.endswith("position_embeddings")]
+    return min((m.num_embeddings - m.padding_idx - 1 for m in tables if getattr(m, "padding_idx", None)), default=None)
 
 
 def _of_similar_length(texts: Sequence[Text]) -> Iterator[list[int]]:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sentence_transformers import CrossEncoder, SentenceTransformer
+from transformers import RobertaConfig, RobertaModel
 
 from engine.config import EngineStartError
 from engine.embedding.encoder import Encoder
@@ -85,6 +86,19 @@ def test_a_vector_does_not_depend_on_the_batch(encoder: Encoder, lists: list[lis
 
 def test_limits_are_those_of_the_model(encoder: Encoder) -> None:
     assert (encoder.max_len, encoder.vocab_size) == (CONTEXT, len(WORDS))
+
+
+def test_a_model_whose_positions_begin_behind_that_of_padding_reads_fewer_tokens(tmp_path: Path) -> None:
+    sizes = {"hidden_size": DIMENSIONS, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = RobertaConfig(vocab_size=len(WORDS), max_position_embeddings=66, pad_token_id=1, **sizes)
+    RobertaModel(config).save_pretrained(tmp_path)
+    tokenizer = pretrained()
+    tokenizer.model_max_length = 10**9  # as of tokenizers that know no limit
+    tokenizer.save_pretrained(tmp_path)
+    encoder = Encoder.load(str(tmp_path), "embedding", CPU, torch.float32)
+    assert encoder.max_len == 64
+    [vector] = numbers(encoder.encode([Text([5] * encoder.max_len)]))
+    assert vector.shape == (DIMENSIONS,)
 
 
 def test_a_classifier_with_several_labels_ranks_nothing(tmp_path: Path) -> None:
