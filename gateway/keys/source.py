@@ -61,7 +61,7 @@ class KeySource:
         self._operator = [_operator_key(secret) for secret in operator_keys]
         self._tiers = tiers
         self._clock = clock
-        self.on_change: OnChange | None = None  # is told which keys of the file have come and gone
+        self.on_change: OnChange | None = None  # is told which keys have come and gone with the file
         self._lock = asyncio.Lock()  # one reading at a time, so that an older one never replaces a newer one
         self._seen = self._stamp()
         self.loaded_ms = clock.wall_ms()
@@ -177,13 +177,13 @@ class KeySource:
 
     async def _use(self, file: KeysFile) -> None:
         self.prices.replace([entry.to_price() for entry in file.prices])
-        before, self._file = self._file.to_keys(), file
-        self.loaded_ms, keys = self._clock.wall_ms(), self._all_keys()
-        if tuple(keys) != self.keyring.keys:
+        self._file, self.loaded_ms = file, self._clock.wall_ms()
+        before, keys = self.keyring.keys, self._all_keys()
+        if tuple(keys) != before:
             self.keyring.replace(keys)
             log.info("the API keys have changed", keys=len(keys))
             if self.on_change is not None:
-                await self.on_change(_difference(before, file.to_keys()))
+                await self.on_change(_difference(before, keys))
 
     def _read(self) -> KeysFile:
         file = read_file(self.path, self._tiers()) if self.path is not None else EMPTY

@@ -173,6 +173,8 @@ async def test_the_keys_file_goes_before_the_store(redis_client: Redis, file: Pa
         refused = error_of(await create(stand, name="new", rotate=True), 400)
         assert "there is no project 'team'" in refused["message"]
         assert list((await shown(stand))["left_out"]) == [made["id"]], "no further secret of it"
+        log = (await stand.http.get("/admin/audit", headers=bearer("sk-operator"))).json()["data"]
+        assert (log[0]["action"], log[0]["subject"]) == ("keys.change", f"removed: new {made['id']}")
         file.write_text(FILE.replace("name: web", "name: new"))
         await stand.gateway.key_source.reload()
         assert await status(stand, "sk-web") == 200
