@@ -13,7 +13,7 @@ from pydantic import SecretStr, ValidationError
 from redis.asyncio import Redis
 
 from gateway.http.access.sign_in import COOKIE, SESSION_S, RoleRule, SignIn
-from scheduler.clock import SystemClock
+from tests.gateway.offline import ShiftedClock
 from tests.gateway.protocol.test_errors import CHAT, error_of
 from tests.gateway.stand import URL, Stand, running_stand
 from tidegate.settings.gateway import GatewaySettings
@@ -213,24 +213,15 @@ async def test_sign_ins_that_are_not_finished_do_not_fill_the_cookie(redis_clien
         assert (await session(stand))["user"] == "ada@example.com", "until somebody else has signed in"
 
 
-class ShiftedClock(SystemClock):
-    """The system's clock, whose wall clock is ahead."""
-
-    ahead_s = 0.0
-
-    def wall_ms(self) -> int:
-        return super().wall_ms() + int(1000 * self.ahead_s)
-
-
 async def test_nobody_stays_signed_in_by_asking_for_a_sign_in(redis_client: Redis, issuer: str) -> None:
     """Whatever renews the cookie, its user has to come back from the provider when a working day is over."""
     clock = ShiftedClock()
     async with console(redis_client, issuer, clock=clock) as stand:
         await sign_in(stand, "bob")
-        clock.ahead_s = SESSION_S - 60
+        clock.shift_s = SESSION_S - 60
         await go_to_provider(stand)
         assert (await session(stand))["user"] == "bob@example.com"
-        clock.ahead_s = SESSION_S + 60
+        clock.shift_s = SESSION_S + 60
         assert await session(stand) == {"sign_in": True, "user": None, "role": None}
         assert (await stand.http.get("/admin/keys")).status_code == 401
 
