@@ -14,6 +14,7 @@ from starlette.datastructures import Headers
 from starlette.responses import FileResponse
 
 from gateway.jobs.batches.input.checks import MAX_LINES, LineError
+from gateway.requests.prepare.placement import Placement
 from gateway.routes.jobs.files import MAX_BATCH_BYTES
 from tests.gateway.jobs.batches.test_forecasts import WORKER
 from tests.gateway.offline import MODEL, OfflineGateway, jsonl, line, lines, running_gateway
@@ -67,6 +68,23 @@ async def test_a_table_gets_an_answer_for_each_row(batch: CommandLine, tmp_path:
         first, second = csv.DictReader(file)
     assert first == {"text": "high, or low", "year": "1999", "answer": "Re: Say high, or low of 1999", "error": ""}
     assert (second["text"], second["answer"]) == ("ébb", "") and "no" in second["error"]
+
+
+@pytest.mark.parametrize(("suffix", "written"), [("csv", "[4.0, 0.5]"), ("jsonl", [4.0, 0.5])])
+async def test_a_table_of_texts_gets_their_embeddings(
+    batch: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, written: Any
+) -> None:
+    async def embed(path: str, body: dict[str, Any], placement: Placement) -> tuple[int, dict[str, Any]]:
+        assert (path, set(body)) == ("/v1/embeddings", {"model", "input"})
+        return 200, {"data": [{"object": "embedding", "index": 0, "embedding": [float(len(body["input"])), 0.5]}]}
+
+    monkeypatch.setattr(batch.gateway.completions, "complete", embed)
+    source, output = _written(tmp_path / "in.jsonl", '{"text": "ebb"}'), tmp_path / f"out.{suffix}"
+    flags = ("--template", "{text}!", "--endpoint", "/v1/embeddings", "--model", MODEL)
+    assert await batch("run", source, "-o", output, *flags) == 0
+    with output.open(newline="") as file:
+        [row] = csv.DictReader(file) if suffix == "csv" else map(json.loads, file)
+    assert row["answer"] == written
 
 
 async def test_parquet_keeps_its_types(batch: CommandLine, tmp_path: Path) -> None:

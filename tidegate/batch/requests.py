@@ -11,7 +11,8 @@ from typing import Any
 from tidegate.batch.rows import BatchProblem, Row
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-ENDPOINTS = (CHAT, COMPLETIONS, RESPONSES)
+EMBEDDINGS = "/v1/embeddings"
+ENDPOINTS = (CHAT, COMPLETIONS, RESPONSES, EMBEDDINGS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,8 @@ class Template:
     def _prompt(self, text: str) -> dict[str, Any]:
         if self.endpoint == COMPLETIONS:
             return {"prompt": text}
+        if self.endpoint == EMBEDDINGS:
+            return {"input": text}
         if self.endpoint == RESPONSES:
             return {"input": text} | ({} if self.system is None else {"instructions": self.system})
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
@@ -76,9 +79,11 @@ def is_request(row: Row) -> bool:
     return "custom_id" in row and "body" in row
 
 
-def answer_text(body: Any) -> str | None:
-    """Return the text of an answer of any endpoint; None if it has none."""
+def answer_of(body: Any) -> str | list[float] | None:
+    """Return the text of an answer of any endpoint, or its first embedding, numbers or base64; None if it has none."""
     match body:
+        case {"data": [{"embedding": str() | list() as vector}, *_]}:
+            return vector
         case {"choices": [{"message": {"content": text}}, *_]} | {"choices": [{"text": text}, *_]}:
             return text if isinstance(text, str) else None
         case {"output": [*items]}:

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 from openai.types import Batch
 from tqdm import tqdm
 
-from tidegate.batch.requests import answer_text, error_text
+from tidegate.batch.requests import answer_of, error_text
 from tidegate.batch.rows import BatchProblem, row_writer
 from tidegate.batch.server import BatchServer, errors_of, eta_of
 from tidegate.batch.work import Part, Work
@@ -65,8 +65,8 @@ def check_accepted(batch: Batch) -> None:
         raise BatchProblem("\n".join([f"{batch.id}: the server refused the input.", *errors_of(batch)]))
 
 
-def _answer(result: Mapping[str, Any], error: str | None) -> str | None:
-    return answer_text(result["response"]["body"]) if error is None else None
+def _answer(result: Mapping[str, Any], error: str | None) -> str | list[float] | None:
+    return answer_of(result["response"]["body"]) if error is None else None
 
 
 def _await_part(work: Work, part: Part, server: BatchServer, tell: Callable[[str], None]) -> Iterator[tuple[int, str]]:
