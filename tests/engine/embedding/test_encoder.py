@@ -13,7 +13,7 @@ from sentence_transformers import CrossEncoder, SentenceTransformer
 from transformers import RobertaConfig, RobertaModel
 
 from engine.config import EngineStartError
-from engine.embedding.encoder import Encoder
+from engine.embedding.encoder import Encoder, _of_similar_length
 from engine.embedding.stepper import Text
 from gateway.requests.tokens.encoded_texts import encode_texts
 from gateway.requests.tokens.tokenizer import Tokenizer
@@ -82,6 +82,12 @@ def test_a_vector_does_not_depend_on_the_batch(encoder: Encoder, lists: list[lis
     chosen = data.draw(st.integers(0, len(texts) - 1))
     [alone] = numbers(encoder.encode([texts[chosen]]))
     assert np.abs(together[chosen] - alone).max() < CLOSE
+
+
+def test_texts_of_half_the_length_are_computed_apart() -> None:
+    lengths = [4, 10, 5, 9, 2]
+    groups = _of_similar_length([Text([5] * length) for length in lengths])
+    assert [[lengths[i] for i in group] for group in groups] == [[10, 9, 5], [4, 2]]
 
 
 def test_limits_are_those_of_the_model(encoder: Encoder) -> None:

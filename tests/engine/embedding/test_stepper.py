@@ -98,6 +98,14 @@ async def test_the_engine_is_built_warmed_up_and_used(encoder_path: Path) -> Non
         engine.close()
 
 
+@pytest.mark.parametrize(("wanted", "found"), [(20, 20), (10_000, CONTEXT)])
+def test_a_shorter_context_is_kept_and_a_longer_one_is_the_models(encoder_path: Path, wanted: int, found: int) -> None:
+    config = EngineConfig(str(encoder_path), engine="embedding", kind="embedding", max_model_len=wanted)
+    engine = build_engine(config)
+    engine.close()
+    assert engine.info.max_model_len == found + 1
+
+
 def refusal(**config: object) -> str:
     with pytest.raises(EngineStartError) as caught:
         build_engine(EngineConfig(engine="embedding", **config))  # type: ignore[arg-type]

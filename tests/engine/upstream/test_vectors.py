@@ -63,7 +63,9 @@ async def test_a_pair_is_sent_as_a_query_and_one_document(model: Path) -> None:
     async with scripted_server() as server:
         upstream = await connect(config(server, model, kind="rerank"))
         output = await the_output(upstream, PAIR)
-    assert server.bodies[-1] == {"model": MODEL, "query": "a", "documents": ["b b"]}
+    trial, asked = server.bodies[0], server.bodies[-1]
+    assert trial["documents"] == [trial["query"]] != [""]
+    assert asked == {"model": MODEL, "query": "a", "documents": ["b b"]}
     assert struct.unpack("<f", output.vector) == pytest.approx((0.03,))
 
 

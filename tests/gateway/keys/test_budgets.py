@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from gateway.http.metrics import GatewayMetrics
 from gateway.identity import ApiKey, Budget, Project
 from gateway.keys.limits import KeyLimits, Reservation
 from gateway.keys.prices import Price, PriceList
+from gateway.keys.refusals import next_reset
 from gateway.keys.usage import Owner, UsageMeter, Use
 from gateway.protocol.errors import ApiError
 from tests.scheduler.queue.harness import ManualClock
@@ -185,6 +187,38 @@ async def test_calls_whose_replies_are_lost_charge_and_return_once(part: Part, m
         await part.usage.try_flush()
     monkeypatch.undo()
     assert await part.spent("key:k:tokens") == (25, 25)
+
+
+async def test_what_is_spent_without_a_budget_is_what_was_used(part: Part) -> None:
+    limited = ApiKey("k", b"", tokens_per_minute=100)
+    await part.end(await part.reserve(limited, 60, "a"), 25)
+    assert await part.spent("key:k:tokens") == (25, 25)
+
+
+async def test_what_is_spent_and_used_is_forgotten_after_three_months(redis_client: Redis, part: Part) -> None:
+    """Also what a gateway reserved that has died before it wrote anything."""
+
+    async def lifetimes() -> list[int]:
+        return [await redis_client.ttl(name) for name in await redis_client.keys("*spent:*")]
+
+    reservation = await part.reserve(key(tokens_per_day=100), 60, "a")
+    assert [ttl > 90 * DAY_S for ttl in await lifetimes()] == [True, True]
+    await part.end(reservation, 25)
+    [usage] = [name for name in await redis_client.keys("*usage:2*")]
+    assert await redis_client.ttl(usage) > 90 * DAY_S
+
+
+@pytest.mark.parametrize(
+    ("now", "day", "month"),
+    [
+        ("2024-01-31T23:59:59", "2024-02-01", "2024-02-01"),
+        ("2024-02-01T00:00:00", "2024-02-02", "2024-03-01"),
+        ("2024-12-31T12:00:00", "2025-01-01", "2025-01-01"),
+    ],
+)
+def test_days_and_months_end_at_midnight(now: str, day: str, month: str) -> None:
+    found = [next_reset(datetime.fromisoformat(f"{now}+00:00"), period) for period in ("day", "month")]
+    assert [reset.isoformat() for reset in found] == [f"{date}T00:00:00+00:00" for date in (day, month)]
 
 
 async def test_gateways_never_admit_more_than_the_budget(redis_client: Redis, clock: ManualClock) -> None:

@@ -154,6 +154,30 @@ async def test_calls_that_are_sent_again_take_and_return_nothing_more(limits: Ke
     assert (await other.reserve(limited, 0)).headers["x-ratelimit-remaining-tokens"] == "100"
 
 
+async def test_a_script_that_is_sent_again_returns_nothing_more(
+    limits: KeyLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """redis-py sends a script again when its reply is lost."""
+    limited, settle = key(tokens_per_minute=100), limits._settle
+
+    async def twice(**call: Any) -> Any:
+        await settle(**call)
+        return await settle(**call)
+
+    monkeypatch.setattr(limits, "_settle", twice)
+    first = await limits.reserve(limited, 30, ["a"])
+    await limits.reserve(limited, 60, ["b"])
+    await limits.settle(first, 0)
+    assert (await limits.reserve(limited, 0)).headers["x-ratelimit-remaining-tokens"] == "40"
+
+
+async def test_a_long_pause_fills_a_bucket_and_no_more(limits: KeyLimits, clock: ManualClock) -> None:
+    three = key(requests_per_minute=3)
+    await limits.reserve(three, 0)
+    clock.advance(3600)
+    assert (await limits.reserve(three, 0)).headers["x-ratelimit-remaining-requests"] == "2"
+
+
 async def test_no_name_of_a_key_is_that_of_other_limits(limits: KeyLimits) -> None:
     names = ("a", "a:open", "a:open:open", "a%3Aopen", "ä b")
     keys = [ApiKey(name, b"", requests_per_minute=5, concurrent_requests=5) for name in names]

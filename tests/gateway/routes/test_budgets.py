@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 
 from gateway.identity import Budget, Keyring, Project
 from gateway.keys.prices import Price
-from gateway.keys.usage import UsageMeter
+from gateway.keys.usage import Owner, UsageMeter, Use
 from gateway.store_keys import GatewayKeys
 from tests.gateway.api_keys import as_, key, secret_of
 from tests.gateway.offline import TERMINAL, jsonl, line
@@ -137,6 +137,24 @@ async def test_what_is_refused_or_given_up_costs_nothing(redis_client: Redis) ->
         stand.gateway.drain()
         error_of(await stand.post("/v1/completions", {**TEXT, "max_tokens": 9}, headers=as_("day")), 503)
         assert (await spent(stand, "day"))["day"] == before
+
+
+async def test_an_answer_from_the_cache_costs_nothing_and_needs_something_that_is_left(redis_client: Redis) -> None:
+    async with budgeted(redis_client) as stand:
+        stand.gateway.key_source.prices.replace([Price(input=10.0, output=20.0)])
+        body, headers = {**TEXT, "max_tokens": 90, "temperature": 0}, as_("day") | {"X-Tidegate-Cache": "60"}
+        found, costs = [], []
+        for _ in range(2):  # the second one could not reserve so much again
+            answer = await stand.post("/v1/completions", body, headers=headers)
+            found.append((answer.status_code, answer.headers.get("x-tidegate-cache")))
+            costs.append(await spent(stand, "day"))
+        rest = 100 - costs[1]["day"]["tokens"]
+        stand.gateway.usage.record(Owner("day"), "realtime", Use(), charged_tokens=rest)
+        await stand.gateway.usage.flush()
+        refused = await stand.post("/v1/completions", body, headers=headers)
+    assert found == [(200, "miss"), (200, "hit")]
+    assert costs[0] == costs[1] and costs[0]["day"]["cost"] > 0
+    assert error_of(refused, 429)["code"] == "insufficient_quota"
 
 
 async def test_usage_is_by_project_too(redis_client: Redis) -> None:

@@ -12,6 +12,7 @@ from pydantic import SecretStr
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as StoreUnreachable
 
+from gateway.keys.file import KeyEntry
 from gateway.keys.stored import StoredKeys
 from gateway.store_keys import GatewayKeys
 from tests.gateway.protocol.test_errors import CHAT, error_of
@@ -120,6 +121,8 @@ async def test_a_secret_is_rotated(redis_client: Redis) -> None:
         ({"name": "a", "budget": {"tokens_per_day": "1"}}, 400, "budget.tokens_per_day"),
         ({"name": "a", "sha256": "0" * 64}, 400, "sha256"),
         ({"name": "a", "webhook": {"secret": "x"}}, 400, "webhook"),
+        ({"name": "a", "key": "sk-own"}, 400, "key"),
+        ({"name": "a", "admin": True}, 400, "admin"),
         ({"name": "a", "rotate": "yes"}, 400, "rotate"),
         ({"name": "a", "colour": "red"}, 400, "colour"),
     ],
@@ -137,6 +140,23 @@ async def test_a_name_is_given_once(redis_client: Redis) -> None:
     async with gateway(redis_client) as one, gateway(redis_client) as two:
         answers = await asyncio.gather(*(create(stand, name="new") for stand in (one, two) for _ in range(4)))
     assert sorted(answer.status_code for answer in answers) == [200] + [409] * 7
+
+
+async def test_no_key_takes_the_id_of_another(redis_client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KeyEntry, "id", "0123abcd")
+    async with gateway(redis_client) as stand:
+        first = (await create(stand, name="one")).json()
+        assert "try again" in error_of(await create(stand, name="two"), 409)["message"]
+        assert await status(stand, first["value"]) == 200
+
+
+async def test_a_key_that_is_not_safe_yet_is_not_told(redis_client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def not_yet(*args: Any) -> None:
+        raise StoreUnreachable
+
+    monkeypatch.setattr("gateway.keys.stored.durable", not_yet)
+    async with gateway(redis_client) as stand:
+        error_of(await create(stand, name="new"), 503)
 
 
 async def test_only_administrators_change_keys_and_it_is_written_down(redis_client: Redis, file: Path) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import base64
 import json
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import openai
@@ -14,13 +14,16 @@ from tokenizers import processors
 
 from engine.interface import FinishReason, ModelKind
 from gateway.keys.usage import Use, total
+from gateway.requests.answers.vectors import shortened
 from gateway.requests.tokens.tokenizer import Tokenizer
+from scheduler.client.rejection import Rejected, RejectReason
+from scheduler.client.token_stream import TokenStream
 from scheduler.request import USUAL_VERSION, VERSION, Delivery, EventKind, Request, TokenEvent
 from tests.encoders import CLS, CONTEXT, SEP, WORDS, pretrained
 from tests.gateway.api_keys import as_
 from tests.gateway.offline import jsonl, limited_keyring
 from tests.gateway.protocol.test_errors import error_of
-from tests.gateway.stand import Stand, running_stand
+from tests.gateway.stand import Stand, make_tiers, running_stand
 from tests.gateway.tiny_model import CONTEXT as OTHER_CONTEXT
 from tests.gateway.tiny_model import MODEL
 
@@ -113,6 +116,10 @@ async def test_fewer_dimensions_are_the_first_ones_at_length_1(embedding: Stand)
     assert caught.value.param == "dimensions"
 
 
+def test_a_vector_of_zeros_has_no_length_and_stays() -> None:
+    assert shortened(bytes(12), 2) == bytes(8)
+
+
 @pytest.mark.parametrize(
     ("changes", "param", "code"),
     [
@@ -157,6 +164,20 @@ async def test_a_text_without_tokens_is_empty() -> None:
 async def test_a_missing_input_is_named(embedding: Stand) -> None:
     error = error_of(await embedding.post("/v1/embeddings", {"model": MODEL}), 400)
     assert (error["param"], error["code"]) == ("input", "missing_required_parameter")
+
+
+async def test_the_greatest_token_id_is_taken(embedding: Stand) -> None:
+    refused = error_of(await embedding.post("/v1/embeddings", {"model": MODEL, "input": [2**30]}), 400)
+    num_ids = int(refused["message"].rpartition("less than ")[2].rstrip("."))
+    body = {"model": MODEL, "input": [num_ids]}
+    assert error_of(await embedding.post("/v1/embeddings", body), 400)["message"] == refused["message"]
+    assert (await embedding.post("/v1/embeddings", body | {"input": [A, num_ids - 1]})).status_code == 200
+
+
+async def test_a_text_that_fits_is_not_cut(embedding: Stand) -> None:
+    for keep in (3, 4, -1):
+        await embed(embedding, "a", extra_body={"truncate_prompt_tokens": keep})
+    assert {request.prompt_token_ids for request in embedding.worker.served} == {(CLS, A, SEP)}
 
 
 @pytest.mark.parametrize(("keep", "num_tokens"), [(-1, MAX_LEN), (5, 5), (10_000, MAX_LEN)])
@@ -274,6 +295,20 @@ async def test_bulk_is_asked_for_and_answered_as_everywhere(embedding: Stand) ->
     answer = await embed(embedding, ["a", "b"], extra_body={"service_tier": "flex"})
     assert {request.tier for request in embedding.worker.served} == {"bulk"}
     assert (answer.model_extra or {})["service_tier"] == "flex"
+
+
+async def test_texts_are_demoted_as_chats_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with stand_of("embedding", tiers=make_tiers(realtime={"admission": {"demote_to": "bulk"}})) as stand:
+        submit = stand.gateway.client.submit
+
+        async def refuse(requests: Sequence[Request]) -> TokenStream | Rejected:
+            is_refused = requests[0].tier == "realtime"
+            return Rejected(RejectReason.KEY_LIMIT, "Too many.", 1.0) if is_refused else await submit(requests)
+
+        monkeypatch.setattr(stand.gateway.client, "submit", refuse)
+        answer = await embed(stand, "a")
+    assert (answer.model_extra or {})["service_tier"] == "flex"
+    assert [request.tier for request in stand.worker.served] == ["bulk"]
 
 
 async def test_keys_pay_for_the_tokens_of_texts_only() -> None:

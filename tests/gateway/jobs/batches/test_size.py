@@ -32,6 +32,14 @@ def test_requests_are_added_up(tmp_path: Path) -> None:
     assert size.model == MODEL and size.prompt_bytes == 3 * len('[[{"role":"user","content":"hello"}]]')
 
 
+@pytest.mark.parametrize("url", ["/v1/embeddings", "/v1/rerank"])
+def test_vectors_have_no_output(tmp_path: Path, url: str) -> None:
+    body = {"model": MODEL, "input": "hello", "query": "hi", "documents": ["a"]}
+    size = input_size(written(tmp_path / "in", line("a", url=url, body=body)))
+    assert (size.choices, size.max_output, size.unlimited) == (1, 0, 0)
+    assert size.prompt_bytes == len('["hello","hi",["a"]]')
+
+
 def test_lines_that_are_not_valid_are_left_out(tmp_path: Path) -> None:
     """Some of them would take up to 100 times their size in memory."""
     bad = [b"{", b"[1]", b'"x"', b'{"body": 1}', b"\xff", b"", b"[" * 100_000]
