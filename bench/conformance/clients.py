@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 SCRIPTS = Path(__file__).parent / "scripts"
 VLLM_ENVIRONMENT = Path(__file__).parents[2] / "tests" / "vllm_environment.sh"
@@ -21,7 +22,8 @@ class Client:
     name: str
     script: str
     packages: tuple[str, ...]  # of PyPI, or of npm if the script is a module of Node
-    is_agent: bool = False  # its prompts need a long context, and a model that calls tools: the scripted one
+    # The prompts of agents need a long context, and a model that calls tools: the scripted one.
+    needs: Literal["chat", "agent", "vectors"] = "chat"
     environment: Path | None = None  # the script that makes the environment, called with a Python and the folder
 
     @property
@@ -39,11 +41,12 @@ class Client:
 AI_SDK = ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "@ai-sdk/anthropic", "zod")
 CLIENTS = (
     Client("openai", "openai_sdk.py", ("openai",)),
+    Client("openai-vectors", "openai_vectors.py", ("openai",), needs="vectors"),
     Client("openai-tests", "openai_own_tests.py", ("openai[aiohttp]", "pytest", "pytest-asyncio", "rich")),
     Client("anthropic", "anthropic_sdk.py", ("anthropic",)),
-    Client("claude-code", "claude_code.mjs", ("@anthropic-ai/claude-code",), is_agent=True),
-    Client("codex", "codex.mjs", ("@openai/codex",), is_agent=True),
-    Client("opencode", "opencode.mjs", ("opencode-ai",), is_agent=True),
+    Client("claude-code", "claude_code.mjs", ("@anthropic-ai/claude-code",), needs="agent"),
+    Client("codex", "codex.mjs", ("@openai/codex",), needs="agent"),
+    Client("opencode", "opencode.mjs", ("opencode-ai",), needs="agent"),
     Client("open-responses", "open_responses.py", ("openresponses-types",)),
     Client("openai-agents", "openai_agents.py", ("openai-agents",)),
     Client("pydantic-ai", "pydantic_ai_client.py", ("pydantic-ai-slim[openai]",)),

@@ -16,6 +16,7 @@ from pathlib import Path
 from pydantic import BaseModel, Field
 
 from bench.conformance.clients import CLIENTS, Client, InstallError, install, versions
+from bench.conformance.encoders import write_encoders
 from bench.conformance.scripted_model import scripted_model
 from bench.isolation.servers import serving_tidegate
 from loadtest.client.http import Target, TargetError
@@ -62,30 +63,32 @@ class Conformance(BaseModel):
         installed: list[tuple[str, str]] = []
         async with AsyncExitStack() as stack:
             targets = {
-                is_agent: await stack.enter_async_context(self._server(is_agent))
-                for is_agent in sorted({client.is_agent for client in chosen})
+                needs: await stack.enter_async_context(self._server(needs))
+                for needs in sorted({client.needs for client in chosen})
             }
             for client in chosen:
                 print_progress(f"{client.name}: install")
                 folder = await asyncio.to_thread(install, client, self.work_dir.resolve())
                 installed.append((client.name, versions(client, folder)))
                 print_progress(f"{client.name}: run")
-                outcomes += await _run_script(client, folder, targets[client.is_agent])
-        model = next(iter(targets.values())).model
+                outcomes += await _run_script(client, folder, targets[client.needs])
+        model = ", ".join(target.model for target in targets.values())
         publish(_record(outcomes, installed, model), self.json_file)
         if any(outcome.error for outcome in outcomes):
             raise SystemExit(1)
 
     @asynccontextmanager
-    async def _server(self, is_agent: bool) -> AsyncIterator[Target]:
-        """Yield the server for agents, in front of the scripted model, or the one for all other clients."""
-        if self.url and not is_agent:
+    async def _server(self, needs: str) -> AsyncIterator[Target]:
+        """Yield the server for clients that need chats, agents' turns from the scripted model, or vectors."""
+        if self.url and needs == "chat":
             yield await running_server(self.url, self.allow_remote)
             return
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidegate-conformance-")))
             flags: tuple[str, ...] = SERVER_FLAGS
-            if is_agent:
+            if needs == "vectors":
+                flags += ("--models", str(write_encoders(folder)))
+            if needs == "agent":
                 upstream = stack.enter_context(scripted_model())
                 flags += ("--engine", "openai", "--upstream", upstream, "--upstream-dialect", "plain")
             async with serving_tidegate(None, "auto", folder, 0, flags) as server:
