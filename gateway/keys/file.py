@@ -14,7 +14,7 @@ import yaml
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from gateway.identity import ApiKey, Budget, KeyWebhook, Project
-from gateway.keys.prices import Price
+from gateway.keys.prices import NANO, Price
 from gateway.keys.webhooks import secret_bytes, url_fault
 from gateway.protocol.bodies.validation import first_fault
 from scheduler.config import TierSet
@@ -22,7 +22,8 @@ from scheduler.config import TierSet
 ID_DIGITS = 8  # hex digits of the digest that name one key in lists; enough to tell thousands of keys apart
 
 Limit = Annotated[int, Field(ge=1, le=2**40)]
-Cost = Annotated[float, Field(gt=0, le=10**6, allow_inf_nan=False)]  # its nano are exact in the scripts' numbers
+# Its nano are exact in the scripts' numbers, for which 0 of them is no budget.
+Cost = Annotated[float, Field(ge=1 / NANO, le=10**6, allow_inf_nan=False)]
 PricePerMillion = Annotated[float, Field(ge=0, le=10**6, allow_inf_nan=False)]
 
 

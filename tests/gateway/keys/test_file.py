@@ -85,6 +85,8 @@ def test_a_bad_secret_of_a_webhook_is_not_repeated(tmp_path: Path) -> None:
         ("keys: [{name: a, key: b}, {name: a, key: c, admin: true}]", "key 'a': its entries differ"),
         ("keys: [{name: a, key: b}, {name: c, key: b}]", "two entries have the same secret"),
         ("keys: [{name: a, key: b, budget: {tokens_per_day: 0}}]", "'keys[0].budget.tokens_per_day'"),
+        ("keys: [{name: a, key: b, budget: {cost_per_day: 4.0e-10}}]", "'keys[0].budget.cost_per_day'"),
+        ("keys: [{name: a, key: b, budget: {cost_per_day: .nan}}]", "'keys[0].budget.cost_per_day'"),
         ("keys: [{name: a, key: b, budget: {cost_per_day: 1}}]", "key 'a': a budget of cost needs `prices`"),
         ("keys: [{name: a, key: b, project: p}]", "key 'a': there is no project 'p'"),
         (
