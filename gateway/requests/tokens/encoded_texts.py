@@ -79,10 +79,12 @@ def _encode(tokenizer: Tokenizer, parts: tuple[str, ...], cut_to: int | None) ->
 
 def _last_from(encoding: Any, is_pair: bool) -> int:
     """Return where the text, or the second text of a pair, begins. An empty second one begins at its special tokens."""
-    origins = encoding.sequence_ids
+    tokens = enumerate(zip(encoding.sequence_ids, encoding.type_ids, strict=True))
     if is_pair:
-        origins = [origin or type_id for origin, type_id in zip(origins, encoding.type_ids, strict=True)]
-    return next((i for i, origin in enumerate(origins) if origin == is_pair), len(origins))
+        found = (i for i, (origin, type_id) in tokens if origin == 1 or type_id == 1)
+    else:
+        found = (i for i, (origin, _) in tokens if origin == 0)
+    return next(found, len(encoding.ids))
 
 
 def _num_special(origins: Sequence[Any]) -> int:
