@@ -36,7 +36,7 @@ BODY: dict[str, Any] = {
                     "type": "object",
                     "required": ["name"],
                     "description": "Fields of the keys file: name, role, tiers, default_tier, project, budget, limits. "
-                    "`rotate: true`: one more secret of the key of this name, which keeps its other fields.",
+                    "`rotate: true`, with the name alone: one more secret of the key of this name.",
                 }
             }
         },
@@ -71,14 +71,16 @@ async def create_key(request: Request) -> dict[str, Any]:
     """Create an API key for all gateways of the store. Its secret is the answer's `value`, and is shown only now."""
     options = parse_json_object(await request.body())
     rotate = options.pop("rotate", False)
-    if rotate not in (True, False):
+    if not isinstance(rotate, bool):
         raise invalid_value("rotate", "Invalid value for 'rotate': it must be true or false.")
-    for name in NOT_STORED:
-        if name in options:
+    for name in options:
+        if name in NOT_STORED:
             raise invalid_value(name, f"Invalid value for '{name}': only keys of the keys file have it.")
+        if rotate and name != "name":
+            raise invalid_value(name, f"Invalid value for '{name}': with 'rotate', the key keeps what it has.")
     source = gateway_of(request).key_source
     try:
-        secret, key = await source.create(options, rotate=bool(rotate))
+        secret, key = await source.create(options, rotate=rotate)
     except ValidationError as error:
         fault = first_fault(error.errors(include_url=False))
         raise invalid_request(fault.message, fault.param, fault.code) from None

@@ -124,6 +124,8 @@ async def test_a_secret_is_rotated(redis_client: Redis) -> None:
         ({"name": "a", "key": "sk-own"}, 400, "key"),
         ({"name": "a", "admin": True}, 400, "admin"),
         ({"name": "a", "rotate": "yes"}, 400, "rotate"),
+        ({"name": "a", "rotate": 1}, 400, "rotate"),
+        ({"name": "a", "rotate": True, "tiers": ["bulk"]}, 400, "tiers"),
         ({"name": "a", "colour": "red"}, 400, "colour"),
     ],
 )
