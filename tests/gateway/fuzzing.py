@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gateway.dialects.messages.request import MessagesRequest
 from gateway.dialects.responses.request import ResponseRequest
 from gateway.protocol.bodies.schemas import ChatCompletionRequest, CompletionRequest
+from gateway.protocol.bodies.vectors import EmbeddingRequest, RerankRequest
 
 HI = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -89,6 +90,16 @@ PARTS: dict[str, list[dict[str, Any]]] = {
         {"thinking": {"type": "adaptive", "display": "omitted"}, "service_tier": "standard_only"},
         {"metadata": {"user_id": "u"}, "context_management": {"edits": []}, "max_tokens": 32_000},
     ],
+    "/v1/embeddings": [
+        {"input": ["a", "b b"], "encoding_format": "base64", "dimensions": 2},
+        {"input": [[1, 2], [3]], "service_tier": "flex"},
+        {"input": [5, 6, 7], "truncate_prompt_tokens": 2, "user": "u"},
+        {"input": "a " * 300, "truncate_prompt_tokens": -1, "priority": 1},
+    ],
+    "/v1/rerank": [
+        {"documents": ["a", {"text": "b"}, ""], "top_n": 2, "return_documents": True},
+        {"query": "a b", "truncate_prompt_tokens": 6, "deadline_ms": 1000, "metadata": {"a": "b"}},
+    ],
     "/tokenize": [{"messages": HISTORY, "prompt": None, "add_special_tokens": False}, {"return_token_strs": True}],
     "/detokenize": [{"tokens": [1, 2, 3]}],
 }
@@ -98,10 +109,15 @@ NEEDED: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "hi"},
     "/v1/responses/compact": {"input": "hi"},
     "/v1/messages": {"messages": HI, "max_tokens": 8},
+    "/v1/embeddings": {"input": "hi"},
+    "/v1/rerank": {"query": "hi", "documents": ["a"]},
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": []},
 }
-BODIES = (ChatCompletionRequest, CompletionRequest, ResponseRequest, MessagesRequest)
+BODIES = (
+    *(ChatCompletionRequest, CompletionRequest, ResponseRequest, MessagesRequest),
+    *(EmbeddingRequest, RerankRequest),
+)
 NAMES = sorted({name for body in BODIES for name in body.model_fields})
 
 ODD_TEXTS = ["", " ", "\x00", "\ud800", "é😀", "a" * 3000, "1", "null", "auto", "none", "<|im_end|>", "{{ 1 }}", "../x"]

@@ -7,15 +7,21 @@ import asyncio
 import json
 import os
 import threading
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from redis.asyncio import Redis
 
+from engine.interface import FinishReason
+from gateway.requests.tokens.tokenizer import Tokenizer
 from gateway.store_keys import GatewayKeys
+from scheduler.request import EventKind, Request, TokenEvent
 from scheduler.store.keys import Keys
+from tests.encoders import CONTEXT, pretrained
 from tests.gateway.fuzzing import HEADERS, PARTS, bodies
 from tests.gateway.stand import Stand, running_stand
 from tests.gateway.tiny_model import MODEL
@@ -54,9 +60,22 @@ async def check_nothing_is_left(stand: Stand, redis: Redis) -> None:
     assert {key for key in left if not key.startswith(GATEWAY_KEYS.responses_of)} <= LASTING_KEYS, left
 
 
+def _stand(path: str, redis: Redis) -> AbstractAsyncContextManager[Stand]:
+    """Return a stand whose model is of the kind that answers at `path`."""
+    kind = {"/v1/embeddings": "embedding", "/v1/rerank": "rerank"}.get(path)
+    if kind is None:
+        return running_stand(redis=redis)
+    return running_stand(_vector, redis=redis, kind=kind, tokenizer=Tokenizer(pretrained(), CONTEXT))
+
+
+def _vector(request: Request) -> list[TokenEvent]:
+    numbers = np.array([0.5, len(request.prompt_token_ids)], "<f4")
+    return [TokenEvent(request.id, EventKind.FINISHED, 0, (0,), FinishReason.LENGTH, vector=numbers.tobytes())]
+
+
 @pytest.mark.parametrize("path", PARTS)
 async def test_a_body_with_faults_is_answered_or_refused(redis_client: Redis, path: str) -> None:
-    async with running_stand(redis=redis_client) as stand:
+    async with _stand(path, redis_client) as stand:
         loop, threads = asyncio.get_running_loop(), threading.active_count()
 
         async def send(body: bytes, headers: dict[str, Any]) -> None:
