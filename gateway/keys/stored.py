@@ -14,7 +14,8 @@ from redis.asyncio import Redis
 
 from gateway.keys.file import KeyEntry
 from gateway.store_keys import GatewayKeys
-from scheduler.store.durability import durable
+from scheduler.store.durability import LOST, durable
+from scheduler.store.errors import NotDurable
 from scheduler.store.scripts import load_script
 
 
@@ -58,14 +59,17 @@ class StoredKeys:
         """Add or remove one key, and return the new record.
 
         `decide` returns the key's id and the record. It is called again if another change came first. Raises what
-        `decide` raises, and the errors of `durable`: a change is kept when this returns.
+        `decide` raises, and the errors of `durable`: a change is kept when this returns. `NotDurable` is also raised if
+        the store has lost it since.
         """
         while True:
             known = await self.read()
             key_id, key = decide(known)
             record = b"" if key is None else _encoded(key)
             if await self._change(keys=self._names, args=[known.version, key_id, record]):
-                await durable(self._redis, self._names[1])
+                await durable(self._redis)
+                if (await self._redis.hget(self._names[0], key_id) or b"") != record:
+                    raise NotDurable(LOST)
                 return key
 
 

@@ -161,6 +161,31 @@ async def test_a_key_that_is_not_safe_yet_is_not_told(redis_client: Redis, monke
         error_of(await create(stand, name="new"), 503)
 
 
+async def test_a_change_that_the_store_has_lost_is_no_success(
+    redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that has crashed confirms what it has left, and the counter of changes is there as before."""
+    names = GatewayKeys.of(redis_client)
+    async with gateway(redis_client) as stand:
+        first = (await create(stand, name="first")).json()
+        kept = {name: await redis_client.dump(name) for name in (names.api_keys, names.api_keys_version)}
+
+        async def crash(*args: Any) -> bool:
+            for name, value in kept.items():
+                await redis_client.restore(name, 0, value, replace=True)
+            return True
+
+        monkeypatch.setattr("gateway.keys.stored.durable", crash)
+        error_of(await create(stand, name="second"), 503)
+        path = f"/admin/keys/{first['id']}"
+        error_of(await stand.http.delete(path, headers=bearer("sk-operator")), 503)
+        monkeypatch.undo()
+        assert await status(stand, first["value"]) == 200
+        assert (await create(stand, name="second")).status_code == 200
+        assert (await stand.http.delete(path, headers=bearer("sk-operator"))).status_code == 200
+        assert await status(stand, first["value"]) == 401
+
+
 async def test_only_administrators_change_keys_and_it_is_written_down(redis_client: Redis, file: Path) -> None:
     async with gateway(redis_client, file) as stand:
         assert [(await create(stand, secret, name="n")).status_code for secret in ("sk-web", "sk-eyes")] == [403, 403]
