@@ -187,6 +187,7 @@ class SequenceOutput(msgspec.Struct, frozen=True):  # a struct, since a step mak
     # Of a model that is no chat: the embedding, or the one score, as float32 in little-endian order. One token stands
     # for it in `token_ids`.
     vector: bytes = b""
+    num_prompt_tokens: int = 0  # of a prompt with images, as its server has counted it; 0: not said
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +248,7 @@ class EngineInfo:
     # `max_step_tokens` is computed alone.
     whole_prompts: bool = False
     num_layers: int = 30  # of the model; sequences are evicted from a running step between two layers
+    takes_images: bool = False  # serves requests with `StreamRequest.chat`
 
 
 class PlanError(Exception):

@@ -56,6 +56,9 @@ class StreamRequest:
     output_token_ids: tuple[int, ...] = ()  # tokens of an earlier stream, after which this one begins
     second_from: int = 0  # as `NewSequence.second_from`
     traceparent: str = ""  # W3C trace context, passed on to the server; empty: the sequence is not traced
+    # Not empty: a chat with images, as the JSON object of what the server's chat endpoint is sent of it. The server
+    # applies its chat template, and `prompt_token_ids` are only as many as the prompt is thought to have.
+    chat: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -79,7 +82,10 @@ class Upstream(Protocol):
 
     @property
     def unsupported(self) -> frozenset[str]:
-        """The options that the server cannot honour, as `options_of` names them."""
+        """The options that the server cannot honour, as `options_of` names them.
+
+        `images` are images in chats, and `images+OPTION` is an option of a chat with images; `images+tools` its tools.
+        """
         ...
 
     def keeps_prefixes(self, cache_salt: str) -> bool:
@@ -109,6 +115,9 @@ class Upstream(Protocol):
     async def try_out(self) -> bool:
         """Generate two tokens, and return whether token ids came. Raises `UpstreamError`."""
         ...
+
+
+IMAGES = "images"  # see `Upstream.unsupported`
 
 
 def json_schema_of(grammar: str) -> dict[str, Any] | None:

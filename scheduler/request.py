@@ -1,8 +1,8 @@
 """The request that a gateway sends to a worker, and the token events that the worker sends back.
 
 Both are immutable records with plain values that msgpack can encode. A request holds token ids and the name of a tier.
-It holds no HTTP, no text and nothing of the model's vocabulary. `RequestState` is the worker's own record of a claimed
-request.
+It holds no HTTP, no text except that of a chat with images, and nothing of the model's vocabulary. `RequestState` is
+the worker's own record of a claimed request.
 """
 
 from dataclasses import dataclass
@@ -14,10 +14,11 @@ from engine.interface import FinishReason, SamplingParams, TokenLogprobs
 
 # The newest format of a request that this version knows. A new field that changes answers gets the next number, and
 # only requests that use the field carry it: workers that do not know the number refuse them by the field's name.
-# Requests of version 0 are of gateways that do not answer `EventKind.TAKEN_OVER`. Those of version 2 are pairs of
-# texts.
-VERSION = 2
+# Requests of version 0 are of gateways that do not answer `EventKind.TAKEN_OVER`.
+VERSION = 3
 USUAL_VERSION = 1  # of a request that uses no newer field
+PAIR_VERSION = 2  # of a pair of texts: `Request.second_from`
+CHAT_VERSION = 3  # of a chat with images: `Request.chat`
 
 
 class Delivery(Enum):
@@ -74,6 +75,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     weight: int = 1  # of its key among those that share the tier
     vocabulary: str = ""  # tells which vocabulary the token ids are of; empty: unknown
     second_from: int = 0  # of a pair of texts: the position of the second one in the prompt
+    chat: str = ""  # as `StreamRequest.chat`: a chat with images, for a server that applies its chat template
 
     @property
     def is_delivered_in_parts(self) -> bool:
@@ -215,6 +217,7 @@ class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     vector: bytes = b""  # of a model that is no chat, with the last event: see `SequenceOutput.vector`
     fence: int = 0  # of the lease under which the event was made; 0: it was made by a gateway or an older version
     worker: str = ""  # id of the worker that holds the KV of the prompt; only events with index 0 have it
+    prompt_tokens: int = 0  # as `SequenceOutput.num_prompt_tokens`; 0: as many as the request has
 
     @property
     def is_last(self) -> bool:

@@ -78,6 +78,7 @@ class RequestState:
     num_computed_tokens: int = 0
     num_shared_blocks: int = 0  # KV blocks that other sequences hold too: preempting this one does not free them
     num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache when it first ran
+    num_prompt_tokens: int = 0  # as `SequenceOutput.num_prompt_tokens`, once it is known
     output_token_ids: list[int] = field(default_factory=list)
     first_scheduled_s: float | None = None
     first_token_s: float | None = None

@@ -53,13 +53,24 @@ def body_of(
         params["repeat_last_n"] = len(request.prompt_token_ids) + sampling.max_tokens
     # A sequence that cannot be continued begins again after a fault, and must get the same tokens. Others get no seed:
     # servers sample slower with one. One that is continued would get the random numbers of its beginning again.
-    needs_seed = dialect.repeats and not can_continue(sampling, request.is_seeded)
+    needs_seed = dialect.repeats and (bool(request.chat) or not can_continue(sampling, request.is_seeded))
     if (request.is_seeded or needs_seed) and not num_done:
         params[dialect.seed] = sampling.seed
     params |= _options(sampling, dialect, num_done)
     _add_logprobs(body, params, sampling, dialect)
     _add_schema(params, sampling, dialect)
     return body
+
+
+def chat_body_of(request: StreamRequest, dialect: Dialect, model: str, *, with_priority: bool = True) -> dict[str, Any]:
+    """Return the body of a request for a chat with images. What the request says of the chat is passed on as it is.
+
+    Without a limit of the client's, none is sent: only the server knows how many tokens the images leave.
+    """
+    chat = msgspec.json.decode(request.chat, type=dict[str, msgspec.Raw])
+    body = body_of(request, dialect, model, chat["messages"], with_priority=with_priority)
+    del body[dialect.max_tokens]
+    return body | chat
 
 
 def _options(sampling: SamplingParams, dialect: Dialect, num_done: int) -> dict[str, Any]:

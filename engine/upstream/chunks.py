@@ -27,9 +27,10 @@ class Piece:
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     cached_tokens: int = 0
+    prompt_tokens: int = 0  # 0: the event does not say it
 
     def __post_init__(self) -> None:
-        if len(self.logprobs) not in (0, len(self.token_ids)) or self.cached_tokens < 0:
+        if len(self.logprobs) not in (0, len(self.token_ids)) or min(self.cached_tokens, self.prompt_tokens) < 0:
             raise UpstreamLost("The server sent an event whose numbers do not fit each other.")
 
 
@@ -56,6 +57,8 @@ class EventSplitter:
 
 
 def reader_of(dialect: Dialect) -> Reader:
+    if dialect.is_chat:
+        return _OpenAIReader()
     if dialect.name == "sglang":
         return _SGLangReader()
     return _LlamaReader() if dialect.name == "llama.cpp" else _OpenAIReader()
@@ -89,8 +92,13 @@ class _OpenAILogprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None] | None = None
 
 
+class _OpenAIDelta(msgspec.Struct):
+    content: str | None = None
+
+
 class _OpenAIChoice(msgspec.Struct):
     text: str = ""
+    delta: _OpenAIDelta | None = None  # of a chat, in place of `text`
     token_ids: list[int] | None = None
     finish_reason: str | None = None
     logprobs: _OpenAILogprobs | None = None
@@ -101,6 +109,7 @@ class _OpenAIDetails(msgspec.Struct):
 
 
 class _OpenAIUsage(msgspec.Struct):
+    prompt_tokens: int | None = None
     prompt_tokens_details: _OpenAIDetails | None = None
 
 
@@ -116,11 +125,13 @@ class _OpenAIReader:
     def read(self, data: bytes) -> Piece:
         chunk: _OpenAIChunk = _decode(self._decoder, data)
         if not chunk.choices:
-            details = chunk.usage.prompt_tokens_details if chunk.usage is not None else None
-            return Piece(cached_tokens=(details.cached_tokens or 0) if details is not None else 0)
+            usage = chunk.usage or _OpenAIUsage()
+            details = usage.prompt_tokens_details or _OpenAIDetails()
+            return Piece(cached_tokens=details.cached_tokens or 0, prompt_tokens=usage.prompt_tokens or 0)
         choice = chunk.choices[0]
+        text = choice.text if choice.delta is None else choice.delta.content
         logprobs = [] if choice.logprobs is None else _openai_logprobs(choice.logprobs)
-        return Piece(choice.token_ids or [], choice.text or "", _reason(choice.finish_reason), logprobs)
+        return Piece(choice.token_ids or [], text or "", _reason(choice.finish_reason), logprobs)
 
 
 def _openai_logprobs(reported: _OpenAILogprobs) -> list[TokenLogprobs]:

@@ -6,13 +6,15 @@ HTTP statuses; does not know tiers, attempts or time.
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import suppress
+from contextlib import aclosing, suppress
+from dataclasses import replace
 
 import msgspec
 from msgspec import structs
 
 from engine.interface import EngineInfo, FinishReason, SamplingParams, SequenceOutput
 from engine.streaming import (
+    IMAGES,
     StreamRequest,
     UpstreamBusy,
     UpstreamError,
@@ -21,9 +23,9 @@ from engine.streaming import (
     UpstreamRefused,
     UpstreamUnusable,
 )
-from engine.upstream.bodies import body_of, can_continue
+from engine.upstream.bodies import body_of, can_continue, chat_body_of
 from engine.upstream.chunks import EventSplitter, Piece, reader_of
-from engine.upstream.dialects import Dialect
+from engine.upstream.dialects import CHAT_DIALECTS, Dialect
 from engine.upstream.http import Exchange, HttpSender
 from engine.upstream.status import ModelCard, list_models, load_of
 from engine.upstream.texts import Texts
@@ -39,7 +41,8 @@ TRIAL_S = 120.0  # a server may compile kernels for its first tokens
 
 
 class HttpUpstream:
-    """One server and `card`, one of its models. `texts` is needed for a dialect that takes no token ids."""
+    """One endpoint of a server, and `card`, one of its models. `texts` is needed for a dialect that takes no token ids,
+    and for one of chats. `chats` is the endpoint for chats with images, if there is one."""
 
     def __init__(
         self,
@@ -51,7 +54,7 @@ class HttpUpstream:
         *,
         with_priority: bool = True,
     ) -> None:
-        assert dialect.takes_ids or texts is not None
+        assert texts is not None or (dialect.takes_ids and not dialect.is_chat)
         self._sender = sender
         self._dialect = dialect
         self._card = card
@@ -60,6 +63,17 @@ class HttpUpstream:
         self._texts = texts
         self._with_priority = with_priority
         self.caches_prefixes = False  # whether the server has found an earlier prompt again, and said so
+        self._chats: HttpUpstream | None = None
+
+    def take_images(self, texts: Texts) -> None:
+        """Serve chats with images too, by the server's chat endpoint."""
+        dialect = CHAT_DIALECTS[self._dialect.name]
+        self.info = replace(self.info, takes_images=True)
+        self._chats = HttpUpstream(
+            self._sender, dialect, self._card, self.info, texts, with_priority=self._with_priority
+        )
+        less = dialect.unsupported | (frozenset() if dialect.takes_ids else {"tools"})  # others would parse the calls
+        self.unsupported |= {f"{IMAGES}+{name}" for name in less - self.unsupported}
 
     def can_continue(self, sampling: SamplingParams, is_seeded: bool) -> bool:
         return self._dialect.takes_ids and can_continue(sampling, is_seeded)
@@ -71,6 +85,11 @@ class HttpUpstream:
         return self._dialect.takes_ids and (self._dialect.repeats or sampling.temperature == 0)
 
     async def stream(self, request: StreamRequest) -> AsyncGenerator[SequenceOutput, None]:
+        if request.chat and self._chats is not None:
+            async with aclosing(self._chats.stream(request)) as outputs:
+                async for output in outputs:
+                    yield output
+            return
         body, exchange = msgspec.json.encode(self._body(request)), None
         try:
             exchange = await self._sender("POST", self._dialect.path, body, request.traceparent)
@@ -84,21 +103,26 @@ class HttpUpstream:
                     if output.finish_reason is None:
                         yield output
                         continue
-                    yield structs.replace(output, num_cached_tokens=await self._cached_tokens(piece, pieces))
+                    yield await self._with_usage(output, pieces)
                     return
             raise UpstreamLost("The server ended the stream before the answer was whole.")
         finally:
             if exchange is not None:
                 exchange.hang_up()
 
-    async def _cached_tokens(self, last: Piece, pieces: AsyncGenerator[Piece, None]) -> int:
-        """Return how many tokens the server has found in its prefix cache, as far as it says so at the end."""
-        if self._dialect.usage_last and not last.cached_tokens:
+    async def _with_usage(self, last: SequenceOutput, pieces: AsyncGenerator[Piece, None]) -> SequenceOutput:
+        """Return the last output with what the server says of the prompt at the end.
+
+        It is how many tokens were found in its prefix cache, and for a chat, how many there are.
+        """
+        if self._dialect.usage_last and not last.num_cached_tokens:
             with suppress(UpstreamLost, TimeoutError):  # the answer is whole in any case
                 async with asyncio.timeout(USAGE_S):
                     async for piece in pieces:
-                        return piece.cached_tokens
-        return last.cached_tokens
+                        num_prompt = piece.prompt_tokens if self._dialect.is_chat else 0
+                        counted = {"num_cached_tokens": piece.cached_tokens, "num_prompt_tokens": num_prompt}
+                        return structs.replace(last, **counted)
+        return last
 
     async def load(self) -> UpstreamLoad | None:
         if not any(card.is_same_model(self._card) for card in await list_models(self._sender)):
@@ -131,6 +155,8 @@ class HttpUpstream:
         return any(cached)
 
     def _body(self, request: StreamRequest) -> dict[str, object]:
+        if self._dialect.is_chat:
+            return chat_body_of(request, self._dialect, self._card.id, with_priority=self._with_priority)
         known = (*request.prompt_token_ids, *request.output_token_ids)
         prompt = list(known) if self._texts is None else self._texts.prompt(known)
         return body_of(request, self._dialect, self._card.id, prompt, with_priority=self._with_priority)
@@ -140,7 +166,7 @@ class HttpUpstream:
         while data := await exchange.read():
             for event in splitter.feed(data):
                 piece = reader.read(event)
-                if self._texts is not None:
+                if self._texts is not None and not (piece.token_ids and self._dialect.takes_ids):
                     piece.token_ids = self._texts.ids(piece.text) if piece.text else []
                 yield piece
 

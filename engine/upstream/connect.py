@@ -45,6 +45,7 @@ class UpstreamConfig:
     api_key: str = ""
     max_model_len: int | None = None
     kind: ModelKind = "chat"
+    takes_images: bool = False
 
 
 async def connect(config: UpstreamConfig, sleep: Callable[[float], Any] = asyncio.sleep) -> HttpUpstream:
@@ -77,6 +78,8 @@ async def _inspect(config: UpstreamConfig, sender: HttpSender) -> HttpUpstream:
     if upstream is None:
         dialect, info = PLAIN, replace(info, device="plain")
         upstream = HttpUpstream(sender, PLAIN, card, info, _texts(config.model_path))
+    if config.takes_images and config.kind == "chat":
+        upstream.take_images(_texts(config.model_path))
     log.info(
         "the upstream answers",
         url=str(sender.address),

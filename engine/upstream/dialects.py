@@ -4,7 +4,7 @@ Knows what each kind of server calls things, and what it cannot do. Does not sen
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import msgspec
@@ -14,6 +14,9 @@ from engine.interface import SamplingParams
 DialectName = Literal["vllm", "sglang", "llama.cpp", "plain"]
 # Fields of `SamplingParams` that every request has, or that `bodies` translates by itself.
 _GENERAL = frozenset({"max_tokens", "seed", "temperature", "grammar", "logprobs"})
+
+
+CHAT_PATH = "/v1/chat/completions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,11 @@ class Dialect:
     logprobs: str = ""
     takes_ids: bool = True  # whether prompts and outputs are token ids; otherwise they are texts
     metrics: Metrics | None = None
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the server gets messages and applies the chat template itself."""
+        return self.path == CHAT_PATH
 
     @property
     def unsupported(self) -> frozenset[str]:
@@ -136,6 +144,39 @@ PLAIN = Dialect(
     takes_ids=False,
 )
 DIALECTS: Mapping[str, Dialect] = {dialect.name: dialect for dialect in (VLLM, SGLANG, LLAMA_CPP, PLAIN)}
+
+# The chat endpoints of the same servers, for chats with images. Only vLLM's reports token ids there.
+_CHAT = Dialect(
+    name="plain",
+    owned_by=(),
+    path=CHAT_PATH,
+    prompt="messages",
+    max_tokens="max_tokens",
+    sampling=_USUAL,
+    fixed={**PLAIN.fixed, "stream_options": {"include_usage": True}},
+    usage_last=True,
+    takes_ids=False,
+)
+CHAT_DIALECTS: Mapping[str, Dialect] = {
+    "vllm": replace(
+        VLLM,
+        path=CHAT_PATH,
+        prompt="messages",
+        fixed={name: VLLM.fixed[name] for name in ("stream", "stream_options", "return_token_ids")},
+        logprobs="",
+    ),
+    "sglang": replace(
+        _CHAT,
+        name="sglang",
+        fixed={**_CHAT.fixed, "separate_reasoning": False},
+        salt=SGLANG.salt,
+        priority=SGLANG.priority,
+    ),
+    "llama.cpp": replace(
+        _CHAT, name="llama.cpp", sampling=LLAMA_CPP.sampling, fixed={**_CHAT.fixed, "reasoning_format": "none"}
+    ),
+    "plain": _CHAT,
+}
 
 
 def recognise(owned_by: str) -> Dialect:

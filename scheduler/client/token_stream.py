@@ -248,6 +248,7 @@ class TokenStream:
             cached_tokens=event.cached_tokens,
             receipt=event.receipt,
             vector=event.vector,
+            prompt_tokens=event.prompt_tokens,
             logprobs=event.logprobs[num_known:],
             prompt_logprobs=() if is_continued else event.prompt_logprobs,
         )

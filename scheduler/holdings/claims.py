@@ -109,6 +109,8 @@ def reason_against(request: Request, engine: EngineInfo) -> str:
         return "There is nothing to generate: max_tokens is below 1."
     if request.sampling.adapter not in (None, *engine.adapters):
         return f"The worker's engine has no adapter {request.sampling.adapter!r}."
+    if request.chat and not engine.takes_images:
+        return "The worker's engine takes no images."
     if min(request.max_total_tokens, engine.max_model_len) > capacity:
         return f"Prompt and output together may outgrow the {capacity} tokens that the engine holds."
     return ""

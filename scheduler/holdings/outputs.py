@@ -54,6 +54,7 @@ class OutputHandler:
         state.logprobs.extend(output.logprobs)
         state.prompt_logprobs.extend(output.prompt_logprobs)
         state.vector = output.vector
+        state.num_prompt_tokens = output.num_prompt_tokens
         self._table.update(state)
         if output.token_ids:
             if state.awaits_first_token and state.reaction_steps is not None:

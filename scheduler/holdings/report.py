@@ -134,6 +134,7 @@ def _tokens_event(
         vector=state.vector,
         fence=state.fence,
         worker=worker_id if index == 0 else "",
+        prompt_tokens=state.num_prompt_tokens,
     )
 
 

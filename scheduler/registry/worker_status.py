@@ -80,7 +80,7 @@ class WorkerStatus:
     device: str = ""
     tiers: dict[str, TierStatus] = field(default_factory=dict)
     at_ms: int = 0  # time of the heartbeat, by the worker's wall clock
-    unsupported: tuple[str, ...] = ()  # sampling parameters that its engine cannot honour, as `options_of` names them
+    unsupported: tuple[str, ...] = ()  # options that its engine cannot honour, as `Upstream.unsupported` names them
     busy: float = 0.0  # share of the time since the last heartbeat in which the engine computed
     kv_usage: float = 0.0  # share of KV blocks in use
     gpus: tuple[GpuStatus, ...] = ()

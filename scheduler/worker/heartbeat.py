@@ -14,6 +14,7 @@ import msgspec
 
 from engine.interface import EngineInfo
 from engine.step_time.ewma import Ewma
+from engine.streaming import IMAGES
 from scheduler.clock import Clock
 from scheduler.holdings.capacity import CapacityEstimator, SpareShare
 from scheduler.holdings.report import Ended
@@ -151,11 +152,11 @@ class RequestReport:
         unsupported: Collection[str] = (),
         read_gpus: ReadGpus | None = None,
     ) -> None:
-        """`unsupported` are the sampling parameters that the engine cannot honour. `read_gpus` returns its GPUs."""
+        """`unsupported` are the options that the engine cannot honour. `read_gpus` returns its GPUs."""
         self._core = core
         self._engine = engine
         self._identity = identity
-        self._unsupported = tuple(sorted(unsupported))
+        self._unsupported = tuple(sorted({*unsupported, *(() if engine.takes_images else (IMAGES,))}))
         self._read_gpus = read_gpus
         self._capacity = CapacityEstimator(engine)
         self._spare_share = SpareShare()

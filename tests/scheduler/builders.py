@@ -99,6 +99,7 @@ def make_request(
     weight: int = 1,
     order_ms: int = 0,
     vocabulary: str = "",
+    chat: str = "",
     **sampling: Any,
 ) -> Request:
     """`prompt` is the token ids, or their number."""
@@ -122,6 +123,7 @@ def make_request(
         weight=weight,
         order_ms=order_ms,
         vocabulary=vocabulary,
+        chat=chat,
     )
 
 

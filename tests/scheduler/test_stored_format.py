@@ -14,7 +14,17 @@ from engine.interface import FinishReason, SamplingParams, TokenLogprobs
 from scheduler.queue.redis import RedisQueue
 from scheduler.registry.redis import RedisWorkerRegistry
 from scheduler.registry.worker_status import Beat, TierCapacity, TierStatus, WorkerStatus
-from scheduler.request import USUAL_VERSION, VERSION, Delivery, EventKind, Receipt, Request, TokenEvent
+from scheduler.request import (
+    CHAT_VERSION,
+    PAIR_VERSION,
+    USUAL_VERSION,
+    VERSION,
+    Delivery,
+    EventKind,
+    Receipt,
+    Request,
+    TokenEvent,
+)
 from scheduler.store.keys import Keys
 from scheduler.tasks import task as tasks_format
 from scheduler.tasks.queue import TaskQueue
@@ -62,7 +72,8 @@ FULL = Request(
     "00-0-0-01",
     USUAL_VERSION,
 )
-PAIR = replaced(PLAIN, version=VERSION, second_from=1)
+PAIR = replaced(PLAIN, version=PAIR_VERSION, second_from=1)
+CHAT = replaced(PLAIN, version=CHAT_VERSION, chat='{"messages":[]}')
 SCORE = TokenEvent("r-0", EventKind.FINISHED, 0, (0,), FinishReason.LENGTH, vector=b"\x00\x00\x00?")
 EVENTS = [
     TokenEvent("r-0", EventKind.TOKENS, 0, (5, 300), fence=1_700_000_000_001),
@@ -136,6 +147,12 @@ GOLDEN = {
         "de0009a26964a3722d30a474696572a87265616c74696d65b070726f6d70745f746f6b656e5f6964739205cd012ca873616d706c"
         "696e67de0001aa6d61785f746f6b656e7308aa6172726976616c5f6d73cf0000018bcfe56800ab646561646c696e655f6d73cf00"
         "00018bcfe56be8a87265706c795f746fa167a776657273696f6e02ab7365636f6e645f66726f6d01",
+    ),
+    "chat": (
+        CHAT,
+        "de0009a26964a3722d30a474696572a87265616c74696d65b070726f6d70745f746f6b656e5f6964739205cd012ca873616d70"
+        "6c696e67de0001aa6d61785f746f6b656e7308aa6172726976616c5f6d73cf0000018bcfe56800ab646561646c696e655f6d73"
+        "cf0000018bcfe56be8a87265706c795f746fa167a776657273696f6e03a463686174af7b226d65737361676573223a5b5d7d",
     ),
     "score": (
         SCORE,

@@ -67,6 +67,13 @@ class CommonSettings(BaseSettings):
         default=None,
         description="what the model is for: chat, embedding or rerank; unset: what its files say",
     )
+    image_tokens: int = Field(
+        default=0,
+        ge=0,
+        le=2**16,
+        description="with --engine openai: chats may have images, which count as so many tokens each until the server "
+        "says how many they are; 0: no images",
+    )
     served_model_name: Annotated[list[str] | None, NoDecode] = Field(
         default=None, description="model name or names that clients use; unset: the name of the model"
     )

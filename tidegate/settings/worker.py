@@ -88,6 +88,12 @@ class WorkerSettings(CommonSettings):
         return self
 
     @model_validator(mode="after")
+    def _engine_takes_images(self) -> Self:
+        if self.image_tokens and self.engine != "openai":
+            raise ValueError("--image-tokens is for --engine openai: the other engines take no images")
+        return self
+
+    @model_validator(mode="after")
     def _engine_quantizes(self) -> Self:
         if self.quantize is not None and self.engine != "native":
             ways = {"vllm": 'use --vllm-args "--quantization …"', "embedding": "--dtype chooses its numbers"}

@@ -103,6 +103,7 @@ def upstream_config(settings: WorkerSettings) -> UpstreamConfig:
         api_key=key.get_secret_value() if key is not None else "",
         max_model_len=settings.max_model_len,
         kind=settings.kind or kind_of(settings.model_path),
+        takes_images=settings.image_tokens > 0,
     )
 
 

@@ -22,7 +22,7 @@ from gateway.requests.prepare.prompts import ModelLimits
 from gateway.requests.prepare.trace_attributes import describe_vectors
 from gateway.requests.tokens.encoded_texts import EncodedText, NothingLeft, encode_texts
 from gateway.requests.tokens.tokenizer import RunInThread, TextTooLong, Tokenizer
-from scheduler.request import VERSION, Delivery, Request
+from scheduler.request import PAIR_VERSION, Delivery, Request
 
 # One token stands for the vector. Greedy: the same text gets the same vector, so that the answer cache may keep it.
 SAMPLING = SamplingParams(max_tokens=1, temperature=0.0)
@@ -60,7 +60,7 @@ def _requests(
 ) -> tuple[Request, ...]:
     shared = preparation.fields_of(request, placement, arrival_ms) | {"delivery": Delivery.AT_END}
     if request.kind == "rerank":
-        shared["version"] = VERSION
+        shared["version"] = PAIR_VERSION
     requests = []
     for index, (ids, second_from) in enumerate(encoded):
         new = Request(

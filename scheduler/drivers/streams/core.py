@@ -34,7 +34,7 @@ from scheduler.drivers.streams.policy import MAX_TOKENS, RECOMPUTE_SHARE, Decisi
 from scheduler.drivers.streams.retries import Retries
 from scheduler.drivers.streams.server_state import ServerState
 from scheduler.drivers.streams.step_times import SeenStep, UpstreamStepTimes
-from scheduler.drivers.streams.streams import StreamTable
+from scheduler.drivers.streams.streams import StreamTable, may_continue
 from scheduler.holdings.claims import claim_limits
 from scheduler.holdings.holdings import Holdings
 from scheduler.holdings.report import Report
@@ -68,7 +68,7 @@ class StreamCore:
             controller,
             self._begin,
             self._drop,
-            lambda request: upstream.can_continue(request.sampling, request.is_seeded),
+            lambda request: may_continue(upstream, request),
             worker_id,
         )
         self._table = self.held.table

@@ -12,12 +12,19 @@ from engine.interface import FinishReason, SequenceOutput
 from engine.streaming import StreamRequest, Upstream
 from scheduler.drivers.streams.step_times import SeenStep, UpstreamStepTimes
 from scheduler.holdings.request_table import RequestTable
+from scheduler.request import Request
 from scheduler.request_state import RequestState, Status
 
 # Output tokens for which bulk is sent at a time, where a server caches prefixes: afterwards, others may go first.
 QUANTUM = 64
 # Steps of the server after which a request without a token waits for a place, and not only for the next step.
 QUEUED_STEPS = 2
+
+
+def may_continue(upstream: Upstream, request: Request) -> bool:
+    """Return whether a stream of `request` may be hung up, and continued from its tokens: not that of a chat which the
+    server turns into a prompt itself."""
+    return not request.chat and upstream.can_continue(request.sampling, request.is_seeded)
 
 
 @dataclass(slots=True)
@@ -94,6 +101,7 @@ class StreamTable:
             output_token_ids=tuple(state.output_token_ids),
             second_from=request.second_from,
             traceparent=request.traceparent,
+            chat=request.chat,
         )
 
     def _until(self, state: RequestState) -> int:
@@ -210,7 +218,7 @@ class StreamTable:
         return sorted(found, key=lambda s: (s.priority, -self._streams[s.id].begun_s, s.id))
 
     def can_continue(self, state: RequestState) -> bool:
-        return self._upstream.can_continue(state.request.sampling, state.request.is_seeded)
+        return may_continue(self._upstream, state.request)
 
     def _may_hang_up(self, state: RequestState) -> bool:
         grown = len(state.output_token_ids) - self._streams[state.id].num_before

@@ -18,6 +18,7 @@ from engine.upstream.http import Address, HttpSender
 
 MODEL = "scripted"
 VOCAB = 1000
+UNLIMITED = 5  # tokens of an answer without a maximum
 
 
 def token_after(known: Sequence[int]) -> int:
@@ -61,6 +62,7 @@ class ScriptedServer:
     models: tuple[str, ...] = (MODEL,)
     scripts: deque[Script] = field(default_factory=deque)  # of the next streams, one each
     bodies: list[dict[str, Any]] = field(default_factory=list)  # of all streams
+    paths: list[str] = field(default_factory=list)  # of all streams
     request_headers: list[dict[str, str]] = field(default_factory=list)  # of all streams
     root: str | None = None  # where it has the model from
     models_status: int = 200  # of /v1/models
@@ -110,6 +112,7 @@ class ScriptedServer:
                 await self._get(writer, path)
             else:
                 self.request_headers.append(headers)
+                self.paths.append(path)
                 await self._post(reader, writer, json.loads(body))
         writer.close()
 
@@ -138,7 +141,7 @@ class ScriptedServer:
         if script.status != 200:
             await self._answer(writer, script.status, script.body, script.headers)
             return
-        if "prompt" not in body:
+        if "prompt" not in body and "messages" not in body:
             is_taken = self.returns_ids or not isinstance(body.get("input"), list)
             await self._answer(writer, 200 if is_taken else 400, script.body or json.dumps(vector_of(body)))
             return
@@ -158,9 +161,10 @@ class ScriptedServer:
             await self._note()
 
     async def _send(self, writer: asyncio.StreamWriter, body: dict[str, Any], script: Script) -> None:
-        prompt = body["prompt"]
+        is_chat = "messages" in body
+        prompt = json.dumps(body["messages"]) if is_chat else body["prompt"]
         known = [len(prompt)] if isinstance(prompt, str) else list(prompt)
-        count = body["max_tokens"]
+        count = body.get("max_tokens", UNLIMITED)
         for number in range(count):
             await self.gate.wait()
             if script.after == number:
@@ -169,7 +173,9 @@ class ScriptedServer:
             token = token_after(known) + self.token_offset
             known.append(token)
             choice: dict[str, Any] = {"index": 0, "text": f" w{token}", "finish_reason": None}
-            if self.returns_ids and not isinstance(prompt, str):
+            if is_chat:
+                choice["delta"] = {"role": "assistant", "content": choice.pop("text")}
+            if self.returns_ids and (not isinstance(prompt, str) or body.get("return_token_ids")):
                 choice["token_ids"] = [token]
             if number == count - 1:
                 choice["finish_reason"] = "length"

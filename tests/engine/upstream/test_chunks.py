@@ -64,8 +64,8 @@ def test_sglang_refuses_a_request_for_good_inside_of_the_stream() -> None:
 
 def test_the_last_event_says_how_many_tokens_were_cached() -> None:
     usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 8}}
-    assert read(VLLM, {"choices": [], "usage": usage}) == [Piece(cached_tokens=8)]
-    assert read(VLLM, {"choices": [], "usage": {**usage, "prompt_tokens_details": None}}) == [Piece()]
+    assert read(VLLM, {"choices": [], "usage": usage}) == [Piece(cached_tokens=8, prompt_tokens=9)]
+    assert read(VLLM, {"choices": [], "usage": {**usage, "prompt_tokens_details": None}}) == [Piece(prompt_tokens=9)]
     last = {"content": "", "tokens": [], "stop": True, "stop_type": "limit", "timings": {"cache_n": 14}}
     assert read(LLAMA_CPP, last) == [Piece(finish_reason=FinishReason.LENGTH, cached_tokens=14)]
 

@@ -18,7 +18,7 @@ from gateway.requests.answers.vectors import shortened
 from gateway.requests.tokens.tokenizer import Tokenizer
 from scheduler.client.rejection import Rejected, RejectReason
 from scheduler.client.token_stream import TokenStream
-from scheduler.request import USUAL_VERSION, VERSION, Delivery, EventKind, Request, TokenEvent
+from scheduler.request import PAIR_VERSION, USUAL_VERSION, Delivery, EventKind, Request, TokenEvent
 from tests.encoders import CLS, CONTEXT, SEP, WORDS, pretrained
 from tests.gateway.api_keys import as_
 from tests.gateway.offline import jsonl, limited_keyring
@@ -200,7 +200,7 @@ async def test_documents_are_sorted_by_relevance(ranking: Stand) -> None:
     assert answer["id"].startswith("rerank-") and answer["model"] == MODEL
     [first, *_] = sorted(ranking.worker.served, key=lambda r: r.id)
     assert first.prompt_token_ids == (CLS, A, B + 26, SEP, WORDS.index("z"), SEP)
-    assert (first.second_from, first.version) == (4, VERSION), "an older worker must not take it for one text"
+    assert (first.second_from, first.version) == (4, PAIR_VERSION), "an older worker must not take it for one text"
 
 
 async def test_the_best_documents_come_with_their_texts_on_demand(ranking: Stand) -> None:

@@ -292,6 +292,7 @@ def test_a_held_request_that_is_claimed_again_goes_on_from_what_its_gateway_has_
         ({"prompt": [-1]}, "The prompt has token ids outside the vocabulary of 1000."),
         ({"max_tokens": 0}, "There is nothing to generate: max_tokens is below 1."),
         ({"adapter": "mine"}, "The worker's engine has no adapter 'mine'."),
+        ({"chat": "{}"}, "The worker's engine takes no images."),
     ],
 )
 def test_a_request_that_can_never_run_fails_with_the_reason_and_others_run(bad: dict[str, object], reason: str) -> None:

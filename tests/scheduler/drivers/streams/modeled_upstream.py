@@ -52,7 +52,7 @@ class ModeledUpstream:
         caches_prefixes: bool = False,
     ) -> None:
         """The time of a step is the one of `cost`, times a random factor with the standard deviation `noise`."""
-        self.info = info or make_info(num_blocks=1 << 16)
+        self.info = info or make_info(num_blocks=1 << 16, takes_images=True)
         self.unsupported: frozenset[str] = frozenset({"bad_words"})
         self._clock = clock
         self._cost = cost

@@ -167,16 +167,17 @@ def test_bulk_comes_in_parts_where_the_server_keeps_them() -> None:
     async def story(world: World) -> int:
         bulk_task = asyncio.create_task(world.ask("bulk", tier="bulk", prompt=40, max_tokens=150, temperature=0.0))
         sampled = await world.ask("penal", tier="bulk", prompt=40, max_tokens=150, presence_penalty=0.5)
+        seen = await world.ask("image", tier="bulk", prompt=40, max_tokens=150, temperature=0.0, chat="{}")
         answer, chat = await bulk_task, await world.ask("chat", max_tokens=150)
-        assert is_right(answer) and is_right(sampled) and is_right(chat)
+        assert all(is_right(one) for one in (answer, sampled, seen, chat))
         assert world.core.recomputed.total() == 0 and not world.core.status(0.0).preemptions
         parts = [(s.seq_id, s.sampling.max_tokens, len(s.output_token_ids)) for s in world.engine.opened]
         assert [part for part in parts if part[0] == "bulk"] == [("bulk", 64, 0), ("bulk", 128, 64), ("bulk", 150, 128)]
-        assert [part[1:] for part in parts if part[0] in ("penal", "chat")] == [(150, 0), (150, 0)]
+        assert [part[1:] for part in parts if part[0] in ("penal", "image", "chat")] == [(150, 0)] * 3
         return world.core.num_computed
 
     num_computed = play(story, caches_prefixes=True)
-    assert num_computed <= 3 * (40 + 150) + 2 * 16, "of each part, less than a block is computed again"
+    assert num_computed <= 4 * (40 + 150) + 2 * 16, "of each part, less than a block is computed again"
 
 
 def test_the_servers_own_queue_stays_empty_once_its_places_are_known() -> None:
@@ -215,7 +216,9 @@ def test_bulk_is_hung_up_for_a_first_token_at_risk_and_continued() -> None:
     assert at(asked, 0.99) < 1.0
 
 
-@pytest.mark.parametrize("sampling", [{"presence_penalty": 0.5}, {"temperature": 1.0, "is_seeded": True}])
+@pytest.mark.parametrize(
+    "sampling", [{"presence_penalty": 0.5}, {"temperature": 1.0, "is_seeded": True}, {"temperature": 0.0, "chat": "{}"}]
+)
 def test_what_cannot_be_continued_faithfully_is_finished_instead(sampling: dict[str, Any]) -> None:
     async def story(world: World) -> int:
         async def ask(number: int) -> Answer:
