@@ -66,7 +66,7 @@ def _model(gateway: Gateway, name: str) -> dict[str, Any]:
             "embedding": served.model.kind == "embedding",
             "rerank": served.model.kind == "rerank",
             "fine_tuning": False,
-            "vision": False,
+            "vision": served.model.image_tokens > 0,
         },
         "permission": [_permission(name, gateway.created)],
     }
@@ -86,7 +86,8 @@ def _anthropic_model(gateway: Gateway, name: str) -> dict[str, Any]:
         "max_input_tokens": context,
         "max_tokens": context,
         "capabilities": {
-            **{name: NO for name in ("citations", "code_execution", "context_management", "image_input", "pdf_input")},
+            **{name: NO for name in ("citations", "code_execution", "context_management", "pdf_input")},
+            "image_input": {"supported": served.model.image_tokens > 0},
             "batch": YES,
             "structured_outputs": YES,
             "server_tools": {**NO, "code_execution": NO, "web_search": NO},

@@ -23,6 +23,7 @@ from gateway.protocol.bodies.schemas import (
 from gateway.protocol.errors import invalid_value, model_not_found
 from gateway.protocol.json_body import Body, hold_object, parse
 from gateway.protocol.openapi import json_body
+from gateway.requests.prepare.images import image_places
 from gateway.routes.chat import choose_model, json_response
 from gateway.routes.dependencies import Caller
 from gateway.state import gateway_of
@@ -50,6 +51,8 @@ async def tokenize(request: Request, key: Caller) -> Response:
     gateway = gateway_of(request)
     async with hold_object(request, partial(_parse_tokenize, gateway.models.names)) as (body, with_strings):
         served, body = choose_model(request, body, key)
+        for place in image_places(body):
+            raise invalid_value(place, f"Invalid value for '{place}': only the model's server knows an image's tokens.")
         tier = resolve_tier(None, key, served.tiers).tier
         ids = await served.completions.encode(body, tier, key.name if key else None)
     strings = await served.model.tokenizer.token_strings(ids) if with_strings else None

@@ -180,6 +180,7 @@ def make_stand(
         tiers_path=chosen.tiers_path,
         adapters=frozenset(chosen.adapter_paths),
         kind=kind,
+        image_tokens=chosen.image_tokens,
     )
     outside = Outside(
         queues=Queues(redis, MemoryQueue(clock), MemoryEventChannel(), EverAlive(clock)) if has_own_queues else queues,

@@ -20,13 +20,13 @@ from tidegate.settings.gateway import GatewaySettings
 from tidegate.settings.models import ModelsError, named_models, read_models
 from tidegate.settings.worker import WorkerSettings
 from tidegate.supervision.process import CannotStart
-from tidegate.worker.engine_worker import engine_config
+from tidegate.worker.engine_worker import engine_config, upstream_config
 from tidegate.worker.process import LoopRunner
 
 MODELS = """
 models:
   llama: {path: /m/llama, aliases: [gpt-4o], fallback: small, tiers: /t/llama.yaml}
-  small: {path: org/small}
+  small: {path: org/small, image_tokens: 900}
   vectors: {path: /m/vectors, kind: embedding}
 splits:
   assistant: {llama: 9, small: 1}
@@ -77,6 +77,7 @@ def test_serve_has_a_worker_for_each_model(tmp_path: Path) -> None:
     ]
     [*_, (_, remote)] = settings.model_copy(update={"engine": "openai", "upstream": "http://h"}).workers()
     assert (remote.kind, remote.engine) == ("embedding", "openai")
+    assert [own.image_tokens for own in (llama, small, vectors)] == [0, 900, 0]
     assert "--models" in settings.flags(GatewaySettings) and "--models" not in llama.flags(WorkerSettings)
     assert settings.served_names() == ("llama", "small", "vectors", "assistant")
     named = ServeSettings(model="a=/m/a,b=/m/b", worker_id="w")
@@ -102,6 +103,7 @@ def test_doctor_checks_each_model(tmp_path: Path) -> None:
         ("models: {}", "models"),
         ("models: {a: {paths: x}}", "models.a.path"),
         ("models: {a: {path: x, kind: vision}}", "models.a.kind"),
+        ("models: {a: {path: x, image_tokens: -1}}", "models.a.image_tokens"),
         ("models: {a: {path: x, fallback: b}}", "models.a.fallback: 'b'"),
         ("models: {a: {path: x, fallback: a}}", "models.a.fallback: 'a'"),
         ("models: {a: {path: x, aliases: [b]}, b: {path: y}}", "'b' is the name of more than one"),
@@ -160,3 +162,16 @@ def test_a_worker_that_claims_nothing_is_not_ready() -> None:
 def test_there_is_one_list_of_models(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="in place of --model"):
         GatewaySettings(model="/m/a", models=tmp_path / "models.yaml")
+    with pytest.raises(ValueError, match="in place of --image-tokens"):
+        GatewaySettings(image_tokens=900, models=tmp_path / "models.yaml")
+
+
+def test_only_a_server_behind_takes_images(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--image-tokens is for --engine openai"):
+        WorkerSettings(image_tokens=900)
+    flags: dict[str, Any] = {"engine": "openai", "upstream": "http://h:1"}
+    chosen = [WorkerSettings(image_tokens=count, **flags) for count in (900, 0)]
+    assert [upstream_config(own).takes_images for own in chosen] == [True, False]
+    queues: Any = None
+    [source] = open_models(GatewaySettings(image_tokens=900), queues, SystemClock())
+    assert source.image_tokens == 900

@@ -60,6 +60,7 @@ def test_a_child_gets_the_settings_of_its_parent(
         adapters=["mine=/adapters/mine", "yours=org/adapter=1"],
         vllm_args="--enforce-eager",
         engine="openai",
+        image_tokens=900,
         upstream="http://host:1",
         upstream_api_key=SecretStr("sk-sesame-up"),
         webhook_secret=SecretStr(WEBHOOK_SECRET),

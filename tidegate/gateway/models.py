@@ -50,7 +50,7 @@ from scheduler.reload.follower import TierFollower
 from scheduler.reload.store import TierStore
 from scheduler.store import address, connection
 from tidegate.settings.gateway import GatewaySettings
-from tidegate.settings.models import ModelsFile
+from tidegate.settings.models import ModelEntry, ModelsFile
 from tidegate.supervision.process import CannotStart
 
 log = structlog.get_logger()
@@ -85,6 +85,7 @@ class ModelSource:
     fallback: str | None = None
     vocabulary: str = ""  # see `vocabulary_of`; empty: unknown
     kind: ModelKind = "chat"
+    image_tokens: int = 0
 
 
 def open_models(settings: GatewaySettings, base: Queues, clock: Clock) -> Iterator[ModelSource]:
@@ -95,7 +96,7 @@ def open_models(settings: GatewaySettings, base: Queues, clock: Clock) -> Iterat
     several = settings.several_models()
     if several is None:
         path, names, adapters = settings.model_path, settings.model_names, frozenset(settings.adapter_paths)
-        yield _source(settings, path, names, base, settings.tiers_path, settings.kind, adapters=adapters)
+        yield _source(settings, settings.entry_of(path), path, names, base, settings.tiers_path, adapters=adapters)
         return
     kinds = dict[str, ModelKind]()
     for name, entry in several.models.items():
@@ -103,9 +104,7 @@ def open_models(settings: GatewaySettings, base: Queues, clock: Clock) -> Iterat
         path = str(gguf.unpacked(Path(entry.path).expanduser(), with_weights=False)) if is_file else entry.path
         queues = Queues.on(connection.connect(address.of_model(str(settings.redis_url), name)), clock)
         tiers_path = entry.tiers or settings.tiers_path
-        source = _source(
-            settings, path, (name, *entry.aliases), queues, tiers_path, entry.kind, fallback=entry.fallback
-        )
+        source = _source(settings, entry, path, (name, *entry.aliases), queues, tiers_path)
         kinds[name] = source.kind
         yield source
     _check_kinds(several, kinds)
@@ -122,14 +121,13 @@ def _check_kinds(models: ModelsFile, kinds: Mapping[str, ModelKind]) -> None:
 
 def _source(
     settings: GatewaySettings,
+    entry: ModelEntry,
     path: str,
     names: tuple[str, ...],
     queues: Queues,
     tiers_path: Path,
-    kind: ModelKind | None,
     *,
     adapters: frozenset[str] = frozenset(),
-    fallback: str | None = None,
 ) -> ModelSource:
     return ModelSource(
         names=names,
@@ -140,9 +138,10 @@ def _source(
         tiers=load_tiers(tiers_path),
         tiers_path=tiers_path,
         adapters=adapters,
-        fallback=fallback,
+        fallback=entry.fallback,
         vocabulary=vocabulary_of(path),
-        kind=kind or kind_of(path),
+        kind=entry.kind or kind_of(path),
+        image_tokens=entry.image_tokens,
     )
 
 
@@ -221,6 +220,7 @@ def make_model(settings: GatewaySettings, source: ModelSource) -> Model:
         trusts_templates=settings.trust_request_chat_template,
         vocabulary=source.vocabulary,
         kind=source.kind,
+        image_tokens=source.image_tokens,
     )
 
 

@@ -36,6 +36,7 @@ class ServeSettings(GatewaySettings, WorkerSettings):
         update: dict[str, Any] = {
             "model": f"{name}={entry.path}",
             "kind": entry.kind,
+            "image_tokens": entry.image_tokens,
             "engine": "embedding" if is_encoder else self.engine,
             "models": None,
             "worker_id": self.worker_id_of(number),

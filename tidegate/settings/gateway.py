@@ -233,8 +233,10 @@ class GatewaySettings(CommonSettings):
     def _is_the_only_list(cls, value: Path | None, info: ValidationInfo) -> Path | None:
         if value is not None and info.data.get("model") is not None:
             raise ValueError("the file of --models has the models, and their paths, in place of --model")
-        if value is not None and info.data.get("kind") is not None:
-            raise ValueError("the file of --models has the models' kinds, in place of --kind")
+        for name in ("kind", "image_tokens"):
+            if value is not None and info.data.get(name):
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"the file of --models says it of each model, in place of {flag}")
         return value
 
     @field_validator("ssl_keyfile")
@@ -248,8 +250,11 @@ class GatewaySettings(CommonSettings):
         """Return the models that have queues of their own; None for one model that has none. Raises `ModelsError`."""
         if self.models is not None:
             return read_models(self.models)
-        entries = {name: ModelEntry(path=path, kind=self.kind) for name, path in self.named_models.items()}
+        entries = {name: self.entry_of(path) for name, path in self.named_models.items()}
         return ModelsFile(models=entries) if entries else None
+
+    def entry_of(self, path: str) -> ModelEntry:
+        return ModelEntry(path=path, kind=self.kind, image_tokens=self.image_tokens)
 
     @property
     def root_url(self) -> str:

@@ -27,6 +27,7 @@ class ModelEntry(BaseModel):
     tiers: Path | None = None  # None: the file of --tiers
     fallback: str | None = None  # the model that answers while no worker of this one is alive
     kind: ModelKind | None = None  # None: what its files say
+    image_tokens: Annotated[int, Field(ge=0, le=2**16)] = 0  # as --image-tokens
 
 
 class ModelsFile(BaseModel):

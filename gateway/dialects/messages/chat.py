@@ -9,7 +9,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from gateway.dialects.messages.blocks import TextBlock, ThinkingBlock, ToolResultBlock, ToolUseBlock, blocks_of, text_of
+from gateway.dialects.messages.blocks import (
+    ImageBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    blocks_of,
+    content_of,
+)
 from gateway.dialects.messages.request import (
     EXTENSIONS,
     MOVED,
@@ -107,23 +115,32 @@ def _append(messages: list[Message], message: Message) -> None:
     if last is None or last["role"] != message["role"] or message["role"] == "tool":
         messages.append(message)
         return
-    last["content"] = "\n".join(filter(None, (last["content"], message["content"])))
+    last["content"] = _joined(last["content"], message["content"])
     for name in message.keys() - {"role", "content"}:  # a turn of the assistant's: its reasoning and its calls
         last[name] = last[name] + message[name] if name in last else message[name]
+
+
+def _joined(first: str | list[Any], second: str | list[Any]) -> str | list[Any]:
+    if isinstance(first, str) and isinstance(second, str):
+        return "\n".join(filter(None, (first, second)))
+    parts = [
+        [{"type": "text", "text": content}] if isinstance(content, str) else content for content in (first, second)
+    ]
+    return [*parts[0], *parts[1]]
 
 
 def _translated(message: MessageParam) -> list[Message]:
     """Return one message as those of a chat: results of tools are messages of their own, and come first."""
     blocks = blocks_of(message.content)
     results = [
-        {"role": "tool", "tool_call_id": block.tool_use_id, "content": text_of(block.content)}
+        {"role": "tool", "tool_call_id": block.tool_use_id, "content": content_of(block.content)}
         for block in blocks
         if isinstance(block, ToolResultBlock)
     ]
-    text = text_of(blocks)
+    content = content_of(blocks)
     if message.role != "assistant":
-        has_text = not results or any(isinstance(block, TextBlock) for block in blocks)
-        return [*results, {"role": message.role, "content": text}] if has_text else results
+        has_content = not results or any(isinstance(block, TextBlock | ImageBlock) for block in blocks)
+        return [*results, {"role": message.role, "content": content}] if has_content else results
     calls = [
         {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
         for block in blocks
@@ -131,7 +148,7 @@ def _translated(message: MessageParam) -> list[Message]:
     ]
     reasoning = "\n".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
     extras = {"tool_calls": calls, "reasoning_content": reasoning}
-    return [{"role": "assistant", "content": text, **{name: value for name, value in extras.items() if value}}]
+    return [{"role": "assistant", "content": content, **{name: value for name, value in extras.items() if value}}]
 
 
 def _options(request: MessagesRequest) -> dict[str, Any]:

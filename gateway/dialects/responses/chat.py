@@ -78,17 +78,30 @@ def chat_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
         if item["type"] in CALLS:
             _add_call(messages, item, reasoning)
         elif item["type"] in OUTPUTS:
-            message = {"role": "tool", "tool_call_id": item["call_id"], "content": text_of(item["output"])}
+            message = {"role": "tool", "tool_call_id": item["call_id"], "content": _content_of(item["output"])}
             name = names.get(item["call_id"])
             messages.append(message if name is None else message | {"name": name})
         elif item["type"] == "compaction":
             text = f"{SUMMARY}\n{unsealed(item['encrypted_content'])}"
             messages.append({"role": "assistant", "content": text})
         else:
-            message = {"role": item["role"], "content": text_of(item["content"])}
+            message = {"role": item["role"], "content": _content_of(item["content"])}
             messages.append(_with_reasoning(message, reasoning) if item["role"] == "assistant" else message)
         reasoning = ""
     return messages
+
+
+def _content_of(value: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Return a kept item's content or output as that of a chat message: its text, or parts if there are images."""
+    if isinstance(value, str) or all(part["type"] != "input_image" for part in value):
+        return text_of(value)
+    return [_chat_part(part) for part in value]
+
+
+def _chat_part(part: dict[str, Any]) -> dict[str, Any]:
+    if part["type"] != "input_image":
+        return {"type": "text", "text": text_of([part])}
+    return {"type": "image_url", "image_url": {"url": part["image_url"], "detail": part["detail"]}}
 
 
 def _add_call(messages: list[dict[str, Any]], item: Item, reasoning: str) -> None:

@@ -62,23 +62,45 @@ class TextPart(Body):
     text: Text
 
 
-def _only_text(value: Any) -> Any:
+class ImagePart(Body):
+    type: Literal["input_image"]
+    image_url: Annotated[Text, Field(min_length=1)]
+    detail: Literal["auto", "low", "high", "original"] = "auto"
+
+
+def _only_served(value: Any) -> Any:
     kind = value.get("type") if isinstance(value, dict) else None
-    if kind in ("input_image", "input_file", "input_audio", "image_url"):
-        raise ValueError(f"parts of type {kind} are not served here, only text parts such as input_text")
+    if kind in ("input_file", "input_audio", "image_url"):
+        raise ValueError(
+            f"parts of type {kind} are not served here, only input_image and text parts such as input_text"
+        )
+    if kind == "input_image" and value.get("file_id") is not None:
+        raise ValueError("a file_id is not served here: send the image itself as image_url")
     return value
+
+
+def _part_tag(value: Any) -> str:
+    return "<image>" if isinstance(value, dict) and value.get("type") == "input_image" else part_tag(value)
 
 
 Part = Annotated[
     Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")],
     Discriminator(part_tag),
-    BeforeValidator(_only_text),
+    BeforeValidator(_only_served),
 ]
 Parts = Annotated[list[Part], Field(fail_fast=True, max_length=MAX_PIECES)]
+PartOrImage = Annotated[
+    Annotated[TextPart, Tag("<text>")]
+    | Annotated[RefusalPart, Tag("<refusal>")]
+    | Annotated[ImagePart, Tag("<image>")],
+    Discriminator(_part_tag),
+    BeforeValidator(_only_served),
+]
+PartsOrImages = Annotated[list[PartOrImage], Field(fail_fast=True, max_length=MAX_PIECES)]
 
 
 TextOrParts = Annotated[
-    Annotated[Text, Tag("<text>")] | Annotated[Parts, Tag("<list>")],
+    Annotated[Text, Tag("<text>")] | Annotated[PartsOrImages, Tag("<list>")],
     choose(text_or_list, "a string or an array"),
 ]
 Status = Literal["in_progress", "completed", "incomplete"] | None
@@ -219,7 +241,9 @@ def text_of(value: str | list[dict[str, Any]]) -> str:
     return "\n".join(part.get("text") or part.get("refusal") or "" for part in value)
 
 
-def _kept_part(part: TextPart | RefusalPart, by_assistant: bool) -> dict[str, Any]:
+def _kept_part(part: TextPart | RefusalPart | ImagePart, by_assistant: bool) -> dict[str, Any]:
+    if isinstance(part, ImagePart):
+        return part.model_dump()
     if isinstance(part, RefusalPart) and by_assistant:
         return {"type": "refusal", "refusal": part.refusal}
     if by_assistant:

@@ -53,11 +53,31 @@ class RefusalPart(Body):
     refusal: Text
 
 
+class ImageUrl(Body):
+    url: Annotated[Text, Field(min_length=1)]  # `data:` with the image itself, or an address that is never fetched here
+    detail: Literal["auto", "low", "high", "original"] | None = None
+
+
+class ImagePart(Body):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+_PART_TAGS = {"refusal": "<refusal>", "image_url": "<image>"}
+
+
 def part_tag(value: Any) -> str:
-    return "<refusal>" if isinstance(value, dict) and value.get("type") == "refusal" else "<text>"
+    """Return the tag of a part, which may also be one that was validated already."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return _PART_TAGS.get(kind, "<text>") if isinstance(kind, str) else "<text>"
 
 
-Part = Annotated[Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")], Discriminator(part_tag)]
+Part = Annotated[
+    Annotated[TextPart, Tag("<text>")]
+    | Annotated[RefusalPart, Tag("<refusal>")]
+    | Annotated[ImagePart, Tag("<image>")],
+    Discriminator(part_tag),
+]
 Parts = Annotated[list[Part], Field(min_length=1, fail_fast=True)]
 
 
@@ -91,14 +111,18 @@ class Message(Body):
             raise PydanticCustomError("missing", "needed in this role")
         return value
 
+    def as_sent(self) -> dict[str, Any]:
+        """Return the message as the client has sent it, as plain data."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
     def for_template(self) -> dict[str, Any]:
-        """Return the message as chat templates expect it, with its content as one string.
+        """Return the message as chat templates expect it, with its content as one string, without images.
 
         The older form of a tool call, and the role of its result, are returned in the form of today.
         """
         content = self.content or ""
         if isinstance(content, list):
-            content = "\n".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
+            content = "\n".join(_text_of(part) for part in content if not isinstance(part, ImagePart))
         calls = [call.for_template() for call in self.tool_calls or ()]
         if self.function_call is not None:
             calls.append({"type": "function", "function": self.function_call.for_template()})
@@ -110,6 +134,10 @@ class Message(Body):
         }
         role = "tool" if self.role == "function" else self.role
         return {"role": role, "content": content, **{k: v for k, v in extras.items() if v is not None}}
+
+
+def _text_of(part: TextPart | RefusalPart) -> str:
+    return part.text if isinstance(part, TextPart) else part.refusal
 
 
 def messages_for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:

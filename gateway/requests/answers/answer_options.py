@@ -49,6 +49,7 @@ class AnswerOptions:
             stop_token_ids=self.stop_token_ids,
             hidden_ids=self._hidden_ids(tokenizer),
             only_prompt=self.only_prompt,
+            prompt_tokens=len(prompt_ids),
         )
         if self.echo or self.echoed or self.reports_ids:
             choice.first = self._first(tokenizer, prompt_ids, prompt_text)

@@ -70,6 +70,7 @@ class Choice:
     only_prompt: bool = False  # whether the prompt is only scored; the token that the engine generates does not count
     num_tokens: int = 0
     num_reasoning_tokens: int = 0
+    prompt_tokens: int = 0  # as they were counted here, and in the end by the model's server if it must tell
     cached_tokens: int = 0
     sum_logprobs: float = 0.0  # of the output, if the answer reports tokens
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # if requested, of each prompt token but the first
@@ -84,6 +85,7 @@ class Choice:
         `event` has new tokens, or reports the regular end. The caller handles failures and cancellations.
         """
         self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
+        self.prompt_tokens = event.prompt_tokens or self.prompt_tokens
         self.prompt_logprobs = self.prompt_logprobs or event.prompt_logprobs
         self.vector = self.vector or event.vector
         piece = self._generated(event) if self.parser is None else self._feed_parser(self.parser, event)

@@ -125,8 +125,10 @@ def _replayed(stored: Any, request: Request) -> TokenEvent | None:
     """
     if stored is None:
         return None
-    own = {"request_id": request.id, "cached_tokens": len(request.prompt_token_ids), "receipt": None}
+    own = {"request_id": request.id, "receipt": None}
     try:
-        return msgspec.convert(msgspec.msgpack.decode(stored) | own, TokenEvent)
+        event = msgspec.convert(msgspec.msgpack.decode(stored) | own, TokenEvent)
+        num_prompt = event.prompt_tokens or len(request.prompt_token_ids)
+        return msgspec.structs.replace(event, cached_tokens=num_prompt)
     except msgspec.ValidationError:
         return None

@@ -271,8 +271,7 @@ class Generation:
 
     def _usage_of(self, choice: Choice) -> Usage:
         """Return the token counts of one choice so far. Its chunks report these, as those of vLLM do."""
-        prompt = self._prepared.requests[choice.index].prompt_token_ids
-        return Usage(len(prompt), choice.num_tokens, choice.cached_tokens, choice.num_reasoning_tokens)
+        return Usage(choice.prompt_tokens, choice.num_tokens, choice.cached_tokens, choice.num_reasoning_tokens)
 
     def _usage(self) -> Usage:
         """Return the token counts of the answer.
@@ -282,7 +281,7 @@ class Generation:
         choices = list(self._choices.values())
         first_of_prompt = slice(None, None, self._prepared.n)
         return Usage(
-            prompt_tokens=sum(len(r.prompt_token_ids) for r in self._prepared.requests[first_of_prompt]),
+            prompt_tokens=sum(choice.prompt_tokens for choice in choices[first_of_prompt]),
             completion_tokens=sum(choice.num_tokens for choice in choices),
             cached_tokens=sum(choice.cached_tokens for choice in choices[first_of_prompt]),
             reasoning_tokens=sum(choice.num_reasoning_tokens for choice in choices),

@@ -168,7 +168,7 @@ async def _cancel_nothing(request_ids: Sequence[str]) -> None:
 
 def _num_bytes(request: Request) -> int:
     """Return about how many bytes a request has in the store: msgpack takes up to 5 bytes for a token."""
-    return 5 * len(request.prompt_token_ids) + len(request.sampling.grammar or "")
+    return 5 * len(request.prompt_token_ids) + len(request.sampling.grammar or "") + len(request.chat)
 
 
 def _tokens_to_reserve(prepared: PreparedRequest, key: ApiKey) -> tuple[int, int]:

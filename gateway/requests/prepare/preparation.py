@@ -23,6 +23,7 @@ from gateway.requests.answers.answer import Answer
 from gateway.requests.answers.answer_options import answer_options
 from gateway.requests.answers.openai_objects import AnswerHead, ChatAnswer, TextAnswer
 from gateway.requests.answers.token_report import TokenReport
+from gateway.requests.prepare.images import STANDS_FOR_IMAGE, check_images, image_places, passed_on
 from gateway.requests.prepare.placement import Placement
 from gateway.requests.prepare.prepared import (
     HasDeadline,
@@ -47,7 +48,7 @@ from gateway.requests.tokens.tokenizer import RunInThread, Tokenizer
 from scheduler.client.client import SchedulerClient
 from scheduler.clock import Clock
 from scheduler.config import Tier
-from scheduler.request import USUAL_VERSION, Request
+from scheduler.request import CHAT_VERSION, USUAL_VERSION, Request
 
 INLINE_CHOICES = 64  # each step of the work on so many takes less than 5 ms
 
@@ -72,12 +73,14 @@ class Model:
     trusts_templates: bool
     vocabulary: str = ""  # see `vocabulary_of` in gateway/requests/tokens/model_files.py
     kind: ModelKind = "chat"
+    image_tokens: int = 0  # that an image counts until the server behind says how many it has; 0: no images
 
 
 @dataclass(frozen=True, slots=True)
 class _Tokenised:
     prompts: list[Prompt]
     constraints: Constraints
+    chat: str = ""  # see `Request.chat`
 
 
 class Preparation:
@@ -113,7 +116,7 @@ class Preparation:
         """Return the tokens of the one prompt of `request`. Raises `ApiError` 400 if there is none."""
         run = self._threads.of(tier, owner)
         output = await self._plan_output(request, run)
-        [ids] = await encode(request, self.model.tokenizer, self.limits(), output.template_values, run)
+        [ids] = await self._encoded(request, output, run)
         return ids
 
     async def let_others_run(self, num_choices: int, owner: str | None) -> None:
@@ -147,10 +150,18 @@ class Preparation:
         return await run(plan, is_long=False) if has_grammar(request) else plan()
 
     async def _tokenise(self, request: AnyRequest, output: OutputPlan, run: RunInThread) -> _Tokenised:
-        tokenizer, limits = self.model.tokenizer, self.limits()
-        constraints = await constraints_of(request, output.grammar, tokenizer, run)
-        encoded = await encode(request, tokenizer, limits, output.template_values, run)
-        return _Tokenised(fitting(request, encoded, limits), constraints)
+        constraints = await constraints_of(request, output.grammar, self.model.tokenizer, run)
+        prompts = fitting(request, await self._encoded(request, output, run), self.limits())
+        if not (isinstance(request, ChatCompletionRequest) and image_places(request)):
+            return _Tokenised(prompts, constraints)
+        write = partial(passed_on, request, output.template_values, prompts[0].max_tokens)
+        return _Tokenised(prompts, constraints, await run(write, is_long=True))
+
+    async def _encoded(self, request: AnyRequest, output: OutputPlan, run: RunInThread) -> list[list[int]]:
+        """Return the tokens of each prompt. Raises `ApiError` 400 as `encode` and `check_images` do."""
+        num_beside = check_images(request, self.model.image_tokens)
+        encoded = await encode(request, self.model.tokenizer, self.limits(), output.template_values, run)
+        return [ids + [STANDS_FOR_IMAGE] * num_beside for ids in encoded] if num_beside else encoded
 
     def _build(
         self,
@@ -162,7 +173,7 @@ class Preparation:
         answer_as: AnswerAs | None,
     ) -> PreparedRequest:
         requests = self._requests(request, placement, tokenised, arrival_ms)
-        check_supported(requests, self._client.live.engines)
+        check_supported(requests, self._client.live.engines, has_tools="tools" in output.template_values)
         report, options = self._report(request), request.stream_options
         include_usage = bool(options and options.include_usage)
 
@@ -212,6 +223,8 @@ class Preparation:
             "cache_salt": cache_salt(placement.owner, request.cache_salt),
             "is_seeded": request.seed is not None,
         }
+        if tokenised.chat:
+            shared |= {"version": CHAT_VERSION, "chat": tokenised.chat}
         requests = []
         for i, prompt in enumerate(tokenised.prompts):
             seed = secrets.randbits(63) if request.seed is None else request.seed

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from engine.interface import SamplingParams
-from engine.streaming import options_of
+from engine.streaming import IMAGES, options_of
 from gateway.protocol.bodies.schemas import MAX_PROMPT_IDS, AnyRequest
 from gateway.protocol.errors import invalid_value
 from gateway.requests.tokens.model_files import SamplingDefaults
@@ -18,7 +18,8 @@ from scheduler.registry.worker_status import WorkerStatus
 from scheduler.request import Request
 
 # Parameters of bodies that become sampling parameters of other names.
-_PARAMS = {"grammar": "response_format", "json_schema": "response_format"}
+_PARAMS = {"grammar": "response_format", "json_schema": "response_format", IMAGES: "messages"}
+_WHAT = {"grammar": "a grammar that is no JSON schema", "json_schema": "a JSON schema", IMAGES: "images"}
 SEED_MASK = 2**63 - 1  # maps an int64 seed of a body to a non-negative seed, as the engine requires
 
 T = TypeVar("T")
@@ -102,14 +103,23 @@ def _check(param: str, token_ids: Iterable[int], vocab_size: int) -> None:
         raise invalid_value(param, f"Invalid value for '{param}': token ids must be less than {vocab_size}.")
 
 
-def check_supported(requests: Iterable[Request], workers: Iterable[WorkerStatus]) -> None:
-    """Raise `ApiError` 400 if a request has a parameter that a live worker cannot honour: any may claim the request."""
+def check_supported(requests: Iterable[Request], workers: Iterable[WorkerStatus], *, has_tools: bool = False) -> None:
+    """Raise `ApiError` 400 if a request has a parameter that a live worker cannot honour: any may claim the request.
+
+    `has_tools` says whether the model is told of tools.
+    """
     unsupported = frozenset[str]().union(*(worker.unsupported for worker in workers))
     if not unsupported:
         return
     for request in requests:
-        for name in sorted(options_of(request.sampling) & unsupported):
+        options = options_of(request.sampling)
+        if request.chat:
+            beside = {f"{IMAGES}+{name}" for name in (*options, *(("tools",) if has_tools else ()))}
+            options = options | beside | {IMAGES}
+        for found in sorted(options & unsupported):
+            name = found.removeprefix(f"{IMAGES}+")
             param = _PARAMS.get(name, name)
-            what = {"grammar": "a grammar that is no JSON schema", "json_schema": "a JSON schema"}.get(name, "it")
-            reason = f"the server that generates the tokens cannot do {what}. Leave it out."
+            what = _WHAT.get(name, "it")
+            where = " in a chat with images" if name != found else ""
+            reason = f"the server that generates the tokens cannot do {what}{where}. Leave it out."
             raise invalid_value(param, f"Invalid value for '{param}': {reason}")

@@ -50,7 +50,17 @@ INVALID_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt_cache_retention": "1h"}, "prompt_cache_retention", "invalid_value"),
     (
         {"messages": [*HI, {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]},
-        "messages[1].content[1].type",
+        "messages[1].content[1].image_url",
+        MISSING,
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://x/y.png"}}]}]},
+        "messages[0].content[0]",
+        "invalid_value",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "file", "file": {"file_id": "f"}}]}]},
+        "messages[0].content[0].type",
         "invalid_value",
     ),
     ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function", MISSING),

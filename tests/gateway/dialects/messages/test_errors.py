@@ -11,6 +11,7 @@ from tests.gateway.stand import running_stand
 from tests.gateway.tiny_model import CONTEXT, MODEL
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "abcd"}}
+FILE = {"type": "image", "source": {"type": "file", "file_id": "file_1"}}
 SEEN = {"type": "tool_result", "tool_use_id": "t1", "content": [IMAGE]}
 ODD = {"type": "x"}
 FAULTS: list[tuple[str, dict[str, Any], str]] = [
@@ -19,8 +20,9 @@ FAULTS: list[tuple[str, dict[str, Any], str]] = [
     ("no messages", {"messages": None}, "'messages'"),
     ("empty messages", {"messages": []}, "'messages'"),
     ("an odd role", {"messages": [{"role": "tool", "content": "x"}]}, "'messages[0].role'"),
-    ("an image", {"messages": [{"role": "user", "content": [IMAGE]}]}, "blocks of the type 'image' are not served"),
-    ("an image in a result", {"messages": [{"role": "user", "content": [SEEN]}]}, "of the type 'image'"),
+    ("an image", {"messages": [{"role": "user", "content": [IMAGE]}]}, "takes no images"),
+    ("an image in a result", {"messages": [{"role": "user", "content": [SEEN]}]}, "takes no images"),
+    ("a file of Anthropic's", {"messages": [{"role": "user", "content": [FILE]}]}, "'messages[0].content[0].source'"),
     ("a document", {"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "of the type 'document'"),
     ("a tool without a schema", {"tools": [{"name": "add"}]}, "'tools[0].input_schema'"),
     (

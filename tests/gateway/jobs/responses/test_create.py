@@ -10,6 +10,8 @@ from tests.gateway.scripted_worker import answer_with
 from tests.gateway.stand import running_stand
 from tests.gateway.tiny_model import CONTEXT, MODEL, text_of, token_ids
 
+IMAGE_FILE = {"type": "input_image", "file_id": "file-1"}
+
 
 async def test_a_plain_response() -> None:
     async with running_stand(answer_with("Hello there!", cached=3)) as stand:
@@ -60,9 +62,11 @@ async def test_an_answer_cut_by_its_limit_is_incomplete() -> None:
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role", "user"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-            "input[0].content[0]",
-            "input_text",
+            "input",
+            "takes no images",
         ),
+        ({"input": [{"role": "user", "content": [IMAGE_FILE]}]}, "input[0].content[0]", "image_url"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0]", "input_text"),
         ({"tools": [{"name": "f"}]}, "tools[0]", "a type"),
         ({"tools": [{"type": "custom", "name": "f", "format": {"type": "grammar"}}]}, "tools[0].format", "definition"),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "tools"),
