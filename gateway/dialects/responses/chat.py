@@ -73,7 +73,7 @@ def chat_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
     reasoning = ""
     for item in items:
         if item["type"] == "reasoning":
-            reasoning = text_of(item["content"] or item["summary"])
+            reasoning = "\n".join(filter(None, (reasoning, text_of(item["content"] or item["summary"]))))
             continue
         if item["type"] in CALLS:
             _add_call(messages, item, reasoning)

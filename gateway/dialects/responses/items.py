@@ -227,6 +227,31 @@ InputItem = Annotated[
 ]
 
 
+# Items of tools that OpenAI's servers or its own models have, in the history of a client that has been there. They are
+# left out: the model sees what was said around them.
+HOSTED_KINDS = (
+    *("web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call"),
+    *("computer_call", "computer_call_output", "tool_search_call", "tool_search_output"),
+    *("mcp_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response"),
+    *("local_shell_call", "local_shell_call_output", "shell_call", "shell_call_output"),
+    *("apply_patch_call", "apply_patch_call_output"),
+)
+
+
+class HostedItem(Body):
+    type: Literal[HOSTED_KINDS]  # type: ignore[valid-type]
+
+
+def _sent_tag(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    return "<hosted>" if kind in HOSTED_KINDS else "<served>"
+
+
+SentItem = Annotated[
+    Annotated[InputItem, Tag("<served>")] | Annotated[HostedItem, Tag("<hosted>")], Discriminator(_sent_tag)
+]
+
+
 def few_pieces(value: Any) -> Any:
     """Refuse a list of items with too many items and parts. Anything else is returned as it is."""
     if isinstance(value, list) and count_pieces(value, ("content", "output", "summary")) > MAX_PIECES:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, Tag, field_validator, model_validator
 
-from gateway.dialects.responses.items import InputItem, few_pieces
+from gateway.dialects.responses.items import HostedItem, InputItem, MessageItem, SentItem, few_pieces
 from gateway.dialects.responses.tools import OfferedTool, ToolChoice, Tools, hosted_choice, offered
 from gateway.dialects.terms import refuse_moved
 from gateway.protocol.bodies.messages import Text
@@ -93,7 +93,7 @@ Includable = Literal[
 
 
 Input = Annotated[
-    Annotated[Text, Tag("<text>")] | Annotated[list[InputItem], Field(fail_fast=True), Tag("<list>")],
+    Annotated[Text, Tag("<text>")] | Annotated[list[SentItem], Field(fail_fast=True), Tag("<list>")],
     choose(text_or_list, "a string or an array of input items"),
 ]
 
@@ -143,6 +143,19 @@ class ResponseRequest(GenerationBody):
         return {name: value for name, value in (self.model_extra or {}).items() if name not in self._ignored}
 
     @property
+    def items(self) -> list[InputItem]:
+        """The input as items, without those that are left out."""
+        if isinstance(self.input, str):
+            return [MessageItem(role="user", content=self.input)]
+        return [item for item in self.input if not isinstance(item, HostedItem)]
+
+    @property
+    def items_left_out(self) -> tuple[str, ...]:
+        """How the header `x-tidegate-ignored-parameters` names the items that are left out."""
+        kinds = (f"input.{item.type}" for item in self.input if isinstance(item, HostedItem))
+        return tuple(dict.fromkeys(kinds))
+
+    @property
     def offered_tools(self) -> list[OfferedTool]:
         """The tools that the model may call, in their order."""
         return list(offered(self.tools))
@@ -172,7 +185,8 @@ def parse_response_request(body: dict[str, Any]) -> ResponseRequest:
         if body.get(name) is not None and body.get(name) is not False:
             raise unsupported_parameter(name)
     request = parse(ResponseRequest, _with_additional_tools(body))
-    if ignored := (*unknown_names(body, KNOWN), *names_left_out(request.tools or ())):
+    left_out = (*names_left_out(request.tools or ()), *request.items_left_out)
+    if ignored := (*unknown_names(body, KNOWN), *left_out):
         request._ignored = ignored
     _check_together(request)
     return request
@@ -213,5 +227,5 @@ def _check_together(request: ResponseRequest) -> None:
         raise invalid_value("background", "Background responses must be stored: leave out 'store' or set it to true.")
     if request.conversation is not None and request.previous_response_id is not None:
         raise invalid_value("conversation", "Use either 'conversation' or 'previous_response_id', not both.")
-    if not request.input and request.previous_response_id is None and request.conversation is None:
+    if not (request.input and request.items) and request.previous_response_id is None and request.conversation is None:
         raise invalid_value("input", "Invalid value for 'input': it must not be empty.")

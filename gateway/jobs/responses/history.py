@@ -12,7 +12,6 @@ from gateway.dialects.responses.items import (
     InputItem,
     Item,
     ItemReference,
-    MessageItem,
     item_id,
 )
 from gateway.dialects.responses.request import ResponseRequest
@@ -58,8 +57,7 @@ class History:
 
     async def input_of(self, request: ResponseRequest, response_id: str, owner: str | None) -> list[Item]:
         """Return the items of the input, as `kept` does."""
-        given = [MessageItem(role="user", content=request.input)] if isinstance(request.input, str) else request.input
-        return await self.kept(given, response_id, owner)
+        return await self.kept(request.items, response_id, owner)
 
     async def kept(self, given: Sequence[InputItem], record_id: str, owner: str | None) -> list[Item]:
         """Return the items of a body with ids, which are made of `record_id`.

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gateway.dialects.responses.chat import _options, chat_messages, in_terms_of_responses
-from gateway.dialects.responses.items import Item, ItemReference, item_id
+from gateway.dialects.responses.items import HOSTED_KINDS, Item, ItemReference, item_id
 from gateway.dialects.responses.request import parse_response_request
 from gateway.dialects.responses.tools import custom_input
 from gateway.protocol.errors import ApiError
@@ -42,8 +42,7 @@ AGENT_TOOLS: list[Any] = [
 
 
 def kept(items: list[dict[str, Any]]) -> list[Item]:
-    given = parse_response_request({"model": "m", "input": items}).input
-    assert not isinstance(given, str)
+    given = parse_response_request({"model": "m", "input": items}).items
     return [i.kept(item_id(RESPONSE, i.type, n)) for n, i in enumerate(given) if not isinstance(i, ItemReference)]
 
 
@@ -227,3 +226,12 @@ def test_calls_of_agents_tools_are_read_back() -> None:
 )
 def test_the_input_of_a_custom_tool(arguments: str, text: str) -> None:
     assert custom_input(arguments) == text
+
+
+@pytest.mark.parametrize("kind", HOSTED_KINDS)
+def test_items_of_hosted_tools_leave_what_stands_around_them(kind: str) -> None:
+    thought = [{"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]} for text in ("hm", "so")]
+    answer = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "3"}]}
+    hosted = {"type": kind, "id": "x_1", "call_id": "c", "output": {"type": "computer_screenshot"}, "status": "odd"}
+    messages = chat_messages(kept([{"role": "user", "content": "1 + 2?"}, thought[0], hosted, thought[1], answer]))
+    assert messages[1:] == [{"role": "assistant", "content": "3", "reasoning_content": "hm\nso"}]

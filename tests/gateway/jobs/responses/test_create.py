@@ -58,7 +58,9 @@ async def test_an_answer_cut_by_its_limit_is_incomplete() -> None:
     [
         ({"input": []}, "input", "empty"),
         ({"input": 3}, "input", "string or an array"),
-        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0]", "function_call_output"),
+        ({"input": [{"type": "web_search", "id": "x"}]}, "input[0]", "function_call_output"),
+        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input", "empty"),
+        ({"input": [{"type": "mcp_call", "id": "x"}, {"role": "user", "content": 3}]}, "input[1].content", "array"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role", "user"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},

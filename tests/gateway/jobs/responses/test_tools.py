@@ -154,3 +154,31 @@ async def test_reasoning_goes_to_the_client_and_back_as_encrypted_content() -> N
         await running.client.responses.create(input=items, **asked)
         prompt = text_of(running.worker.served[-1].prompt_token_ids)
     assert prompt.startswith("<|im_start|>assistant\n<think>Hm, hm.</think>It is 3.<|im_end|><|im_start|>user\nSure?")
+
+
+SEARCHED = {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "q"}}
+CLICKED = {"type": "computer_call", "id": "cu_1", "call_id": "c1", "action": {"type": "screenshot"}, "status": "x"}
+SEEN = {"type": "computer_call_output", "call_id": "c1", "output": {"type": "computer_screenshot", "image_url": "x"}}
+SAID = [{"type": "output_text", "text": "It is 3.", "annotations": []}]
+
+
+@pytest.mark.parametrize("path", ["", "/input_tokens", "/compact"])
+async def test_items_of_hosted_tools_are_left_out_of_a_history(path: str) -> None:
+    """What a client sends that has used OpenAI's own server before."""
+    thought = [{"type": "reasoning", "id": f"rs_{number}", "summary": []} for number in range(2)]
+    said = {"type": "message", "role": "assistant", "content": SAID}
+    question, thanks = {"role": "user", "content": "1 + 2?"}, {"role": "user", "content": "Sure?"}
+    history = [question, thought[0], SEARCHED, CLICKED, SEEN, SEARCHED, thought[1], said, thanks]
+    without = [question, *thought, said, thanks]
+    async with running_stand("Yes.") as running:
+        answers = [
+            await running.post(f"/v1/responses{path}", {"model": MODEL, "input": items}) for items in (history, without)
+        ]
+        prompts = [request.prompt_token_ids for request in running.worker.served]
+        if not path:
+            kept = (await running.http.get(f"/v1/responses/{answers[0].json()['id']}/input_items")).json()["data"]
+            assert [item["type"] for item in kept] == ["message", "message", "reasoning", "reasoning", "message"]
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert len(set(prompts)) == (path != "/input_tokens")
+    named = "input.web_search_call, input.computer_call, input.computer_call_output" if prompts else None
+    assert [answer.headers.get(IGNORED_HEADER) for answer in answers] == [named, None]
