@@ -4,14 +4,17 @@ What goes wrong at that server is played in virtual time (tests/scheduler/driver
 """
 
 import asyncio
+import json
 import socket
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import httpx
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
+from engine.upstream.dialects import CHAT_PATH
 from tests.engine.upstream.scripted import ScriptedServer, scripted_server, tokens_after
 from tests.system.server import START_TIMEOUT_S, Server, free_port, make_client, running, wait_for
 
@@ -37,7 +40,7 @@ def upstream_port() -> int:
 def server(tmp_path_factory: pytest.TempPathFactory, upstream_port: int) -> Iterator[Server]:
     """One server for all tests here, started before its upstream. Each test runs an upstream on the same port."""
     flags = ("--engine", "openai", "--upstream", f"http://127.0.0.1:{upstream_port}", "--upstream-stall-s", "20")
-    with running(tmp_path_factory.mktemp("upstream"), *flags) as started:
+    with running(tmp_path_factory.mktemp("upstream"), *flags, "--image-tokens", "100") as started:
         said = "the upstream does not answer yet; the worker waits for it"
         wait_for(lambda: started.has_logged(said), START_TIMEOUT_S, said)
         yield started
@@ -78,6 +81,17 @@ async def test_it_serves_once_the_upstream_answers(server: Server, upstream: Scr
 @pytest.mark.parametrize("tier", ["default", "flex"])
 async def test_answers_are_the_upstreams(client: AsyncOpenAI, upstream: ScriptedServer, tier: str) -> None:
     assert await ask(client, [30, 31, 32], tier=tier) == tokens_after([30, 31, 32], 20)
+
+
+async def test_a_chat_with_an_image_reaches_the_upstream_as_it_came(
+    client: AsyncOpenAI, upstream: ScriptedServer
+) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
+    messages: Any = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, image]}]
+    answer = await client.chat.completions.create(model="tidegate-demo", messages=messages, max_tokens=4)
+    [body] = upstream.bodies
+    assert (body["messages"], body["max_tokens"], upstream.paths[-1]) == (messages, 4, CHAT_PATH)
+    assert answer.usage is not None and answer.usage.prompt_tokens == len(json.dumps(messages))
 
 
 async def test_a_killed_worker_leaves_nothing_running_at_the_upstream(
