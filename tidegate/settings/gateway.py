@@ -231,12 +231,9 @@ class GatewaySettings(CommonSettings):
     @field_validator("models")
     @classmethod
     def _is_the_only_list(cls, value: Path | None, info: ValidationInfo) -> Path | None:
-        if value is not None and info.data.get("model") is not None:
-            raise ValueError("the file of --models has the models, and their paths, in place of --model")
-        for name in ("kind", "image_tokens"):
+        for name in ("model", "kind", "image_tokens"):
             if value is not None and info.data.get(name):
-                flag = "--" + name.replace("_", "-")
-                raise ValueError(f"the file of --models says it of each model, in place of {flag}")
+                raise ValueError(f"the file of --models says it of each model, in place of --{name.replace('_', '-')}")
         return value
 
     @field_validator("ssl_keyfile")
