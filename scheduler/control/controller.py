@@ -181,6 +181,7 @@ class SLAController:
             residual=0.5 / (self._num_layers if self._can_evict else 1),  # half of a layer, or of the step
             margin=self._margin,
             overhead_s=self._overhead_s.value,
+            evicting_per_s=sum(s.rate_per_s for s in stats.values()) if self._can_evict else 0.0,
         )
 
     @property

@@ -11,6 +11,7 @@ Three limits hold at the same time:
 All functions are pure: they compute limits from request states, predicted costs and observed rates.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -32,7 +33,7 @@ OVERLOAD = 1.5
 
 # For bulk tiers.
 LEAST_WORK = 1.0  # multiple of a step's fixed cost: the work that a bulk step may always hold, whatever it delays
-MAX_WASTED_SHARE = 0.04  # share of bulk's running time that mid-step evictions may throw away in the long run
+MAX_WASTED_SHARE = 0.05  # share of bulk's running time that mid-step evictions may throw away in the long run
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,7 @@ class InteractiveTraffic:
     residual: float  # mean share of a running bulk step for which a request that arrives waits
     margin: float  # share of the time until the next token that is kept in reserve
     overhead_s: float  # time that the host needs for a step in addition to the engine's time
+    evicting_per_s: float  # arrivals for which bulk may be evicted from a running step; 0: nothing can be evicted
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,11 +172,15 @@ def bulk_alone_s(traffic: InteractiveTraffic, cost: StepCost, waste_s: float) ->
     """Return the longest time that a step may take if it holds only bulk.
 
     In a longer step, bulk's work would delay a request that arrives too much, or it could not be evicted, because it is
-    more than the `waste_s` seconds that evictions may throw away now. A step's fixed cost is no work.
+    more than the `waste_s` seconds that evictions may throw away now; or evictions would cost more than longer steps
+    save. A second of steps of length t has k ÷ t of fixed cost k, and loses half of a step to each of λ arrivals:
+    λ · t ÷ 2. Both together are least at t = √(2 k ÷ λ).
     """
     for_slo_s = min(1.0, FIRST_STEP_SHARE / (2 * traffic.residual)) * traffic.ttft_slo_s
     work_s = min(traffic.delay_s / traffic.residual, waste_s)
-    return max(_least_s(cost), min(for_slo_s, cost.step_s + work_s))
+    rate = traffic.evicting_per_s
+    best_s = math.sqrt(2 * (cost.step_s + traffic.overhead_s) / rate) if rate else NEVER_S
+    return max(_least_s(cost), min(for_slo_s, cost.step_s + work_s, best_s))
 
 
 def _least_s(cost: StepCost) -> float:

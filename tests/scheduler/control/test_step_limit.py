@@ -10,6 +10,7 @@ from scheduler.clock import NEVER_S
 from scheduler.config import ControllerSwitches
 from scheduler.control.budget import TierBudget
 from scheduler.control.controller import SLAController
+from scheduler.control.feedback import Load
 from scheduler.control.step_limit import Allowance, StepLimit
 from scheduler.request_state import RequestState, Status
 from tests.scheduler.builders import make_decode, make_state, make_tiers
@@ -196,6 +197,20 @@ def test_a_bulk_step_holds_no_more_than_evictions_may_throw_away() -> None:
         budgets = controller.budgets([], COST, 0.0, Allowance(waste_s=waste_s))
         step_s.append(budgets.tiers["bulk"].beside(0.0).limit.base_s)
     assert step_s == pytest.approx([0.02, 0.04, 0.5]), "from a step half of which is work to the TTFT SLO"
+
+
+def test_the_more_arrivals_evict_bulk_the_shorter_are_its_steps() -> None:
+    """√(2 · 10 ms ÷ rate), and up to the TTFT without arrivals. Where nothing is evicted, arrivals change nothing."""
+    found: dict[StepEviction, list[float]] = {StepEviction.ROWS: [], StepEviction.NOTHING: []}
+    for eviction, step_s in found.items():
+        controller = SLAController(make_tiers(), eviction)
+        for second in range(300):
+            controller.observe_arrivals("realtime", (0, 2, 8)[second // 100])
+            controller.update(Load(0.0, {}, {}), float(second))
+            if second % 100 == 99:
+                step_s.append(limit_s(controller, cost=COST))
+    assert found[StepEviction.ROWS] == pytest.approx([0.5, 0.1, 0.05], rel=0.05)
+    assert len(set(found[StepEviction.NOTHING])) == 1
 
 
 def test_tiers_without_an_slo_alone_have_no_limit() -> None:
