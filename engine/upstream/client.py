@@ -41,8 +41,10 @@ TRIAL_S = 120.0  # a server may compile kernels for its first tokens
 
 
 class HttpUpstream:
-    """One endpoint of a server, and `card`, one of its models. `texts` is needed for a dialect that takes no token ids,
-    and for one of chats. `chats` is the endpoint for chats with images, if there is one."""
+    """One endpoint of a server, and `card`, one of its models.
+
+    `texts` is needed for a dialect that takes no token ids, and for one of chats.
+    """
 
     def __init__(
         self,

@@ -61,7 +61,7 @@ class Simulate(BaseModel):
     )
     max_slowdown: str = Field(
         "",
-        pattern=r"^$|^[0-9.]+(,[0-9.]+)*$",
+        pattern=r"^$|^[0-9]+(\.[0-9]+)?(,[0-9]+(\.[0-9]+)?)*$",
         description="Values of the tiers' max_slowdown, such as 1.05,1.25,2: what bulk gets at each, beside its limit.",
     )
     drain: float = Field(DRAIN_S, ge=0, le=86400, description="Seconds that requests have to end after the load.")
@@ -110,16 +110,16 @@ class Simulate(BaseModel):
 
         Return False if a search found no amount that keeps all SLOs.
         """
+        if self.max_slowdown:
+            self._compare(experiment)
+            return True
         if self.find_capacity == "rate":
             found = highest_rate(lambda rate: _progress("rate", rate, experiment.with_rate(rate)))
             return self._conclude(experiment.with_rate, found, _probes("rate", found))
         if self.find_capacity == "workers" or self.workers == AUTO:
             fewest = fewest_workers(lambda n: _progress("workers", n, experiment.with_workers(n)))
             return self._conclude(experiment.with_workers, fewest, _probes("workers", fewest))
-        if self.max_slowdown:
-            self._compare(experiment)
-        else:
-            self._report(experiment)
+        self._report(experiment)
         return True
 
     def _compare(self, experiment: Experiment) -> None:
@@ -130,6 +130,8 @@ class Simulate(BaseModel):
                 return changed.run(show)[1]
 
         values = [float(value) for value in self.max_slowdown.split(",")]
+        if self.trace or self.find_capacity or self.workers == AUTO or experiment.scaling or min(values) < 1:
+            raise TrafficError("--max-slowdown takes values from 1, and needs a --scenario and a number of --workers")
         frontier = find_frontier(experiment, values, run)
         options = self.model_dump(mode="json", exclude={"json_file"})
         publish(frontier_record(self._title(experiment), frontier, options), self.json_file)

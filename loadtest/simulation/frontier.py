@@ -4,7 +4,6 @@ A load is simulated with interactive traffic alone, with bulk alone and without 
 functions are pure, except that they run simulations. Does not know flags or text.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -55,6 +54,8 @@ def find_frontier(experiment: Experiment, values: Sequence[float], run: Run) -> 
         both = run(f"max_slowdown {value:g}", replace(experiment, tiers=_promising(experiment.tiers, value)))
         beside = _answers(both, experiment.tiers)
         pairs = [(beside[name], alone) for name, alone in answers.items() if name in beside]
+        if not pairs:
+            raise TrafficError("no interactive request was answered both alone and beside bulk: make the load lower")
         ttfts = [spread(r.ttft_s for r in of if r.ttft_s is not None) for of in zip(*pairs, strict=True)]
         points.append(
             Point(
@@ -70,9 +71,9 @@ def find_frontier(experiment: Experiment, values: Sequence[float], run: Run) -> 
 
 
 def _promising(tiers: TierSet, max_slowdown: float) -> TierSet:
-    """Return the tiers with this promise in each that has one."""
+    """Return the tiers with this promise in each interactive one."""
     changed = {
-        name: tier.model_copy(update={"max_slowdown": max_slowdown}) if tier.max_slowdown is not None else tier
+        name: tier.model_copy(update={"max_slowdown": max_slowdown}) if tier.is_interactive else tier
         for name, tier in tiers.tiers.items()
     }
     return tiers.model_copy(update={"tiers": changed})
@@ -83,7 +84,8 @@ def _answers(observation: Observation, tiers: TierSet) -> dict[str, RequestRecor
 
 
 def _e2e_s(record: RequestRecord) -> float:
-    return math.nan if record.ended_s is None else record.ended_s - record.arrived_s
+    assert record.ended_s is not None, "only of requests that are done"
+    return record.ended_s - record.arrived_s
 
 
 def _ratio(spreads: Sequence[Spread], choose: Callable[[Spread], float | None]) -> float | None:

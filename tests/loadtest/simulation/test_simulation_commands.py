@@ -89,6 +89,8 @@ def test_bulk_gets_more_where_answers_may_take_longer(tmp_path: Path, capsys: py
     ("arguments", "said"),
     [
         (("--scenario", "short-chats", "--duration", "1", "--max-slowdown", "1.25"), "and with bulk"),
+        (("--max-slowdown", "0.5"), "values from 1"),
+        (("--max-slowdown", "1.25", "--workers", "1-3"), "a number of --workers"),
         (("--model-shape", "no-such"), "shipped cards: "),
         (("--scenario", "no-such"), "shipped scenarios: "),
         (("--tiers", "no-such.yaml"), "no-such.yaml"),
