@@ -19,7 +19,6 @@ This module imports nothing from the project. It knows sequences, tokens and ste
 or HTTP.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, Protocol
@@ -40,12 +39,12 @@ class PreemptionMode(Enum):
     RECOMPUTE = "recompute"  # the blocks are freed; after the sequence is resumed, its tokens are recomputed
 
 
-class StepEviction(Enum):
-    """The granularity at which an engine can evict sequences from a running step."""
+class StepEnd(Enum):
+    """How a step ended, as far as its result says."""
 
-    NOTHING = "nothing"  # no sequence can be evicted
-    STEPS = "steps"  # only all sequences of the step together, which ends the step
-    ROWS = "rows"  # any sequences; the step continues with the remaining sequences
+    DONE = "done"  # it was computed
+    SUSPENDED = "suspended"  # it waits between two layers; a later plan continues or drops it
+    DROPPED = "dropped"  # it was suspended, and is given up: its sequences are as they were before it
 
 
 class FinishReason(Enum):
@@ -146,10 +145,19 @@ class StepPlan:
     # that finished or failed in that step is skipped. A run of more tokens than are left, because that step found some
     # in the prefix cache, runs those that are left. It has no aborts, and its preemptions are pauses.
     ahead: bool = False
+    # The suspended step goes on for this many seconds, and is suspended again if it is not done then; 0: it waits. Its
+    # sequences take part in no other step. A plan that continues or drops the suspended step says nothing else.
+    proceed_s: float = 0.0
+    drop: bool = False  # the suspended step is dropped
 
     @property
     def is_empty(self) -> bool:
-        return not (self.abort or self.preempt or self.resume or self.start or self.run)
+        return not (self.abort or self.preempt or self.resume or self.start or self.run or self.is_of_suspended)
+
+    @property
+    def is_of_suspended(self) -> bool:
+        """Whether the plan continues or drops the suspended step. The result then has that step's id."""
+        return self.drop or self.proceed_s > 0
 
     @property
     def num_tokens(self) -> int:
@@ -206,7 +214,8 @@ class StepResult:
     outputs: tuple[SequenceOutput, ...] = ()  # in the order of the plan's runs
     failures: tuple[SequenceFailure, ...] = ()
     free_blocks: int = 0  # KV blocks that a new sequence could get; cached blocks that no sequence holds are included
-    elapsed_s: float = 0.0  # seconds that the device was busy with the step
+    # Seconds that the device was busy with the step, since it began or was last continued.
+    elapsed_s: float = 0.0
     # With async scheduling: seconds from the end of the step before this one until this one was launched; 0: it was
     # launched in time, or its plan was not made ahead.
     late_s: float = 0.0
@@ -214,10 +223,9 @@ class StepResult:
     # (sequence, number of its blocks that other sequences hold as well), for each sequence whose number has changed in
     # this step. Freeing or preempting the sequence would not free these blocks.
     shared_blocks: tuple[tuple[str, int], ...] = ()
-    # Sequences that were evicted from the step (`Engine.evict`). Each of them has an output, which counts the tokens
-    # computed before the step or taken from the prefix cache. No token was sampled for them, and the blocks allocated
-    # to them for the step are free again.
-    evicted: tuple[str, ...] = ()
+    # A suspended step has no outputs yet. A dropped one has outputs that count the tokens computed before the step or
+    # taken from the prefix cache; no token was sampled, and the blocks allocated for the step are free again.
+    end: StepEnd = StepEnd.DONE
 
 
 # -- the engine ----------------------------------------------------------------------------------------------------
@@ -241,13 +249,13 @@ class EngineInfo:
     num_swap_blocks: int = 0  # KV blocks of host memory, for swapped sequences
     swap_block_s: float = 0.0  # seconds to copy one block to the host or back, measured at the start
     steps_ahead: int = 0  # async scheduling: number of plans that may be submitted while a step runs; 0: none
-    step_eviction: StepEviction = StepEviction.NOTHING
+    suspends_steps: bool = False  # a running step can be suspended between two layers
     adapters: tuple[str, ...] = ()  # names of the model's LoRA adapters
     caches_prefixes: bool = False  # prompts reuse the KV of prompts with the same beginning
     # A prompt is computed in one step, which is the last one of its sequence. One that is longer than
     # `max_step_tokens` is computed alone.
     whole_prompts: bool = False
-    num_layers: int = 30  # of the model; sequences are evicted from a running step between two layers
+    num_layers: int = 30  # of the model; a running step is suspended between two layers
     takes_images: bool = False  # serves requests with `StreamRequest.chat`
 
 
@@ -296,11 +304,11 @@ class Engine(Protocol):
         """Raise `EngineDead` if the engine has stopped, which it may do while no step is in flight."""
         ...
 
-    def evict(self, seq_ids: Collection[str]) -> None:
-        """Request the eviction of these sequences from the oldest step in flight, and return at once.
+    def suspend(self) -> None:
+        """Request that the step in flight is suspended at its next layer boundary, and return at once.
 
-        The engine evicts the sequences at the step's next layer boundary. The request may come too late: the step's
-        result says which sequences were evicted. A later run computes the tokens that an evicted sequence lost.
+        The request has no effect if it comes after the last boundary, if another step is suspended, or if the engine
+        suspends no steps: the result says how the step ended.
         """
         ...
 

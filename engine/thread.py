@@ -6,17 +6,19 @@ async scheduling (`EngineInfo.steps_ahead`), the next step is launched while the
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from math import inf
 from queue import SimpleQueue
 from threading import Thread
 from time import perf_counter
 from typing import Protocol
 
-from engine.interface import EngineDead, EngineInfo, PlanError, StepEviction, StepPlan, StepResult
+from engine.interface import EngineDead, EngineInfo, PlanError, StepPlan, StepResult
+from engine.suspension import StepDropped, Suspender
 
 
 class Stepper(Protocol):
@@ -50,11 +52,10 @@ class Stepper(Protocol):
         """Raise an error if what computes has ended. May be called from another thread than `launch`."""
         ...
 
-    def evict(self, step_id: int, seq_ids: Collection[str]) -> None:
-        """Evict these sequences from step `step_id`, as far as `info.step_eviction` allows.
+    def suspend_by(self, suspender: Suspender) -> None:
+        """From now on, ask `suspender` between the layers of each step, if `info.suspends_steps`.
 
-        May be called from another thread than `launch`, before that step or during it. A call after the step has no
-        effect.
+        While one step is suspended, the others are computed inside `Suspender.wait`, and are not suspended.
         """
         ...
 
@@ -81,6 +82,9 @@ class EngineThread:
         self._is_closed = False
         self._ended_s = 0.0  # time by `perf_counter` at which a launched step was last seen to have ended
         self._num_ends = 0  # launched steps that were seen to have ended
+        self._launched: deque[_Reply] = deque()  # of the engine's thread: replies of steps that have no result yet
+        self._to_suspend: _Reply | None = None  # of the step that is to be suspended
+        self._suspends_at_s = inf  # time by `perf_counter` at which a step that goes on is suspended again
         self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._thread = Thread(target=self._run, args=(make, made), name="engine", daemon=True)
         self._thread.start()
@@ -133,10 +137,10 @@ class EngineThread:
         if self._death is not None:
             raise EngineDead(f"the engine has stopped: {self._death}") from self._death
 
-    def evict(self, seq_ids: Collection[str]) -> None:
-        """Evict these sequences from the oldest step in flight, as far as `info.step_eviction` allows."""
-        if self._pending and self.info.step_eviction is not StepEviction.NOTHING:
-            self._stepper.evict(self._pending[0].plan.step_id, seq_ids)
+    def suspend(self) -> None:
+        """Suspend the step in flight at its next layer boundary, if the engine can and no other step is suspended."""
+        if self._pending and self.info.suspends_steps:
+            self._to_suspend = self._pending[0].reply
 
     def close(self) -> None:
         """Finish the steps in flight, then end the thread. Blocks until the thread has ended; may be called twice."""
@@ -155,37 +159,69 @@ class EngineThread:
             made.set_exception(error)
             return
         made.set_result(stepper)
-        launched: deque[_Reply] = deque()
+        self._stepper = stepper
         try:
-            self._serve(stepper, launched)
+            self._serve()
         except BaseException as error:  # the top of this thread: `collect` raises it on the event loop
-            for reply in launched:
+            for reply in self._launched:
                 reply.send(error)
         stepper.close()
 
-    def _serve(self, stepper: Stepper, launched: "deque[_Reply]") -> None:
+    def _serve(self) -> None:
         """Launch each plan when it arrives, and finalize the launched steps, until `close`.
 
         The oldest step is finalized when it has finished, or as soon as more than `info.steps_ahead` steps are in
-        flight, because no further step may be launched then. After an error, `launched` holds the replies of the steps
+        flight, because no further step may be launched then. After an error, `_launched` holds the replies of the steps
         that have no result.
         """
-        stepper.call_when_finished(self._note_end)
+        self._stepper.call_when_finished(self._note_end)
+        self._stepper.suspend_by(self)
         while (message := self._inbox.get()) is not _Signal.CLOSE:
             if isinstance(message, _Submitted):
-                launched.append(message.reply)
-                try:
-                    stepper.launch(message.plan)
-                except PlanError as error:
-                    launched.pop().send(error)
-                else:
-                    is_late = message.plan.ahead and (len(launched) == 1 or stepper.is_finished)
-                    message.reply.late_s = perf_counter() - self._ended_s if is_late else 0.0
-                    message.reply.num_ends = self._num_ends
-            while launched and (len(launched) > stepper.info.steps_ahead or stepper.is_finished):
-                self._finalize(stepper, launched)
-        while launched:
-            self._finalize(stepper, launched)
+                self._launch(message)
+            self._finalize_finished()
+        while self._launched:
+            self._finalize()
+
+    def _launch(self, message: "_Submitted") -> None:
+        self._launched.append(message.reply)
+        try:
+            self._stepper.launch(message.plan)
+        except PlanError as error:
+            self._launched.pop().send(error)
+        else:
+            is_late = message.plan.ahead and (len(self._launched) == 1 or self._stepper.is_finished)
+            message.reply.late_s = perf_counter() - self._ended_s if is_late else 0.0
+            message.reply.num_ends = self._num_ends
+
+    def _finalize_finished(self) -> None:
+        while self._launched and (len(self._launched) > self.info.steps_ahead or self._stepper.is_finished):
+            self._finalize()
+
+    # The thread is its stepper's `Suspender`.
+
+    def is_due(self) -> bool:
+        return self._launched[0] is self._to_suspend or perf_counter() >= self._suspends_at_s
+
+    def wait(self, suspended: StepResult) -> None:
+        """Reply that the step is suspended; launch other plans until one says that the step goes on or is dropped.
+
+        The reply to that plan is the reply of the step from then on.
+        """
+        self._launched.popleft().send(suspended)
+        while isinstance(message := self._inbox.get(), _Submitted) and not message.plan.is_of_suspended:
+            try:
+                self._launch(message)
+                self._finalize_finished()
+            except Exception as error:  # it passes through the suspended step, which must not take it for its own
+                raise EngineDead(f"{type(error).__name__}: {error}") from error
+        if not isinstance(message, _Submitted):
+            self._inbox.put(message)  # close
+            raise StepDropped
+        self._launched.append(message.reply)
+        if message.plan.drop:
+            raise StepDropped
+        self._suspends_at_s = perf_counter() + message.plan.proceed_s
 
     def _note_end(self) -> None:
         """Note that a step has ended. Called on the thread that waited for it."""
@@ -193,11 +229,12 @@ class EngineThread:
         self._num_ends += 1
         self._inbox.put(_Signal.STEP_FINISHED)
 
-    def _finalize(self, stepper: Stepper, launched: "deque[_Reply]") -> None:
-        result, reply = stepper.finalize(), launched[0]
+    def _finalize(self) -> None:
+        result, reply = self._stepper.finalize(), self._launched[0]
         is_computed_at_launch = reply.num_ends == self._num_ends  # nobody waited for its end
         reply.send(replace(result, late_s=0.0 if is_computed_at_launch else reply.late_s))
-        launched.popleft()
+        self._launched.popleft()
+        self._suspends_at_s = inf
 
 
 class _Reply:

@@ -106,13 +106,13 @@ class Retry(_Strict):
 class ControllerSwitches(_Strict):
     """The switches of the SLA controller.
 
-    If `feed_forward`, `feedback` and `shed` are all off, the tiers are strict priorities with fixed budgets.
+    If `feed_forward`, `feedback` and `suspend` are all off, the tiers are strict priorities with fixed budgets.
     """
 
     dry_run: bool = False  # compute and report every move of a knob, but do not make the move
     feed_forward: bool = True  # limit each step by the next-token deadlines of interactive sequences
     feedback: bool = True  # move batch size and max-wait according to the observed latencies
-    shed: bool = True  # evict bulk from a running step when an interactive request arrives, if that pays
+    suspend: bool = True  # suspend a running step of bulk when an interactive request arrives
     measure_slowdown: bool = False  # withhold bulk in short random slots, and compare
 
 

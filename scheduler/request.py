@@ -179,7 +179,7 @@ class Receipt:
     decode_ms: float
     paused_ms: float  # the part of prefill and decode in which the sequence was in no step because it was preempted
     preemptions: int  # number of times that the sequence was paused, swapped out, or lost its KV
-    evictions: int  # number of steps that it was taken out of while they ran
+    suspensions: int  # how often a step with it was suspended
     engine_ms: float | None = None  # its part of the engine's time; None: the engine is a server that tells nothing
 
 

@@ -62,7 +62,7 @@ class TraceMarks:
     """What a trace says beyond the times of a `RequestState`, in seconds of the worker's clock."""
 
     pauses: list[tuple[float, float, str]] = field(default_factory=list)  # begin, end, mode of the preemption
-    evictions_s: list[float] = field(default_factory=list)
+    suspensions_s: list[float] = field(default_factory=list)
     stop_mode: str = ""  # of the present preemption
 
 
@@ -96,7 +96,7 @@ class RequestState:
     stopped_s: float | None = None  # the time at which it was preempted; None while it is not preempted
     paused_s: float = 0.0  # total time of earlier preemptions, until the sequence could run again
     num_stops: int = 0  # number of preemptions of any kind, also of pauses
-    num_evictions: int = 0  # number of steps that it was taken out of while they ran
+    num_suspensions: int = 0  # how often a step with it was suspended
     engine_s: float = 0.0  # its part of the steps' engine time, if it wants a receipt
     boosted_to: float | None = None  # the higher priority that the request has while it is urgent
     yields: bool = False  # an interactive request that runs as bulk does for now (scheduler/planning/yielding.py)
@@ -172,6 +172,11 @@ class RequestState:
     def is_protected(self) -> bool:
         """Whether steps are planned for the request's SLO: it is interactive, and yields to nobody."""
         return self.tier.is_interactive and not self.yields
+
+    @property
+    def share(self) -> tuple[str, str]:
+        """The tier and the key among whose requests the tier is shared (scheduler/planning/yielding.py)."""
+        return self.tier.name, self.request.owner
 
     @property
     def deadline_s(self) -> float:
@@ -262,6 +267,12 @@ class RequestState:
             if self.marks is not None:
                 self.marks.pauses.append((self.stopped_s, now, self.marks.stop_mode))
             self.stopped_s = None
+
+    def note_suspended(self, now: float) -> None:
+        """Record that the sequence's step was suspended."""
+        self.num_suspensions += 1
+        if self.marks is not None:
+            self.marks.suspensions_s.append(now)
 
     def time_token(self, now: float, bulk_total_s: float = 0.0) -> list[Sample]:
         """Record that a token came at `now`, and return the latencies that end with this token.

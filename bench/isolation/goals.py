@@ -168,7 +168,7 @@ def _engine(seen: Evidence) -> list[Goal]:
             0.01 if seen.on_gpu else 0.03,
             engine.wasted_share if engine else None,
             is_share=True,
-            note=f"of bulk's engine time, in steps that evicted it{recomputed}",
+            note=f"of bulk's engine time, in dropped steps{recomputed}",
         ),
         Goal("step-time error (MAPE)", 0.10, 0.04, engine.step_time_error if engine else None, is_share=True),
     ]

@@ -39,8 +39,8 @@ class EngineView:
     step_p99_s: float | None
     reaction_p50: float | None  # time from arrival to first step ÷ duration of the step that ran at the arrival
     reaction_p99: float | None
-    steps_shed: float | None
-    wasted_share: float | None  # share of bulk's engine time in steps from which bulk was evicted
+    suspensions: float | None  # how often a step of bulk was suspended
+    wasted_share: float | None  # share of bulk's engine time in steps that were suspended and dropped
     recomputed_tokens: float | None  # tokens computed again because their KV was dropped
     step_time_error: float | None
     preemptions: dict[str, float]
@@ -125,7 +125,7 @@ def _engine_view(parts: Sequence[Part]) -> EngineView:
         step_p99_s=_quantile(parts, "tidegate_step_seconds", 0.99),
         reaction_p50=_quantile(parts, "tidegate_reaction_steps", 0.5, with_slos),
         reaction_p99=_quantile(parts, "tidegate_reaction_steps", 0.99, with_slos),
-        steps_shed=_grown(parts, "tidegate_steps_shed_total"),
+        suspensions=_grown(parts, "tidegate_step_suspensions_total"),
         wasted_share=_wasted_share(parts, [name for name in tiers if name not in with_slos]),
         recomputed_tokens=_grown(parts, "tidegate_recomputed_tokens_total"),
         step_time_error=_mean(parts, "tidegate_step_time_error_ratio"),
@@ -135,7 +135,7 @@ def _engine_view(parts: Sequence[Part]) -> EngineView:
 
 
 def _wasted_share(parts: Sequence[Part], bulk_tiers: Sequence[str]) -> float | None:
-    wasted_s = _grown(parts, "tidegate_shed_seconds_total")
+    wasted_s = _grown(parts, "tidegate_dropped_step_seconds_total")
     used = [_grown(parts, "tidegate_engine_seconds_total", tier=tier) for tier in bulk_tiers]
     spent_s = sum(seconds for seconds in used if seconds is not None) + (wasted_s or 0.0)
     return wasted_s / spent_s if wasted_s is not None and spent_s else None

@@ -4,7 +4,7 @@ Keeps the books with `engine.sequences`, as the other engines do, though nothing
 sequences; does not know models.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import NamedTuple, Protocol
 
@@ -13,6 +13,7 @@ import numpy as np
 from engine.interface import EngineInfo, GrammarError, PlanError, SequenceFailure, SequenceOutput, StepPlan, StepResult
 from engine.sequences.chunk import Chunk, Outcome, output_of
 from engine.sequences.sequence_table import SequenceTable
+from engine.suspension import Suspender
 
 STANDS_FOR_VECTOR = 0  # the token id
 
@@ -88,7 +89,7 @@ class EmbeddingStepper:
     def check_alive(self) -> None:
         """Do nothing: the encoder has no process of its own."""
 
-    def evict(self, step_id: int, seq_ids: Collection[str]) -> None:
+    def suspend_by(self, suspender: Suspender) -> None:
         """Do nothing: a step ends as a whole."""
 
     def close(self) -> None:

@@ -7,11 +7,12 @@ controller, which has to learn them.
 """
 
 import random
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Protocol
 
-from engine.interface import EngineInfo, PlanError, SequenceOutput, StepEviction, StepPlan, StepResult
+from engine.interface import EngineInfo, PlanError, SequenceOutput, StepEnd, StepPlan, StepResult
 from engine.sequences.chunk import Chunk, Outcome, output_of
 from engine.sequences.sequence_table import SequenceTable
 from engine.step_time.cost import StepCost
@@ -42,38 +43,35 @@ class Timer(Protocol):
 
 @dataclass(slots=True)
 class _Step:
-    """The running step.
-
-    The whole step takes `duration_s` seconds. At `mark_s` seconds after the start of the step, the share `progress`
-    (0 … 1) of the step was done.
-    """
+    """A step in flight or suspended: of `duration_s` seconds, `done_s` are done when it begins or is continued."""
 
     step_id: int
     chunks: list[Chunk]
-    remaining: list[Chunk]  # without the chunks of evicted sequences
-    copying_s: float  # seconds to swap blocks, without slowdown
-    slowdown: float  # noise and drift: a factor on all of the step's time
     duration_s: float
-    started_s: float = 0.0
-    mark_s: float = 0.0
-    progress: float = 0.0
+    until_s: float  # it ends or is suspended when so much of it is done
+    started_s: float  # when it began or was continued
+    done_s: float = 0.0
+    is_dropped: bool = False
 
     @property
     def ends_s(self) -> float:
-        return self.started_s + self.duration_s
+        return self.started_s + self.until_s - self.done_s
 
-    def progress_at(self, elapsed_s: float) -> float:
-        left_s = self.duration_s - self.mark_s
-        return 1.0 if left_s <= 0 else self.progress + (1 - self.progress) * (elapsed_s - self.mark_s) / left_s
+    def stop_after(self, seconds: float, num_layers: int) -> None:
+        """Suspend the step at the first layer boundary `seconds` after it began or was continued."""
+        layer_s = self.duration_s / num_layers
+        if 0 < self.done_s + seconds < self.duration_s:
+            layers = max(ceil((self.done_s + seconds) / layer_s), round(self.done_s / layer_s) + 1)
+            self.until_s = min(self.until_s, layers * layer_s) if layers < num_layers else self.until_s
 
 
 class ModeledEngine:
     """An `Engine` that computes nothing: its steps only wait.
 
     Without a `timer`, `sleep` waits until a step ends: in virtual time in the simulator, in real time in a test of the
-    real loop. With a `timer`, the timer waits instead. Sequences can then be evicted from a running step, as far as
-    `info.step_eviction` allows, at the next boundary between two layers. `drift` is a function from the timer's time to
-    a factor on the time of a step.
+    real loop. With a `timer`, the timer waits instead. If `info.suspends_steps`, a running step can then be suspended
+    at the next boundary between two layers. `drift` is a function from the timer's time to a factor on the time of a
+    step.
 
     `cost` is the cost of steps that hold a prefill chunk. `decode_cost` is the cost of all other steps; None: the same
     as `cost`. `noise` is the standard deviation of a step's time, as a share of that time. The prefix cache is off by
@@ -98,9 +96,8 @@ class ModeledEngine:
         """Make an engine without sequences. Raises `ValueError` if there is a drift but no timer."""
         if drift is not None and timer is None:
             raise ValueError("a drift over time needs a timer")
-        can_evict = timer is not None and not info.steps_ahead
-        eviction = info.step_eviction if can_evict else StepEviction.NOTHING
-        self.info = replace(info, step_eviction=eviction, caches_prefixes=prefix_cache)
+        suspends = info.suspends_steps and timer is not None and not info.steps_ahead
+        self.info = replace(info, suspends_steps=suspends, caches_prefixes=prefix_cache)
         self._sleep = sleep
         self._cost = cost or StepCost()
         self._decode_cost = decode_cost or self._cost
@@ -113,7 +110,7 @@ class ModeledEngine:
         self._table = SequenceTable(info, prefix_cache=prefix_cache)
         self._running: _Step | None = None
         self._next: _Step | None = None  # begins when the running step ends; only with `info.steps_ahead`
-        self._evictees: set[str] = set()  # sequences to evict from the running step
+        self._suspended: _Step | None = None
 
     @property
     def num_used_blocks(self) -> int:
@@ -134,8 +131,7 @@ class ModeledEngine:
         if plan.ahead:
             plan = self._table.without_ended(plan)
         self._table.check(plan)
-        self._evictees.clear()
-        step = self._begin(plan)
+        step = self._go_on(plan) if plan.is_of_suspended else self._begin(plan)
         if self._running is None:
             self._running = step
         else:
@@ -154,32 +150,28 @@ class ModeledEngine:
         else:
             await self._timer.wait_until(step.ends_s)
         self._running, self._next = self._next, None
-        return self._result(step)
+        elapsed_s, step.done_s = step.until_s - step.done_s, step.until_s
+        if step.is_dropped:
+            return self._result(step, 0.0, self._table.drop_suspended(), StepEnd.DROPPED)
+        if step.until_s < step.duration_s:
+            self._suspended, self._table.suspended = step, step.chunks
+            return self._result(step, elapsed_s, (), StepEnd.SUSPENDED)
+        return self._result(step, elapsed_s, self._outputs(step), StepEnd.DONE)
 
     def check_alive(self) -> None:
         """Do nothing: nothing computes that could end."""
 
-    def evict(self, seq_ids: Collection[str]) -> None:
-        """Evict these sequences at the next layer boundary of the running step.
-
-        After the last boundary, the call has no effect.
-        """
+    def suspend(self) -> None:
+        """Suspend the running step at its next layer boundary; after the last boundary, do nothing."""
         step = self._running
-        if step is None or self._timer is None or self.info.step_eviction is StepEviction.NOTHING:
+        if step is None or self._timer is None or not self.info.suspends_steps or self._suspended is not None:
             return
-        self._evictees.update(seq_ids)
-        remaining = [c for c in step.remaining if c.sequence.seq_id not in self._evictees]
-        if len(remaining) == len(step.remaining) or (remaining and self.info.step_eviction is StepEviction.STEPS):
-            return
-        elapsed_s = self._timer.now() - step.started_s
-        progress = step.progress_at(elapsed_s)
-        if progress < 1 - 1 / self.info.num_layers:
-            self._shorten(step, remaining, elapsed_s, progress)
-            self._timer.move(step.started_s + step.duration_s)
+        step.stop_after(self._timer.now() - step.started_s, self.info.num_layers)
+        self._timer.move(step.ends_s)
 
     def close(self) -> None:
         self._table = SequenceTable(self.info, prefix_cache=self._prefix_cache)
-        self._running = self._next = None
+        self._running = self._next = self._suspended = None
 
     def _begin(self, plan: StepPlan) -> _Step:
         started_s = 0.0 if self._timer is None else self._timer.now()
@@ -194,7 +186,7 @@ class ModeledEngine:
         if self.info.steps_ahead:  # as long as the step is in flight, it has its tokens already
             for chunk in chunks:
                 self._table.launch(chunk, _UNKNOWN_TOKEN if chunk.samples else None)
-        return _Step(plan.step_id, chunks, chunks, copying_s, slowdown, duration_s, started_s)
+        return _Step(plan.step_id, chunks, duration_s, duration_s, started_s)
 
     def _computing_s(self, chunks: list[Chunk]) -> float:
         if not chunks:
@@ -203,36 +195,34 @@ class ModeledEngine:
         run = cost.run
         return max(cost.min_step_s, cost.step_s + sum([run(chunk.num_tokens, chunk.start) for chunk in chunks]))
 
-    def _shorten(self, step: _Step, remaining: list[Chunk], elapsed_s: float, progress: float) -> None:
-        """Shorten the running step after an eviction.
-
-        The running layer is computed with all chunks, and the layers after it with the remaining chunks.
-        """
-        layer = 1 / self.info.num_layers
-        layer_s = (step.duration_s - elapsed_s) / (1 - progress) * layer
-        whole_s = (step.copying_s + self._computing_s(remaining)) * step.slowdown if remaining else 0.0
-        step.mark_s, step.progress, step.remaining = elapsed_s, progress, remaining
-        step.duration_s = elapsed_s + layer_s + whole_s * (1 - progress - layer)
-
-    def _result(self, step: _Step) -> StepResult:
-        evicted: list[str] = []
-        if self.info.steps_ahead:
-            outcomes = {chunk.sequence.seq_id: Outcome(self._token(chunk)) for chunk in step.chunks}
-            outputs, _ = self._table.finalize_all(step.chunks, outcomes)
-        elif step.remaining is step.chunks:  # the usual case: nothing was evicted
-            outputs = [self._advance(chunk) for chunk in step.chunks]
+    def _go_on(self, plan: StepPlan) -> _Step:
+        """Return the suspended step as it goes on by `plan`."""
+        step, self._suspended = self._suspended, None
+        assert step is not None and self._timer is not None, "the plan was checked"
+        step.started_s, step.is_dropped = self._timer.now(), plan.drop
+        if plan.drop:
+            step.until_s = step.done_s
         else:
-            remaining = {chunk.sequence.seq_id for chunk in step.remaining}
-            evicted = [c.sequence.seq_id for c in step.chunks if c.sequence.seq_id not in remaining]
-            outputs = [self._advance(c) if c.sequence.seq_id in remaining else self._evict(c) for c in step.chunks]
+            self._table.suspended = []
+            step.until_s = step.duration_s
+            step.stop_after(plan.proceed_s, self.info.num_layers)
+        return step
+
+    def _outputs(self, step: _Step) -> tuple[SequenceOutput, ...]:
+        if not self.info.steps_ahead:
+            return tuple([self._advance(chunk) for chunk in step.chunks])
+        outcomes = {chunk.sequence.seq_id: Outcome(self._token(chunk)) for chunk in step.chunks}
+        return tuple(self._table.finalize_all(step.chunks, outcomes)[0])
+
+    def _result(self, step: _Step, elapsed_s: float, outputs: tuple[SequenceOutput, ...], end: StepEnd) -> StepResult:
         return StepResult(
             step.step_id,
-            tuple(outputs),
+            outputs,
             free_blocks=self._table.pool.num_free,
-            elapsed_s=step.duration_s,
+            elapsed_s=elapsed_s,
             free_swap_blocks=self._table.swap_pool.num_free,
             shared_blocks=self._table.pool.take_changes(),
-            evicted=tuple(evicted),
+            end=end,
         )
 
     def _advance(self, chunk: Chunk) -> SequenceOutput:
@@ -246,7 +236,3 @@ class ModeledEngine:
             return None
         seed = sequence.sampling.seed + self._salt
         return modeled_token(seed, chunk.end - sequence.num_prompt_tokens, self.info.vocab_size)
-
-    def _evict(self, chunk: Chunk) -> SequenceOutput:
-        self._table.evict_from_step(chunk)
-        return SequenceOutput(chunk.sequence.seq_id, chunk.start, num_cached_tokens=chunk.num_cached)

@@ -5,8 +5,8 @@ on copies of the sequences that the plan changes. It ignores the prefix cache: a
 if no block is found in the cache.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 from engine.interface import EngineInfo, NewSequence, PlanError, Preempt, PreemptionMode, Run, StepPlan, blocks_for
 from engine.sequences.block_pool import BlockPool
@@ -37,8 +37,14 @@ class PlanCheck:
     """The check of one plan. Call `run` only once."""
 
     def __init__(
-        self, info: EngineInfo, sequences: Mapping[str, Sequence], pool: BlockPool, swap_pool: BlockPool
+        self,
+        info: EngineInfo,
+        sequences: Mapping[str, Sequence],
+        pool: BlockPool,
+        swap_pool: BlockPool,
+        suspended: Collection[str] = (),
     ) -> None:
+        """`suspended` are the sequences of the suspended step."""
         self._info = info
         self._sequences = sequences
         self._pool = pool
@@ -46,9 +52,15 @@ class PlanCheck:
         self._releasing: list[Sequence] = []  # sequences that release all their blocks
         self._num_needed = 0  # KV blocks that the plan allocates
         self._num_swap_free = swap_pool.num_free
+        self._suspended = suspended
 
     def run(self, plan: StepPlan) -> None:
         """Check `plan` in the order of its execution. Raises `PlanError` for the first rule that the plan breaks."""
+        if plan.is_of_suspended:
+            if not self._suspended:
+                raise PlanError("no step is suspended")
+            if not replace(plan, proceed_s=0.0, drop=False).is_empty:
+                raise PlanError("a plan that continues or drops the suspended step must say nothing else")
         is_whole = self._info.whole_prompts and len(plan.run) == 1
         if plan.num_tokens > self._info.max_step_tokens and not is_whole:
             raise PlanError(f"{plan.num_tokens} tokens in a step, at most {self._info.max_step_tokens} allowed")
@@ -74,6 +86,8 @@ class PlanCheck:
         sequence = self._copies.get(seq_id)
         if sequence is None:
             raise PlanError(f"there is no sequence {seq_id}")
+        if seq_id in self._suspended:
+            raise PlanError(f"{seq_id} is in the suspended step")
         return sequence
 
     def _abort(self, seq_id: str) -> None:
@@ -137,6 +151,8 @@ class PlanCheck:
             if run.seq_id in seen:
                 raise PlanError(f"{run.seq_id} is run twice")
             seen.add(run.seq_id)
+            if run.seq_id in self._suspended:
+                raise PlanError(f"{run.seq_id} is in the suspended step")
             known = None if run.seq_id in self._copies else self._sequences.get(run.seq_id)
             if known is None:
                 s = self._look_up(run.seq_id)

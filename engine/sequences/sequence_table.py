@@ -47,6 +47,7 @@ class SequenceTable:
         self._prefixes = PrefixReuse(self.pool, info.block_size) if prefix_cache else None
         self.swap_pool = BlockPool(info.num_swap_blocks)
         self.copies = BlockCopies()  # of the newest step
+        self.suspended: list[Chunk] = []  # the chunks of the suspended step
         self._sequences: dict[str, Sequence] = {}
 
     def __getitem__(self, seq_id: str) -> Sequence:
@@ -57,7 +58,8 @@ class SequenceTable:
 
     def check(self, plan: StepPlan) -> None:
         """Check `plan` in the order of its execution. Raises `PlanError` for the first rule that the plan breaks."""
-        PlanCheck(self._info, self._sequences, self.pool, self.swap_pool).run(plan)
+        suspended = frozenset(chunk.sequence.seq_id for chunk in self.suspended)
+        PlanCheck(self._info, self._sequences, self.pool, self.swap_pool, suspended).run(plan)
 
     def without_ended(self, plan: StepPlan) -> StepPlan:
         """Return a plan with `ahead` as it must be executed, now that more is known (`StepPlan.ahead`)."""
@@ -108,16 +110,19 @@ class SequenceTable:
             self.free(sequence.seq_id)
         return reason
 
-    def evict_from_step(self, chunk: Chunk) -> None:
-        """Undo the chunk of a sequence that was evicted from the running step.
+    def drop_suspended(self) -> tuple[SequenceOutput, ...]:
+        """Undo the chunks of the suspended step, and return what is left of them.
 
-        The blocks allocated for the chunk are freed. Tokens and blocks that the sequence took from the prefix cache
+        The blocks allocated for the chunks are freed. Tokens and blocks that a sequence took from the prefix cache
         stay.
         """
-        sequence = chunk.sequence
-        kept = blocks_for(chunk.start, self._info.block_size)
-        self.pool.free(reversed(sequence.block_table[kept:]), sequence.seq_id)
-        del sequence.block_table[kept:]
+        chunks, self.suspended = self.suspended, []
+        for chunk in chunks:
+            sequence = chunk.sequence
+            kept = blocks_for(chunk.start, self._info.block_size)
+            self.pool.free(reversed(sequence.block_table[kept:]), sequence.seq_id)
+            del sequence.block_table[kept:]
+        return tuple(SequenceOutput(c.sequence.seq_id, c.start, num_cached_tokens=c.num_cached) for c in chunks)
 
     def launch(self, chunk: Chunk, placeholder: int | None) -> None:
         """Do the first half of `advance` while the device computes the chunk.

@@ -6,7 +6,7 @@ not know vLLM's messages or processes (`BatchExecutor`).
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import islice
@@ -16,6 +16,7 @@ from engine.grammar import CompiledGrammar
 from engine.interface import EngineInfo, PreemptionMode, SequenceFailure, SequenceOutput, StepPlan, StepResult
 from engine.sequences.chunk import Chunk, Outcome
 from engine.sequences.sequence_table import SequenceTable
+from engine.suspension import Suspender
 from engine.vllm.batch import Batch, BatchExecutor
 from engine.vllm.constraints import Constraints
 
@@ -103,7 +104,7 @@ class VllmStepper:
             self._finalize_oldest()
         return self._results.popleft()
 
-    def evict(self, step_id: int, seq_ids: Collection[str]) -> None:
+    def suspend_by(self, suspender: Suspender) -> None:
         """Do nothing: vLLM computes a step to its end."""
 
     def close(self) -> None:

@@ -80,7 +80,7 @@ class Calibration:
 
 def calibrate(entries: Sequence[StepEntry]) -> Calibration:
     """Fit decode-only steps and mixed steps. Raises `ValueError` if there are too few steps of a kind."""
-    usable = [e for e in entries if not e.shed and e.elapsed_s > 0 and e.decodes + e.prefills]
+    usable = [e for e in entries if e.elapsed_s > 0 and e.decodes + e.prefills]
     online = _replay(usable)
     min_step_s = float(np.quantile([e.elapsed_s for e in usable], MIN_STEP_QUANTILE)) if usable else 0.0
     decode, mixed = (_fit_kind(name, usable, online, min_step_s) for name in ("decode", "mixed"))

@@ -28,7 +28,7 @@ def cost_card(
         block_size=info.block_size,
         max_step_tokens=info.max_step_tokens,
         max_model_len=info.max_model_len,
-        sheds=info.step_eviction,
+        suspends_steps=info.suspends_steps,
         num_layers=info.num_layers,
         host_overhead_s=calibration.host_overhead_s,
         num_swap_blocks=info.num_swap_blocks,

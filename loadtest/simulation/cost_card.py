@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from engine.interface import EngineInfo, StepEviction
+from engine.interface import EngineInfo
 from engine.step_time.cost import StepCost
 
 VOCAB_SIZE = 1 << 32  # larger than all ids in simulated prompts; no tokenizer decodes them
@@ -51,8 +51,8 @@ class CostCard(_Strict):
     block_size: int = Field(ge=1)
     max_step_tokens: int = Field(ge=1)
     max_model_len: int = Field(ge=2)
-    sheds: StepEviction = StepEviction.NOTHING
-    num_layers: int = Field(default=30, ge=1, description="of the model; a step can be interrupted after each")
+    suspends_steps: bool = Field(default=False, description="a running step can be suspended after each layer")
+    num_layers: int = Field(default=30, ge=1, description="of the model")
     host_overhead_s: float = Field(default=0.0, ge=0, description="between two steps, with the engine idle")
     steps_ahead: int = Field(default=0, ge=0, le=1, description="planned while one runs, so that no engine is idle")
     num_swap_blocks: int = Field(default=0, ge=0)
@@ -78,7 +78,7 @@ class CostCard(_Strict):
             num_swap_blocks=self.num_swap_blocks,
             swap_block_s=self.swap_block_s,
             steps_ahead=self.steps_ahead,
-            step_eviction=self.sheds,
+            suspends_steps=self.suspends_steps,
             num_layers=self.num_layers,
         )
 

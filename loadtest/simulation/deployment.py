@@ -40,7 +40,7 @@ def build_core(
     tiers: TierSet, info: EngineInfo, draw: Callable[[], float] = lambda: 0.5, worker_id: str = ""
 ) -> StepCore:
     """Return the shipped scheduler core. Its step-time model has not observed any step of its engine yet."""
-    controller = SLAController(tiers, info.step_eviction, info.num_layers)
+    controller = SLAController(tiers, info.num_layers, suspends_steps=info.suspends_steps)
     return StepCore(tiers, info, controller, draw=draw, worker_id=worker_id)
 
 

@@ -58,9 +58,8 @@ class EngineRecord:
     rows: int = 0
     planned_tokens: int = 0
     lost_tokens: int = 0  # tokens that must be computed again because their KV was dropped
-    shed_rows: int = 0
-    shed_steps: int = 0  # steps from which a row was evicted
-    wasted_s: float = 0.0  # engine seconds for rows that were evicted from their step
+    suspensions: int = 0  # how often a step was suspended
+    dropped_steps: int = 0  # steps that were suspended and never continued
 
     def clear(self) -> None:
         """Set all totals to zero when the load begins."""

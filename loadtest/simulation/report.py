@@ -128,8 +128,7 @@ def _preemptions(summary: Summary) -> list[str]:
     counted = ", ".join(f"{tier} {mode} {n}" for (tier, mode), n in summary.preemptions.items())
     return [
         f"preemptions: {counted or 'none'}; {engines.lost_tokens} tokens lost with their KV",
-        f"evicted mid-step: {engines.shed_rows} sequences in {engines.shed_steps} steps; "
-        f"wasted {percent(engines.wasted_share, 2)}",
+        f"suspended between layers: {engines.suspensions} times; {engines.dropped_steps} steps dropped",
     ]
 
 

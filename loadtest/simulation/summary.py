@@ -75,9 +75,8 @@ class EnginesSummary:
     sequences_per_step: float
     tokens_per_step: float
     lost_tokens: int
-    shed_steps: int
-    shed_rows: int
-    wasted_share: float  # wasted share of the busy time
+    suspensions: int
+    dropped_steps: int
     predictor_error: float  # mean |measured ÷ predicted − 1|
 
 
@@ -217,8 +216,7 @@ def _engines_summary(observation: Observation) -> EnginesSummary:
         sequences_per_step=sum(e.rows for e in engines) / max(steps, 1),
         tokens_per_step=sum(e.planned_tokens for e in engines) / max(steps, 1),
         lost_tokens=sum(e.lost_tokens for e in engines),
-        shed_steps=sum(e.shed_steps for e in engines),
-        shed_rows=sum(e.shed_rows for e in engines),
-        wasted_share=sum(e.wasted_s for e in engines) / busy_s if busy_s else 0.0,
+        suspensions=sum(e.suspensions for e in engines),
+        dropped_steps=sum(e.dropped_steps for e in engines),
         predictor_error=sum(errors) / max(len(errors), 1),
     )

@@ -6,11 +6,11 @@ idle. Nothing scrapes a simulated worker.
 
 from array import array
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry
 
-from engine.interface import Engine, EngineInfo, PreemptionMode, StepPlan, StepResult
+from engine.interface import Engine, EngineInfo, PreemptionMode, StepEnd, StepPlan, StepResult
 from loadtest.simulation.observation import EngineRecord, MovedKnob, Observation
 from scheduler.clock import Clock
 from scheduler.config import TierSet
@@ -56,7 +56,7 @@ class WatchedEngine:
     async def collect(self) -> StepResult:
         result = await self._engine.collect()
         plan = self._in_flight.popleft()
-        if plan.run:
+        if plan.run or plan.is_of_suspended:
             self._record_step(plan, result)
             if self._host_overhead_s and not self._in_flight:  # else the device is not idle
                 await self._sleep(self._host_overhead_s)
@@ -65,16 +65,18 @@ class WatchedEngine:
     def check_alive(self) -> None:
         self._engine.check_alive()
 
-    def evict(self, seq_ids: Collection[str]) -> None:
-        self._engine.evict(seq_ids)
+    def suspend(self) -> None:
+        self._engine.suspend()
 
     def close(self) -> None:
         self._engine.close()
 
     def _record_step(self, plan: StepPlan, result: StepResult) -> None:
         record, computed = self._record, self._computed
-        record.steps += 1
         record.busy_s += result.elapsed_s
+        record.suspensions += result.end is StepEnd.SUSPENDED
+        record.dropped_steps += plan.drop
+        record.steps += bool(plan.run)
         record.rows += len(plan.run)
         for output in result.outputs:
             if output.finish_reason is None:
@@ -82,20 +84,6 @@ class WatchedEngine:
             else:
                 computed.pop(output.seq_id, None)
         record.planned_tokens += plan.num_tokens
-        if result.evicted:
-            self._note_evicted(plan, result)
-
-    def _note_evicted(self, plan: StepPlan, result: StepResult) -> None:
-        """Record the evicted rows, and count their share of the step's time as wasted.
-
-        Their share of the time is their share of the step's tokens. The wasted time is an upper bound, because the
-        evicted rows left before the end of the step.
-        """
-        evicted = set(result.evicted)
-        evicted_tokens = sum(run.num_tokens for run in plan.run if run.seq_id in evicted)
-        self._record.shed_steps += 1
-        self._record.shed_rows += len(evicted)
-        self._record.wasted_s += result.elapsed_s * evicted_tokens / plan.num_tokens
 
 
 class WatchedMetrics(SchedulerMetrics):

@@ -19,6 +19,7 @@ class TierBudget:
     limit: StepLimit = StepLimit()  # the longest time that the step may take with work of this tier
     added_s: float = NEVER_S  # the time that bulk may add to the interactive part of the step, up to `limit`
     alone_s: float = NEVER_S  # the time of a step with bulk if no interactive request can run in it
+    beside_s: float = NEVER_S  # the most that bulk may add to any other step
     decodes_only: bool = False  # a request of a higher tier awaits its first token: prefills wait
     overloaded: bool = False  # first tokens come much too late: prefills run in order, whether they are late or not
     min_share_due: bool = False  # the tier's min share is due, so that the tier is served first in this step
@@ -30,7 +31,7 @@ class TierBudget:
         If there is no such part, a request may wait for what bulk holds, such as KV blocks: then bulk must go on. A
         decode of bulk, which takes `decode_s` seconds, may be longer than a step of bulk alone: then it runs by itself.
         """
-        limit_s = interactive_s + min(self.added_s, max(self.alone_s, decode_s)) if interactive_s else self.alone_s
+        limit_s = interactive_s + min(self.added_s, max(self.beside_s, decode_s)) if interactive_s else self.alone_s
         return replace(self, limit=self.limit.at_most(limit_s)) if limit_s < NEVER_S else self
 
 

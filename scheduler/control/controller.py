@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from engine.interface import StepEviction
 from engine.step_time.cost import StepCost
 from engine.step_time.ewma import Ewma
 from scheduler.clock import NEVER_S
@@ -25,9 +24,8 @@ from scheduler.control.knobs import Decision, TierKnobs
 from scheduler.control.kv_reserve import KVReserve
 from scheduler.control.min_share import MinShares
 from scheduler.control.step_limit import (
-    ANY_TIME,
     FIRST_STEP_SHARE,
-    Allowance,
+    WHOLE_STEP,
     InteractiveTraffic,
     InteractiveWork,
     StepLimits,
@@ -50,11 +48,9 @@ NUM_DECISIONS = 200  # number of newest decisions that `explain` shows
 class SLAController:
     """The controller of one worker: it observes latencies, sets the budgets of steps and moves the knobs."""
 
-    def __init__(
-        self, tiers: TierSet, engine_eviction: StepEviction = StepEviction.NOTHING, num_layers: int = 30
-    ) -> None:
-        """`num_layers` is the number of layers after which sequences may be evicted from a running step."""
-        self._engine_eviction = engine_eviction
+    def __init__(self, tiers: TierSet, num_layers: int = 30, *, suspends_steps: bool = False) -> None:
+        """`suspends_steps`: the engine can suspend a running step after each of its `num_layers` layers."""
+        self._engine_suspends = suspends_steps
         self._num_layers = num_layers
         self._tiers: Sequence[Tier] = ()
         self._knobs: dict[str, TierKnobs] = {}
@@ -66,7 +62,7 @@ class SLAController:
         self._step_errors = SlidingWindow()  # measured ÷ predicted times of the newest steps
         self._margin = START_MARGIN
         self._overloaded: frozenset[str] = frozenset()
-        self._cost, self._allowed = StepCost(), ANY_TIME  # of the newest budgets
+        self._cost = StepCost()  # of the newest budgets
         self._decisions: deque[tuple[float, Decision]] = deque(maxlen=NUM_DECISIONS)
 
     def reconfigure(self, tiers: TierSet) -> None:
@@ -92,21 +88,22 @@ class SLAController:
         states: Sequence[RequestState],
         cost: StepCost,
         now: float,
-        allowed: Allowance = ANY_TIME,
+        left_s: float = NEVER_S,
         decode_cost: StepCost | None = None,
     ) -> Budgets:
         """Return the budgets of all tiers for the next step.
 
-        `states` are the requests of interactive tiers. `decode_cost` is the cost of a step without prefills; None: the
+        `states` are the requests of interactive tiers. `left_s` is what bulk may add to the step by their delay
+        accounts. `decode_cost` is the cost of a step without prefills; None: the
         same `cost`.
         """
         decode_cost = decode_cost or cost
-        self._cost, self._allowed, self._overloaded = cost, allowed, frozenset()
+        self._cost, self._overloaded = cost, frozenset()
         if not self._switches.feed_forward:
             return Budgets({t.name: self._fixed_budget(t) for t in self._tiers}, cost, decode_cost)
         protected = [state for state in states if not state.yields]
         work = InteractiveWork.of(protected, decode_cost)
-        limits = step_limits(self._traffic(), work, cost, now, allowed)
+        limits = step_limits(self._traffic(), work, cost, now, left_s)
         overloaded = (t for t in self._interactive if is_overloaded(t, limits.interactive, work, cost, now))
         self._overloaded = frozenset(tier.name for tier in overloaded)
         self._min_shares.is_overload = bool(self._overloaded)
@@ -132,6 +129,7 @@ class SLAController:
             limit=limits.bulk,
             added_s=limits.added_s(0.0 if tier.is_interactive else self._min_shares.urgency(tier.name)),
             alone_s=limits.alone_s,
+            beside_s=limits.beside_s,
             decodes_only=awaited is not None and awaited > own,
         )
 
@@ -178,25 +176,20 @@ class SLAController:
             delay_s=min(
                 ((slowdown - 1) * s for slowdown, s in services_s if slowdown and s is not None), default=NEVER_S
             ),
-            residual=0.5 / (self._num_layers if self._can_evict else 1),  # half of a layer, or of the step
+            residual=WHOLE_STEP / (self._num_layers if self.suspends_steps else 1),
             margin=self._margin,
             overhead_s=self._overhead_s.value,
-            evicting_per_s=sum(s.rate_per_s for s in stats.values()) if self._can_evict else 0.0,
         )
 
     @property
-    def step_eviction(self) -> StepEviction:
-        """The kind of mid-step eviction in use: the engine's kind, or `NOTHING` if tiers.yaml switches eviction off."""
-        return self._engine_eviction if self._switches.shed else StepEviction.NOTHING
+    def suspends_steps(self) -> bool:
+        """Whether a running step of bulk is suspended for an interactive arrival."""
+        return self._engine_suspends and self._switches.suspend
 
     @property
     def measures_slowdown(self) -> bool:
         """Whether bulk is withheld in slots, to measure how it slows interactive requests down."""
         return self._switches.measure_slowdown and bool(self._interactive)
-
-    @property
-    def _can_evict(self) -> bool:
-        return self.step_eviction is not StepEviction.NOTHING
 
     # -- observations ------------------------------------------------------------------------------------------
 
@@ -314,7 +307,7 @@ class SLAController:
             "host_overhead_s": self._overhead_s.value,
             "margin": self._margin,
             "overloaded": sorted(self._overloaded),
-            "bulk_step_s": bulk_alone_s(traffic, self._cost, self._allowed.waste_s) if traffic else None,
+            "bulk_step_s": bulk_alone_s(traffic, self._cost, traffic.residual) if traffic else None,
             "tiers": {
                 name: explain_tier(name, knobs, self._stats[name], self._min_shares, now)
                 for name, knobs in self._knobs.items()

@@ -48,11 +48,15 @@ class DelayAccounts:
     def add_shared_step(self, runs: Sequence[InteractiveRun], elapsed_s: float, overhead_s: float) -> None:
         """Enter a step with bulk in it. If it has no interactive `runs`, all of it is a delay."""
         if not runs:
-            self._delay_s += elapsed_s + overhead_s
+            self.add_delay(elapsed_s + overhead_s)
             return
         alone_s = min(elapsed_s, self.step_time.predict(step_work(runs)))
         self._delay_s += elapsed_s - alone_s
         self._enter(runs, alone_s, overhead_s)
+
+    def add_delay(self, seconds: float) -> None:
+        """Enter time that is a delay for each request that is there."""
+        self._delay_s += seconds
 
     def left_s(self, states: Iterable[RequestState]) -> float:
         """Return the time that bulk may add to the next step; inf if no request limits it.

@@ -11,7 +11,6 @@ Three limits hold at the same time:
 All functions are pure: they compute limits from request states, predicted costs and observed rates.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -32,8 +31,8 @@ LATE_SHARE = 0.5  # share of the time left for prefills that is kept for prefill
 OVERLOAD = 1.5
 
 # For bulk tiers.
+WHOLE_STEP = 0.5  # mean share of a running step that an arrival waits for, if the step runs to its end
 LEAST_WORK = 1.0  # multiple of a step's fixed cost: the work that a bulk step may always hold, whatever it delays
-MAX_WASTED_SHARE = 0.05  # share of bulk's running time that mid-step evictions may throw away in the long run
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +81,9 @@ class InteractiveTraffic:
 
     ttft_slo_s: float  # the shortest TTFT SLO
     delay_s: float  # mean delay that bulk alone may cause to a first token; NEVER_S: only the SLO limits it
-    residual: float  # mean share of a running bulk step for which a request that arrives waits
+    residual: float  # mean share of a running step of bulk alone for which a request that arrives waits
     margin: float  # share of the time until the next token that is kept in reserve
     overhead_s: float  # time that the host needs for a step in addition to the engine's time
-    evicting_per_s: float  # arrivals for which bulk may be evicted from a running step; 0: nothing can be evicted
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,39 +107,32 @@ class InteractiveWork:
 
 
 @dataclass(frozen=True, slots=True)
-class Allowance:
-    """The time in seconds that bulk may take from others now, as the driver has counted it."""
-
-    left_s: float = NEVER_S  # added to the step, by the delay accounts of the requests that are there
-    waste_s: float = NEVER_S  # thrown away by evictions
-
-
-ANY_TIME = Allowance()
-
-
-@dataclass(frozen=True, slots=True)
 class StepLimits:
     """The limits of one step for each kind of tier that adds work to it."""
 
     interactive: StepLimit
     bulk: StepLimit  # deadlines of interactive tokens
     min_share: StepLimit  # for a bulk tier whose min share is due
-    alone_s: float = NEVER_S  # what bulk may add to any step, because of requests that may arrive
+    alone_s: float = NEVER_S  # of a step of bulk alone, because of requests that may arrive
+    beside_s: float = NEVER_S  # what bulk may add to any other step, because of requests that may arrive
     left_s: float = NEVER_S  # what bulk may add by the delay accounts of the requests that are there
 
     def added_s(self, urgency: float) -> float:
-        """Return the time that a bulk tier may add to the interactive part of the step, up to `alone_s`.
+        """Return the time that a bulk tier may add to the interactive part of the step, up to `beside_s`.
 
         With an urgency of 1, the delay accounts do not count.
         """
         left_s = max(0.0, self.left_s)
-        return left_s if left_s >= self.alone_s else (1 - urgency) * left_s + urgency * self.alone_s
+        return left_s if left_s >= self.beside_s else (1 - urgency) * left_s + urgency * self.beside_s
 
 
 def step_limits(
-    traffic: InteractiveTraffic | None, work: InteractiveWork, cost: StepCost, now: float, allowed: Allowance
+    traffic: InteractiveTraffic | None, work: InteractiveWork, cost: StepCost, now: float, left_s: float
 ) -> StepLimits:
-    """Return the limits of the next step. `traffic` is None if no tier is interactive."""
+    """Return the limits of the next step. `traffic` is None if no tier is interactive.
+
+    `left_s` is what bulk may add to the step by the delay accounts of the requests that are there.
+    """
     guaranteed = StepLimit(_least_s(cost))
     if traffic is None:
         return StepLimits(StepLimit(), StepLimit(), guaranteed)
@@ -150,8 +141,9 @@ def step_limits(
         StepLimit(hard_s, extra_share=PREFILL_EXTRA_SHARE),
         StepLimit(hard_s if work.decoding else NEVER_S),
         guaranteed,
-        bulk_alone_s(traffic, cost, allowed.waste_s),
-        allowed.left_s,
+        bulk_alone_s(traffic, cost, traffic.residual),
+        bulk_alone_s(traffic, cost, WHOLE_STEP),
+        left_s,
     )
 
 
@@ -168,19 +160,14 @@ def _hard_limit_s(work: InteractiveWork, traffic: InteractiveTraffic, now: float
     return max(0.0, left_s * (1 - traffic.margin) - traffic.overhead_s)
 
 
-def bulk_alone_s(traffic: InteractiveTraffic, cost: StepCost, waste_s: float) -> float:
+def bulk_alone_s(traffic: InteractiveTraffic, cost: StepCost, residual: float) -> float:
     """Return the longest time that a step may take if it holds only bulk.
 
-    In a longer step, bulk's work would delay a request that arrives too much, or it could not be evicted, because it is
-    more than the `waste_s` seconds that evictions may throw away now; or evictions would cost more than longer steps
-    save. A second of steps of length t has k ÷ t of fixed cost k, and loses half of a step to each of λ arrivals:
-    λ · t ÷ 2. Both together are least at t = √(2 k ÷ λ).
+    In a longer step, bulk would delay a request that arrives too much, until the step ends or is suspended. `residual`
+    is the mean share of the step for which the request waits.
     """
-    for_slo_s = min(1.0, FIRST_STEP_SHARE / (2 * traffic.residual)) * traffic.ttft_slo_s
-    work_s = min(traffic.delay_s / traffic.residual, waste_s)
-    rate = traffic.evicting_per_s
-    best_s = math.sqrt(2 * (cost.step_s + traffic.overhead_s) / rate) if rate else NEVER_S
-    return max(_least_s(cost), min(for_slo_s, cost.step_s + work_s, best_s))
+    for_slo_s = min(1.0, FIRST_STEP_SHARE / (2 * residual)) * traffic.ttft_slo_s
+    return max(_least_s(cost), min(for_slo_s, cost.step_s + traffic.delay_s / residual))
 
 
 def _least_s(cost: StepCost) -> float:

@@ -37,13 +37,14 @@ class ControllerInputs:
         self._claimed[tier] += 1
 
     def tell_step(self, report: Report, elapsed_s: float, overhead_s: float, now: float) -> None:
-        """Tell the controller about a finished step: its tiers' use of engine time, and the latencies that it ended.
+        """Tell the controller about a step or a part of it: its tiers' use of engine time, and latencies that it ended.
 
         `elapsed_s` is the engine's time. `overhead_s` is the time that the host needed in addition.
         """
         if report.sequences:
-            wanting = {*report.sequences, *self._table.tiers_held(), *(t for t, depth in self._queued.items() if depth)}
             self._controller.observe_batch(report.sequences)
+        if report.used_s:
+            wanting = {*report.used_s, *self._table.tiers_held(), *(t for t, depth in self._queued.items() if depth)}
             self._controller.observe_step(elapsed_s, report.planned_s, report.used_s, wanting, now, overhead_s)
         self.tell_requests(report, now)
 

@@ -57,9 +57,10 @@ class Report:
     reactions: list[Reaction] = field(default_factory=list)
     traced: list[RequestState] = field(default_factory=list)  # ended requests that are traced
     sequences: Mapping[str, int] = field(default_factory=dict)  # number of sequences that ran, by tier
-    used_s: Mapping[str, float] = field(default_factory=dict)  # engine time by tier, without work thrown away
+    used_s: Mapping[str, float] = field(default_factory=dict)  # engine time by tier, of the part that has just ended
     work: StepWork | None = None  # None: the step's time does not depend on its work alone
-    planned_s: float = 0.0  # time for which the step was planned; 0 if sequences were evicted from it
+    elapsed_s: float = 0.0  # engine time of the whole step
+    planned_s: float = 0.0  # time for which the step was planned; 0 if it was suspended
     predicted_s: float = 0.0  # time predicted for `work` before the step-time model learned from this step
 
     def absorb(self, later: "Report") -> None:
@@ -98,7 +99,7 @@ def receipt_of(state: RequestState, worker_id: str) -> Receipt | None:
         decode_ms=_ms(last_s - first_s),
         paused_ms=_ms(state.paused_s),
         preemptions=state.num_stops,
-        evictions=state.num_evictions,
+        suspensions=state.num_suspensions,
         engine_ms=_ms(state.engine_s) if state.engine_s else None,
     )
 

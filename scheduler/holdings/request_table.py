@@ -220,17 +220,9 @@ class RequestTable:
             if self._entries[request_id][0] is _Group.DECODES:
                 self._decodes_beside(request_id).move_to_end(request_id)
 
-    def note_evicted(self, request_ids: Sequence[str], now: float) -> None:
-        """Count an eviction of these sequences, and move them to the front of the order of decodes again.
-
-        They keep the order of `request_ids`.
-        """
+    def note_dropped(self, request_ids: Sequence[str]) -> None:
+        """Move the sequences of a dropped step to the front of the order of decodes again, in this order."""
         for request_id in reversed(request_ids):
-            state = self._states.get(request_id)
-            if state is not None:
-                state.num_evictions += 1
-                if state.marks is not None:
-                    state.marks.evictions_s.append(now)
             entry = self._entries.get(request_id)
             if entry is not None and entry[0] is _Group.DECODES:
                 self._decodes_beside(request_id).move_to_end(request_id, last=False)

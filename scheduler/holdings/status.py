@@ -38,8 +38,8 @@ class CoreStatus:
     kv_reserve_blocks: int = 0  # KV blocks that bulk leaves free for interactive sequences
     preemptions: Mapping[tuple[str, str], int] = field(default_factory=dict)  # sum: number by (tier, mode)
     recomputed_tokens: Mapping[str, int] = field(default_factory=dict)  # sum: tokens whose KV was lost, by tier
-    num_step_evictions: int = 0  # sum: number of steps from which bulk was evicted
-    wasted_s: float = 0.0  # sum: engine time whose work these evictions threw away
+    num_suspensions: int = 0  # sum: how often a step was suspended for interactive requests
+    wasted_s: float = 0.0  # sum: engine time of suspended steps that were dropped
     # Sum: engine time that interactive tiers take from urgent bulk; None: not known, as the steps are a server's own.
     interactive_s: float | None = None
     # What slots without bulk show, by tier and kind of latency ("ttft" or "e2e"). None: there is too little data.

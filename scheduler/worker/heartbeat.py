@@ -178,8 +178,8 @@ class RequestReport:
         return self._status(tiers, wall_ms, status.kv_usage, self._busy(status, interval_s)), sla_json
 
     def _busy(self, status: CoreStatus, interval_s: float) -> float:
-        """Return the share of the interval in which the engine computed, also what was thrown away."""
-        computed_s = sum(status.used_s.values()) + status.wasted_s
+        """Return the share of the interval in which the engine computed."""
+        computed_s = sum(status.used_s.values())
         since_s, self._computed_s = computed_s - self._computed_s, computed_s
         return min(1.0, since_s / interval_s)
 

@@ -96,10 +96,10 @@ class SchedulerMetrics:
         self._arriving = gauge("arrivals_per_second", "Smoothed arrival rate, as this worker sees it.", "tier")
         self._reserve = gauge("kv_reserve_blocks", "KV blocks that bulk leaves free for interactive sequences.")
         self._error = gauge("step_time_error_ratio", "Mean |predicted / measured - 1| of recent steps.")
-        self._steps_evicted_from = counter(
-            "steps_shed", "Steps from which bulk was evicted for an interactive arrival."
+        self._suspensions = counter(
+            "step_suspensions", "Times that a step of bulk was suspended for interactive requests."
         )
-        self._wasted = counter("shed_seconds", "Engine seconds thrown away by evicting bulk from steps.")
+        self._wasted = counter("dropped_step_seconds", "Engine seconds of suspended steps that were dropped.")
         self._used = counter("engine_seconds", "Engine seconds that were of use to the tier.", "tier")
         self._recomputed = counter(
             "recomputed_tokens", "Tokens whose KV was freed by preemption, to be computed again.", "tier"
@@ -217,7 +217,7 @@ class SchedulerMetrics:
             self._count_up(self._recomputed.labels(tier), ("recomputed", tier), count)
         for tier, count in status.restored_tokens.items():
             self._count_up(self._restored.labels(tier), ("restored", tier), count)
-        self._count_up(self._steps_evicted_from, ("shed",), status.num_step_evictions)
+        self._count_up(self._suspensions, ("suspended",), status.num_suspensions)
         self._count_up(self._wasted, ("wasted",), status.wasted_s)
         self._error.set(status.step_time_error)
         self._reserve.set(status.kv_reserve_blocks)

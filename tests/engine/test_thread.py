@@ -3,14 +3,15 @@
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from engine.interface import EngineDead, EngineInfo, PlanError, StepEviction, StepPlan, StepResult
+from engine.interface import EngineDead, EngineInfo, PlanError, StepEnd, StepPlan, StepResult
+from engine.suspension import StepDropped, Suspender
 from engine.thread import EngineThread
 
 INFO = EngineInfo("none", max_model_len=8, vocab_size=4, block_size=4, num_blocks=2, max_step_tokens=8)
@@ -27,7 +28,6 @@ class FakeStepper:
         self.threads: set[int] = set()
         self.num_closed = 0
         self.has_ended = False
-        self.evictions: list[tuple[int, set[str]]] = []
         self.launched: list[int] = []
         self.device_error: Exception | None = None
         self._let_finish = threading.Event()
@@ -71,8 +71,8 @@ class FakeStepper:
             raise self.device_error
         return StepResult(self._in_flight.popleft())
 
-    def evict(self, step_id: int, seq_ids: Collection[str]) -> None:
-        self.evictions.append((step_id, set(seq_ids)))
+    def suspend_by(self, suspender: Suspender) -> None:
+        """Do nothing: the steps have no layers."""
 
     def close(self) -> None:
         self.threads.add(threading.get_ident())
@@ -321,24 +321,143 @@ async def test_an_error_of_the_device_while_steps_run_ends_the_engine(num_steps:
     assert launcher.num_closed == 1
 
 
-async def test_an_eviction_is_for_the_oldest_step_in_flight() -> None:
-    release = threading.Event()
-    stepper = FakeStepper(lambda plan: wait_for(release), step_eviction=StepEviction.STEPS)
+class Layered(FakeStepper):
+    """Steps of three layers. `answer(plan)` is called in the first; `events` tells which layers ran."""
+
+    def __init__(self, answer: Callable[[StepPlan], None] = lambda plan: None) -> None:
+        super().__init__(answer, suspends_steps=True)
+        self.events: list[tuple[int, int | str]] = []  # (step, layer or what happened)
+        self._results: list[StepResult] = []
+        self._is_suspended = False
+
+    def suspend_by(self, suspender: Suspender) -> None:
+        self._suspender = suspender
+
+    @property
+    def is_finished(self) -> bool:
+        return bool(self._results)
+
+    def launch(self, plan: StepPlan) -> None:
+        if plan.is_of_suspended:
+            raise PlanError("no step is suspended")
+        self._answer(plan)
+        for layer in range(3):
+            if not self._is_suspended and self._suspender.is_due():
+                self._is_suspended = True
+                try:
+                    self._suspender.wait(StepResult(plan.step_id, end=StepEnd.SUSPENDED))
+                except StepDropped:
+                    self.events.append((plan.step_id, "dropped"))
+                    self._results.append(StepResult(plan.step_id, end=StepEnd.DROPPED))
+                    return
+                finally:
+                    self._is_suspended = False
+            self.events.append((plan.step_id, layer))
+        self._results.append(StepResult(plan.step_id))
+
+    def finalize(self) -> StepResult:
+        return self._results.pop(0)
+
+
+async def suspended(engine: EngineThread, begun: threading.Event, plan: StepPlan) -> None:
+    """Submit `plan` to an engine whose steps wait for `begun`, and collect that it is suspended."""
+    engine.submit(plan)
+    engine.suspend()
+    begun.set()
+    result = await engine.collect()
+    assert (result.step_id, result.end) == (plan.step_id, StepEnd.SUSPENDED)
+
+
+async def test_other_steps_run_while_one_is_suspended() -> None:
+    begun = threading.Event()
+    stepper = Layered(lambda plan: wait_for(begun))
     async with running(stepper) as engine:
-        engine.evict({"early"})
-        for step_id in (7, 8):
+        engine.suspend()  # no step is in flight: no effect
+        await suspended(engine, begun, StepPlan(7))
+        for step_id in (8, 9):
             engine.submit(StepPlan(step_id))
-            engine.evict({"a", "b"})
-            release.set()
+            engine.suspend()  # another step is suspended: no effect
+            assert (await engine.collect()).end is StepEnd.DONE
+        engine.submit(StepPlan(7, proceed_s=100.0))
+        assert await engine.collect() == StepResult(7)
+        engine.submit(StepPlan(10))
+        assert (await engine.collect()).end is StepEnd.DONE, "the request was for another step"
+    assert stepper.events == [(step, layer) for step in (8, 9, 7, 10) for layer in range(3)]
+
+
+async def test_a_step_goes_on_for_a_given_time_or_until_it_is_suspended_again() -> None:
+    begun = threading.Event()
+    stepper = Layered(lambda plan: wait_for(begun))
+    async with running(stepper) as engine:
+        await suspended(engine, begun, StepPlan(1))
+        engine.submit(StepPlan(1, proceed_s=1e-9))
+        assert (await engine.collect()).end is StepEnd.SUSPENDED
+        assert stepper.events == [(1, 0)], "at least one layer"
+        engine.submit(StepPlan(1, proceed_s=100.0))
+        assert (await engine.collect()).end is StepEnd.DONE
+        engine.submit(StepPlan(2))
+        assert (await engine.collect()).end is StepEnd.DONE, "the time was that of another step"
+
+
+async def test_a_dropped_step_ends_at_once() -> None:
+    begun = threading.Event()
+    stepper = Layered(lambda plan: wait_for(begun))
+    async with running(stepper) as engine:
+        await suspended(engine, begun, StepPlan(1))
+        engine.submit(StepPlan(1, drop=True))
+        assert await engine.collect() == StepResult(1, end=StepEnd.DROPPED)
+        engine.submit(StepPlan(2, proceed_s=1.0))
+        with pytest.raises(PlanError, match="no step is suspended"):
             await engine.collect()
-            engine.evict({"late"})
-    assert stepper.evictions == [(7, {"a", "b"}), (8, {"a", "b"})]
+    assert stepper.events == [(1, "dropped")]
 
 
-async def test_an_engine_that_cannot_evict_gets_no_request() -> None:
+async def test_a_refused_plan_leaves_the_step_suspended() -> None:
+    begun = threading.Event()
+
+    def answer(plan: StepPlan) -> None:
+        wait_for(begun)
+        if plan.step_id == 2:
+            raise PlanError("no such sequence")
+
+    stepper = Layered(answer)
+    async with running(stepper) as engine:
+        await suspended(engine, begun, StepPlan(1))
+        engine.submit(StepPlan(2))
+        with pytest.raises(PlanError, match="no such sequence"):
+            await engine.collect()
+        engine.submit(StepPlan(1, proceed_s=100.0))
+        assert await engine.collect() == StepResult(1)
+
+
+async def test_an_error_beside_a_suspended_step_ends_the_engine() -> None:
+    begun = threading.Event()
+
+    def answer(plan: StepPlan) -> None:
+        wait_for(begun)
+        if plan.step_id == 2:
+            raise RuntimeError("out of memory")  # must not be taken for one of the suspended step
+
+    stepper = Layered(answer)
+    async with running(stepper) as engine:
+        await suspended(engine, begun, StepPlan(1))
+        engine.submit(StepPlan(2))
+        with pytest.raises(EngineDead, match="out of memory"):
+            await engine.collect()
+    assert stepper.num_closed == 1
+
+
+async def test_an_engine_closes_while_a_step_is_suspended() -> None:
+    begun = threading.Event()
+    stepper = Layered(lambda plan: wait_for(begun))
+    async with running(stepper) as engine:
+        await suspended(engine, begun, StepPlan(1))
+    assert stepper.events == [(1, "dropped")] and stepper.num_closed == 1
+
+
+async def test_an_engine_that_suspends_no_steps_gets_no_request() -> None:
     stepper = FakeStepper()
     async with running(stepper) as engine:
         engine.submit(StepPlan(1))
-        engine.evict({"a"})
-        await engine.collect()
-    assert stepper.evictions == []
+        engine.suspend()
+        assert (await engine.collect()).end is StepEnd.DONE

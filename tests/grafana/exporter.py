@@ -67,7 +67,7 @@ class Worker:
             preemptions={(tier, mode): self._rounds for tier in TIERS.tiers for mode in ("pause", "swap", "recompute")},
             recomputed_tokens=dict.fromkeys(TIERS.tiers, 32 * self._rounds),
             restored_tokens=dict.fromkeys(TIERS.tiers, 16 * self._rounds),
-            num_step_evictions=self._rounds,
+            num_suspensions=self._rounds,
             wasted_s=0.02 * self._rounds,
             missing_deadlines=dict.fromkeys(TIERS.tiers, 1),
             slowdowns={("realtime", kind): slowdown for kind in ("ttft", "e2e")},

@@ -234,9 +234,9 @@ class CheckedCore(StepCore):
         abort_together = sum(a.num_shared > 0 for a in self._engine_state._abandoned.values()) > 1
         self.check()
         plan = super().plan(now)
-        assert plan.run or abort_together or not runnable or self._is_batching_delay(runnable, now), (
-            f"work conserving: {runnable} could run"
-        )
+        assert (
+            plan.run or plan.is_of_suspended or abort_together or not runnable or self._is_batching_delay(runnable, now)
+        ), f"work conserving: {runnable} could run"
         self.check()
         if not plan.is_empty:
             self.plans.append((now, plan))
@@ -273,7 +273,8 @@ class CheckedCore(StepCore):
     def _check_blocks(self, result: StepResult) -> None:
         """Assert free + used = total. A shared block counts once, but states count it once each or not at all: `used`
         lies between the sums."""
-        if self.running.is_any:  # a step that was planned ahead has its blocks already
+        # A step that was planned ahead, or is suspended, has its blocks already.
+        if self.running.is_any or self.running.suspended is not None:
             return
         size, used = self._engine.block_size, self._engine.num_blocks - result.free_blocks
         states = [s for s in self.held.table if not self._engine_state.is_abandoned(s.id)]
@@ -303,7 +304,9 @@ def make_core(
     info = info or make_info()
     if cost is not None and step_time is None:
         step_time = KnownStepTime(cost)
-    return CheckedCore(tiers, info, SLAController(tiers, info.step_eviction, info.num_layers), step_time)
+    return CheckedCore(
+        tiers, info, SLAController(tiers, info.num_layers, suspends_steps=info.suspends_steps), step_time
+    )
 
 
 def ran(plan: StepPlan) -> dict[str, int]:

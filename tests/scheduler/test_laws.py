@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.interface import FinishReason
+from engine.interface import FinishReason, StepEnd
 from scheduler.request import Receipt
 from scheduler.request_state import RequestState
 from tests.scheduler.builders import FAST, MAX_PREEMPTIONS, expected_tokens, fixed, make_info, make_tiers
@@ -43,6 +43,7 @@ class Traffic:
     prefix_cache: bool = False
     num_swap_blocks: int = 0
     swap_block_s: float = 0.0
+    suspends_steps: bool = True
 
 
 ARRIVAL = st.builds(
@@ -64,6 +65,7 @@ TRAFFIC = st.builds(
     prefix_cache=st.booleans(),  # all prompts begin alike: most blocks are shared
     num_swap_blocks=st.sampled_from((0, 6, 40)),
     swap_block_s=st.sampled_from((1e-6, 5e-4)),
+    suspends_steps=st.booleans(),
 )
 
 
@@ -78,6 +80,7 @@ def play(traffic: Traffic) -> World:
         preemption_modes=modes,
         num_swap_blocks=traffic.num_swap_blocks,
         swap_block_s=traffic.swap_block_s,
+        suspends_steps=traffic.suspends_steps,
     )
 
     async def story(world: World) -> World:
@@ -123,6 +126,7 @@ def test_the_laws_hold_in_full_memory_with_sharing_swaps_and_cancels() -> None:
     """The same laws where KV blocks are always short; asserts also that each kind of event really happened."""
     modes: Counter[str] = Counter()
     num_hits = num_exhausted = num_cancelled = num_paused = num_told = num_preemptions = 0
+    ends: Counter[StepEnd] = Counter()
     for seed in range(4):
         world = play(_flood(random.Random(seed)))
         assert_everything_ended(world)
@@ -134,10 +138,12 @@ def test_the_laws_hold_in_full_memory_with_sharing_swaps_and_cancels() -> None:
                 num_told += receipt.preemptions
         num_preemptions += sum(world.core.planner.preemptions.values())
         modes.update({mode: count for (_, mode), count in world.core.planner.preemptions.items()})
+        ends.update(result.end for result in world.core.results)
         num_hits += sum(bool(life.num_cached_tokens) for life in world.core.lives)
         num_exhausted += sum(life.num_preemptions == MAX_PREEMPTIONS for life in world.core.lives)
         num_cancelled += world.core.held.counts["cancelled"]
     assert min(modes[mode] for mode in ("pause", "swap", "recompute")) > 0
+    assert min(ends[end] for end in StepEnd) > 0
     assert min(num_hits, num_exhausted, num_cancelled, num_paused) > 0
     assert num_paused <= num_told <= num_preemptions, "receipts count preemptions; cancelled requests give none"
 

@@ -1,13 +1,16 @@
-"""A real-time arrival is in the very next step, and the bulk evicted for it loses no token."""
+"""A real-time arrival suspends a running step of bulk, which then goes on where it was."""
 
 import asyncio
+from collections.abc import Iterable
 
 import pytest
 
-from engine.interface import StepEviction, StepPlan
+from engine.interface import StepEnd, StepPlan
+from scheduler.drivers.steps.isolation import Isolation
 from tests.scheduler.builders import FAST, expected_tokens, fixed, make_info, make_tiers, ran
 from tests.scheduler.world import World, played_by, run_world
 
+SUSPENDS = make_info(suspends_steps=True)
 LONG_STEP = [f"b{i}" for i in range(40)]  # 0.01 + 40 · 0.0005 s a step and more
 
 
@@ -28,72 +31,128 @@ def _next_plan(world: World, now: float) -> StepPlan:
     return next(plan for at, plan in world.core.plans if at > now)
 
 
-@pytest.mark.parametrize("step_eviction", [StepEviction.STEPS, StepEviction.ROWS])
-def test_an_arrival_ends_the_running_step_early_and_its_bulk_comes_back_in_order(
-    step_eviction: StepEviction,
-) -> None:
+def test_an_arrival_suspends_the_running_step_which_goes_on_after_it() -> None:
     async def story(world: World) -> None:
         bulk = await _bulk(world)
         await _until_a_step_begins(world)
         step_s = world.core.results[-1].elapsed_s
-        before = [run.seq_id for run in world.core.plans[-1][1].run]
-        arrived_s = world.clock.now()
-        asked = asyncio.create_task(world.ask("rt", max_tokens=3))
-        await world.clock.sleep(step_s)
-        [evicted] = [r for r in world.core.results if r.evicted]
-        assert set(evicted.evicted) == set(before) and evicted.elapsed_s < 0.5 * step_s
-        assert all(not output.token_ids for output in evicted.outputs)
-        await asked
+        begun = world.core.plans[-1][1]
+        await world.ask("rt", max_tokens=1)
+        suspended, beside, *later = (r for r in world.core.results if r.step_id >= begun.step_id)
+        assert (suspended.step_id, suspended.end) == (begun.step_id, StepEnd.SUSPENDED)
+        assert suspended.elapsed_s < 0.5 * step_s and not suspended.outputs
+        assert [o.seq_id for o in beside.outputs] == ["rt"], "no other bulk runs while a step waits"
+        await world.clock.sleep(2 * step_s)
+        parts = [r for r in world.core.results if r.step_id == begun.step_id]
+        assert parts[-1].end is StepEnd.DONE and [o.seq_id for o in parts[-1].outputs] == list(ran(begun))
+        assert sum(r.elapsed_s for r in parts) == pytest.approx(step_s, rel=0.1), "nothing is computed twice"
         await asyncio.gather(*bulk)
-        later = [run.seq_id for at, plan in world.core.plans if at > arrived_s for run in plan.run]
-        assert [name for name in dict.fromkeys(later) if name in before] == before
 
-    run_world(story, known=FAST, info=make_info(step_eviction=step_eviction))
+    run_world(story, known=FAST, info=SUSPENDS)
 
 
-@played_by(
-    run_world,
-    known=FAST,
-    info=make_info(step_eviction=StepEviction.ROWS),
-    tiers=make_tiers(realtime={"max_slowdown": 4}),
-)
-async def test_bulk_is_evicted_from_a_step_that_interactive_decodes_finish(world: World) -> None:
+def test_a_suspended_step_goes_on_in_parts_beside_a_chat() -> None:
+    """Each part is at most what the chat's account of delays has left, and at least a step's fixed cost."""
+
+    async def story(world: World) -> None:
+        bulk = await _bulk(world)
+        await _until_a_step_begins(world)
+        begun = world.core.plans[-1][1]
+        chat = asyncio.create_task(world.ask("rt", max_tokens=60))
+        await world.clock.sleep(0.5)
+        parts = [r for r in world.core.results if r.step_id == begun.step_id]
+        assert len(parts) >= 3 and parts[-1].end is StepEnd.DONE
+        layer_s = sum(r.elapsed_s for r in parts) / 30
+        assert all(FAST.step_s - 1e-9 <= r.elapsed_s <= 3 * FAST.step_s + layer_s for r in parts[1:-1])
+        assert (await chat).token_ids == expected_tokens(chat.result().request)
+        await asyncio.gather(*bulk)
+
+    run_world(story, known=FAST, info=SUSPENDS, tiers=make_tiers(realtime={"max_slowdown": 1.5}))
+
+
+def test_a_suspended_step_whose_sequence_is_cancelled_is_dropped() -> None:
+    async def story(world: World) -> None:
+        bulk = await _bulk(world)
+        await _until_a_step_begins(world)
+        begun = world.core.plans[-1][1]
+        chat = asyncio.create_task(world.ask("rt", max_tokens=60))
+        await world.clock.sleep(0.03)
+        assert any(r.end is StepEnd.SUSPENDED for r in world.core.results)
+        world.core.held.cancel([next(iter(ran(begun)))])
+        await world.clock.sleep(0.1)
+        dropped = [r for r in world.core.results if r.end is StepEnd.DROPPED]
+        assert [r.step_id for r in dropped] == [begun.step_id]
+        await chat
+        bulk[0].cancel()
+        await asyncio.gather(*bulk[1:])
+
+    run_world(story, known=FAST, info=SUSPENDS, tiers=make_tiers(realtime={"max_slowdown": 1.01}))
+
+
+def test_a_suspended_step_goes_on_to_its_end_before_a_suspect_may_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the worker dies, only what is in one step with a suspect, and that suspect, may be blamed."""
+
+    async def story(world: World) -> None:
+        bulk = await _bulk(world)
+        await _until_a_step_begins(world)
+        begun = world.core.plans[-1][1]
+        chat = asyncio.create_task(world.ask("rt", max_tokens=60))
+        await world.clock.sleep(0.03)
+        num_parts = sum(r.step_id == begun.step_id for r in world.core.results)
+        monkeypatch.setattr(Isolation, "has_suspects", True)
+        await world.clock.sleep(0.05)
+        later = [r for r in world.core.results if r.step_id == begun.step_id][num_parts:]
+        assert num_parts and [r.end for r in later] == [StepEnd.DONE]
+        assert world.core.planner.suspends_for(["rt"], world.clock.now()) is False
+        monkeypatch.undo()
+        await asyncio.gather(chat, *bulk)
+
+    run_world(story, known=FAST, info=SUSPENDS, tiers=make_tiers(realtime={"max_slowdown": 1.01}))
+
+
+@played_by(run_world, known=FAST, info=SUSPENDS, tiers=make_tiers(realtime={"max_slowdown": 4}))
+async def test_a_step_with_an_interactive_decode_waits_for_one_step_of_the_newcomer(world: World) -> None:
     bulk = await _bulk(world)
     first = asyncio.create_task(world.ask("rt0", max_tokens=60))
-    await world.clock.sleep(0.2)
+    await world.clock.sleep(0.4)
     await _until_a_step_begins(world)
-    second = await world.ask("rt1", max_tokens=2)
-    [*_, evicted] = [r for r in world.core.results if r.evicted]
-    assert [o.seq_id for o in evicted.outputs if o.token_ids] == ["rt0"]
+    begun = world.core.plans[-1][1]
+    assert len(begun.run) > 25 and "rt0" in ran(begun)
+    await world.ask("rt1", max_tokens=2)
+    ends = [(r.step_id, r.end) for r in world.core.results if r.step_id >= begun.step_id][:3]
+    assert [end for _, end in ends] == [StepEnd.SUSPENDED, StepEnd.DONE, StepEnd.DONE]
+    assert ends[2][0] == begun.step_id, "after the first step beside it"
     assert (await first).token_ids == expected_tokens(first.result().request)
-    assert second.token_ids == expected_tokens(second.request)
     await asyncio.gather(*bulk)
 
 
 @pytest.mark.trap(2)
-@pytest.mark.parametrize(("slots", "evicts"), [(4, False), (5, True)])
-def test_bulk_is_not_evicted_for_a_request_that_could_not_start(slots: int, evicts: bool) -> None:
-    """Trap 2: without a slot for it, eviction would save it no time."""
+@pytest.mark.parametrize(("slots", "suspends"), [(4, False), (5, True)])
+def test_no_step_is_suspended_for_a_request_that_could_not_start(slots: int, suspends: bool) -> None:
+    """Trap 2: without a slot for it, a suspension would save it no time."""
 
     async def story(world: World) -> None:
-        bulk = await _bulk(world)
         residents = [asyncio.create_task(world.ask(f"rt{i}", max_tokens=200)) for i in range(4)]
-        await world.clock.sleep(0.3)
-        await _until_a_step_begins(world)
-        begun_s, found = world.core.plans[-1]
-        assert {"rt0", "rt1", "rt2", "rt3"} < set(ran(found)), "bulk rides with four that decode"
+        await world.clock.sleep(0.1)
+        world.core.running.suspends_for = lambda *_: True  # type: ignore[method-assign]
+        found: list[bool] = []
+        decide = world.core.planner.suspends_for
+
+        def decides(request_ids: Iterable[str], now: float) -> bool:
+            found.append(decide(request_ids, now))
+            return False
+
+        world.core.planner.suspends_for = decides  # type: ignore[method-assign]
         late = asyncio.create_task(world.ask("late", max_tokens=2))
         await world.clock.sleep(0.1)
-        [result] = [r for r in world.core.results if r.step_id == found.step_id]
-        assert set(result.evicted) == (set(ran(found)) - {"rt0", "rt1", "rt2", "rt3"} if evicts else set())
-        assert ("late" in ran(_next_plan(world, begun_s))) == evicts
-        await asyncio.gather(*bulk, *residents, late)
+        assert found == [suspends]
+        await asyncio.gather(*residents, late)
 
     tiers = make_tiers(realtime={"batch_size": fixed(slots)})
-    run_world(story, known=FAST, info=make_info(step_eviction=StepEviction.ROWS), tiers=tiers)
+    run_world(story, known=FAST, info=SUSPENDS, tiers=tiers)
 
 
-@played_by(run_world, known=FAST, info=make_info(step_eviction=StepEviction.ROWS))
+@played_by(run_world, known=FAST, info=SUSPENDS)
 async def test_reactions_are_reported_in_steps(world: World) -> None:
     bulk = await _bulk(world)
     await world.ask("rt", max_tokens=1)

@@ -62,7 +62,7 @@ def _describe(root: Span, state: RequestState, worker_id: str) -> None:
             "tidegate.pauses": state.num_stops,
             "tidegate.paused_s": state.paused_s,
             "tidegate.preemptions": state.num_preemptions,
-            "tidegate.evictions": state.num_evictions,
+            "tidegate.suspensions": state.num_suspensions,
             "tidegate.met_slo": state.status is Status.FINISHED and state.met_slo(),
         }
     )
@@ -74,8 +74,8 @@ def _describe(root: Span, state: RequestState, worker_id: str) -> None:
 
 def _add_events(root: Span, state: RequestState, to_ns: ToNs) -> None:
     root.add_event("tidegate.claimed", timestamp=to_ns(state.claimed_s))
-    for at_s in state.marks.evictions_s if state.marks is not None else ():
-        root.add_event("tidegate.evicted", timestamp=to_ns(at_s))
+    for at_s in state.marks.suspensions_s if state.marks is not None else ():
+        root.add_event("tidegate.suspended", timestamp=to_ns(at_s))
 
 
 def _add_phases(tracer: Tracer, root: Span, state: RequestState, ended_s: float, to_ns: ToNs) -> None:

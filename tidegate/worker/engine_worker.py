@@ -109,7 +109,7 @@ def upstream_config(settings: WorkerSettings) -> UpstreamConfig:
 
 async def _serve(process: WorkerProcess, engine: Engine, progress: StartProgress) -> None:
     settings, clock, runner = process.settings, process.clock, process.runner
-    controller = SLAController(process.tiers, engine.info.step_eviction, engine.info.num_layers)
+    controller = SLAController(process.tiers, engine.info.num_layers, suspends_steps=engine.info.suspends_steps)
     worker_id = process.identity.worker_id
     core = StepCore(process.tiers, engine.info, controller, worker_id=worker_id, draw=random.Random(worker_id).random)
     with signals_call(runner.end), open_step_log(settings.step_log, engine.info) as step_log:

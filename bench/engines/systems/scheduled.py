@@ -44,7 +44,7 @@ class ScheduledEngine:
         self._core = StepCore(
             self._tiers,
             self._engine.info,
-            SLAController(self._tiers, self._engine.info.step_eviction, self._engine.info.num_layers),
+            SLAController(self._tiers, self._engine.info.num_layers, suspends_steps=self._engine.info.suspends_steps),
         )
         self._numbers = count()
         self._asyncio = asyncio.Runner()

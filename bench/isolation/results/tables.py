@@ -114,7 +114,7 @@ def engine_table(arms: Mapping[str, ArmSummary]) -> Table:
     arrival.
     """
     header = (
-        "arm", "", "paused", "swapped", "recomputed", "steps evicted", "time wasted", "reaction p50", "p99",
+        "arm", "", "paused", "swapped", "recomputed", "suspended", "time wasted", "reaction p50", "p99",
         "step p50", "p99",
         "step-time error", "knob moves",
     )  # fmt: skip
@@ -127,7 +127,7 @@ def engine_table(arms: Mapping[str, ArmSummary]) -> Table:
             arm.arm.name,
             arm.arm.title,
             *(f"{count:.0f}" for count in e.preemptions.values()),
-            number(e.steps_shed, 0),
+            number(e.suspensions, 0),
             percent(e.wasted_share),
             *(number(steps) for steps in (e.reaction_p50, e.reaction_p99)),
             *(milliseconds(s) for s in (e.step_p50_s, e.step_p99_s)),

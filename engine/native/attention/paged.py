@@ -19,8 +19,6 @@ from engine.native.kv.cache import KVCache, LayerCache
 ATTENTION_NAME = "tidegate_paged"
 _BINDING = "tidegate_attention"
 
-Boundary = Callable[[StepTensors], tuple[StepTensors, Tensor] | None]  # see `LayerBoundary`
-
 
 class LayerAttention(Protocol):
     """The attention function of one layer, for a packed step of T rows.
@@ -72,25 +70,20 @@ class PagedAttention:
         self._windows = windows  # by layer: number of tokens that a row attends to, itself included; None: all
         self._kernels = kernels
         self._step: StepTensors | None = None
-        self._boundary: Boundary | None = None
+        self._between_layers: Callable[[], None] | None = None
         # Becomes False when torch's operators attend. These gather whole blocks, with slots that are not written yet.
         self.in_kernels = kernels is not None
 
-    def begin(self, step: StepTensors, boundary: Boundary | None = None) -> None:
-        """Set the step of the next forward pass. The pass calls `boundary` before each layer."""
-        self._step, self._boundary = step, boundary
+    def begin(self, step: StepTensors, between_layers: Callable[[], None] | None = None) -> None:
+        """Set the step of the next forward pass. The pass calls `between_layers` before each layer."""
+        self._step, self._between_layers = step, between_layers
 
-    def enter_layer(self) -> Tensor | None:
-        """Evict the sequences whose eviction was requested. Each layer calls this method before it reads `step`.
-
-        Return the indices of the remaining rows, (remaining rows,) int64; None if no row was evicted. Raises
-        `StepEvicted` if no row remains.
-        """
-        changed = None if self._boundary is None else self._boundary(self.step)
-        if changed is None:
-            return None
-        self._step, remaining = changed
-        return remaining
+    def enter_layer(self) -> None:
+        """Let other passes run, if the step of this one is suspended. Each layer calls this before it reads `step`."""
+        if (between_layers := self._between_layers) is not None:
+            step = self._step
+            between_layers()
+            self._step, self._between_layers = step, between_layers
 
     @property
     def step(self) -> StepTensors:
@@ -126,11 +119,9 @@ class PagedAttention:
     ) -> Tensor:
         """Write keys and values to the cache, and return the attention. Shapes are those of `LayerAttention`.
 
-        `s_aux` are attention sinks (heads,). Raises `RuntimeError` if rows were evicted, because layers of transformers
-        cannot continue with fewer rows.
+        `s_aux` are attention sinks (heads,).
         """
-        if self.enter_layer() is not None:
-            raise RuntimeError("rows were evicted before a layer that cannot continue with fewer rows")
+        self.enter_layer()
         layer_idx = int(module.layer_idx)  # type: ignore[arg-type]
         layer = self._cache.layers[layer_idx]
         layer.write(key, value, self.step.slot_rows.of(layer.shape.num_kv_heads))

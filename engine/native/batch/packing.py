@@ -99,18 +99,6 @@ def pack_step(chunks: list[Chunk], block_size: int) -> StepBatch:
     )
 
 
-def rows_of(some: list[Chunk], chunks: list[Chunk]) -> Ints:
-    """Return the rows that the chunks `some` have in a batch of all `chunks`.
-
-    The row numbers are in the order of a batch of `some` alone.
-    """
-    names = {chunk.sequence.seq_id for chunk in some}
-    decodes, prefills = _in_order(chunks)
-    ordered = decodes + prefills
-    is_wanted = np.array([chunk.sequence.seq_id in names for chunk in ordered])
-    return np.flatnonzero(np.repeat(is_wanted, [chunk.num_tokens for chunk in ordered]))
-
-
 def in_one_group(batch: StepBatch) -> StepBatch:
     """Return the batch with all decodes in one group.
 

@@ -92,8 +92,7 @@ class StepTensors:
     """The tensors of a step that a forward pass needs.
 
     Each row has a token, a position and a slot: `token_ids`, `positions` and `slot_ids` are (T,). `decode_groups` and
-    `prefills` say which tokens each row attends to. `num_slots` is the number of slots of the cache. `origin` is None
-    until rows are evicted; then it holds the row numbers that the remaining rows had at the start of the pass.
+    `prefills` say which tokens each row attends to. `num_slots` is the number of slots of the cache.
     """
 
     def __init__(
@@ -110,15 +109,7 @@ class StepTensors:
         self.slot_ids = slot_ids
         self.decode_groups = decode_groups
         self.prefills = prefills
-        self.origin: Tensor | None = None
         self.slot_rows = HeadRows(slot_ids, num_slots)
-
-    def own_rows(self, rows: Tensor) -> Tensor:
-        """Return the lines of `rows` that belong to the remaining rows of the step.
-
-        `rows` has one line for each row that the step had at the start of the pass.
-        """
-        return rows if self.origin is None else rows[self.origin]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from engine.native.attention.paged import PagedAttention
-from engine.native.batch.layer_boundary import compact_rows
 from engine.native.batch.tensors import StepTensors
 from engine.native.cpu.kernels import CpuKernels, NormArguments, norm_arguments
 from engine.native.cpu.products import LinearArguments, PackedWeight, fits_panels
@@ -92,7 +91,7 @@ class SharedStep:
 
     def _fill(self, step: StepTensors, position_embeddings: tuple[Tensor, Tensor]) -> None:
         """Fill the C++ arguments; cosines and sines are converted to bfloat16, (T, rotary) each."""
-        cosines, sines = (step.own_rows(t[0]).to(torch.bfloat16).contiguous() for t in position_embeddings)
+        cosines, sines = (t[0].to(torch.bfloat16).contiguous() for t in position_embeddings)
         self._kept = (cosines, sines)  # keeps these tensors alive: C++ has only their addresses
         arguments = self._arguments
         arguments.rows, arguments.slots = len(step.slot_ids), step.slot_ids.data_ptr()
@@ -154,8 +153,7 @@ class NativeDecoderLayer(nn.Module):
 
         `position_embeddings` are cosines and sines, (1, T, rotary) each.
         """
-        if (remaining := self._attention.enter_layer()) is not None:
-            compact_rows(hidden_states[0], remaining)
+        self._attention.enter_layer()
         step = self._step.address(self._attention.step, position_embeddings)
         self._arguments.heads.rotary = self._step.rotary_dim if self._form.rotates else 0
         self._compute(hidden_states.data_ptr(), ctypes.addressof(self._arguments), step)

@@ -3,7 +3,6 @@
 Knows the model, its KV cache and the device; does not know sequences or sampling.
 """
 
-from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -11,18 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from engine.native.attention.kernels import AttentionKernels
-from engine.native.attention.paged import Boundary, PagedAttention, bind
-from engine.native.batch.eviction import RunningChunks
-from engine.native.batch.layer_boundary import LayerBoundary
+from engine.native.attention.paged import PagedAttention, bind
 from engine.native.batch.packing import StepBatch, in_one_group
 from engine.native.batch.sampled_tokens import fill_in, moment_on
 from engine.native.batch.tensors import StepTensors, Upload, UploadedStep, to_cpu, upload_step
-from engine.native.cuda.pinned_ring import Event, PinnedRing
+from engine.native.cuda.pinned_ring import PinnedRing
 from engine.native.cuda.step_graphs import StepGraphs
 from engine.native.kv.cache import KVCache
 from engine.native.model.loader import forward
-
-_LAYERS_AHEAD = 3  # layers that the host may be ahead: enough that the device never waits for the host
 
 
 class ModelRunner:
@@ -47,7 +42,7 @@ class ModelRunner:
         self._kernels = kernels
         self._upload: Upload = PinnedRing(device).upload if device.type == "cuda" else to_cpu
         self._graphs: StepGraphs | None = None
-        self._pace = LaunchPace() if device.type == "cuda" else None
+        self.between_layers: Callable[[], None] | None = None  # called before each layer of a pass without a graph
         self._first_row = torch.zeros(1, dtype=torch.int64, device=device)
 
     @property
@@ -77,24 +72,20 @@ class ModelRunner:
         return None if self._graphs is None else self._graphs.decode_replay(rows)
 
     @torch.inference_mode()
-    def run(
-        self, batch: StepBatch, previous: Tensor | None = None, running: RunningChunks | None = None
-    ) -> Tensor | None:
+    def run(self, batch: StepBatch, previous: Tensor | None = None) -> Tensor | None:
         """Write the keys and values of the batch, and return the logits of its sampled rows, (rows, vocab).
 
         The logits are valid until the next run. Return None if the batch has no sampled rows.
 
-        `previous` are the sampled ids of the previous step; they replace placeholders among the batch's tokens. If
-        `running` is given, `batch` must be the batch of `running`, and sequences can be evicted before each layer. The
-        logits are then those of the remaining sampled rows. Raises `StepEvicted` if no row remains.
+        `previous` are the sampled ids of the previous step; they replace placeholders among the batch's tokens.
         """
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
             size = None if self._graphs is None else self._graphs.fitting_size(batch)
             if self._graphs is None or size is None:
-                return self._run_eagerly(batch, previous, running)
+                return self._run_eagerly(batch, previous)
             return self._graphs.run(batch, size, previous)
 
-    def _run_eagerly(self, batch: StepBatch, previous: Tensor | None, running: RunningChunks | None) -> Tensor | None:
+    def _run_eagerly(self, batch: StepBatch, previous: Tensor | None) -> Tensor | None:
         uploaded = self._uploaded(batch)
         if batch.unfilled_blocks and not self.attention.in_kernels:
             # Torch's operators read slots that are not written yet, and mask them. But if a former holder of the block
@@ -103,21 +94,17 @@ class ModelRunner:
         if previous is not None:
             uploaded.step.token_ids = fill_in(uploaded.step.token_ids, previous)
         rows = uploaded.logit_rows if len(batch.logit_rows) else self._first_row
-        if running is None:
-            logits = self.compute(uploaded.step, rows)
-            return logits if len(batch.logit_rows) else None
-        boundary = LayerBoundary(running, rows, self._uploaded, self._pace.next_layer if self._pace else None)
-        logits = self.compute(uploaded.step, rows, boundary)
-        return logits if len(running.batch.logit_rows) else None
+        logits = self.compute(uploaded.step, rows)
+        return logits if len(batch.logit_rows) else None
 
     def _uploaded(self, batch: StepBatch) -> UploadedStep:
         if self._kernels is not None:
             batch = in_one_group(batch)
         return upload_step(batch, self._cache.num_blocks, self._cache.block_size, self._upload)
 
-    def compute(self, step: StepTensors, rows: Tensor, boundary: Boundary | None = None) -> Tensor:
+    def compute(self, step: StepTensors, rows: Tensor) -> Tensor:
         """Write the keys and values of the step, and return the logits of `rows`, (rows, vocab)."""
-        self.attention.begin(step, boundary)
+        self.attention.begin(step, self.between_layers)
         return forward(self._model, step.token_ids, step.positions, rows)
 
     def synchronize(self) -> None:
@@ -129,24 +116,3 @@ class ModelRunner:
         """Release the memory that torch keeps for later allocations. This also removes its fragmentation."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-class LaunchPace:
-    """A limit on the number of layers that the host launches ahead of the device, for one stream.
-
-    Launching is faster than computing: without a limit, a whole pass would be launched long before the device has
-    computed half of it, and decisions between layers would come too late.
-    """
-
-    def __init__(self, make_event: Callable[[], Event] = torch.cuda.Event, depth: int = _LAYERS_AHEAD) -> None:
-        self._make_event = make_event
-        self._depth = depth
-        self._events: deque[Event] = deque()
-
-    def next_layer(self) -> None:
-        """Wait until the device is at most `depth` layers behind the host. Call this before launching each layer."""
-        event = self._make_event()
-        event.record()
-        self._events.append(event)
-        if len(self._events) > self._depth:
-            self._events.popleft().synchronize()

@@ -4,14 +4,13 @@ Knows rows, logits and outcomes; does not know the table of sequences. A computa
 for the same chunks or for some of them.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from engine.interface import EngineInfo, StepEviction, TokenLogprobs
-from engine.native.batch.eviction import RunningChunks, StepEvicted
+from engine.interface import TokenLogprobs
+from engine.native.batch.packing import pack_step
 from engine.native.execution.model_runner import ModelRunner
 from engine.native.execution.oom_split import Outcomes
 from engine.native.sampling.logprobs import token_logprobs
@@ -20,30 +19,18 @@ from engine.sequences.chunk import Chunk, Outcome
 
 
 class StepComputation:
-    """The computation of chunks; call it with the chunks of a step.
+    """The computation of chunks; call it with the chunks of a step."""
 
-    `evictees` returns the sequences to evict from the running step; it may be called at any time.
-    """
-
-    def __init__(
-        self, info: EngineInfo, runner: ModelRunner, pipeline: SamplingPipeline, evictees: Callable[[], frozenset[str]]
-    ) -> None:
-        self._info = info
+    def __init__(self, block_size: int, runner: ModelRunner, pipeline: SamplingPipeline) -> None:
+        self._block_size = block_size
         self._runner = runner
         self._pipeline = pipeline
-        self._evictees = evictees
 
     @torch.inference_mode()
     def __call__(self, chunks: list[Chunk]) -> Outcomes:
-        running = RunningChunks(chunks, self._info.block_size, self._info.step_eviction, self._evictees)
-        outcomes = {chunk.sequence.seq_id: Outcome(is_evicted=True) for chunk in chunks}
-        can_evict = self._info.step_eviction is not StepEviction.NOTHING
-        try:
-            logits = self._runner.run(running.batch, running=running if can_evict else None)
-        except StepEvicted:
-            return outcomes
-        batch = running.batch
-        outcomes.update((chunk.sequence.seq_id, Outcome()) for chunk in running.chunks)
+        batch = pack_step(chunks, self._block_size)
+        outcomes = {chunk.sequence.seq_id: Outcome() for chunk in chunks}
+        logits = self._runner.run(batch)
         if logits is None:
             self._runner.synchronize()
             return outcomes

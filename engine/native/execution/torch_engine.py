@@ -7,9 +7,10 @@ it runs (`EngineThread`).
 """
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -19,10 +20,10 @@ from engine.interface import (
     EngineInfo,
     SequenceFailure,
     SequenceOutput,
+    StepEnd,
     StepPlan,
     StepResult,
 )
-from engine.native.batch.eviction import EvictionRequest
 from engine.native.batch.packing import pack_step
 from engine.native.batch.sampled_tokens import SampledTokens, placeholder
 from engine.native.execution.model_runner import ModelRunner
@@ -34,6 +35,7 @@ from engine.sampling.sampler import DeviceSampler, Sampler, SamplingRow, sample,
 from engine.sampling.sequence_state import BROKEN_LOGITS
 from engine.sequences.chunk import Chunk, Outcome, output_of
 from engine.sequences.sequence_table import SequenceTable
+from engine.suspension import StepDropped, Suspender
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +75,11 @@ class TorchEngine:
         self._device_sampler = device_sampler
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="device")
         self._on_finished: Callable[[], None] = lambda: None
-        self._eviction = EvictionRequest()
+        self._suspender: Suspender | None = None
+        self._begun_s = 0.0  # time by `perf_counter` at which the step computed at once began or was continued
         pipeline = SamplingPipeline(info, sampler)
         self.grammars = pipeline.grammars
-        compute = StepComputation(info, runner, pipeline, self._eviction.evictees)
+        compute = StepComputation(info.block_size, runner, pipeline)
         self._compute_all = PiecewiseComputation(compute, runner.release_memory, info.block_size)
 
     @property
@@ -134,12 +137,9 @@ class TorchEngine:
             self._finalize_oldest()
         return self._results.popleft()
 
-    def evict(self, step_id: int, seq_ids: Collection[str]) -> None:
-        """Evict these sequences from step `step_id` at its next layer, as far as `info.step_eviction` allows.
-
-        Always call this from the same thread, before the step begins or while it runs. A later call has no effect.
-        """
-        self._eviction.request(step_id, seq_ids)
+    def suspend_by(self, suspender: Suspender) -> None:
+        """From now on, ask `suspender` between the layers of a step, if the engine suspends steps."""
+        self._suspender = suspender
 
     def close(self) -> None:
         """End the thread that waits for the device; the memory is freed with the engine."""
@@ -206,33 +206,46 @@ class TorchEngine:
     def _compute_at_once(self, plan: StepPlan, chunks: list[Chunk], started_s: float) -> None:
         self._finalize_all()
         chunks = [chunk for chunk in chunks if self._table.holds(chunk.sequence)]
-        self._eviction.begin(plan.step_id)
-        outcomes = self._compute_all(chunks) if chunks else {}
+        self._begun_s = started_s
+        suspends = self._suspender is not None and self.info.suspends_steps and not self._table.suspended
+        self._runner.between_layers = partial(self._between_layers, plan.step_id, chunks) if suspends else None
+        try:
+            outcomes = self._compute_all(chunks) if chunks else {}
+        except StepDropped:
+            self._report(plan.step_id, self._table.drop_suspended(), (), perf_counter(), end=StepEnd.DROPPED)
+            return
         outputs: list[SequenceOutput] = []
         failures: list[SequenceFailure] = []
-        evicted: list[str] = []
         for chunk in chunks:
             seq_id = chunk.sequence.seq_id
             outcome = outcomes[seq_id]
             if outcome.failure is not None:
                 self._table.free_broken(seq_id)
                 failures.append(SequenceFailure(seq_id, outcome.failure))
-            elif outcome.is_evicted:
-                self._table.evict_from_step(chunk)
-                outputs.append(SequenceOutput(seq_id, chunk.start, num_cached_tokens=chunk.num_cached))
-                evicted.append(seq_id)
             else:
                 outputs.append(output_of(chunk, outcome, self._table.advance(chunk, outcome.token_id)))
-        self._report(plan.step_id, outputs, failures, started_s, tuple(evicted))
+        self._report(plan.step_id, outputs, failures, self._begun_s)
+
+    def _between_layers(self, step_id: int, chunks: list[Chunk]) -> None:
+        """Suspend the step if that is due, and return when it goes on. Raises `StepDropped` if it is dropped."""
+        assert self._suspender is not None
+        if not self._suspender.is_due():
+            return
+        self._table.suspended = chunks
+        self._report(step_id, (), (), self._begun_s, end=StepEnd.SUSPENDED)
+        between_layers = self._runner.between_layers
+        self._suspender.wait(self._results.pop())
+        self._table.suspended, self._begun_s = [], perf_counter()
+        self._runner.between_layers = between_layers
 
     def _report(
         self,
         step_id: int,
-        outputs: list[SequenceOutput],
-        failures: list[SequenceFailure],
+        outputs: Sequence[SequenceOutput],
+        failures: Sequence[SequenceFailure],
         started_s: float,
-        evicted: tuple[str, ...] = (),
         device_s: float | None = None,
+        end: StepEnd = StepEnd.DONE,
     ) -> None:
         now_s = perf_counter()
         # The device computes the previous step first.
@@ -247,7 +260,7 @@ class TorchEngine:
                 elapsed_s=busy_s,
                 free_swap_blocks=self._table.swap_pool.num_free,
                 shared_blocks=self._table.pool.take_changes(),
-                evicted=evicted,
+                end=end,
             )
         )
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from engine.native.attention.paged import PagedAttention
-from engine.native.batch.layer_boundary import compact_rows
 from engine.native.model.layer_kernels import LayerKernels, Norm
 from engine.native.model.layer_parts import LayerParts
 from engine.native.model.quantized import QuantizedLinear, joined_biases
@@ -41,14 +40,10 @@ class FusedDecoderLayer(nn.Module):
     def forward(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **_: object) -> Tensor:
         """Compute the layer on `hidden_states` (1, T, hidden) in place.
 
-        `position_embeddings` are cosines and sines, (1, T, rotary_dim) each. After evictions, only the first rows are
-        computed; the other rows keep old values, which are never read.
+        `position_embeddings` are cosines and sines, (1, T, rotary_dim) each.
         """
         residual = hidden_states[0]
-        if (remaining := self._attention.enter_layer()) is not None:
-            compact_rows(residual, remaining)
-        if self._attention.step.origin is not None:
-            residual = residual[: len(self._attention.step.slot_ids)]
+        self._attention.enter_layer()
         form, kernels = self._form, self._kernels
         attended = self._attend(kernels.rms_norm(residual, form.input_norm), position_embeddings)
         added = self._branch(self._out(attended), form.attended_norm)
@@ -66,7 +61,7 @@ class FusedDecoderLayer(nn.Module):
         """Return the attention result (T, heads × head_dim) for `normed` (T, hidden)."""
         form, attention = self._form, self._attention
         shape, qkv = form.shape, self._qkv(normed)
-        cosines, sines = (attention.step.own_rows(t[0]).to(qkv.dtype).contiguous() for t in position_embeddings)
+        cosines, sines = (t[0].to(qkv.dtype).contiguous() for t in position_embeddings)
         if not form.rotates:
             cosines, sines = torch.ones_like(cosines), torch.zeros_like(sines)
         slots = attention.layer(form.layer_idx).slots

@@ -115,8 +115,7 @@ def weight_bytes(config: EngineConfig, hf_config: Any, dtype: torch.dtype) -> in
 def forward(model: nn.Module, token_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
     """Run `model` on a packed step; return the logits (len(rows), vocab) of the given rows.
 
-    `token_ids` and `positions` are (1, T); `rows` has any length; all are int64. The model reads `rows` only after its
-    last layer, so an eviction may change this tensor while the layers run.
+    `token_ids` and `positions` are (1, T); `rows` has any length; all are int64.
     """
     output = model(input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=rows)
     logits: Tensor = output.logits[0]

@@ -7,7 +7,6 @@ These are the steps, in order:
 3. Divide the memory.
 4. Describe the engine (`EngineInfo`).
 5. Replace layers by faster ones, after a trial has shown that the results stay the same, and capture graphs.
-6. Find out what can be evicted from a running step.
 """
 
 import ctypes
@@ -17,7 +16,7 @@ import structlog
 import torch
 
 from engine.config import EngineConfig, EngineStartError
-from engine.interface import EngineInfo, StepEviction, blocks_for
+from engine.interface import EngineInfo, blocks_for
 from engine.native.attention.kernels import AttentionKernels
 from engine.native.cpu.build import load_library
 from engine.native.cpu.kernels import CpuKernels
@@ -29,7 +28,6 @@ from engine.native.kv.cache import KVCache, block_bytes
 from engine.native.kv.sizing import fitting_model_len, num_kv_blocks
 from engine.native.kv.swap import SwapSpace, make_swap_space
 from engine.native.model.loader import eos_token_ids, is_quantised
-from engine.native.startup.cpu_eviction_trial import can_evict_rows
 from engine.native.startup.cpu_optimize import optimize_for_cpu
 from engine.native.startup.cuda_bring_up import (
     capture_graphs,
@@ -60,7 +58,8 @@ def build_native_engine(config: EngineConfig, progress: Progress) -> TorchEngine
     if kernels.graph_sizes:
         with progress.phase("capturing CUDA graphs"):
             _capture_graphs(runner, info, loaded, kernels, memory)
-    info = replace(info, step_eviction=_step_eviction(runner, info, loaded, kernels))
+    # On a device, the next step is launched while one runs, or a graph replays it as a whole.
+    info = replace(info, suspends_steps=loaded.device.type == "cpu" and not info.steps_ahead)
     _log(info, loaded, memory)
     on_device = _device_sampler(info, loaded, kernels)
     sampler = on_host(on_device) if kernels.library is None else CpuSampler(kernels.library)
@@ -188,7 +187,7 @@ def _log(info: EngineInfo, loaded: Loaded, memory: _Memory) -> None:
         kv_cache_mib=round(info.num_blocks * memory.block_bytes / (1 << 20)),
         swap_blocks=info.num_swap_blocks,
         cpu_threads=torch.get_num_threads(),
-        step_eviction=info.step_eviction.value,
+        suspends_steps=info.suspends_steps,
     )
 
 
@@ -216,15 +215,3 @@ def _device_sampler(info: EngineInfo, loaded: Loaded, kernels: _Kernels) -> Devi
     if kernels.attention is None or loaded.device.type != "cuda":
         return sample_ids
     return working_sampler(info.vocab_size, loaded.dtype, loaded.device)
-
-
-def _step_eviction(runner: ModelRunner, info: EngineInfo, loaded: Loaded, kernels: _Kernels) -> StepEviction:
-    """Return the granularity at which sequences can be evicted from a running step.
-
-    Nothing can be evicted with CUDA graphs, because a graph is always replayed as a whole, or with async scheduling,
-    because the next step has already been launched.
-    """
-    if kernels.graph_sizes or info.steps_ahead:
-        return StepEviction.NOTHING
-    can_compact_rows = loaded.device.type == "cpu" and can_evict_rows(loaded.model, runner, info)
-    return StepEviction.ROWS if can_compact_rows else StepEviction.STEPS

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from engine.interface import EngineInfo, SequenceOutput, StepPlan, StepResult
+from engine.interface import EngineInfo, SequenceOutput, StepEnd, StepPlan, StepResult
 from engine.step_time.cost import StepWork
 from engine.step_time.model import StepTimeModel
 from scheduler.config import TierSet
@@ -72,7 +72,7 @@ class StepCore:
             interactive_s=self.running.interactive_s,
             preemptions=self.planner.preemptions,
             recomputed_tokens=self.planner.recomputed_tokens,
-            num_step_evictions=self.running.num_evictions,
+            num_suspensions=self.running.num_suspensions,
             wasted_s=self.running.wasted_s,
             slowdowns=self.running.slowdown.readings(),
         )
@@ -144,8 +144,8 @@ class StepCore:
         """
         report = Report()
         self._learn(result, overhead_s, report, now)
-        if result.evicted:
-            self.held.table.note_evicted(result.evicted, now)
+        if result.end is StepEnd.DROPPED:
+            self.held.table.note_dropped([output.seq_id for output in result.outputs])
         self._apply_outputs(result, now, report)
         self.held.inputs.tell_step(report, result.elapsed_s, overhead_s, now)
         return report
@@ -186,7 +186,7 @@ class StepCore:
         self.running.end(result, report, overhead_s, self.held.table.interactive(), now)
         if report.work is not None:
             report.predicted_s = self.step_time.predict(report.work)
-            self.step_time.observe(report.work, result.elapsed_s)
+            self.step_time.observe(report.work, report.elapsed_s)
         self.held.add_used(report.used_s)
 
     # -- twice a second ----------------------------------------------------------------------------------------

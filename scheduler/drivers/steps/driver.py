@@ -9,7 +9,6 @@ from contextlib import suppress
 from typing import Any
 
 from engine.interface import Engine, StepPlan, StepResult
-from engine.step_time.cost import StepWork
 from scheduler.control.feedback import UPDATE_S
 from scheduler.drivers.steps.core import StepCore
 from scheduler.drivers.steps.grammar_compiler import GrammarCompiler
@@ -62,10 +61,10 @@ class StepDriver:
         return [self._grammars.run()]
 
     def note_arrived(self, request_ids: Sequence[str], now: float) -> None:
-        """Evict bulk from the step in flight, if a request then starts sooner and this is worth the lost work."""
+        """Suspend the step in flight if a request then starts so much sooner that it pays."""
         self._grammars.wake()
-        if evictees := self.core.planner.evictees_for(request_ids, now):
-            self._engine.evict(evictees)
+        if self.core.planner.suspends_for(request_ids, now):
+            self._engine.suspend()
 
     async def clear(self) -> list[Lease]:
         """Release all requests that an earlier loop has left in the core, and return their leases.
@@ -77,6 +76,8 @@ class StepDriver:
         while self.core.is_busy:
             self._begun_s = self._clock.now()
             self.core.apply(await self._engine.collect(), self._clock.now())
+            if self.core.running.suspended is not None:
+                self._engine.submit(self.core.planner.drop_suspended(self._clock.now()))
         self._begun_s = None
         return leases
 
@@ -140,19 +141,18 @@ class StepDriver:
         self._lead_s += LATE_GAIN * result.late_s or -LEAD_DECAY * self._lead_s
         report = self.core.apply(result, now, overhead_s)
         if report.sequences:
-            self._worker.metrics.record_step(result.elapsed_s, report.sequences)
-            self._log(result, report, now)
+            self._worker.metrics.record_step(report.elapsed_s, report.sequences)
+            self._log(report, now)
         self._worker.send(report)
         self._worker.claimer.note_room()
         if self.core.isolation.has_suspects:
             self._grammars.wake()  # a grammar that had to wait may be compiled now
 
-    def _log(self, result: StepResult, report: Report, now: float) -> None:
-        """Write a log entry if the step's time says something about its work, or if sequences were evicted from it."""
-        if self._step_log is not None and (report.work is not None or result.evicted):
-            work, num_evicted = report.work or StepWork(), len(result.evicted)
-            predicted_s, sequences = report.predicted_s, report.sequences
-            self._step_log.record(StepEntry.of(work, result.elapsed_s, now, predicted_s, num_evicted, sequences))
+    def _log(self, report: Report, now: float) -> None:
+        """Write a log entry if the step's time says something about its work."""
+        if self._step_log is not None and report.work is not None:
+            entry = StepEntry.of(report.work, report.elapsed_s, now, report.predicted_s, report.sequences)
+            self._step_log.record(entry)
 
     async def _idle(self) -> None:
         """Sleep until something changes or a batching delay ends. Maintenance also wakes the loop every `UPDATE_S`."""

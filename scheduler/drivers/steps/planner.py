@@ -1,7 +1,7 @@
-"""The planner: it makes the plan of the next step, and chooses the sequences to evict from the step in flight.
+"""The planner: it makes the plan of the next step, and says when the step in flight is suspended.
 
-The planner updates the request states when it makes a plan, so the caller must execute the plan. An eviction ends or
-shortens the running step, so that the plan for a newly arrived request comes sooner. The planner passes the
+The planner updates the request states when it makes a plan, so the caller must execute the plan. A step is suspended so
+that the plan for a newly arrived request comes sooner; a later plan continues it. The planner passes the
 controller's budgets, the free capacity of the engine and the request table to `form_batch`, which decides.
 `StepCore` owns the planner.
 """
@@ -10,18 +10,18 @@ from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 
-from engine.interface import EngineInfo, PreemptionMode, StepEviction, StepPlan
+from engine.interface import EngineInfo, PreemptionMode, StepPlan
 from engine.step_time.cost import StepWork
 from engine.step_time.model import StepTimeModel
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier
 from scheduler.control.budget import Budgets
 from scheduler.control.controller import SLAController
-from scheduler.control.step_limit import Allowance
 from scheduler.drivers.steps.engine_state import EngineState
 from scheduler.drivers.steps.isolation import Isolation
 from scheduler.drivers.steps.projection import projected
 from scheduler.drivers.steps.running_step import RunningStep
+from scheduler.drivers.steps.tracked_step import TrackedStep
 from scheduler.holdings.holdings import Holdings
 from scheduler.planning.batch import form_batch
 from scheduler.planning.batching_delay import MIN_WAIT_S, idle_until_s
@@ -61,8 +61,15 @@ class Planner:
 
     def plan(self, now: float) -> StepPlan:
         """Return the plan of the next step. The plan is empty if no sequence can run now."""
-        budgets = self.budgets(now)
-        plan = self._form(budgets, now)
+        budgets, tiers = self.budgets(now), self._tiers(now)
+        if self._running.suspended is not None:
+            going_on = self._suspended_next(self._running.suspended, tiers, budgets, now)
+            if going_on is not None:
+                self._running.go_on(now)
+                return going_on
+            self._running.suspended.num_beside += 1
+            tiers, budgets = _interactive_only(tiers, budgets)
+        plan = self._form(tiers, budgets, now)
         plan = replace(plan, abort=self._engine_state.pop_aborts())
         self.idle_until_s = self._idle_until_s(budgets, now) if plan.is_empty else NEVER_S
         if not plan.is_empty:
@@ -70,17 +77,74 @@ class Planner:
             self._enter(plan, budgets, now)
         return plan
 
-    def _form(self, budgets: Budgets, now: float) -> StepPlan:
+    def _suspended_next(
+        self, step: TrackedStep, tiers: Sequence[Tier], budgets: Budgets, now: float
+    ) -> StepPlan | None:
+        """Return the plan that continues or drops the suspended step; None if it waits.
+
+        Until it is done, no other bulk runs: it has the first claim on what others leave. It goes on where nobody else
+        can run, and after each step beside it for as long as bulk may delay the next one, if that is worth it. If it
+        has sequences that must not wait, it waits for one step of a newcomer only. It is dropped if a sequence of it
+        must be aborted or lose its blocks.
+        """
+        going_on = StepPlan(step.plan.step_id, proceed_s=NEVER_S)
+        if self._isolation.has_suspects:
+            return going_on
+        beside = self._form(*_interactive_only(tiers, budgets), now)
+        lost = {*self._engine_state.aborts, *(preempt.seq_id for preempt in beside.preempt)}
+        if not step.runs.keys().isdisjoint(lost):
+            return StepPlan(step.plan.step_id, drop=True)
+        if not step.may_wait:
+            has_newcomer = any(self._table.states[run.seq_id].awaits_first_token for run in beside.run)
+            return going_on if step.num_beside or not has_newcomer else None
+        if step.runs_s.keys().isdisjoint(tier.name for tier in tiers):
+            return None  # in a slot without bulk
+        if not beside.run:
+            return going_on
+        proceed_s = self._proceed_s(step, beside, budgets) if step.num_beside else 0.0
+        return replace(going_on, proceed_s=proceed_s) if proceed_s > 0 else None
+
+    def _proceed_s(self, step: TrackedStep, beside: StepPlan, budgets: Budgets) -> float:
+        """Return for how long the suspended step goes on before the next step beside it; 0: not at all."""
+        due = [budget.limit.base_s for budget in budgets.tiers.values() if budget.min_share_due]
+        if due:
+            return min(due)
+        kinds = {(run.state.tier.name, run.state.yields) for run in step.runs.values()}
+        of_step = [(budgets.yielding if yields else budgets.tiers)[name] for name, yields in kinds]
+        cost = self._step_time.cost()
+        layer_s = step.step_s / self._engine.num_layers  # it is suspended at the first boundary after this time
+        hard_s = max(b.limit.base_s for b in of_step) - cost.step(cost.runs(self._work(beside))) - layer_s
+        added_s = NEVER_S if self._are_blocked(step, beside) else max(b.added_s for b in of_step)
+        proceed_s = min(added_s, hard_s)
+        return proceed_s if proceed_s >= min(step.step_s - step.done_s, cost.step_s) else 0.0
+
+    def _are_blocked(self, step: TrackedStep, beside: StepPlan) -> bool:
+        """Return whether interactive requests may wait for blocks that the suspended step keeps."""
+        ran = {run.seq_id for run in beside.run}
+        keeps = any(run.state.is_preemption_exhausted for run in step.runs.values())
+        return keeps and any(state.is_protected and state.id not in ran for state in self._table.interactive())
+
+    def _work(self, plan: StepPlan) -> StepWork:
+        work = StepWork()
+        for run in plan.run:
+            work.add(run.num_tokens, self._table.states[run.seq_id].num_computed_tokens)
+        return work
+
+    def drop_suspended(self, now: float) -> StepPlan:
+        """Return the plan that drops the suspended step. There must be one."""
+        return StepPlan(self._running.go_on(now), drop=True)
+
+    def _form(self, tiers: Sequence[Tier], budgets: Budgets, now: float) -> StepPlan:
         """Return the plan of a shared step, or of a step in which an isolated request runs alone.
 
         The other kind of step is taken if nothing can run in the first.
         """
         view, aborts = self._engine_state.view(), frozenset(self._engine_state.aborts)
-        tiers = self._tiers(now)
+        suspended = self._running.suspended.runs if self._running.suspended is not None else ()
 
         def shared() -> StepPlan:
             # If a request came back before its old sequence is aborted, it starts in the step after the abort.
-            barred = aborts.union(self._isolation.held_back())
+            barred = aborts.union(self._isolation.held_back(), suspended)
             return self._form_batch(tiers, budgets, now, view, barred)
 
         def single(state: RequestState) -> StepPlan:
@@ -137,21 +201,19 @@ class Planner:
         slot_s = self._running.slowdown.until_s
         return min(until_s, max(slot_s, now + MIN_WAIT_S)) if slot_s > now else until_s
 
-    def evictees_for(self, request_ids: Iterable[str], now: float) -> Sequence[str]:
-        """Return the sequences to evict from the step in flight so that one of these requests starts sooner.
-
-        The result is empty if an eviction does not pay, or if no request could start in the next step.
-        """
-        if not self._running.is_any:
-            return ()
+    def suspends_for(self, request_ids: Iterable[str], now: float) -> bool:
+        """Return whether to suspend the step in flight, so that one of these requests starts sooner."""
+        if not self._running.is_any or not self._controller.suspends_steps or self._isolation.has_suspects:
+            return False
         self._let_yield()
-        for request_id in request_ids:
-            state = self._table.states.get(request_id)
-            if state is not None and state.is_protected and self._could_start(state):
-                evictees = self._running.evictees(state, self._controller.step_eviction, now)
-                if evictees:
-                    return evictees
-        return ()
+        states = (self._table.states.get(request_id) for request_id in request_ids)
+        newcomers = [state for state in states if state is not None and state.is_protected]
+        return any(self._suspends_for(state, now) and self._could_start(state) for state in newcomers)
+
+    def _suspends_for(self, newcomer: RequestState, now: float) -> bool:
+        cost = self._step_time.cost()
+        newcomer_s = cost.step(cost.prefill(newcomer.num_uncomputed, newcomer.num_computed_tokens))
+        return self._running.suspends_for(newcomer, newcomer_s, now)
 
     def _could_start(self, state: RequestState) -> bool:
         """Return whether the request could start.
@@ -169,15 +231,13 @@ class Planner:
         """Return the budgets of the next step. It comes after the step in flight if `is_ahead`, else at once."""
         self._let_yield()
         states = list(self._table.interactive())
-        can_waste = self._controller.step_eviction is not StepEviction.NOTHING
-        waste_s = self._running.waste_budget.level if can_waste else NEVER_S
-        allowed = Allowance(self._running.left_s(self._owed(states), is_ahead=is_ahead), waste_s)
-        return self._controller.budgets(states, self._step_time.cost(), now, allowed, self._step_time.cost(mixed=False))
+        left_s = self._running.left_s(self._owed(states), is_ahead=is_ahead)
+        return self._controller.budgets(states, self._step_time.cost(), now, left_s, self._step_time.cost(mixed=False))
 
     def _owed(self, states: Sequence[RequestState]) -> Iterable[RequestState]:
-        """Return the requests that others may delay only so far: those of keys of which none yields."""
-        yielding = {state.request.owner for state in states if state.yields}
-        return (state for state in states if state.request.owner not in yielding) if yielding else states
+        """Return the requests that others may delay only so far: those of keys of which none in their tier yields."""
+        yielding = {state.share for state in states if state.yields}
+        return (state for state in states if state.share not in yielding) if yielding else states
 
     def _let_yield(self) -> None:
         """Find who yields now. The delay accounts of those that yield no longer begin anew."""
@@ -188,9 +248,7 @@ class Planner:
         states = self._table.states
         self._next_step_id += 1
         min_shares = frozenset(name for name, budget in budgets.tiers.items() if budget.min_share_due)
-        work = StepWork()
-        for run in plan.run:
-            work.add(run.num_tokens, states[run.seq_id].num_computed_tokens)
+        work = self._work(plan)
         expected_s = self._step_time.predict(work) if plan.run else 0.0
         self._running.begin(plan, states, self._step_time.cost(mixed=work.is_mixed), now, min_shares, expected_s)
         for preempt in plan.preempt:
@@ -221,3 +279,8 @@ class Planner:
             self.recomputed_tokens[state.tier.name] += state.num_computed_tokens
         state.lose_blocks(Status.SWAPPED if mode is PreemptionMode.SWAP else Status.PREEMPTED)
         self._table.update(state)
+
+
+def _interactive_only(tiers: Sequence[Tier], budgets: Budgets) -> tuple[Sequence[Tier], Budgets]:
+    """Return the interactive tiers, and the budgets of those that yield to nobody."""
+    return [tier for tier in tiers if tier.is_interactive], replace(budgets, yielding={})

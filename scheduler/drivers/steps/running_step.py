@@ -1,24 +1,21 @@
-"""The steps in flight: their work, how their time is divided among the tiers, and which sequences to evict from them.
+"""The steps in flight and the suspended one: their work, and how their time is divided among the tiers.
 
-Knows the plan of the step and the predicted cost of its runs. Asks `step_eviction` whether an eviction pays. Sends
-nothing to the engine. With async scheduling, a second step may wait in the engine for the running one to end.
+Knows the plan of the step and the predicted cost of its runs. Sends nothing to the engine. With async scheduling, a
+second step may wait in the engine for the running one to end.
 `StepCore` owns this object.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 
-from engine.interface import PreemptionMode, StepEviction, StepPlan, StepResult
+from engine.interface import PreemptionMode, StepEnd, StepPlan, StepResult
 from engine.step_time.cost import StepCost
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier
-from scheduler.control.budget import TokenBucket
 from scheduler.control.delay_account import DelayAccounts
 from scheduler.control.slowdown import SlowdownMeter
-from scheduler.control.step_limit import MAX_WASTED_SHARE
 from scheduler.drivers.steps.tracked_step import TrackedRun, TrackedStep
 from scheduler.holdings.report import Report
-from scheduler.planning.step_eviction import BUCKET_S, StepTiming, weigh_eviction
 from scheduler.request_state import RequestState, Status
 
 
@@ -30,18 +27,18 @@ class RunningStep:
         self._num_layers = num_layers
         self.accounts = DelayAccounts()
         self.slowdown = SlowdownMeter(draw, self.accounts.step_time)
-        self.waste_budget = TokenBucket(BUCKET_S, MAX_WASTED_SHARE, BUCKET_S)
-        self.wasted_s = 0.0  # seconds of bulk work thrown away in total
-        self.num_evictions = 0  # number of steps from which sequences were evicted
+        self.wasted_s = 0.0  # engine time of steps that were dropped
+        self.num_suspensions = 0  # how often a step was suspended
         self.bulk_total_s = 0.0  # engine time that tiers without a latency SLO took, including work thrown away
         self.interactive_s = 0.0  # engine time that interactive tiers would have taken from urgent bulk
         self._steps: dict[int, TrackedStep] = {}  # by step id; the first entry is the running step
+        self.suspended: TrackedStep | None = None
 
     @property
     def step_s(self) -> float:
         """The predicted length in seconds of the step that runs; 0 if no step runs."""
         step = self._oldest
-        return step.timing.step_s if step is not None else 0.0
+        return step.step_s if step is not None else 0.0
 
     @property
     def expected_s(self) -> float:
@@ -103,7 +100,7 @@ class RunningStep:
     ) -> None:
         """Track a submitted step, which should take `expected_s`. `states` are the request states before the step.
 
-        Sequences of `protected` tiers are not evicted, because the step serves the min share of these tiers.
+        A step with sequences of `protected` tiers is not suspended, because it serves the min share of these tiers.
         """
         runs: dict[str, TrackedRun] = {}
         interactive: dict[str, Tier] = {}
@@ -119,7 +116,7 @@ class RunningStep:
             if tier.is_interactive:
                 interactive[tier.name] = tier
             runs[run.seq_id] = TrackedRun(state, run_s, tier.name in protected)
-        timing = StepTiming(now, cost.step(sum(runs_s.values())) if plan.run else 0.0, 0.0)
+        step_s = cost.step(sum(runs_s.values())) if plan.run else 0.0
         sequences = Counter(states[run.seq_id].tier.name for run in plan.run)
         itl_s = min((tier.slo.itl_p99_ms or NEVER_S for tier in interactive.values()), default=NEVER_S) / 1000
         swaps = any(p.mode is PreemptionMode.SWAP for p in plan.preempt)
@@ -129,8 +126,8 @@ class RunningStep:
             plan,
             num_computed,
             swaps,
-            timing,
-            cost,
+            now,
+            step_s,
             runs,
             runs_s,
             sequences,
@@ -140,37 +137,29 @@ class RunningStep:
             expected_s,
         )
 
-    def evictees(self, newcomer: RequestState, step_eviction: StepEviction, now: float) -> Sequence[str]:
-        """Return the sequences to evict from the running step for `newcomer`: all evictable sequences, or none.
+    def suspends_for(self, newcomer: RequestState, newcomer_s: float, now: float) -> bool:
+        """Return whether to suspend the running step for `newcomer`, which takes `newcomer_s` seconds by itself.
 
-        The result is empty if an eviction does not pay or is not possible. It is not possible in these cases:
-        - The engine cannot evict.
-        - The engine can evict only whole steps, and the step has sequences that must stay.
-        - An evictable sequence has the newcomer's priority or a higher one.
-        - An eviction from this step was requested before.
+        Only one step is suspended at a time.
         """
         step = self._oldest
-        if step is None or step.is_eviction_requested or step_eviction is StepEviction.NOTHING:
-            return ()
-        evictable = step.evictable()
-        if not evictable or any(run.state.priority >= newcomer.priority for run in evictable):
-            return ()
-        timing = step.timing_for(evictable)
-        if timing.kept_s and step_eviction is not StepEviction.ROWS:
-            return ()
-        tradeoff = weigh_eviction(timing, now, self._num_layers)
-        if not tradeoff.pays or self.waste_budget.level < tradeoff.wasted_s:
-            return ()
-        step.is_eviction_requested, step.wasted_s = True, tradeoff.wasted_s
-        return [run.state.id for run in evictable]
+        return step is not None and self.suspended is None and step.suspends_for(newcomer, newcomer_s, now)
+
+    def go_on(self, now: float) -> int:
+        """Track the suspended step as running again, and return its id."""
+        step, self.suspended = self.suspended, None
+        assert step is not None, "only a suspended step goes on"
+        step.started_s = now
+        self._steps[step.plan.step_id] = step
+        return step.plan.step_id
 
     def open_account(self, state: RequestState) -> None:
         """Open the delay account of a request that was just claimed."""
         step = self._oldest
-        if step is None or not step.timing.step_s:
+        if step is None or not step.step_s:
             self.accounts.open(state, 0.0, 0.0)
         else:
-            running_s = step.timing.progress(state.arrived_s) * step.timing.step_s
+            running_s = step.progress_s(state.arrived_s) - step.done_s
             self.accounts.open(state, running_s, step.others_share)
 
     def end(
@@ -183,30 +172,47 @@ class RunningStep:
     ) -> None:
         """Stop tracking a step that ends now, and add its work and its use to the report.
 
-        `present` are the interactive requests. `overhead_s` is the host's time for the step.
-
-        A requested eviction that came too late threw no work away, so it takes nothing from the waste budget.
+        `present` are the interactive requests. `overhead_s` is the host's time for the step. A step that was suspended
+        is tracked on; only its time counts now.
         """
         step = self._steps.pop(result.step_id, None)
         if step is None:
             return
         if self._oldest is not None:
             self._oldest.note_cached(result)
+        if step.step_s:
+            self._charge(step, result.elapsed_s, report)
+        if result.end is StepEnd.SUSPENDED:
+            self._suspend(step, result.elapsed_s, overhead_s, present, now)
+            return
         report.sequences, report.work = step.sequences, step.work(result)
-        if not step.timing.step_s:
+        report.elapsed_s = step.done_s + result.elapsed_s
+        if result.end is StepEnd.DROPPED:
+            self.wasted_s += step.done_s
+        if result.end is StepEnd.DROPPED or not step.step_s:
             return
         runs = step.interactive_runs(result)
         step.enter(self.accounts, runs, result, overhead_s)
         self.slowdown.add_step(runs, present, result.elapsed_s + overhead_s, now, has_bulk=step.has_bulk)
-        used_s = report.used_s = step.used_s(result.elapsed_s, result.evicted)
+        report.planned_s = 0.0 if step.done_s else step.step_s
+        self.interactive_s += step.interactive_s(report.elapsed_s)
+
+    def _charge(self, step: TrackedStep, elapsed_s: float, report: Report) -> None:
+        """Divide the engine time of a step, or of a part of it, among its tiers and requests."""
+        used_s = report.used_s = step.used_s(elapsed_s)
         step.charge(used_s)
-        if result.evicted:
-            wasted_s = min(step.wasted_s, result.elapsed_s)
-            self.waste_budget.spend(wasted_s)
-            self.wasted_s += wasted_s
-            self.num_evictions += 1
-        else:
-            self.waste_budget.refill(step.evictable_s(used_s))
-            report.planned_s = step.timing.step_s
-        self.bulk_total_s += result.elapsed_s - sum(used_s.get(tier, 0.0) for tier in step.interactive)
-        self.interactive_s += step.interactive_s(result.elapsed_s, bool(result.evicted))
+        self.bulk_total_s += elapsed_s - sum(used_s.get(tier, 0.0) for tier in step.interactive)
+
+    def _suspend(
+        self, step: TrackedStep, elapsed_s: float, overhead_s: float, present: Iterable[RequestState], now: float
+    ) -> None:
+        step.done_s += elapsed_s
+        step.num_beside = 0
+        self.suspended = step
+        self.num_suspensions += 1
+        for run in step.runs.values():
+            run.state.note_suspended(now)
+        delay_s = step.others_share * elapsed_s
+        step.delay_s += delay_s
+        self.accounts.add_delay(delay_s + overhead_s)
+        self.slowdown.add_step((), present, elapsed_s + overhead_s, now, has_bulk=True)

@@ -35,7 +35,6 @@ class StepEntry:
     decodes: int
     prefills: int
     predicted_s: float = 0.0  # without a safety factor; 0: no prediction was made
-    shed: int = 0  # sequences evicted from the step; if there are any, its time says nothing about its work
     tiers: Mapping[str, int] = field(default_factory=dict)  # number of sequences that ran, by tier
 
     @classmethod
@@ -45,11 +44,10 @@ class StepEntry:
         elapsed_s: float,
         t: float,
         predicted_s: float = 0.0,
-        shed: int = 0,
         tiers: Mapping[str, int] | None = None,
     ) -> "StepEntry":
         features = (work.prefill_tokens, work.attended, work.context_tokens, work.decodes, work.prefills)
-        return cls(t, elapsed_s, *features, predicted_s, shed, tiers or {})
+        return cls(t, elapsed_s, *features, predicted_s, tiers or {})
 
     @property
     def work(self) -> StepWork:

@@ -1,17 +1,16 @@
-"""A step in flight: its sequences, what could be evicted from it, and how its time is divided among the tiers.
+"""A step in flight or suspended: its sequences, its times, and how its time is divided among the tiers.
 
 Knows the plan of the step and the predicted cost of its runs. `RunningStep` owns the steps.
 """
 
-from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from engine.interface import SequenceOutput, StepPlan, StepResult
-from engine.step_time.cost import StepCost, StepWork
+from engine.interface import SequenceOutput, StepEnd, StepPlan, StepResult
+from engine.step_time.cost import StepWork
 from scheduler.clock import NEVER_S
 from scheduler.control.delay_account import DelayAccounts, InteractiveRun
-from scheduler.planning.step_eviction import StepTiming
+from scheduler.deadlines import deadline_s
 from scheduler.request_state import RequestState
 
 
@@ -24,7 +23,8 @@ class TrackedRun:
     for_min_share: bool  # the step serves the min share of its tier
 
     @property
-    def is_evictable(self) -> bool:
+    def may_wait(self) -> bool:
+        """Whether the sequence may wait in a suspended step."""
         return not (self.state.is_protected or self.for_min_share)
 
 
@@ -35,8 +35,8 @@ class TrackedStep:
     plan: StepPlan
     num_computed: dict[str, int]  # number of computed tokens before the step, by sequence
     swaps: bool  # whether the step copies KV blocks to the host or back
-    timing: StepTiming
-    cost: StepCost
+    started_s: float  # time at which it began or was continued
+    step_s: float  # predicted length of the whole step in seconds
     runs: Mapping[str, TrackedRun]  # by sequence
     runs_s: Mapping[str, float]  # predicted cost of the runs, by tier
     sequences: Mapping[str, int]  # number of sequences, by tier
@@ -44,16 +44,46 @@ class TrackedStep:
     itl_s: float = NEVER_S  # the shortest ITL SLO of these tiers
     accounts: Sequence[tuple[RequestState, float]] = ()  # requests that want a receipt, and the predicted costs
     expected_s: float = 0.0  # predicted length without a safety factor
-    is_eviction_requested: bool = False
-    wasted_s: float = 0.0  # bulk work that the requested eviction throws away
+    done_s: float = 0.0  # engine time that it has taken before it was suspended; 0: it never was
+    delay_s: float = 0.0  # what of this time is entered into the delay accounts already
+    num_beside: int = 0  # steps that were planned while it was suspended
+
+    def progress_s(self, now: float) -> float:
+        """Return how many seconds of the step are done at `now`, if the predicted length is right."""
+        return min(self.step_s, max(0.0, self.done_s + now - self.started_s))
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether all of its sequences may wait."""
+        return all(run.may_wait for run in self.runs.values())
+
+    def suspends_for(self, newcomer: RequestState, newcomer_s: float, now: float) -> bool:
+        """Return whether the step is suspended for `newcomer`, which takes `newcomer_s` seconds in a step of its own.
+
+        A step whose sequences may all wait always is. In any other, the rest of those that may wait must take longer
+        than the fixed cost of the newcomer's step, and the tokens of the others must still be in time. This is not owed
+        to keys of which some yield.
+        """
+        waiting = [run for run in self.runs.values() if run.may_wait]
+        if not waiting or any(run.state.priority >= newcomer.priority for run in waiting):
+            return False
+        if len(waiting) == len(self.runs):
+            return True
+        rest = 1 - self.progress_s(now) / self.step_s
+        fixed_s = self.step_s - sum(self.runs_s.values())
+        ends_s = now + newcomer_s + rest * self.step_s
+        yielding = {run.state.share for run in waiting if run.state.yields}
+        owed = (s for s in (run.state for run in self.runs.values()) if s.share not in yielding)
+        are_in_time = all(deadline_s(state) >= ends_s for state in owed if state.is_protected)
+        return sum(run.run_s for run in waiting) * rest > fixed_s and are_in_time
 
     def work(self, result: StepResult) -> StepWork | None:
         """Return the work that the step did. Tokens found in the prefix cache do not count.
 
-        Return None if the step's time does not depend on its work alone: blocks were copied, a sequence was evicted or
-        failed, or no sequence ran.
+        Return None if the step's time does not depend on its work alone: blocks were copied, a sequence failed, the
+        step was dropped, or no sequence ran.
         """
-        if self.swaps or result.failures or result.evicted or not result.outputs:
+        if self.swaps or result.failures or result.end is StepEnd.DROPPED or not result.outputs:
             return None
         work = StepWork()
         for output in result.outputs:
@@ -89,36 +119,21 @@ class TrackedStep:
         start = self.num_computed[output.seq_id] + output.num_cached_tokens
         return output.num_computed_tokens - start, start
 
-    def evictable(self) -> list[TrackedRun]:
-        return [run for run in self.runs.values() if run.is_evictable]
-
-    def timing_for(self, evictable: Sequence[TrackedRun]) -> StepTiming:
-        """Return the times of the step, with what it would take without these runs."""
-        kept_s = sum(self.runs_s.values()) - sum(run.run_s for run in evictable)
-        return replace(self.timing, kept_s=self.cost.step(kept_s) if len(evictable) < len(self.runs) else 0.0)
-
-    def used_s(self, elapsed_s: float, evicted: Collection[str]) -> dict[str, float]:
+    def used_s(self, elapsed_s: float) -> dict[str, float]:
         """Return the engine time that each tier used: `elapsed_s`, shared in proportion to predicted costs.
 
         The predicted cost of a tier is the cost of its runs plus its part of the step's fixed cost. The fixed cost is
-        divided among the tiers with sequences that cannot be evicted, or among all if there are no such tiers. What
-        was evicted is charged to nobody, since its work was thrown away.
+        divided among the tiers with sequences that must not wait, or among all if there are no such tiers.
         """
-        stayed = dict(self.runs_s)
-        if evicted:
-            stayed = defaultdict(float)
-            for seq_id, run in self.runs.items():
-                if seq_id not in evicted:
-                    stayed[run.state.tier.name] += run.run_s
-        kept = {run.state.tier.name for run in self.runs.values() if not run.is_evictable}
-        payers = (stayed.keys() & kept) or set(stayed)
-        fixed_s, payers_s = self.timing.step_s - sum(self.runs_s.values()), sum(stayed[tier] for tier in payers)
+        used_s = dict(self.runs_s)
+        payers = {run.state.tier.name for run in self.runs.values() if not run.may_wait} or set(used_s)
+        fixed_s, payers_s = self.step_s - sum(self.runs_s.values()), sum(used_s[tier] for tier in payers)
         for tier in payers:
-            stayed[tier] += fixed_s * (stayed[tier] / payers_s if payers_s else 1 / len(payers))
-        scale = elapsed_s / sum(stayed.values()) if stayed else 0.0
-        return {tier: s * (min(1.0, scale) if evicted else scale) for tier, s in stayed.items()}
+            used_s[tier] += fixed_s * (used_s[tier] / payers_s if payers_s else 1 / len(payers))
+        scale = elapsed_s / sum(used_s.values()) if used_s else 0.0
+        return {tier: seconds * scale for tier, seconds in used_s.items()}
 
-    def interactive_s(self, elapsed_s: float, was_evicted: bool) -> float:
+    def interactive_s(self, elapsed_s: float) -> float:
         """Return the engine time that the interactive tiers would have taken from urgent bulk.
 
         This is the cost of their runs, and the fixed cost of as much of a step as this one is long, if bulk makes steps
@@ -127,16 +142,15 @@ class TrackedStep:
         """
         if not self.interactive:
             return 0.0
-        scale = 1.0 if was_evicted else elapsed_s / self.timing.step_s
         runs_s = sum(self.runs_s[tier] for tier in self.interactive)
-        fixed_s = self.timing.step_s - sum(self.runs_s.values())
-        return min(elapsed_s, scale * (runs_s + fixed_s * min(1.0, elapsed_s / self.itl_s)))
+        fixed_s = self.step_s - sum(self.runs_s.values())
+        return min(elapsed_s, elapsed_s / self.step_s * (runs_s + fixed_s * min(1.0, elapsed_s / self.itl_s)))
 
     @property
     def others_share(self) -> float:
         """The share of the step by which bulk and what yields make it longer, as predicted."""
         others_s = sum(run.run_s for run in self.runs.values() if not run.state.is_protected)
-        return others_s / self.timing.step_s if others_s < sum(self.runs_s.values()) else 1.0
+        return others_s / self.step_s if others_s < sum(self.runs_s.values()) else 1.0
 
     @property
     def has_bulk(self) -> bool:
@@ -150,12 +164,7 @@ class TrackedStep:
             accounts.add_step(runs, result.elapsed_s, overhead_s, is_typical=self.work(result) is not None)
         else:
             protected = [run for run in runs if run[0].is_protected]
-            accounts.add_shared_step(protected, result.elapsed_s, overhead_s)
-
-    def evictable_s(self, used_s: Mapping[str, float]) -> float:
-        """Return the engine time that what could be evicted has used, of the time that each tier used."""
-        shares = ((run.state.tier.name, run.run_s) for run in self.evictable())
-        return sum(used_s[tier] * run_s / self.runs_s[tier] for tier, run_s in shares if self.runs_s[tier] > 0)
+            accounts.add_shared_step(protected, self.done_s - self.delay_s + result.elapsed_s, overhead_s)
 
     def charge(self, used_s: Mapping[str, float]) -> None:
         """Divide the engine time that each tier used among its sequences, in proportion to predicted costs."""

@@ -44,7 +44,7 @@ def test_every_arms_file_has_the_tiers_of_the_product(name: str) -> None:
 def test_arms_without_a_controller_have_it_switched_off_and_slos_that_never_bind(name: str) -> None:
     tiers = tiers_of(name)
     switches = tiers.controller
-    assert not (switches.feed_forward or switches.feedback or switches.shed)
+    assert not (switches.feed_forward or switches.feedback or switches.suspend)
     assert all(t.slo.ttft_p99_ms in (None, 3_600_000) and t.slo.itl_p99_ms is None for t in tiers.tiers.values())
     realtime = tiers.for_service_tier("default")
     assert realtime is not None and realtime.pinned.batch_size == realtime.batch_size.max

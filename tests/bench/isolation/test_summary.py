@@ -17,9 +17,9 @@ SLOS = {"chat": Targets(ttft_ms=100, itl_ms=50)}
 BUILDER = ArmBuilder(read_shipped_tiers(), Targets())
 SCRAPES = [
     'tidegate_step_seconds_sum {busy}\ntidegate_reaction_steps_bucket{{tier="realtime",le="1.0"}} 0\n'
-    'tidegate_reaction_steps_bucket{{tier="realtime",le="+Inf"}} 0\ntidegate_shed_seconds_total 0',
+    'tidegate_reaction_steps_bucket{{tier="realtime",le="+Inf"}} 0\ntidegate_dropped_step_seconds_total 0',
     'tidegate_step_seconds_sum {busy}\ntidegate_reaction_steps_bucket{{tier="realtime",le="1.0"}} {calls}\n'
-    'tidegate_reaction_steps_bucket{{tier="realtime",le="+Inf"}} {calls}\ntidegate_shed_seconds_total 0.05\n'
+    'tidegate_reaction_steps_bucket{{tier="realtime",le="+Inf"}} {calls}\ntidegate_dropped_step_seconds_total 0.05\n'
     'tidegate_num_preemptions_total{{tier="bulk",mode="pause"}} 4\ntidegate_step_time_error_ratio 0.03\n'
     'tidegate_engine_seconds_total{{tier="bulk"}} 2.45\ntidegate_engine_seconds_total{{tier="realtime"}} 7',
 ]

@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 from dataclasses import replace
 
-from engine.interface import Engine, EngineInfo, PreemptionMode, Run, StepPlan, StepResult, blocks_for
+from engine.interface import Engine, EngineInfo, PreemptionMode, Run, StepEnd, StepPlan, StepResult, blocks_for
 from tests.engine.drive import make_new
 
 
@@ -30,6 +30,40 @@ class CheckedEngine:
     def step(self, plan: StepPlan) -> StepResult:
         self.submit(plan)
         return self.collect()
+
+    def suspended_step(self, plan: StepPlan) -> StepResult:
+        """Step `plan` in two steps: while the first is suspended, as far as the engine can, the second runs."""
+        first, rest = plan.run[::2], plan.run[1::2]
+        results = [self._raw(replace(plan, run=first), suspends=True)]
+        if results[-1].end is StepEnd.SUSPENDED:
+            suspended, proceed_s = results.pop(), 1e-6  # first for one layer
+            assert not suspended.outputs
+            while suspended.end is StepEnd.SUSPENDED:
+                results += [self._raw(StepPlan(0, run=rest))] if rest else []
+                rest = ()
+                suspended, proceed_s = self._raw(StepPlan(suspended.step_id, proceed_s=proceed_s)), 100.0
+            results.append(suspended)
+        results += [self._raw(StepPlan(0, run=rest))] if rest else []
+        outputs = [output for result in results for output in result.outputs]
+        failures = tuple(failure for result in results for failure in result.failures)
+        shared = tuple(change for result in results for change in result.shared_blocks)
+        result = replace(results[-1], outputs=tuple(outputs), failures=failures, shared_blocks=shared)
+        self._begin(plan)
+        self._end(result)
+        self._check_blocks(result)
+        return result
+
+    def _raw(self, plan: StepPlan, *, suspends: bool = False) -> StepResult:
+        async def step() -> StepResult:
+            self.engine.submit(plan)
+            if suspends:
+                self.engine.suspend()
+            return await self.engine.collect()
+
+        if not plan.is_of_suspended:
+            self._num_steps += 1
+            plan = replace(plan, step_id=self._num_steps)
+        return self._runner.run(step())
 
     def run(self, *runs: tuple[str, int], **plan: object) -> StepResult:
         """Step a plan that runs these (sequence, number of tokens)."""

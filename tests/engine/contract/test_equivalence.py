@@ -60,6 +60,27 @@ def alone(engine: CheckedEngine, news: list[NewSequence]) -> tuple[dict[str, Dri
     return driven, reported
 
 
+def test_suspended_steps_change_no_sequence(engine: CheckedEngine) -> None:
+    """Law 9: where the engine can suspend no steps, they run one after the other."""
+    news = [new for new in family(engine) if new.sampling.prompt_logprobs is None]
+    expected, _ = alone(engine, news)
+    modes = [PreemptionMode(mode) for mode in engine.info.preemption_modes]
+    rng = random.Random(5)
+    salted = [replace(new, cache_salt="suspended") for new in news]
+    chunks, preempt = random_chunks(rng, 2 * engine.info.block_size), random_preemption(rng, 0.1, *modes)
+    driven = drive(Suspended(engine), salted, chunks, preempt, arrivals_a_step=2)
+    assert {k: (d.output, d.finish_reason) for k, d in driven.items()} == {
+        k: (d.output, d.finish_reason) for k, d in expected.items()
+    }
+
+
+class Suspended:
+    """A stepper that suspends the steps of `engine`."""
+
+    def __init__(self, engine: CheckedEngine) -> None:
+        self.info, self.compile_grammar, self.step = engine.info, engine.compile_grammar, engine.suspended_step
+
+
 @pytest.mark.trap(14)
 def test_no_schedule_changes_a_sequence(engine: CheckedEngine) -> None:
     """Trap 14: a resume that loses RNG, penalties, log probabilities or the state of a grammar."""

@@ -1,6 +1,6 @@
 """The engine's specification: whatever the schedule, the tokens are those of `model.generate` in fp32.
 
-Laws 2 and 9: sequences are chunked, arrive at different steps, are preempted in every way, evicted from running steps,
+Laws 2 and 9: sequences are chunked, arrive at different steps, are preempted in every way, run in suspended steps,
 and find each other's prefixes.
 """
 
@@ -18,8 +18,8 @@ from engine.interface import PreemptionMode, StepResult
 from engine.native.execution.torch_engine import TorchEngine
 from tests.engine.conftest import MakeEngine, ModelDirectory
 from tests.engine.drive import drive, make_new, random_chunks, random_preemption
-from tests.engine.evictor import Evictor, at_random, never
 from tests.engine.models import ARCHITECTURES, CONFIGS, Prompts, family, generate, make_prompts, save_model
+from tests.engine.suspending import Suspending
 from tests.marks import mostly_full
 
 MAX_TOKENS = 10
@@ -43,7 +43,7 @@ class Schedule(NamedTuple):
     arrivals_a_step: int | None
     preemption: tuple[float, tuple[PreemptionMode, ...]]
     shares_prefixes: bool
-    evicts: bool
+    suspends: bool
 
 
 def pairwise() -> list[tuple[Schedule, str]]:
@@ -54,9 +54,9 @@ def pairwise() -> list[tuple[Schedule, str]]:
     rows = []
     for a in range(5):
         for b in range(5):
-            preemption, shares, evicts, model = ((a + k * b) % 5 for k in range(1, 5))
+            preemption, shares, suspends, model = ((a + k * b) % 5 for k in range(1, 5))
             schedule = Schedule(
-                5 * a + b, CHUNKS[a], ARRIVALS_A_STEP[b], PREEMPTIONS[preemption], shares % 2 == 0, evicts < 2
+                5 * a + b, CHUNKS[a], ARRIVALS_A_STEP[b], PREEMPTIONS[preemption], shares % 2 == 0, suspends < 2
             )
             rows.append((schedule, list(CONFIGS)[model + 5 * ((a + b) % 2)]))
     return rows
@@ -101,9 +101,9 @@ def test_greedy_tokens_are_those_of_generate(
     prompts = family(1) if schedule.shares_prefixes else make_prompts(random.Random(3))
     news = [make_new(k, p, max_tokens=MAX_TOKENS) for k, p in prompts.items()]
     rng.shuffle(news)
-    evictor = Evictor(engine, at_random(rng, engine._runner.num_layers) if schedule.evicts else never)
+    suspending = Suspending(engine, rng, 0.3 if schedule.suspends else 0.0)
     driven = drive(
-        evictor,
+        suspending,
         news,
         random_chunks(rng, schedule.longest_chunk),
         random_preemption(rng, schedule.preemption[0], *schedule.preemption[1]),
@@ -112,7 +112,7 @@ def test_greedy_tokens_are_those_of_generate(
     )
     assert {k: tuple(d.output) for k, d in driven.items()} == generated(name, prompts, MAX_TOKENS)
     assert (engine.num_used_blocks, engine.num_used_swap_blocks) == (0, 0)
-    assert (sum(map(bool, evictor.evicted)) >= 3) == schedule.evicts
+    assert (suspending.num_suspended >= 3) == schedule.suspends
     if schedule.shares_prefixes and schedule.arrivals_a_step == 1:
         assert sum(d.num_cached for d in driven.values()) > 0
 

@@ -59,7 +59,7 @@ class Reference:
         self.shared: dict[str, int] = {}  # shared blocks by sequence, as reported
         self.num_hits = 0
         self.num_refused = 0
-        self.num_evicted = 0
+        self.num_dropped = 0
         self._count = 0
 
     @property
@@ -84,13 +84,13 @@ class Reference:
         assert [c.sequence.seq_id for c in chunks] == [r.seq_id for r in plan.run]
         for chunk, run in zip(chunks, plan.run, strict=True):
             assert 1 <= chunk.num_tokens <= run.num_tokens
-        evicted = [chunk for chunk in chunks if rng.random() < 0.15]
+        is_dropped = rng.random() < 0.15
         for chunk in chunks:
-            self._compute(chunk, is_evicted=chunk in evicted)
-        for chunk in chunks:
-            if chunk in evicted:
-                self._evict(chunk)
-            else:
+            self._compute(chunk, is_dropped=is_dropped)
+        if is_dropped:
+            self._drop(chunks)
+        else:
+            for chunk in chunks:
                 self._advance(chunk)
         self._check_blocks()
 
@@ -122,7 +122,7 @@ class Reference:
         sampling = SamplingParams(max_tokens=rng.randint(1, 9), prompt_logprobs=rng.choice((None, None, None, 0)))
         return NewSequence(str(self._count), (*head, *tail), sampling, rng.choice("xy"), rng.randint(0, 2))
 
-    def _compute(self, chunk: Chunk, is_evicted: bool) -> None:
+    def _compute(self, chunk: Chunk, is_dropped: bool) -> None:
         sequence = chunk.sequence
         salt = self.salts[sequence.seq_id]
         self.num_hits += chunk.num_cached > 0
@@ -133,7 +133,7 @@ class Reference:
             if position < chunk.start:
                 assert self.device[sequence.block_table[block]][slot] == contents
             else:
-                self.device[sequence.block_table[block]][slot] = None if is_evicted else contents
+                self.device[sequence.block_table[block]][slot] = None if is_dropped else contents
 
     def _advance(self, chunk: Chunk) -> None:
         if self.rng.random() < 0.03:
@@ -141,12 +141,18 @@ class Reference:
         else:
             self.table.advance(chunk, self.rng.randint(4, 5) if chunk.samples else None)
 
-    def _evict(self, chunk: Chunk) -> None:
-        """The evicted chunk may have written some of its keys and values: nothing may read them."""
-        self.num_evicted += 1
-        known = len(chunk.sequence.token_ids)
-        self.table.evict_from_step(chunk)
-        assert (chunk.sequence.num_computed_tokens, len(chunk.sequence.token_ids)) == (chunk.start, known)
+    def _drop(self, chunks: list[Chunk]) -> None:
+        """The dropped step may have written some keys and values: nothing may read them."""
+        self.num_dropped += len(chunks)
+        known = [len(chunk.sequence.token_ids) for chunk in chunks]
+        self.table.suspended = chunks
+        for chunk in chunks[:1]:
+            with pytest.raises(PlanError, match="suspended step"):
+                self.table.check(StepPlan(0, abort=(chunk.sequence.seq_id,)))
+        outputs = self.table.drop_suspended()
+        assert [(o.seq_id, o.num_computed_tokens) for o in outputs] == [(c.sequence.seq_id, c.start) for c in chunks]
+        assert [len(chunk.sequence.token_ids) for chunk in chunks] == known
+        assert all(chunk.sequence.num_computed_tokens == chunk.start for chunk in chunks)
 
     def _fail(self, chunk: Chunk) -> None:
         """The KV is broken: no sequence may find it any more; sequences that share it may go on."""
@@ -184,13 +190,13 @@ def test_every_sequence_reads_what_was_computed_for_its_own_tokens(seed: int, nu
 
 
 def test_the_reference_sees_hits_and_refusals() -> None:
-    """Guards the test above: its random plans hit the cache, are refused, and evict."""
+    """Guards the test above: its random plans hit the cache, are refused, and drop steps."""
     reference = Reference(random.Random(1), 16)
     for _ in range(200):
         reference.step()
     assert reference.num_hits > 20
     assert reference.num_refused > 5
-    assert reference.num_evicted > 20
+    assert reference.num_dropped > 20
 
 
 # -- the prefix cache, step by step ------------------------------------------------------------------------------------

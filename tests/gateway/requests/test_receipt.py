@@ -16,7 +16,7 @@ from tests.gateway.tiny_model import MODEL
 
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 ASK = {"x-tidegate-receipt": "1"}
-DONE = Receipt("w1", 1.5, 20.0, 300.0, paused_ms=4.0, preemptions=1, evictions=2, engine_ms=30.5)
+DONE = Receipt("w1", 1.5, 20.0, 300.0, paused_ms=4.0, preemptions=1, suspensions=2, engine_ms=30.5)
 TIMES = {
     "worker": "w1",
     "queue_ms": 1.5,
@@ -24,7 +24,7 @@ TIMES = {
     "decode_ms": 300.0,
     "paused_ms": 4.0,
     "preemptions": 1,
-    "evictions": 2,
+    "suspensions": 2,
     "engine_ms": 30.5,
     "cached_tokens": 3,
 }

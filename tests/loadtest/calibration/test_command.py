@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.interface import EngineInfo, StepEviction
+from engine.interface import EngineInfo
 from engine.step_time.cost import StepWork
 from loadtest.__main__ import main
 from loadtest.calibration import command
@@ -20,9 +20,7 @@ from tests.loadtest.calibration.test_fit import DECODE, MIXED, make_steps
 from tests.loadtest.calibration.test_sweep import ticking
 from tests.loadtest.modeled_stepper import ModeledStepper
 
-ENGINE = EngineInfo(
-    "models/m", 4096, 512, 16, 900, 1024, dtype="bfloat16", step_eviction=StepEviction.ROWS, num_layers=12
-)
+ENGINE = EngineInfo("models/m", 4096, 512, 16, 900, 1024, dtype="bfloat16", suspends_steps=True, num_layers=12)
 
 
 def test_a_card_from_a_step_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,7 +33,7 @@ def test_a_card_from_a_step_log(tmp_path: Path, capsys: pytest.CaptureFixture[st
     main(["calibrate", *flags, "--name", "mine", "--price-per-hour", "2.5"])
 
     card = load_cost_card(str(out))
-    assert (card.name, card.price_per_hour, card.num_blocks, card.sheds) == ("mine", 2.5, 900, StepEviction.ROWS)
+    assert (card.name, card.price_per_hour, card.num_blocks, card.suspends_steps) == ("mine", 2.5, 900, True)
     assert card.num_layers == card.engine_info().num_layers == 12
     assert card.decode.decode_s == pytest.approx(DECODE.decode_s, rel=0.2)
     assert card.mixed.prefill_token_s == pytest.approx(MIXED.prefill_token_s, rel=0.2)

@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from engine.interface import EngineInfo, StepEviction
+from engine.interface import EngineInfo
 from engine.step_time.cost import StepWork
 from loadtest.calibration.step_records import read_step_log
 from scheduler.drivers.steps.step_log import StepEntry, StepLog, StepLogError, open_step_log
 from tests.scheduler.world import run_world
 
-ENGINE = EngineInfo("models/m", 128, 512, 16, 64, 256, eos_token_ids=(2,), step_eviction=StepEviction.ROWS)
+ENGINE = EngineInfo("models/m", 128, 512, 16, 64, 256, eos_token_ids=(2,), suspends_steps=True)
 
 
-def make_entry(number: int = 0, shed: int = 0) -> StepEntry:
+def make_entry(number: int = 0) -> StepEntry:
     work = StepWork(prefill_tokens=48, attended=1152.0, context_tokens=number, decodes=3, prefills=1)
-    return StepEntry.of(work, 0.0125, 7.5 + number, 0.011, shed, {"realtime": 1, "bulk": 3})
+    return StepEntry.of(work, 0.0125, 7.5 + number, 0.011, {"realtime": 1, "bulk": 3})
 
 
 def write(path: Path, *entries: StepEntry, engine: EngineInfo = ENGINE, limit_bytes: int = 1 << 20) -> None:
@@ -27,7 +27,7 @@ def write(path: Path, *entries: StepEntry, engine: EngineInfo = ENGINE, limit_by
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
-    entries = (make_entry(1), make_entry(2, shed=2))
+    entries = (make_entry(1), make_entry(2))
     write(tmp_path / "steps", *entries)
     records = read_step_log(tmp_path / "steps")
     assert records.engine == ENGINE

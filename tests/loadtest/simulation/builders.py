@@ -35,7 +35,7 @@ def make_card(**changes: Any) -> CostCard:
         "block_size": 16,
         "max_step_tokens": 1024,
         "max_model_len": 4096,
-        "sheds": "rows",
+        "suspends_steps": True,
     }
     return CostCard.model_validate({**values, **changes})
 

@@ -29,8 +29,8 @@ from tests.loadtest.simulation.builders import (
 
 # `TIDEGATE_SIMULATED_SEEDS=3,4,5` tries others.
 SEEDS = tuple(int(seed) for seed in os.environ.get("TIDEGATE_SIMULATED_SEEDS", "").split(",") if seed) or (1,)
-FROZEN = {"feed_forward": False, "feedback": False, "shed": False}
-AIMD_ONLY = {"feed_forward": False, "feedback": True, "shed": False}
+FROZEN = {"feed_forward": False, "feedback": False, "suspend": False}
+AIMD_ONLY = {"feed_forward": False, "feedback": True, "suspend": False}
 ALONE_PER_S = 9.0  # about the chats a second that the test card serves with nothing beside them
 SLOW = {"step_s": 0.03, "prefill_token_s": 0.0005, "attend_s": 0.0, "context_token_s": 0.0, "decode_s": 0.004}
 GAPS = "gaps"  # between tokens, too many of them too long

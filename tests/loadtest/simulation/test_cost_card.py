@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from engine.interface import StepEviction
 from loadtest.simulation.cost_card import CostCardError, load_cost_card, shipped_cards
 from tests.loadtest.simulation.builders import make_card
 
@@ -16,15 +15,19 @@ def test_the_shipped_cards_load_and_describe_an_engine() -> None:
         card = load_cost_card(name)
         assert card.name == name
         info = card.engine_info()
-        assert (info.num_blocks, info.block_size, info.step_eviction) == (card.num_blocks, card.block_size, card.sheds)
+        assert (info.num_blocks, info.block_size, info.suspends_steps) == (
+            card.num_blocks,
+            card.block_size,
+            card.suspends_steps,
+        )
 
 
 def test_a_card_survives_its_own_json(tmp_path: Path) -> None:
-    card = make_card(sheds="steps", price_per_hour=1.5, num_swap_blocks=3)
+    card = make_card(suspends_steps=True, price_per_hour=1.5, num_swap_blocks=3)
     path = tmp_path / "card.json"
     path.write_text(card.model_dump_json(), encoding="utf-8")
     assert load_cost_card(str(path)) == card
-    assert card.sheds is StepEviction.STEPS
+    assert card.suspends_steps
     assert "swap" in card.engine_info().preemption_modes
 
 
@@ -33,7 +36,7 @@ def test_a_card_survives_its_own_json(tmp_path: Path) -> None:
     [
         ({"noise": 2}, "noise: "),
         ({"decode": {"step_s": -1}}, "decode.step_s: "),
-        ({"sheds": "some"}, "sheds: "),
+        ({"suspends_steps": "some"}, "suspends_steps: "),
         ({"speed": 3}, "speed: Extra inputs"),
     ],
 )

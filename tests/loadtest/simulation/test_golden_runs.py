@@ -37,7 +37,14 @@ RUNS: dict[str, dict[str, Any]] = {
 
 def build_core(tiers: TierSet, info: EngineInfo, draw: Callable[[], float], worker_id: str) -> StepCore:
     step_time = KnownStepTime(CARD.step_cost(mixed=True))
-    return StepCore(tiers, info, SLAController(tiers, info.step_eviction, info.num_layers), step_time, worker_id, draw)
+    return StepCore(
+        tiers,
+        info,
+        SLAController(tiers, info.num_layers, suspends_steps=info.suspends_steps),
+        step_time,
+        worker_id,
+        draw,
+    )
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -197,11 +197,11 @@ def beside_urgent_bulk(chats_per_s: float) -> Observation:
 
 @pytest.mark.parametrize("chats_per_s", [2.0, pytest.param(8.0, marks=pytest.mark.full)])
 def test_urgent_bulk_costs_no_slo_and_is_in_time_where_there_is_room(chats_per_s: float) -> None:
-    """With eight chats a second, both cannot be had: the SLO goes first."""
+    """With eight chats a second, there is not always room: the SLO goes first."""
     observation = beside_urgent_bulk(chats_per_s)
     beside = chats(observation, 20, 60)
     kept = sum(r.ttft_s is not None and r.ttft_s <= 0.5 and 100 * r.gaps_missed <= r.gaps for r in beside)
     assert kept >= 0.95 * len(beside)
     jobs = chats(observation, name="job")
     in_time = sum(r.ended_s is not None and r.ended_s - r.arrived_s <= 40.0 for r in jobs) / len(jobs)
-    assert in_time == 1.0 if chats_per_s < 3 else in_time < 1.0
+    assert in_time >= (1.0 if chats_per_s < 3 else 0.7)

@@ -30,7 +30,7 @@ class ConcaveCard(CostCard):
 ROWS = {"step_s": 0.0063, "prefill_token_s": 1e-3, "attend_s": 1e-8, "context_token_s": 1e-6, "decode_s": 1e-3}
 CARDS = {
     "linear": make_card(decode=LINEAR, mixed=LINEAR, num_blocks=20_000),
-    "gpu": make_card(decode=GPU, mixed={**GPU, "step_s": 0.0105}, num_blocks=20_000, sheds="nothing"),
+    "gpu": make_card(decode=GPU, mixed={**GPU, "step_s": 0.0105}, num_blocks=20_000, suspends_steps=False),
     "h200": load_cost_card("8b-h200"),
     "concave": ConcaveCard.model_validate(make_card(decode=ROWS, mixed=ROWS, num_blocks=20_000).model_dump()),
 }

@@ -66,7 +66,7 @@ def test_the_hosts_time_between_steps_is_not_the_engines() -> None:
 
 def test_the_hosts_time_is_hidden_where_steps_are_planned_ahead() -> None:
     """Each answer of 4 tokens ends with a step after which there is nothing to plan."""
-    cards = [make_card(noise=0.0, host_overhead_s=s, steps_ahead=1, sheds="nothing") for s in (0.05, 0.0)]
+    cards = [make_card(noise=0.0, host_overhead_s=s, steps_ahead=1, suspends_steps=False) for s in (0.05, 0.0)]
     (slow, _), (fast, _) = (make_experiment(make_trace(8, 2.0), card=card).run() for card in cards)
     slow_s, fast_s = slow.classes[0].e2e.p50, fast.classes[0].e2e.p50
     assert slow_s is not None and fast_s is not None

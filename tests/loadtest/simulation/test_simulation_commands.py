@@ -74,7 +74,7 @@ def test_the_highest_rate_of_a_trace_is_found(tmp_path: Path, capsys: pytest.Cap
 def test_bulk_gets_more_where_answers_may_take_longer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "frontier.json"
     code, printed, _ = simulate(
-        capsys, "--scenario", "peers", "--duration", "20", "--max-slowdown", "1.05,2", "--json", str(out)
+        capsys, "--scenario", "peers", "--duration", "40", "--max-slowdown", "1.05,2", "--json", str(out)
     )
     assert code == 0 and "÷ limit" in printed
     found = json.loads(out.read_text(encoding="utf-8"))["frontier"]

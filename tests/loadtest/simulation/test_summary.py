@@ -32,7 +32,7 @@ def make_record(ttft_s: float | None = 0.1, **changes: Any) -> RequestRecord:
 
 def make_observation(*records: RequestRecord, **changes: Any) -> Observation:
     classes = {r.traffic_class: r.tier for r in records} or {"chat": "realtime"}
-    engines = [EngineRecord(steps=10, busy_s=6.0, rows=40, planned_tokens=50, wasted_s=0.3)]
+    engines = [EngineRecord(steps=10, busy_s=6.0, rows=40, planned_tokens=50, suspensions=3, dropped_steps=1)]
     return Observation(
         **{"duration_s": 10.0, "classes": classes, "requests": list(records), "engines": engines, **changes}
     )
@@ -94,7 +94,8 @@ def test_engines_and_moves_are_summed_up() -> None:
     summary = summarize(make_observation(moves=moves, moments=moments), make_tiers())
     engines = summary.engines
     assert (engines.busy_share, engines.sequences_per_step) == (0.6, 4.0)
-    assert (engines.wasted_share, engines.predictor_error) == (pytest.approx(0.05), pytest.approx(0.03))
+    assert (engines.suspensions, engines.dropped_steps) == (3, 1)
+    assert engines.predictor_error == pytest.approx(0.03)
     assert summary.moves == {("bulk", "batch_size", "queue"): (2, 1)}
 
 

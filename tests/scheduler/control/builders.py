@@ -7,7 +7,6 @@ from scheduler.control.budget import TierBudget
 from scheduler.control.controller import SLAController
 from scheduler.control.feedback import UPDATE_S, Load
 from scheduler.control.knobs import Decision
-from scheduler.control.step_limit import Allowance
 from scheduler.request_state import RequestState
 from tests.scheduler.builders import make_tiers
 
@@ -25,7 +24,7 @@ def budgets_of(
 ) -> dict[str, TierBudget]:
     """`left_s` is what the delay accounts of `states` have left."""
     interactive = [s for s in states if s.tier.is_interactive]
-    return dict(controller.budgets(interactive, cost, now, Allowance(left_s)).tiers)
+    return dict(controller.budgets(interactive, cost, now, left_s).tiers)
 
 
 def make_load(kv_usage: float = 0.0, held: dict[str, int] | None = None, **waiting: int) -> Load:

@@ -4,14 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from engine.interface import StepEviction
 from engine.step_time.cost import StepCost
 from scheduler.clock import NEVER_S
 from scheduler.config import ControllerSwitches
 from scheduler.control.budget import TierBudget
 from scheduler.control.controller import SLAController
-from scheduler.control.feedback import Load
-from scheduler.control.step_limit import Allowance, StepLimit
+from scheduler.control.step_limit import StepLimit
 from scheduler.request_state import RequestState, Status
 from tests.scheduler.builders import make_decode, make_state, make_tiers
 from tests.scheduler.control.builders import COST, QUICK, budgets_of, observe
@@ -33,7 +31,7 @@ LEFT_S = (-1.0, 0.0, 0.001, 1.0, NEVER_S)
 
 
 def quick_controller() -> SLAController:
-    return SLAController(make_tiers(), StepEviction.ROWS)
+    return SLAController(make_tiers(), suspends_steps=True)
 
 
 # -- what depends on the step so far -------------------------------------------------------------------------------
@@ -89,7 +87,8 @@ def test_bulk_adds_what_the_delay_accounts_have_left_and_an_arrival_does_not_not
     decoding = [make_decode("a", "realtime", last_token_s=1.0)]
     budgets = [budgets_of(quick_controller(), decoding, 1.0, QUICK, left_s)["bulk"] for left_s in LEFT_S]
     added = [replace(bulk, limit=StepLimit()).beside(0.01).limit.base_s - 0.01 for bulk in budgets]
-    assert added == pytest.approx([0.0, 0.0, 0.001, *[limit_s(quick_controller())] * 2]), "at most as bulk alone"
+    whole_s = limit_s(SLAController(make_tiers(), suspends_steps=False))
+    assert added == pytest.approx([0.0, 0.0, 0.001, whole_s, whole_s]), "at most as bulk alone in a step that runs on"
 
 
 def test_the_interactive_part_of_a_step_and_what_bulk_adds_stay_inside_the_hard_limit() -> None:
@@ -98,7 +97,7 @@ def test_the_interactive_part_of_a_step_and_what_bulk_adds_stay_inside_the_hard_
 
 
 def test_a_decode_that_is_longer_than_a_step_of_bulk_alone_runs_by_itself() -> None:
-    bulk = TierBudget(64, added_s=0.03, alone_s=0.01)
+    bulk = TierBudget(64, added_s=0.03, beside_s=0.01)
     limits_s = [bulk.beside(0.05, decode_s).limit.base_s for decode_s in (0.005, 0.02, 0.04)]
     assert limits_s == pytest.approx([0.06, 0.07, 0.08])
 
@@ -111,7 +110,7 @@ def test_urgent_bulk_may_use_all_that_the_slo_leaves() -> None:
         controller.set_urgency("bulk", urgency)
         of = budgets_of(controller, decoding, 1.0, QUICK, left_s=-1.0)
         found.append(of["bulk"].added_s)
-    assert 0.0 == found[0] < found[1] < found[2] == limit_s(controller)
+    assert 0.0 == found[0] < found[1] < found[2] == limit_s(SLAController(make_tiers(), suspends_steps=False))
     assert of["batch"].added_s == 0.0, "it is the other tier's deadline"
     assert of["bulk"].limit.base_s == of["realtime"].limit.base_s
 
@@ -171,46 +170,22 @@ def test_where_decodes_alone_take_too_long_nothing_is_added_for_deadlines() -> N
 
 
 def test_alone_a_bulk_step_is_as_long_as_an_arrival_does_not_notice() -> None:
-    """Longer where an arrival evicts bulk from the step, and where first tokens take long anyway."""
+    """Longer where an arrival suspends the step, and where first tokens take long anyway."""
     alone_s = []
     for service_s in (0.05, 0.1):
-        for eviction in (StepEviction.NOTHING, StepEviction.STEPS, StepEviction.ROWS):
-            controller = SLAController(make_tiers(realtime={"max_slowdown": 1.25}), eviction)
+        for suspends in (False, True):
+            controller = SLAController(make_tiers(realtime={"max_slowdown": 1.25}), suspends_steps=suspends)
             observe(controller, "service", 1000 * service_s, count=200)
             alone_s.append(limit_s(controller))
-    nothing, steps, rows, *slower = alone_s
-    assert nothing < steps == rows
-    assert all(slow > quick for slow, quick in zip(slower[:1], alone_s, strict=False))
-    work_s = nothing - QUICK.step_s
+    whole, suspended, slower, _ = alone_s
+    assert whole < suspended and whole < slower
+    work_s = whole - QUICK.step_s
     assert work_s / 2 == pytest.approx(0.25 * 0.05, rel=0.05), "the mean wait, of the usual time to a first token"
 
 
 def test_half_of_a_bulk_step_is_work_however_little_it_may_delay() -> None:
     controller = SLAController(make_tiers(realtime={"max_slowdown": 1.0}))
     assert limit_s(controller, cost=COST) == 2 * COST.step_s
-
-
-def test_a_bulk_step_holds_no_more_than_evictions_may_throw_away() -> None:
-    controller = SLAController(make_tiers(), StepEviction.ROWS)
-    step_s = []
-    for waste_s in (0.0, 0.03, 10.0):
-        budgets = controller.budgets([], COST, 0.0, Allowance(waste_s=waste_s))
-        step_s.append(budgets.tiers["bulk"].beside(0.0).limit.base_s)
-    assert step_s == pytest.approx([0.02, 0.04, 0.5]), "from a step half of which is work to the TTFT SLO"
-
-
-def test_the_more_arrivals_evict_bulk_the_shorter_are_its_steps() -> None:
-    """√(2 · 10 ms ÷ rate), and up to the TTFT without arrivals. Where nothing is evicted, arrivals change nothing."""
-    found: dict[StepEviction, list[float]] = {StepEviction.ROWS: [], StepEviction.NOTHING: []}
-    for eviction, step_s in found.items():
-        controller = SLAController(make_tiers(), eviction)
-        for second in range(300):
-            controller.observe_arrivals("realtime", (0, 2, 8)[second // 100])
-            controller.update(Load(0.0, {}, {}), float(second))
-            if second % 100 == 99:
-                step_s.append(limit_s(controller, cost=COST))
-    assert found[StepEviction.ROWS] == pytest.approx([0.5, 0.1, 0.05], rel=0.05)
-    assert len(set(found[StepEviction.NOTHING])) == 1
 
 
 def test_tiers_without_an_slo_alone_have_no_limit() -> None:

@@ -103,7 +103,7 @@ def test_a_plan_costs_the_same_beside_ten_and_ten_thousand_idle_requests() -> No
 def _calls_of_a_plan(num_idle: int) -> int:
     """Count the function calls that planning an interactive prefill takes beside `num_idle` waiting bulk requests."""
     info = EngineInfo("m", 512, 100, block_size=16, num_blocks=50_000, max_step_tokens=512)
-    core = StepCore(TIERS, info, SLAController(TIERS, info.step_eviction, info.num_layers))
+    core = StepCore(TIERS, info, SLAController(TIERS, info.num_layers, suspends_steps=info.suspends_steps))
     idle = [make_request(f"b{i}", "bulk", prompt=32) for i in range(num_idle)]
     chat = [make_request(f"c{i}", "realtime", prompt=32) for i in range(4)]
     core.held.accept([Claimed(request, 1) for request in (*idle, *chat)], 0.0, 0)

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.interface import EngineInfo, Run, StepPlan
-from engine.native.batch.packing import in_one_group, pack_step, rows_of
+from engine.native.batch.packing import in_one_group, pack_step
 from engine.sequences.sequence_table import SequenceTable
 from tests.engine.drive import make_new
 
@@ -69,16 +69,3 @@ def test_decodes_are_cut_into_groups_where_padding_grows_and_merged_at_the_width
     assert group.block_table[:2].tolist() == batch.decode_groups[0].block_table.tolist()
     assert all(len(set(row)) == 1 for row in group.block_table[2:].tolist())  # padded with blocks of their own
     assert in_one_group(one) is one
-
-
-def test_rows_of_some_chunks_are_in_the_order_of_their_own_batch() -> None:
-    table = make_table(a=4, b=3, c=11, d=0, e=7)
-    runs = (Run("a", 3), Run("b", 1), Run("c", 1), Run("d", 2), Run("e", 1))
-    chunks = table.begin(StepPlan(1, run=runs))
-    whole = pack_step(chunks, INFO.block_size)
-    for names in ("a", "b", "ce", "bd", "abe", "ecd", "abcde"):
-        some = [chunk for chunk in chunks if chunk.sequence.seq_id in names]
-        own = pack_step(some, INFO.block_size)
-        rows = rows_of(some, chunks)
-        assert whole.token_ids[rows].tolist() == own.token_ids.tolist()
-        assert whole.slot_ids[rows].tolist() == own.slot_ids.tolist()

@@ -1,14 +1,14 @@
-"""The step in flight: which sequences can be evicted from it, and how its time is shared among the tiers."""
+"""The step in flight: when it may be suspended, and how its time is shared among the tiers."""
 
 from typing import Any
 
 import pytest
 
-from engine.interface import Run, StepEviction, StepPlan, StepResult
+from engine.interface import Run, SequenceOutput, StepEnd, StepPlan, StepResult
 from engine.step_time.cost import StepCost
+from scheduler.deadlines import deadline_s
 from scheduler.drivers.steps.running_step import RunningStep
 from scheduler.holdings.report import Report
-from scheduler.planning.step_eviction import BUCKET_S
 from scheduler.request_state import RequestState
 from tests.scheduler.builders import make_decode, make_state, make_tiers
 
@@ -37,30 +37,49 @@ BULK = [make_decode(f"b{i}", "bulk") for i in range(4)]
 RT = make_decode("rt", "realtime")
 
 
-def test_all_bulk_is_evicted_from_a_bulk_only_step_in_the_order_of_the_plan() -> None:
-    assert begin(*BULK).evictees(NEWCOMER, StepEviction.STEPS, 0.001) == ["b0", "b1", "b2", "b3"]
+def suspends(running: RunningStep, newcomer: RequestState = NEWCOMER, at_s: float = 0.0) -> bool:
+    return running.suspends_for(newcomer, newcomer_s=0.02, now=at_s)
 
 
-@pytest.mark.parametrize(
-    ("step_eviction", "evicted"), [(StepEviction.ROWS, 4), (StepEviction.STEPS, 0), (StepEviction.NOTHING, 0)]
-)
-def test_bulk_is_evicted_from_a_mixed_step_where_the_engine_can_evict_rows(
-    step_eviction: StepEviction, evicted: int
-) -> None:
-    evictees = begin(RT, *BULK).evictees(NEWCOMER, step_eviction, 0.001)
-    assert len(evictees) == evicted and "rt" not in evictees
+def test_a_step_of_bulk_is_suspended_for_an_interactive_request() -> None:
+    assert suspends(begin(*BULK)) and suspends(begin(BULK[0]), at_s=0.014)
+    assert not suspends(begin(*BULK, protected=("bulk",))), "it serves a min share"
+    assert not suspends(begin(RT)), "it has nothing that may wait"
+    assert not suspends(RunningStep(num_layers=30, draw=lambda: 0.5)), "there is no step"
+
+
+def test_a_step_with_interactive_decodes_is_suspended_where_the_rest_of_its_bulk_takes_longer_than_a_step_costs() -> (
+    None
+):
+    """The fixed cost is 10 ms, and the bulk of the step 20 ms of 35."""
+    assert suspends(begin(RT, *BULK), at_s=0.017)
+    assert not suspends(begin(RT, *BULK), at_s=0.018)
+    assert not suspends(begin(RT, *BULK[:2]))
+
+
+@pytest.mark.parametrize(("left_s", "expected"), [(0.054, False), (0.056, True)])
+def test_it_is_not_suspended_where_a_decode_would_be_late(left_s: float, expected: bool) -> None:
+    """The newcomer takes 20 ms, and the step 35."""
+    due = make_decode("due", "realtime", last_token_s=left_s - RT.tier.slo.itl_p99_ms / 1000)  # type: ignore[operator]
+    assert deadline_s(due) == pytest.approx(left_s)
+    assert suspends(begin(due, *BULK)) == expected
+
+
+def test_being_in_time_is_not_owed_to_a_key_that_floods_its_tier() -> None:
+    late = make_decode("late", "realtime", owner="a", last_token_s=-1.0)
+    flood = [make_decode(f"f{i}", "realtime", owner="a") for i in range(4)]
+    for state in flood:
+        state.yields = True
+    assert suspends(begin(late, *flood))
+    assert not suspends(begin(make_decode("other", "realtime", owner="b", last_token_s=-1.0), *flood))
 
 
 @pytest.mark.trap(1)
-@pytest.mark.parametrize(("priority", "evicted"), [(5, 0), (10, 0), (11, 4)], ids=["lower", "equal", "higher"])
-def test_no_sequence_is_evicted_for_an_equal_or_lower_tier(priority: int, evicted: int) -> None:
+@pytest.mark.parametrize(("priority", "expected"), [(5, False), (10, False), (11, True)])
+def test_no_step_is_suspended_for_an_equal_or_lower_tier(priority: int, expected: bool) -> None:
     """Trap 1."""
     tiers = make_tiers(gold={"priority": priority, "slo": {"ttft_p99_ms": 900}})
-    assert len(begin(*BULK).evictees(make_state("g", "gold", tiers=tiers), StepEviction.ROWS, 0.001)) == evicted
-
-
-def test_work_for_a_min_share_is_not_evicted() -> None:
-    assert not begin(*BULK, protected=("bulk",)).evictees(NEWCOMER, StepEviction.ROWS, 0.001)
+    assert suspends(begin(*BULK), make_state("g", "gold", tiers=tiers)) == expected
 
 
 def test_the_fixed_cost_is_charged_to_interactive_tiers() -> None:
@@ -70,22 +89,39 @@ def test_the_fixed_cost_is_charged_to_interactive_tiers() -> None:
     assert end(begin(*BULK), result()).used_s == pytest.approx({"bulk": 0.03})
 
 
-def test_time_that_was_thrown_away_is_charged_to_no_tier() -> None:
+def test_each_part_of_a_suspended_step_is_charged_when_it_ends() -> None:
     running = begin(*BULK)
-    running.evictees(NEWCOMER, StepEviction.ROWS, 0.01)
-    usage = end(running, result(evicted=tuple(s.id for s in BULK)))
-    assert usage.used_s == {} and usage.planned_s == 0, "nor does the step tell how good the prediction was"
-    assert end(begin(*BULK), result()).planned_s == pytest.approx(0.03)
-    assert running.num_evictions == 1 and running.wasted_s == pytest.approx(0.01)
+    first = end(running, result(end=StepEnd.SUSPENDED))
+    assert first.used_s == pytest.approx({"bulk": 0.03}), "min shares must know at once"
+    assert not first.sequences and running.suspended is not None and not running.is_any
+    assert running.num_suspensions == 1 and running.bulk_total_s == pytest.approx(0.03)
+    running.begin(StepPlan(1, run=(Run("b0", 1),)), {"b0": BULK[0]}, COST, 0.0, ())
+    assert not suspends(running), "one at a time"
+    end(running, StepResult(1, elapsed_s=0.01))
+    assert running.go_on(1.0) == 0 and running.is_any and running.suspended is None
+    last = end(running, result(outputs=tuple(SequenceOutput(s.id, s.num_computed_tokens + 1) for s in BULK)))
+    assert last.used_s == pytest.approx({"bulk": 0.03}) and last.elapsed_s == pytest.approx(0.06)
+    assert last.work is not None and last.work.decodes == 4, "its whole time depends on its work"
+    assert running.bulk_total_s == pytest.approx(0.07) and running.wasted_s == 0
 
 
-def test_an_eviction_that_comes_too_late_costs_nothing() -> None:
-    late = begin(*BULK)
-    assert late.evictees(NEWCOMER, StepEviction.ROWS, 0.01)
-    end(late, result())  # it ended before the eviction
-    assert late.num_evictions == 0 and late.wasted_s == 0
-    late.waste_budget.spend(BUCKET_S)
-    assert late.waste_budget.level >= 0.0, "the initial level, and what the step has refilled"
+def test_dropping_a_step_takes_no_time() -> None:
+    running = begin(*BULK)
+    end(running, result(end=StepEnd.SUSPENDED))
+    running.go_on(1.0)
+    dropped = end(running, StepResult(0, end=StepEnd.DROPPED))
+    assert not any(dropped.used_s.values()) and dropped.planned_s == 0 and dropped.work is None
+    assert running.wasted_s == pytest.approx(0.03) and not running.is_any
+
+
+def test_an_arrival_has_missed_what_is_done_of_the_part_that_runs() -> None:
+    """The parts before have ended, so its account counts from their end."""
+    running = begin(*BULK)
+    end(running, StepResult(0, elapsed_s=0.01, end=StepEnd.SUSPENDED))
+    running.go_on(NEWCOMER.arrived_s - 0.002)
+    arrived = make_state("late", "realtime")
+    running.open_account(arrived)
+    assert arrived.delay_seen_s == pytest.approx(0.01 + 0.002)
 
 
 def test_bulk_time_includes_the_fixed_cost_of_steps_without_interactive_work() -> None:
