@@ -10,6 +10,7 @@ from engine.interface import ModelKind
 
 LoadFormat = Literal["auto", "dummy"]
 EngineKind = Literal["native", "vllm", "embedding"]
+Quantization = Literal["int8", "int4"]
 
 
 class EngineStartError(Exception):
@@ -23,7 +24,7 @@ class EngineConfig:
     model: str  # a directory of a transformers model, or a hub id
     load_format: LoadFormat = "auto"  # dummy: random weights in the shapes of the config, for benchmarks
     dtype: str = "auto"  # or float32, bfloat16, float16
-    quantize: Literal["int8"] | None = None  # int8: quantise the weights of linear layers after loading
+    quantize: Quantization | None = None  # round the weights of linear layers after loading
     device: str = "auto"  # or cpu, cuda, cuda:1 …
     block_size: int = 16  # tokens in a KV block
     max_model_len: int | None = None  # maximum tokens in a sequence, prompt and output together

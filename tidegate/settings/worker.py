@@ -5,6 +5,7 @@ from typing import Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
 
+from engine.config import Quantization
 from tidegate.settings.base import CommonSettings
 
 
@@ -48,8 +49,8 @@ class WorkerSettings(CommonSettings):
     )
     device: str = Field(default="auto", description="cpu, cuda, cuda:1 …; auto: CUDA if there is a GPU")
     dtype: str = Field(default="auto", description="float32, bfloat16 or float16; auto: bfloat16 where it is fast")
-    quantize: Literal["int8"] | None = Field(
-        default=None, description="int8: quantise the weights at the start, by output channel (--engine native)"
+    quantize: Quantization | None = Field(
+        default=None, description="round the weights at the start to 8 or 4 bits, by groups (--engine native)"
     )
     max_model_len: int | None = Field(
         default=None, ge=2, description="the most tokens of a prompt and its output together"

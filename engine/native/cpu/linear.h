@@ -2,8 +2,9 @@
 // computed.
 //
 // A bfloat16 weight (out, in) is packed in panels of 16 outputs: (out / 16, in / 2, 16, 2). One 64-byte load reads the
-// weights of a pair of inputs for 16 outputs, and 16 such loads fill an AMX tile. An int8 weight is packed likewise with
-// four inputs: (out / 16, in / 4, 16, 4), as codes that are 128 larger.
+// weights of a pair of inputs for 16 outputs, and 16 such loads fill an AMX tile. Codes of 8 bits are packed likewise with
+// four inputs: (out / 16, in / 4, 16, 4). Codes of 4 bits are (out / 16, in / 8, 16, 4) bytes, each with one of the first
+// four inputs in its lower half and one of the next four in its upper half.
 
 #pragma once
 
@@ -18,12 +19,22 @@ namespace tidegate {
 
 constexpr Index kPanel = 16;  // outputs of a panel
 
+// A quantised weight of some of a layer's outputs (`GroupedWeight` in grouped_weight.py). A weight is unit · (scale ·
+// (code - zero) + offset), where zero is half of the codes' range if there are no offsets, else 0.
+struct Part {
+    const uint8_t *codes;             // packed in panels
+    const uint16_t *scales, *offsets;  // (out / 16, in / group, 16), float16; offsets may be null
+    const float *units;               // (out,)
+    Index first, out;                 // the first of the outputs, and their number; multiples of 16
+    int32_t bits, group;              // bits of a code; inputs of a group
+};
+
 struct Linear {
-    const bf16 *weight;    // packed in panels; null for an int8 weight
-    const uint8_t *codes;  // the same of an int8 weight; else null
-    const float *scales;   // (out,): of an int8 weight; else null
-    const bf16 *bias;      // (out,), or null
-    Index out, in;         // a multiple of 16, and a multiple of 2 (bfloat16) or 4 (int8)
+    const bf16 *weight;  // packed in panels; null for a quantised weight
+    const Part *parts;   // of a quantised weight
+    Index num_parts;
+    const bf16 *bias;  // (out,), or null
+    Index out, in;     // a multiple of 16, and a multiple of 2 (bfloat16) or 32 (quantised)
 };
 
 // Reads 16 bfloat16 numbers as floats.

@@ -6,14 +6,31 @@ Knows weights and addresses; does not know the model around them. A product is o
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engine.native.model.fused_layer import concatenate_linears
+from engine.native.model.grouped_weight import GROUP, GroupedWeight
 from engine.native.model.quantized import QuantizedLinear
 
 PANEL = 16  # outputs of a panel; the same as kPanel in linear.h
+
+
+class _PartArguments(ctypes.Structure):
+    """The ctypes counterpart of the struct `Part` in linear.h."""
+
+    _fields_ = [
+        ("codes", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("offsets", ctypes.c_void_p),
+        ("units", ctypes.c_void_p),
+        ("first", ctypes.c_int64),
+        ("out", ctypes.c_int64),
+        ("bits", ctypes.c_int32),
+        ("group", ctypes.c_int32),
+    ]
 
 
 class LinearArguments(ctypes.Structure):
@@ -21,8 +38,8 @@ class LinearArguments(ctypes.Structure):
 
     _fields_ = [
         ("weight", ctypes.c_void_p),
-        ("codes", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
+        ("parts", ctypes.POINTER(_PartArguments)),
+        ("num_parts", ctypes.c_int64),
         ("bias", ctypes.c_void_p),
         ("out", ctypes.c_int64),
         ("inner", ctypes.c_int64),
@@ -30,30 +47,55 @@ class LinearArguments(ctypes.Structure):
 
 
 class PackedWeight:
-    """The concatenated weights (out, in) of linear layers, bfloat16 or int8, packed in panels (see linear.h)."""
+    """The concatenated weights (out, in) of linear layers, bfloat16 or quantised, packed in panels (see linear.h)."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         """Concatenate and pack the weights of `layers`. Raises `ValueError` if they do not fit panels."""
         joined = concatenate_linears(layers)
         self.out_features, self.in_features = joined.out_features, joined.in_features
-        if not fits_panels(joined) or joined.weight.dtype is not torch.bfloat16:
+        if not fits_panels(*layers) or joined.weight.dtype is not torch.bfloat16:
             raise ValueError(f"a {joined.weight.dtype} weight of {tuple(joined.weight.shape)} does not fit panels")
         self._bias = None if joined.bias is None else joined.bias.detach()
-        bias = None if self._bias is None else self._bias.data_ptr()
-        weight: int | None = None
-        codes, scales = weight, weight
+        self._kept: list[Tensor] = []  # keeps the packed weight alive: C++ has only its address
+        weight, parts = None, []
         if isinstance(joined, QuantizedLinear):
-            self._panels, self._scales = self._packed(joined.codes.view(torch.uint8) ^ 0x80), joined.scales
-            codes, scales = self._panels.data_ptr(), self._scales.data_ptr()
+            parts = self._packed_parts(joined)
         else:
-            self._panels = self._packed(joined.weight.detach())
-            weight = self._panels.data_ptr()
-        self.arguments = LinearArguments(weight, codes, scales, bias, self.out_features, self.in_features)
+            weight = self._keep(_panels(joined.weight.detach(), 2))
+        bias = None if self._bias is None else self._bias.data_ptr()
+        sizes = (self.out_features, self.in_features)
+        self.arguments = LinearArguments(weight, _array(parts), len(parts), bias, *sizes)
 
-    def _packed(self, weight: Tensor) -> Tensor:
-        together = _inputs_together(weight.dtype)
-        panels = weight.view(self.out_features // PANEL, PANEL, self.in_features // together, together)
-        return panels.transpose(1, 2).contiguous()
+    def _packed_parts(self, linear: QuantizedLinear) -> list[_PartArguments]:
+        first, parts = 0, []
+        for part in linear.parts:
+            codes = self._keep(_panels(part.separate_codes().flatten(1), 4) if part.bits == 8 else _nibbles(part))
+            scales = self._keep(_panels(part.scales, 1))
+            offsets = None if part.offsets is None else self._keep(_panels(part.offsets, 1))
+            units = self._keep(part.units)
+            sizes = (first, part.out_features, part.bits, part.group)
+            parts.append(_PartArguments(codes, scales, offsets, units, *sizes))
+            first += part.out_features
+        return parts
+
+    def _keep(self, tensor: Tensor) -> int:
+        self._kept.append(tensor.contiguous())
+        return self._kept[-1].data_ptr()
+
+
+def _panels(weight: Tensor, together: int) -> Tensor:
+    """Return `weight` (out, n) as (out / 16, n / together, 16, together)."""
+    return weight.reshape(len(weight) // PANEL, PANEL, -1, together).transpose(1, 2)
+
+
+def _nibbles(part: GroupedWeight) -> Tensor:
+    """Return codes of 4 bits as (out / 16, in / 8, 16, 4) bytes, with the second four inputs in the upper halves."""
+    eights = part.separate_codes().reshape(part.out_features // PANEL, PANEL, -1, 2, 4)
+    return (eights[..., 0, :] | eights[..., 1, :] << 4).transpose(1, 2)
+
+
+def _array(parts: list[_PartArguments]) -> Any:
+    return (_PartArguments * len(parts))(*parts) if parts else None
 
 
 class Products:
@@ -103,15 +145,12 @@ class PanelLinear(nn.Module):
 def fits_panels(*layers: nn.Linear) -> bool:
     """Return whether the sizes of all `layers` allow packing in panels."""
     return all(
-        layer.out_features % PANEL == 0 and layer.in_features % _inputs_together(_kind(layer)) == 0 for layer in layers
+        layer.out_features % PANEL == 0
+        and layer.in_features % (GROUP if isinstance(layer, QuantizedLinear) else 2) == 0
+        for layer in layers
     )
 
 
-def _kind(layer: nn.Linear) -> torch.dtype:
-    """Return the dtype of the numbers that a packed weight has."""
-    return torch.int8 if isinstance(layer, QuantizedLinear) else layer.weight.dtype
-
-
-def _inputs_together(kind: torch.dtype) -> int:
-    """Return how many inputs of an output are side by side in a panel: what fills 32 bits."""
-    return 4 // kind.itemsize
+def _inputs_together(layer: nn.Linear) -> int:
+    """Return of how many inputs a packed weight has a multiple."""
+    return GROUP if isinstance(layer, QuantizedLinear) else 2

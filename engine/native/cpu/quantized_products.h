@@ -1,156 +1,154 @@
-// Products of rows with an int8 weight, with dot product instructions for bytes (AVX512_VNNI).
+// Products of rows with a weight of 4 or 8 bits by groups, with dot product instructions for bytes (AVX512_VNNI).
 //
-// A row is rounded to 16-bit numbers, x = step · (256 · high + low) with signed bytes high and low. So its error is at
-// most 1/65024 of its largest number, and all sums are exact integers: they do not depend on other rows or on threads.
-// Knows matrices; does not know layers.
+// Rows are rounded to signed bytes, too: 32 inputs have a common step, 1/127 of their largest number. The sums of a
+// group are exact integers; the groups' sums are added as floats, in the order of the inputs. So a result does not
+// depend on other rows or on threads. Knows matrices; does not know layers.
 
 #pragma once
 
 #include "buffer.h"
-#include "linear.h"
+#include "rounded_rows.h"
 
 #ifdef TIDEGATE_PRODUCTS
 
 namespace tidegate {
 
-constexpr Index kRowsAtOnce = 64;  // rows that a thread rounds and multiplies before the next ones
-
-// Rows as bytes, and for each row its step and its sums of highs and of lows. The bytes of a block of rows lie in the
-// order in which its product reads them: (in / 4, rows, 2, 4), highs before lows.
-struct ByteRows {
-    int8_t *bytes;
-    float *steps;
-    int32_t (*sums)[2];
-};
-
-// Rounds the n numbers of a row to n highs and n lows. If one of the numbers is NaN or infinite, step is NaN, and so is
-// each product of the row.
-inline void round_row(int8_t *high, int8_t *low, float &step, int32_t (&sums)[2], const bf16 *x, Index n) {
-    constexpr float kLargest = 127 * 256;
-    uint16_t largest = 0;
-    for (Index k = 0; k < n; k++) {
-        const uint16_t magnitude = x[k] & 0x7fff;
-        largest = magnitude > largest ? magnitude : largest;
-    }
-    const bf16 bits = largest;
-    const float most = load(&bits);
-    const bool is_finite = largest < 0x7f80;
-    step = is_finite ? most / kLargest : __builtin_nanf("");
-    const float inverse = is_finite && most > 1e-30f ? kLargest / most : 0.0f;
-    if (inverse == 0.0f) n = 0;
-    int32_t high_sum = 0, low_sum = 0;
-    for (Index k = 0; k < n; k++) {
-        const int32_t number = int32_t(__builtin_rintf(load(x + k) * inverse));
-        const int32_t upper = (number + 128) >> 8, lower = number - (upper << 8);
-        high[k] = int8_t(upper), low[k] = int8_t(lower);
-        high_sum += upper, low_sum += lower;
-    }
-    sums[0] = high_sum, sums[1] = low_sum;
+// Adds to each of 16 sums the products of four codes and four signed bytes, which are the same for all sums. GCC's
+// function for this instruction copies the sums to and from memory.
+inline void add_products(__m512i &sums, __m512i codes, const int8_t *four) {
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(codes), "m"(*(const int32_t *)four));
 }
 
-// Rounds rows for blocks of kMost rows, then single rows. Each block of n rows begins at its first row · 2 · in.
-template <int kMost> inline void round_rows(const ByteRows &to, const bf16 *x, Index rows, Index in) {
-    thread_local Buffer<int8_t> t_row;
-    int8_t *high = t_row.of(2 * in), *low = high + in;
-    const Index in_blocks = rows - rows % kMost;
-    for (Index r = 0; r < rows; r++) {
-        std::memset(high, 0, size_t(2 * in));
-        round_row(high, low, to.steps[r], to.sums[r], x + r * in, in);
-        const Index together = r < in_blocks ? kMost : 1, own = r < in_blocks ? r % kMost : 0;
-        int8_t *bytes = to.bytes + (r - own) * 2 * in + own * 8;
-        for (Index k = 0; k < in; k += 4, bytes += together * 8)
-            std::memcpy(bytes, high + k, 4), std::memcpy(bytes + 4, low + k, 4);
-    }
-}
+inline __m512 read_halves(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
 
-// Adds to each of 16 sums the products of four codes and four signed bytes. GCC's function for this instruction copies
-// the sums to and from memory.
-inline void add_products(__m512i &sums, __m512i codes, __m512i bytes) {
-    asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(codes), "v"(bytes));
-}
-
-// Computes kRows rows from `row` on of out = x · weightᵀ + bias (out += … if kAdd) for the outputs of panels [first,
-// first + kPanels), in one thread. A code is 128 larger than the weight, so 128 times the sum of a row is taken off.
-template <int kRows, int kPanels, bool kAdd>
-inline void multiply_byte_block(bf16 *out, const ByteRows &x, Index row, const Linear &linear, Index first) {
-    __m512i sums[2 * kRows][kPanels];
-#pragma GCC unroll 16
-    for (int r = 0; r < 2 * kRows; r++)
-#pragma GCC unroll 16
-        for (int p = 0; p < kPanels; p++) sums[r][p] = _mm512_set1_epi32(-128 * x.sums[row + r / 2][r % 2]);
-    const Index stride = linear.in * kPanel;
-    const uint8_t *codes = linear.codes + first * stride;
-    const int8_t *bytes = x.bytes + row * 2 * linear.in;
-    for (Index k = 0; k < linear.in; k += 4) {
-        __m512i panel[kPanels];
-#pragma GCC unroll 16
-        for (int p = 0; p < kPanels; p++) panel[p] = _mm512_loadu_si512(codes + p * stride + k * kPanel);
-#pragma GCC unroll 16
-        for (int r = 0; r < 2 * kRows; r++) {
-            int32_t four;
-            std::memcpy(&four, bytes + (2 * kRows * k + 4 * r), sizeof four);
-            const __m512i inputs = _mm512_set1_epi32(four);
-#pragma GCC unroll 16
-            for (int p = 0; p < kPanels; p++) add_products(sums[r][p], panel[p], inputs);
+// Adds to sums[r] the products of one group's codes, `kInputs` inputs of 16 outputs, and of row r's bytes.
+template <int kBits, int kInputs, int kRows>
+inline void add_group(__m512i (&sums)[kRows], const uint8_t *codes, const int8_t *bytes) {
+    const __m512i nibbles = _mm512_set1_epi8(15);
+#pragma GCC unroll 8
+    for (int k = 0; k < kInputs; k += 4) {
+        __m512i four;
+        if constexpr (kBits == 8) {
+            four = _mm512_loadu_si512(codes + k * kPanel);
+        } else {
+            const __m512i both = _mm512_loadu_si512(codes + k / 8 * 64);
+            four = _mm512_and_si512(k % 8 ? _mm512_srli_epi16(both, 4) : both, nibbles);
         }
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; r++) add_products(sums[r], four, bytes + (k * kRows + 4 * r));
     }
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; r++)
-#pragma GCC unroll 16
-        for (int p = 0; p < kPanels; p++) {
-            const __m512 high = _mm512_cvtepi32_ps(sums[2 * r][p]), low = _mm512_cvtepi32_ps(sums[2 * r + 1][p]);
-            const __m512 scale =
-                _mm512_mul_ps(_mm512_set1_ps(x.steps[row + r]), _mm512_loadu_ps(linear.scales + (first + p) * kPanel));
-            const __m512 whole = _mm512_fmadd_ps(high, _mm512_set1_ps(256.0f), low);
-            const __m512 sum = _mm512_fmadd_ps(whole, scale, bias_of(linear, first + p));
-            bf16 *to = out + r * linear.out + (first + p) * kPanel;
+}
+
+// Computes the rows of a block for the outputs of panels [first, first + kPanels) of a part, in one thread. `out` is
+// where the block's first row and the part's first output are.
+template <int kBits, int kGroup, bool kOffsets, int kRows, int kPanels, bool kAdd>
+inline void multiply_groups(bf16 *out, const RowBlock &x, const Linear &linear, const Part &part, Index first) {
+    constexpr Index kHalves = kRowGroup / kGroup;  // groups of the weight in a group of the rows
+    constexpr Index kBytes = kGroup * kPanel * kBits / 8;
+    const Index groups = linear.in / kGroup;
+    __m512 total[kPanels][kRows] = {};
+    for (Index g = 0; g < groups; g += kHalves)
+#pragma GCC unroll 8
+        for (int p = 0; p < kPanels; p++)
+#pragma GCC unroll 2
+            for (Index h = 0; h < kHalves; h++) {
+                const Index at = (first + p) * groups + g + h;
+                const int32_t *minus = x.minus<kGroup>() + (g + h) * kRows;
+                const float *steps = x.steps + g / kHalves * kRows;
+                __m512i sums[kRows];
+#pragma GCC unroll 8
+                for (int r = 0; r < kRows; r++) {
+                    sums[r] = kOffsets ? _mm512_setzero_si512() : _mm512_set1_epi32(minus[r]);
+                    if constexpr (kBits == 4 && !kOffsets) sums[r] = _mm512_srai_epi32(sums[r], 4);
+                }
+                add_group<kBits, kGroup, kRows>(sums, part.codes + at * kBytes, x.bytes + (g + h) * kGroup * kRows);
+                const __m512 scales = read_halves(part.scales + at * kPanel);
+#pragma GCC unroll 8
+                for (int r = 0; r < kRows; r++)
+                    total[p][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[r]),
+                                                  _mm512_mul_ps(scales, _mm512_set1_ps(steps[r])), total[p][r]);
+                if constexpr (kOffsets) {
+                    const __m512 offsets = read_halves(part.offsets + at * kPanel);
+                    const float *whole = x.whole + g * kRows;
+#pragma GCC unroll 8
+                    for (int r = 0; r < kRows; r++)
+                        total[p][r] = _mm512_fmadd_ps(offsets, _mm512_set1_ps(whole[r]), total[p][r]);
+                }
+            }
+#pragma GCC unroll 8
+    for (int p = 0; p < kPanels; p++)
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; r++) {
+            const Index panel = first + p;
+            const __m512 sum = _mm512_fmadd_ps(total[p][r], _mm512_loadu_ps(part.units + panel * kPanel),
+                                               bias_of(linear, part.first / kPanel + panel));
+            bf16 *to = out + r * linear.out + panel * kPanel;
             narrow(to, kAdd ? _mm512_add_ps(widen(to), sum) : sum);
         }
 }
 
-// Computes all rows for kPanels panels in one thread: first blocks of kMost rows, then single rows.
-template <int kMost, int kPanels, bool kAdd>
-inline void multiply_byte_panels(bf16 *out, const ByteRows &x, const Linear &linear, Index rows, Index first) {
-    Index r = 0;
-    for (; r + kMost <= rows; r += kMost)
-        multiply_byte_block<kMost, kPanels, kAdd>(out + r * linear.out, x, r, linear, first);
-    for (; r < rows; r++) multiply_byte_block<1, kPanels, kAdd>(out + r * linear.out, x, r, linear, first);
+constexpr Index kPanelsTogether = 4;  // panels that a thread computes one after another or at once
+
+// Computes a block of rows for up to 4 panels from `first` on: with few rows, several panels at once.
+template <int kBits, int kGroup, bool kOffsets, int kRows, bool kAdd>
+inline void multiply_panels(bf16 *out, const RowBlock &x, const Linear &linear, const Part &part, Index first,
+                            Index panels) {
+    constexpr int kAtOnce = 8 / kRows < kPanelsTogether ? 8 / kRows : kPanelsTogether;
+    Index p = 0;
+    for (; p + kAtOnce <= panels; p += kAtOnce)
+        multiply_groups<kBits, kGroup, kOffsets, kRows, kAtOnce, kAdd>(out, x, linear, part, first + p);
+    for (; p < panels; p++) multiply_groups<kBits, kGroup, kOffsets, kRows, 1, kAdd>(out, x, linear, part, first + p);
 }
 
-// Computes all rows for this thread's share of the panels. Does not wait for the other threads.
-template <int kMost, int kPanels, bool kAdd>
-inline void multiply_bytes_in_blocks(bf16 *out, const ByteRows &rounded, const bf16 *x, const Linear &linear,
-                                     Index rows) {
-    round_rows<kMost>(rounded, x, rows, linear.in);
-    const Index panels = linear.out / kPanel, blocks = (panels + kPanels - 1) / kPanels;
+// Computes all rows for this thread's share of a part's panels. Does not wait for the other threads.
+template <int kBits, int kGroup, bool kOffsets, bool kAdd>
+void multiply_part(bf16 *out, const RoundedRows &x, const Linear &linear, const Part &part, Index rows) {
+    const Index panels = part.out / kPanel, blocks = (panels + kPanelsTogether - 1) / kPanelsTogether;
 #pragma omp for schedule(static) nowait
     for (Index b = 0; b < blocks; b++) {
-        const Index first = b * kPanels;
-        if (first + kPanels <= panels)
-            multiply_byte_panels<kMost, kPanels, kAdd>(out, rounded, linear, rows, first);
-        else
-            for (Index p = first; p < panels; p++) multiply_byte_panels<kMost, 1, kAdd>(out, rounded, linear, rows, p);
+        const Index first = b * kPanelsTogether, left = panels - first;
+        const Index some = left < kPanelsTogether ? left : kPanelsTogether;
+        for (Index r = 0; r < rows; r += x.block_of(rows - r)) {
+            bf16 *to = out + r * linear.out + part.first;
+            const RowBlock block = x.at(r);
+            switch (x.block_of(rows - r)) {
+            case 8:
+                multiply_panels<kBits, kGroup, kOffsets, 8, kAdd>(to, block, linear, part, first, some);
+                break;
+            case 4:
+                multiply_panels<kBits, kGroup, kOffsets, 4, kAdd>(to, block, linear, part, first, some);
+                break;
+            case 2:
+                multiply_panels<kBits, kGroup, kOffsets, 2, kAdd>(to, block, linear, part, first, some);
+                break;
+            default:
+                multiply_panels<kBits, kGroup, kOffsets, 1, kAdd>(to, block, linear, part, first, some);
+            }
+        }
     }
 }
+
+template <bool kAdd>
+void multiply_part(bf16 *out, const RoundedRows &x, const Linear &linear, const Part &part, Index rows) {
+    if (part.bits == 4 && part.offsets) return multiply_part<4, 32, true, kAdd>(out, x, linear, part, rows);
+    if (part.bits == 4) return multiply_part<4, 32, false, kAdd>(out, x, linear, part, rows);
+    if (part.offsets) return multiply_part<8, 32, true, kAdd>(out, x, linear, part, rows);
+    if (part.group == 16) return multiply_part<8, 16, false, kAdd>(out, x, linear, part, rows);
+    multiply_part<8, 32, false, kAdd>(out, x, linear, part, rows);
+}
+
+constexpr Index kRowsAtOnce = 64;  // rows that a thread rounds and multiplies before the next ones
 
 // Computes out = x · weightᵀ + bias (out += … if kAdd) for out (rows, linear.out) and x (rows, linear.in), with all
 // threads of the enclosing parallel region. Each thread rounds all rows for itself, which takes less time than waiting
 // for others would with few threads.
-template <bool kAdd> void multiply_by_bytes(bf16 *out, const bf16 *x, const Linear &linear, Index rows) {
-    thread_local Buffer<int8_t> t_bytes;
-    float steps[kRowsAtOnce];
-    int32_t sums[kRowsAtOnce][2];
-    const ByteRows rounded{t_bytes.of((rows < kRowsAtOnce ? rows : kRowsAtOnce) * 2 * linear.in), steps, sums};
+template <bool kAdd> void multiply_quantized(bf16 *out, const bf16 *x, const Linear &linear, Index rows) {
+    thread_local RoundedRows t_rounded;
     for (Index done = 0; done < rows; done += kRowsAtOnce) {
         const Index now = rows - done < kRowsAtOnce ? rows - done : kRowsAtOnce;
-        bf16 *to = out + done * linear.out;
-        const bf16 *from = x + done * linear.in;
-        if (now == 1)
-            multiply_bytes_in_blocks<1, 8, kAdd>(to, rounded, from, linear, now);
-        else if (now < 4)
-            multiply_bytes_in_blocks<2, 5, kAdd>(to, rounded, from, linear, now);
-        else
-            multiply_bytes_in_blocks<4, 3, kAdd>(to, rounded, from, linear, now);
+        t_rounded.round(x + done * linear.in, now, linear.in);
+        for (Index p = 0; p < linear.num_parts; p++)
+            multiply_part<kAdd>(out + done * linear.out, t_rounded, linear, linear.parts[p], now);
     }
 #pragma omp barrier
 }

@@ -16,9 +16,10 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 from transformers.modeling_utils import AttentionInterface
 from transformers.utils import logging as transformers_logging
 
-from engine.config import EngineConfig, EngineStartError
+from engine.config import EngineConfig, EngineStartError, Quantization
 from engine.native.attention.paged import ATTENTION_NAME, attention_forward
 from engine.native.device import free_bytes
+from engine.native.model.grouped_weight import quantised_bytes
 from engine.native.model.weights import quantization_method, read_weights, stored_bytes
 from engine.progress import NO_PHASE, Phase
 
@@ -108,7 +109,7 @@ def _counted(parts: Collection[Any], phase: Phase) -> Iterator[Any]:
 def weight_bytes(config: EngineConfig, hf_config: Any, dtype: torch.dtype) -> int | None:
     """Return the size of the weights in memory, in bytes; None if it is not known before they are loaded."""
     if config.load_format == "dummy" or quantization_method(hf_config) is None:
-        return _plain_bytes(hf_config, dtype, config.quantize is not None)
+        return _plain_bytes(hf_config, dtype, config.quantize)
     return stored_bytes(str(Path(config.model).expanduser()))
 
 
@@ -170,12 +171,15 @@ def _unsupported_reason(hf_config: Any) -> str | None:
     return None
 
 
-def _plain_bytes(hf_config: Any, dtype: torch.dtype, is_int8: bool) -> int:
-    """Return the size in bytes that all weights have in `dtype`; with `is_int8`, those of linear layers in int8."""
+def _plain_bytes(hf_config: Any, dtype: torch.dtype, quantize: Quantization | None) -> int:
+    """Return the size in bytes that all weights have in `dtype`, or those of linear layers after `quantize`."""
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
-    linears = {m.weight for m in skeleton.modules() if isinstance(m, nn.Linear)} if is_int8 else set()
-    return sum(p.numel() * (1 if p in linears else p.element_size()) for p in skeleton.parameters())
+    linears = [m for m in skeleton.modules() if isinstance(m, nn.Linear)] if quantize else []
+    output = skeleton.get_output_embeddings()
+    found = sum(quantised_bytes(m.weight, quantize, m is output) for m in linears if quantize)
+    replaced = {m.weight for m in linears} - {skeleton.get_input_embeddings().weight}
+    return int(found + sum(p.numel() * p.element_size() for p in skeleton.parameters() if p not in replaced))
 
 
 def _check_fits(needed: int | None, device: torch.device) -> None:

@@ -1,6 +1,6 @@
-"""Linear layers with int8 weights: symmetric, with one scale for each output. Only weights are quantised.
+"""Linear layers with weights of 4 or 8 bits by groups. Only weights are quantised.
 
-Knows linear layers and which of them a model calls; does not know how a backend multiplies int8 numbers fast.
+Knows linear layers and which of them a model calls; does not know how a backend multiplies codes fast.
 """
 
 from collections.abc import Sequence
@@ -10,47 +10,53 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from engine.config import Quantization
 from engine.native.attention.paged import bind
-from engine.native.model.loader import forward
+from engine.native.model.grouped_weight import BITS, FINE_SHARE, GroupedWeight, joined, rounded
+from engine.native.model.loader import context_limit, forward
 
-_LARGEST = 127  # code of the largest weight of an output; -128 is not used
+_NUM_TOKENS = 256  # that say how large the inputs of layers are
 _ROUTERS = {"gate", "router", "shared_expert_gate"}  # small layers that choose experts: a changed choice changes much
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer whose weight is codes · scales. `forward` is the definition of what faster products compute.
+    """A linear layer with a quantised weight. `forward` is the definition of what faster products compute.
 
-    The codes are exact in every dtype of activations, so a product rounds its result only.
+    The weight has one part or several of different kinds, below each other.
     """
 
-    def __init__(self, codes: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
-        """Take `codes` (out, in), int8, `scales` (out,), float32, and `bias` (out,), in `dtype`."""
+    def __init__(self, parts: Sequence[GroupedWeight], bias: Tensor | None, dtype: torch.dtype) -> None:
+        """Take the parts of the weight, and `bias` (out,), in `dtype`."""
         nn.Module.__init__(self)
-        self.out_features, self.in_features = codes.shape
-        self.codes, self.scales = nn.Buffer(codes), nn.Buffer(scales)
+        self._parts = nn.ModuleList(parts)
+        self.out_features, self.in_features = sum(part.out_features for part in parts), parts[0].in_features
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
         # This weight has only shape and dtype, which modeling code may read. A product with it fails at once.
-        self.weight = torch.empty(codes.shape, dtype=dtype, device="meta")
+        self.weight = torch.empty((self.out_features, self.in_features), dtype=dtype, device="meta")
+
+    @property
+    def parts(self) -> list[GroupedWeight]:
+        return [part for part in self._parts if isinstance(part, GroupedWeight)]
 
     @classmethod
-    def of(cls, linear: nn.Linear) -> Self:
-        """Return `linear` with a quantised weight. An output whose weights are all 0 stays 0."""
-        weight = linear.weight.detach().float()
-        scales = weight.abs().amax(dim=1) / _LARGEST
-        codes = (weight / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round_()
+    def of(cls, linear: nn.Linear, bits: int, importance: Tensor | None = None) -> Self:
+        """Return `linear` with its weight rounded to codes of `bits` bits; see `rounded`."""
         bias = None if linear.bias is None else linear.bias.detach()
-        return cls(codes.clamp_(-_LARGEST, _LARGEST).to(torch.int8), scales, bias, linear.weight.dtype)
+        return cls([rounded(linear.weight, bits, importance)], bias, linear.weight.dtype)
 
     @classmethod
     def joined(cls, layers: "Sequence[QuantizedLinear]") -> Self:
         """Return one layer whose output is the concatenation of the outputs of `layers`."""
-        codes, scales = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("codes", "scales"))
-        return cls(codes, scales, joined_biases(layers, codes.device), layers[0].weight.dtype)
+        parts = joined([part for layer in layers for part in layer.parts])
+        return cls(parts, joined_biases(layers, parts[0].codes.device), layers[0].weight.dtype)
+
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight (out, in) in `dtype`."""
+        return torch.cat([part.unpacked(dtype) for part in self.parts])
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (…, out) for `x` (…, in)."""
-        product = nn.functional.linear(x, self.codes.to(x.dtype)).float() * self.scales
-        return (product if self.bias is None else product + self.bias).to(x.dtype)
+        return nn.functional.linear(x, self.unpacked(x.dtype), self.bias)
 
 
 def joined_biases(layers: Sequence[nn.Linear], device: torch.device) -> Tensor | None:
@@ -62,44 +68,79 @@ def joined_biases(layers: Sequence[nn.Linear], device: torch.device) -> Tensor |
     return torch.cat([zeros if la.bias is None else la.bias.detach() for la, zeros in zip(layers, none, strict=True)])
 
 
-def quantize(model: Any) -> int:
+def quantize(model: Any, kind: Quantization) -> int:
     """Quantise the linear layers of `model` that it calls, in place; return their number. Routers are left out.
 
-    Some models read a layer's weight and multiply by it themselves. Such a layer is not called, and stays as it is.
+    With int4, the output layer gets 8 bits, as do the layers that lose most by 4. Some models read a layer's weight and
+    multiply by it themselves. Such a layer is not called, and stays as it is.
     """
-    called = _called_linears(model)
+    importances = _importances(model)
     places = [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if child in called and name not in _ROUTERS
+        if child in importances and name not in _ROUTERS
     ]
+    fine: set[nn.Module] = set()
+    if kind == "int4":
+        fine = _fine_layers({child: importances[child] for *_, child in places}, model.get_output_embeddings())
     for parent, name, child in places:
-        setattr(parent, name, QuantizedLinear.of(child))  # the plain weight is freed before the next one is read
+        bits = 8 if child in fine else BITS[kind]
+        # The plain weight is freed before the next one is read.
+        setattr(parent, name, QuantizedLinear.of(child, bits, importances[child]))
     return len(places)
 
 
-@torch.inference_mode()
-def _called_linears(model: Any) -> set[nn.Module]:
-    """Return the linear layers that a forward pass on two rows calls.
+def _fine_layers(importances: dict[Any, Tensor], output: nn.Module) -> set[nn.Module]:
+    """Return the layers that have 8 bits in a model with 4: the output layer, and those that 4 bits would change most.
 
-    A model that fails here fails in the probe, too, which says why.
+    These have at most a third of the other layers' weights.
     """
-    called: set[nn.Module] = set()
+    rest = [linear for linear in importances if linear is not output]
+    losses = {linear: _loss_of_four_bits(linear.weight, importances[linear]) for linear in rest}
+    room = FINE_SHARE * sum(linear.weight.numel() for linear in rest)
+    found = {output}
+    for linear in sorted(rest, key=losses.__getitem__, reverse=True):
+        room -= linear.weight.numel()
+        if room < 0:
+            break
+        found.add(linear)
+    return found
+
+
+def _loss_of_four_bits(weight: Tensor, importance: Tensor) -> float:
+    """Return the part of a product's square that codes of 4 bits would change. Estimated from some of the outputs."""
+    sample = weight.detach()[::8].float()
+    error = rounded(sample, 4, importance).unpacked(torch.float32) - sample
+    return float((error.square() @ importance).sum() / (sample.square() @ importance).sum().clamp(min=1e-30))
+
+
+@torch.inference_mode()
+def _importances(model: Any) -> dict[nn.Module, Tensor]:
+    """Return the linear layers that a forward pass calls, with the mean squares (in,) of their inputs.
+
+    The pass computes random tokens, each of which attends only to itself: which inputs are large depends little on the
+    text. A model that fails here fails in the probe, too, which says why.
+    """
+    found: dict[nn.Module, Tensor] = {}
 
     def attend_to_oneself(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2)
 
-    def note(linear: nn.Module, *_: Any) -> None:
-        called.add(linear)
+    def note(linear: nn.Module, args: tuple[Tensor, ...], _: Tensor) -> None:
+        squares = args[0].detach().float().flatten(0, -2).square().mean(dim=0)
+        found[linear] = squares + 1e-6 * squares.mean() + 1e-30
 
     handles = [m.register_forward_hook(note) for m in model.modules() if type(m) is nn.Linear]
     bind(model, attend_to_oneself)
     try:
-        positions = torch.arange(2, device=next(model.parameters()).device)
+        device = next(model.parameters()).device
+        positions = torch.arange(_NUM_TOKENS) % (context_limit(model.config) or _NUM_TOKENS)
+        vocab_size = model.get_input_embeddings().num_embeddings
+        tokens = torch.randint(vocab_size, (_NUM_TOKENS,), generator=torch.Generator().manual_seed(0))
         with suppress(Exception):
-            forward(model, positions[None] + 1, positions[None], positions)
+            forward(model, tokens[None].to(device), positions[None].to(device), torch.arange(2, device=device))
     finally:
         for handle in handles:
             handle.remove()
-    return called
+    return found

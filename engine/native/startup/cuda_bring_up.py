@@ -121,7 +121,7 @@ def fuse_with_kernels(
 
 
 def _join(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Join:
-    """Return what makes linear layers: with the kernel for int8 weights, if there are any and it works on `device`."""
+    """Return what makes linear layers: with the kernel for quantised weights, if it works on `device`."""
     if not any(isinstance(module, QuantizedLinear) for module in model.modules()):
         return concatenate_linears
     try:
@@ -132,7 +132,7 @@ def _join(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Join:
         fault = first_line(error)
     if fault is None:
         return lambda layers: KernelLinear.joined([layer for layer in layers if isinstance(layer, QuantizedLinear)])
-    structlog.get_logger(__name__).warning("no kernel for int8: weights are unpacked in each step", reason=fault)
+    structlog.get_logger(__name__).warning("no kernel for quantised weights: each step unpacks them", reason=fault)
     return concatenate_linears
 
 

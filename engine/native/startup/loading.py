@@ -64,7 +64,7 @@ def _load_weights(
     if is_quantised(model):
         method = quantization_method(hf_config)
         raise EngineStartError(f"the weights of {config.model} are quantised already, with {method}: drop --quantize")
-    num_quantized = quantize(model)
+    num_quantized = quantize(model, config.quantize)
     structlog.get_logger(__name__).info("weights quantised", kind=config.quantize, linears=num_quantized)
     try:
         return model.to(device)

@@ -9,18 +9,18 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Quantization
 from engine.factory import build_engine
 from engine.interface import Engine, EngineInfo
 from engine.modeled.engine import ModeledEngine
-from engine.native.model.quantized import QuantizedLinear
+from engine.native.model.grouped_weight import rounded
 from engine.thread import EngineThread
 from engine.vllm.constraints import Constraints
 from engine.vllm.stepper import VllmStepper
@@ -81,8 +81,7 @@ def _forbid_poison(model: Any) -> None:
 def _round_to_int8(model: Any) -> None:
     """Give all linear layers weights that int8 holds exactly, so that quantised engines compute the same model."""
     for linear in (module for module in model.modules() if isinstance(module, torch.nn.Linear)):
-        quantized = QuantizedLinear.of(linear)
-        linear.weight.copy_(quantized.codes * quantized.scales[:, None])
+        linear.weight.copy_(rounded(linear.weight, 8).unpacked(torch.float32))
 
 
 def make_info(directory: Path, **more: Any) -> EngineInfo:
@@ -107,7 +106,7 @@ def build_modeled_ahead(directory: Path) -> Engine:
     return ModeledEngine(make_info(directory, steps_ahead=1), lambda seconds: asyncio.sleep(0), prefix_cache=True)
 
 
-def build_native(directory: Path, quantize: Literal["int8"] | None = None) -> Engine:
+def build_native(directory: Path, quantize: Quantization | None = None) -> Engine:
     block_bytes = 4 * 2 * 2 * 2 * 32 * 4  # tokens, keys and values, layers, heads, numbers a head, bytes a number
     return build_engine(
         EngineConfig(

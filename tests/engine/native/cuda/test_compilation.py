@@ -84,12 +84,14 @@ def test_layers() -> None:
     assert compile_for_sm90(kernels.rotate_and_write_kernel, "bf16", 4, rotate).asm["cubin"]
 
 
-def test_int8_products() -> None:
+@pytest.mark.parametrize(("bits", "group", "has_offsets"), [(8, 32, False), (8, 16, False), (4, 32, True)])
+def test_quantised_products(bits: int, group: int, has_offsets: bool) -> None:
     from engine.native.cuda import triton_products as kernels
 
-    constants = {"OUT": 4096, "IN": 4096, "HAS_BIAS": True, "ROWS": 16, "OUTPUTS": 32, "INPUTS": 128}
+    constants = {"OUT": 4096, "IN": 4096, "STRIDE": 8192, "HAS_BIAS": True, "ROWS": 16, "OUTPUTS": 32, "INPUTS": 128}
+    constants |= {"GROUPS": 4096 // group, "GROUP": group, "BITS": bits, "HAS_OFFSETS": has_offsets}
     constants["DOT_DTYPE"] = kernels.tl.bfloat16
-    compiled = compile_for_sm90(kernels.int8_product_kernel, "bf16", 4, constants)
+    compiled = compile_for_sm90(kernels.quantized_product_kernel, "bf16", 4, constants)
     assert 0 < compiled.metadata.shared <= SHARED_BYTES // 3
 
 

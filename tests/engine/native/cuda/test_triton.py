@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from engine.interface import SamplingParams
 from engine.native.attention.kernels import AttentionKernels, HeadShape, Scoring
 from engine.native.batch.tensors import to_cpu
 from engine.native.cuda.graph_sizes import GraphSize
 from engine.native.kv.cache import LayerShape
+from engine.native.model.grouped_weight import GroupedWeight, rounded
 from engine.native.model.layer_kernels import LayerKernels
 from engine.native.model.probe import LayerSpec
 from engine.native.model.quantized import QuantizedLinear
@@ -225,33 +225,37 @@ def test_fused_layers_give_the_tokens_of_generate(
 
 @pytest.mark.parametrize("rows", mostly_full([1, 16, 33, 64, 65], 33))
 @pytest.mark.parametrize("dtype", mostly_full(DTYPES, torch.float32))
-def test_int8_products(dtype: torch.dtype, rows: int) -> None:
+def test_quantised_products(dtype: torch.dtype, rows: int) -> None:
     from engine.native.cuda.quantized_linear import KernelLinear, quantized_fault
 
     assert quantized_fault(dtype, torch.device(DEVICE)) is None
-    layers = []
-    for outputs, has_bias in ((40, False), (64, True)):
-        layer = nn.Linear(150, outputs, bias=has_bias, device="meta")
-        generator = torch.Generator().manual_seed(outputs)
-        layer.weight = nn.Parameter(torch.randn(outputs, 150, generator=generator).to(DEVICE, dtype))
-        if has_bias:
-            layer.bias = nn.Parameter(torch.randn(outputs, generator=generator).to(DEVICE, dtype))
-        layers.append(QuantizedLinear.of(layer))
-    x = torch.randn(1, rows, 150, generator=torch.Generator().manual_seed(rows)).to(DEVICE, dtype)
+    generator = torch.Generator().manual_seed(rows)
+    weight, bias = torch.randn(40, 150, generator=generator), torch.randn(184, generator=generator)
+    sixteen = torch.randint(0, 256, (64, 10, 16), dtype=torch.uint8, generator=generator)
+    symmetric = torch.randint(0, 16, (40, 5, 32), dtype=torch.uint8, generator=generator)
+    scales = torch.rand(64, 10, generator=generator) * 0.01
+    parts = [
+        rounded(weight, 8),
+        rounded(weight, 4),
+        GroupedWeight.of(sixteen, scales, None, 8, 150),
+        GroupedWeight.of(symmetric, scales[:40, :5], None, 4, 150),
+    ]
+    layer = KernelLinear(parts, bias.to(dtype), dtype).to(DEVICE)
+    x = torch.randn(1, rows, 150, generator=generator).to(DEVICE, dtype)
     x[0, 0, 3] = float("nan")
     with torch.inference_mode():
-        actual, expected = KernelLinear.joined(layers)(x), QuantizedLinear.joined(layers)(x)
+        actual, expected = layer(x), QuantizedLinear.forward(layer, x)
     assert actual[0, 0].isnan().all()
     bound = 1e-4 if dtype is torch.float32 else 0.02
     torch.testing.assert_close(actual[0, 1:], expected[0, 1:], atol=20 * bound, rtol=bound)
 
 
-def test_an_int8_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quantised_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     from engine.native.cuda import quantized_linear
 
     monkeypatch.setattr(quantized_linear.KernelLinear, "forward", lambda self, x: 2 * QuantizedLinear.forward(self, x))
     assert quantized_linear.quantized_fault(torch.float32, torch.device(DEVICE)) == (
-        "int8 products differ by 1.000 from their definition"
+        "quantised products differ by 1.000 from their definition"
     )
 
 

@@ -1,4 +1,4 @@
-"""Weights in int8: what is rounded, which layers are, and that engines with them start or say why not."""
+"""Quantised weights: what is rounded, which layers are, and that engines with them start or say why not."""
 
 import random
 from pathlib import Path
@@ -8,13 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from engine.config import EngineConfig, EngineStartError
+from engine.config import EngineConfig, EngineStartError, Quantization
 from engine.factory import build_torch_engine
+from engine.native.model.grouped_weight import rounded
 from engine.native.model.loader import load_config, load_model, weight_bytes
 from engine.native.model.quantized import QuantizedLinear, quantize
 from tests.engine.drive import drive, make_new
 from tests.engine.models import ARCHITECTURES, CONFIGS, generate, make_prompts, save_model
 from tests.marks import mostly_full
+
+IN_FOUR_BITS = ("llama", "gemma3", "qwen3")
 
 
 def make_layer(in_features: int, out_features: int, bias: bool = False) -> nn.Linear:
@@ -24,57 +27,65 @@ def make_layer(in_features: int, out_features: int, bias: bool = False) -> nn.Li
 
 
 @torch.inference_mode()
-def test_a_weight_is_rounded_by_at_most_half_a_step() -> None:
-    layer = make_layer(40, 9, bias=True)
-    layer.weight[3] *= 1000
-    layer.weight[4] = 0.0
-    quantized = QuantizedLinear.of(layer)
-    rounded = quantized.codes * quantized.scales[:, None]
-    steps = layer.weight.abs().amax(dim=1) / 127
-    assert ((rounded - layer.weight).abs() <= 0.501 * steps[:, None]).all()
-    assert (quantized.codes[4] == 0).all()
-    x = torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(quantized(x), nn.functional.linear(x, rounded, layer.bias), atol=1e-3, rtol=1e-5)
-
-
-@torch.inference_mode()
 def test_joined_layers_compute_what_they_compute_alone() -> None:
-    layers = [QuantizedLinear.of(make_layer(16, size, bias)) for size, bias in ((4, False), (6, True), (3, False))]
+    sizes = ((4, False, 8), (6, True, 8), (3, False, 4), (5, True, 4), (2, False, 8))
+    layers = [QuantizedLinear.of(make_layer(16, size, bias), bits) for size, bias, bits in sizes]
     x = torch.randn(2, 16, generator=torch.Generator().manual_seed(1))
     together = torch.cat([layer(x) for layer in layers], dim=-1)
-    torch.testing.assert_close(QuantizedLinear.joined(layers)(x), together)
+    layer = QuantizedLinear.joined(layers)
+    assert [part.out_features for part in layer.parts] == [10, 8, 2]
+    torch.testing.assert_close(layer(x), together)
 
 
-def load_quantized(directory: Path) -> Any:
+def load_quantized(directory: Path, kind: Quantization) -> Any:
     config = EngineConfig(str(directory))
     model = load_model(config, load_config(config), torch.float32, torch.device("cpu"))
-    quantize(model)
+    quantize(model, kind)
     return model
 
 
-def test_all_linear_layers_are_quantised(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_all_linear_layers_are_quantised(kind: Quantization, tmp_path: Path) -> None:
     save_model(tmp_path, CONFIGS["llama"]())
-    model = load_quantized(tmp_path)
-    kinds = [type(module) for module in model.modules() if isinstance(module, nn.Linear)]
-    assert kinds == [QuantizedLinear] * (2 * 7 + 1)
-    config = EngineConfig(str(tmp_path), quantize="int8")
-    embedding = model.get_input_embeddings().weight.numel()
-    linears = sum(m.codes.numel() for m in model.modules() if isinstance(m, QuantizedLinear))
-    norms = sum(p.numel() for p in model.parameters()) - embedding
-    assert weight_bytes(config, model.config, torch.float32) == 4 * (embedding + norms) + linears
+    model = load_quantized(tmp_path, kind)
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    assert {type(linear) for linear in linears.values()} == {QuantizedLinear}
+    assert len(linears) == 2 * 7 + 1
+    held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta")
+    expected = weight_bytes(EngineConfig(str(tmp_path), quantize=kind), model.config, torch.float32)
+    assert expected is not None
+    assert expected * 0.95 <= held - sum(t.nbytes for t in model.model.rotary_emb.buffers()) <= expected
+    bits = {name: linear.parts[0].bits for name, linear in linears.items()}
+    if kind == "int8":
+        assert set(bits.values()) == {8}
+
+
+def test_layers_that_lose_most_by_4_bits_have_8(tmp_path: Path) -> None:
+    """Layers lose little whose groups have only 16 different numbers."""
+    model = save_model(tmp_path, CONFIGS["llama"]())
+    for name, module in model.named_modules():
+        if name.endswith(("up_proj", "down_proj", "o_proj", "gate_proj")):
+            module.weight.data = rounded(module.weight, 4).unpacked(torch.float32)
+    model.save_pretrained(tmp_path)
+    model = load_quantized(tmp_path, "int4")
+    bits = {name: m.parts[0].bits for name, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+    fine = [name.rsplit(".", 1)[-1] for name in bits if bits[name] == 8]
+    assert fine.count("q_proj") == fine.count("k_proj") == fine.count("v_proj") == 2
+    assert len(fine) == 2 * 3 + 2  # and the output layer, and one more, for which there is room
 
 
 @pytest.mark.parametrize("name", mostly_full([*CONFIGS, *ARCHITECTURES], *CONFIGS))
 def test_greedy_tokens_are_those_of_the_dequantised_model(name: str, tmp_path: Path) -> None:
     """Of every architecture: the tokens are those of transformers' modules with the rounded weights."""
     expected_of = save_model(tmp_path, {**CONFIGS, **ARCHITECTURES}[name]())
-    quantized = load_quantized(tmp_path)
+    kind: Quantization = "int4" if name in IN_FOUR_BITS else "int8"
+    quantized = load_quantized(tmp_path, kind)
     for path, module in quantized.named_modules():
         if isinstance(module, QuantizedLinear):
             linear = expected_of.get_submodule(path)
-            linear.weight = nn.Parameter(module.codes * module.scales[:, None], requires_grad=False)
+            linear.weight = nn.Parameter(module.unpacked(torch.float32), requires_grad=False)
     options: dict[str, Any] = {"device": "cpu", "block_size": 4, "max_num_seqs": 16}
-    engine = build_torch_engine(EngineConfig(str(tmp_path), dtype="float32", quantize="int8", **options))
+    engine = build_torch_engine(EngineConfig(str(tmp_path), dtype="float32", quantize=kind, **options))
     prompts = make_prompts(random.Random(3), count=3)
     driven = drive(engine, [make_new(k, p, max_tokens=8, ignore_eos=True) for k, p in prompts.items()])
     expected = {k: generate(expected_of, p, 8) for k, p in prompts.items()}
@@ -83,7 +94,7 @@ def test_greedy_tokens_are_those_of_the_dequantised_model(name: str, tmp_path: P
 
 def test_a_router_is_not_quantised(tmp_path: Path) -> None:
     save_model(tmp_path, CONFIGS["phimoe"]())
-    model = load_quantized(tmp_path)
+    model = load_quantized(tmp_path, "int4")
     routers = {name for name, module in model.named_modules() if name.endswith((".gate", ".router"))}
     assert routers
     assert not any(isinstance(model.get_submodule(name), QuantizedLinear) for name in routers)
