@@ -21,6 +21,7 @@ from engine.config import EngineStartError
 
 SUFFIX = ".gguf"
 WEIGHTS = "model.safetensors"
+_SOURCE = "source.json"  # says of which file a directory was made
 _PACKAGES = ("gguf", "accelerate")  # what transformers needs to read such files
 _ONE_OF_SEVERAL = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.gguf$")
 
@@ -50,10 +51,18 @@ def unpacked(file: Path, *, with_weights: bool) -> Path:
     return directory
 
 
+def source_of(directory: str) -> Path | None:
+    """Return the GGUF file of which `unpacked` made `directory`; None if it is another directory, or no directory."""
+    try:
+        return Path(json.loads((Path(directory) / _SOURCE).read_text(encoding="utf-8"))["file"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def _is_there(file: Path, directory: Path, with_weights: bool) -> bool:
     """Return whether `directory` has what this version of `file` contains."""
     try:
-        known = json.loads((directory / "source.json").read_text(encoding="utf-8"))
+        known = json.loads((directory / _SOURCE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     return known == _version(file) and (not with_weights or (directory / WEIGHTS).exists())
@@ -69,7 +78,7 @@ def _unpack(file: Path, directory: Path, with_weights: bool) -> None:
         raise EngineStartError(f"reading {file.name} needs {' and '.join(missing)}: pip install 'tidegate[gguf]'")
     log = structlog.get_logger(__name__)
     log.info("unpacking the GGUF file; the next start finds it unpacked", file=str(file), directory=str(directory))
-    for old in ("source.json", WEIGHTS):
+    for old in (_SOURCE, WEIGHTS):
         (directory / old).unlink(missing_ok=True)
     options = ["--weights"] if with_weights else []
     command = [sys.executable, "-m", "engine.native.model.gguf", *options, str(file.resolve()), str(directory)]
@@ -77,7 +86,7 @@ def _unpack(file: Path, directory: Path, with_weights: bool) -> None:
     if done.returncode != 0:
         said = done.stderr.strip().splitlines()
         raise EngineStartError(f"{file.name} cannot be read: {said[-1] if said else f'exit code {done.returncode}'}")
-    (directory / "source.json").write_text(json.dumps(_version(file)), encoding="utf-8")
+    (directory / _SOURCE).write_text(json.dumps(_version(file)), encoding="utf-8")
     log.info("the GGUF file is unpacked", **json.loads(done.stdout.strip().splitlines()[-1]))
 
 

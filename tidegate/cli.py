@@ -144,7 +144,8 @@ def _with_unpacked_model(command: str, settings: CommonSettings) -> CommonSettin
     paths = settings.named_models or {"": settings.model or ""}
     if not any(path.endswith(gguf.SUFFIX) for path in paths.values()) or command in NO_MODEL:
         return settings
-    computes = getattr(settings, "engine", "native") in ("native", "vllm") and command != "gateway"
+    # The native engine reads the file itself, and unpacks its weights where it cannot keep the blocks.
+    computes = getattr(settings, "engine", "native") == "vllm" and command != "gateway"
     with_weights = computes and settings.load_format == "auto"
     try:
         paths = {

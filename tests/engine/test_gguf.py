@@ -7,15 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from structlog.testing import capture_logs
 from tokenizers import Tokenizer
 
 from engine.config import EngineConfig, EngineStartError
 from engine.factory import build_torch_engine
 from engine.gguf import WEIGHTS, unpacked
+from engine.native.model.quantized import QuantizedLinear
+from engine.native.model.weights import CannotKeepError
 from gateway.requests.tokens.model_files import read_max_model_len
 from tests.engine.drive import drive, make_new
 from tests.engine.gguf_files import ENDS, TEMPLATE, write_llama
 from tests.engine.models import generate, make_prompts, save_model, tiny
+from tests.engine.native.cpu.compiled import library_with_products
 
 pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
@@ -80,6 +85,60 @@ def test_the_engine_computes_what_the_file_holds(made: Made, monkeypatch: pytest
     os.utime(file, ns=(1, 1))
     with pytest.raises(EngineStartError, match=r"needs gguf and accelerate: pip install 'tidegate\[gguf\]'"):
         unpacked(file, with_weights=True)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q8_0"])
+def test_blocks_stay_as_they_are(kind: str, tmp_path: Path) -> None:
+    """Rows of queries and keys have another order in a file."""
+    from engine.native.model.gguf_model import load_kept
+
+    file, model = make_file(tmp_path, kind)
+    kept: Any = load_kept(file, model.config, {"dtype": torch.float32})
+    quantised = {name: m for name, m in kept.named_modules() if isinstance(m, QuantizedLinear)}
+    assert len(quantised) == 2 * 7 + 1
+    for name, parameter in model.state_dict().items():
+        path = name.removesuffix(".weight")
+        found = quantised[path].unpacked(torch.float32) if path in quantised else kept.state_dict()[name]
+        torch.testing.assert_close(found, parameter, rtol=1e-6, atol=1e-7)
+    prompts = make_prompts(random.Random(3), count=3)
+    assert all(generate(kept, p, 8) == generate(model, p, 8) for p in prompts.values())
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_engine_keeps_blocks_where_it_multiplies_them(dtype: str, tmp_path: Path) -> None:
+    if dtype == "bfloat16":
+        library_with_products()
+    file, model = make_file(tmp_path, "Q8_0")
+    directory = unpacked(file, with_weights=False)
+    options: dict[str, Any] = {"device": "cpu", "block_size": 4, "kv_cache_bytes": 1 << 20}
+    with capture_logs() as logs:
+        engine = build_torch_engine(EngineConfig(str(directory), dtype=dtype, **options))
+    assert engine.info.eos_token_ids == (0, 1)
+    events = [entry["event"] for entry in logs]
+    stays, changes = (
+        "weights stay as the blocks of the GGUF file",
+        "the blocks of the GGUF file do not stay as they are",
+    )
+    assert (stays in events, changes in events) == (dtype == "bfloat16", dtype == "float32")
+    assert (directory / WEIGHTS).exists() is (dtype == "float32")
+    prompts = make_prompts(random.Random(3), count=8)
+    driven = drive(engine, [make_new(k, p, max_tokens=1, ignore_eos=True) for k, p in prompts.items()])
+    agree = [tuple(driven[k].output) == generate(model, p, 1) for k, p in prompts.items()]
+    assert sum(agree) >= (8 if dtype == "float32" else 6)
+
+
+def test_why_blocks_do_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from engine.native.model.gguf_model import load_kept
+
+    file, model = make_file(tmp_path, "F16")
+    with pytest.raises(CannotKeepError, match="its matrices are F16"):
+        load_kept(file, model.config, {"dtype": torch.float32})
+    file, model = make_file(tmp_path, "Q8_0")
+    monkeypatch.setattr("engine.native.model.gguf_model.called_linears", lambda model: set())
+    with pytest.raises(CannotKeepError, match="q_proj is not called as a layer"):
+        load_kept(file, model.config, {"dtype": torch.float32})
 
 
 @pytest.mark.full

@@ -42,12 +42,17 @@ def test_every_command_takes_a_file(
 ) -> None:
     store = () if command in ("doctor", "demo") else ("--redis-url", "redis://localhost:1")
     settings = settings_of(command, monkeypatch, *store)
-    assert unpacked == [(Path("/models/mine.Q8_0.gguf"), command != "gateway")]
+    assert unpacked == [(Path("/models/mine.Q8_0.gguf"), False)]
     assert settings.model_path == str(tmp_path / "unpacked")
     assert settings.model_names == ("mine.Q8_0",)
     flags = settings.flags(CommonSettings)  # what parts of `serve` get
     assert flags[flags.index("--model") + 1] == settings.model_path
     assert flags[flags.index("--served-model-name") + 1] == "mine.Q8_0"
+
+
+def test_vllm_gets_unpacked_weights(unpacked: Unpacked, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings_of("worker", monkeypatch, "--engine", "vllm", "--redis-url", "redis://localhost:1")
+    assert unpacked == [(Path("/models/mine.Q8_0.gguf"), True)]
 
 
 def test_weights_stay_packed_where_another_server_computes(unpacked: Unpacked, monkeypatch: pytest.MonkeyPatch) -> None:

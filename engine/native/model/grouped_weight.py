@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from engine.config import Quantization
 
 BITS: dict[Quantization, int] = {"int8": 8, "int4": 4}  # of a code
-FINE_SHARE = 1 / 3  # of the weights of an int4 model, beside its output layer, that have 8 bits
+FINE_SHARE = 0.4  # of the weights of an int4 model, beside its output layer, that have 8 bits
 GROUP = 32  # inputs of a group; 16 in some files
 _AT_ONCE = 1 << 22  # numbers that are unpacked or rounded together, which limits the memory of their float32
 _TINY = torch.finfo(torch.float32).tiny

@@ -26,6 +26,8 @@ from engine.progress import NO_PHASE, Phase
 # Values of a configuration's `layer_types` that this engine supports.
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 _GIB = 1 << 30
+# Makes a model of its configuration and options of transformers, and tells the phase how far it is.
+ReadWeights = Callable[[Any, dict[str, Any], Phase], Any]
 
 
 def load_config(config: EngineConfig) -> Any:
@@ -49,20 +51,27 @@ def load_config(config: EngineConfig) -> Any:
 
 
 def load_model(
-    config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device, phase: Phase = NO_PHASE
+    config: EngineConfig,
+    hf_config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    phase: Phase = NO_PHASE,
+    read: ReadWeights | None = None,
 ) -> nn.Module:
     """Return the model with weights in `dtype` on `device`, in evaluation mode. `bind` sets its attention later.
 
-    `phase` is told how many tensors are loaded. Raises `EngineStartError` if the weights are wrong, or if they do not
-    fit into the free memory.
+    `read` replaces the files of the model's directory. `phase` is told how many tensors are loaded. Raises
+    `EngineStartError` if the weights are wrong, or if they do not fit into the free memory.
     """
     # No mask function is registered under this name, so modeling code makes no masks. The engine's attention needs no
     # masks: it knows contexts and windows.
     AttentionInterface.register(ATTENTION_NAME, attention_forward)
     options = {"dtype": dtype, "attn_implementation": ATTENTION_NAME}
     try:
-        _check_fits(weight_bytes(config, hf_config, dtype), device)
-        if config.load_format == "dummy":
+        check_fits(None if read else weight_bytes(config, hf_config, dtype), device)
+        if read is not None:
+            model = read(hf_config, options, phase)
+        elif config.load_format == "dummy":
             model = _random_model(hf_config, config.seed, device, options)
         else:
             with _telling(phase, config):
@@ -182,7 +191,7 @@ def _plain_bytes(hf_config: Any, dtype: torch.dtype, quantize: Quantization | No
     return int(found + sum(p.numel() * p.element_size() for p in skeleton.parameters() if p not in replaced))
 
 
-def _check_fits(needed: int | None, device: torch.device) -> None:
+def check_fits(needed: int | None, device: torch.device) -> None:
     """Raises `EngineStartError` if `needed` bytes exceed the free memory of `device`. Without `needed`, do nothing."""
     free = free_bytes(device)
     if needed is not None and needed > free:

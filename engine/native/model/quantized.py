@@ -74,7 +74,7 @@ def quantize(model: Any, kind: Quantization) -> int:
     With int4, the output layer gets 8 bits, as do the layers that lose most by 4. Some models read a layer's weight and
     multiply by it themselves. Such a layer is not called, and stays as it is.
     """
-    importances = _importances(model)
+    importances = _importances(model, _NUM_TOKENS)
     places = [
         (parent, name, child)
         for parent in model.modules()
@@ -94,7 +94,7 @@ def quantize(model: Any, kind: Quantization) -> int:
 def _fine_layers(importances: dict[Any, Tensor], output: nn.Module) -> set[nn.Module]:
     """Return the layers that have 8 bits in a model with 4: the output layer, and those that 4 bits would change most.
 
-    These have at most a third of the other layers' weights.
+    These have at most `FINE_SHARE` of the other layers' weights.
     """
     rest = [linear for linear in importances if linear is not output]
     losses = {linear: _loss_of_four_bits(linear.weight, importances[linear]) for linear in rest}
@@ -115,8 +115,13 @@ def _loss_of_four_bits(weight: Tensor, importance: Tensor) -> float:
     return float((error.square() @ importance).sum() / (sample.square() @ importance).sum().clamp(min=1e-30))
 
 
+def called_linears(model: Any) -> set[nn.Module]:
+    """Return the linear layers that a forward pass calls."""
+    return set(_importances(model, 2))
+
+
 @torch.inference_mode()
-def _importances(model: Any) -> dict[nn.Module, Tensor]:
+def _importances(model: Any, num_tokens: int) -> dict[nn.Module, Tensor]:
     """Return the linear layers that a forward pass calls, with the mean squares (in,) of their inputs.
 
     The pass computes random tokens, each of which attends only to itself: which inputs are large depends little on the
@@ -135,9 +140,9 @@ def _importances(model: Any) -> dict[nn.Module, Tensor]:
     bind(model, attend_to_oneself)
     try:
         device = next(model.parameters()).device
-        positions = torch.arange(_NUM_TOKENS) % (context_limit(model.config) or _NUM_TOKENS)
+        positions = torch.arange(num_tokens) % (context_limit(model.config) or num_tokens)
         vocab_size = model.get_input_embeddings().num_embeddings
-        tokens = torch.randint(vocab_size, (_NUM_TOKENS,), generator=torch.Generator().manual_seed(0))
+        tokens = torch.randint(vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(0))
         with suppress(Exception):
             forward(model, tokens[None].to(device), positions[None].to(device), torch.arange(2, device=device))
     finally:

@@ -27,6 +27,10 @@ _WAY_OUT = "or use --engine vllm, or the model's plain weights with --quantize i
 _MAX_NAMED = 3  # a message lists the names of at most this many weights
 
 
+class CannotKeepError(EngineStartError):
+    """The error of a GGUF file whose blocks cannot stay as they are. The message says why."""
+
+
 def read_weights(model: str, hf_config: Any, device: torch.device, options: dict[str, Any]) -> nn.Module:
     """Return the model with the weights of `model`, a directory or hub id, on `device`.
 
@@ -38,7 +42,7 @@ def read_weights(model: str, hf_config: Any, device: torch.device, options: dict
     if device.type == "cuda" and is_accelerate_available():
         options = {**options, "device_map": {"": device}}  # loads directly to the device, without a copy in host memory
     try:
-        with _without_transformers_log():
+        with without_transformers_log():
             loaded, report = AutoModelForCausalLM.from_pretrained(
                 model, config=hf_config, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )
@@ -140,7 +144,7 @@ def _one_line(error: Exception) -> str:
 
 
 @contextmanager
-def _without_transformers_log() -> Iterator[None]:
+def without_transformers_log() -> Iterator[None]:
     """Silence transformers' table of weights that do not match the model; `check_report` reports these weights."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()

@@ -4,20 +4,26 @@ Knows the options that concern loading; does not know kernels or KV memory.
 """
 
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import structlog
 import torch
 from torch import nn
+from transformers import GenerationConfig
 
+from engine import gguf
 from engine.config import EngineConfig, EngineStartError
+from engine.native.cpu.build import load_library
+from engine.native.cpu.products import Products
 from engine.native.device import choose_device, choose_dtype
 from engine.native.kv.cache import LayerShape
 from engine.native.kv.sizing import wanted_model_len
-from engine.native.model.loader import context_limit, is_on_hub, is_quantised, load_config, load_model
+from engine.native.model.loader import check_fits, context_limit, is_on_hub, is_quantised, load_config, load_model
 from engine.native.model.probe import LayerSpec, probe_layers
 from engine.native.model.quantized import quantize
-from engine.native.model.weights import quantization_method
+from engine.native.model.weights import CannotKeepError, quantization_method
 from engine.progress import Phase, Progress
 
 _SMALL_MODEL = 10_000_000  # a model with fewer parameters is small; see `_set_threads`
@@ -43,11 +49,12 @@ class Loaded:
 def load(config: EngineConfig, progress: Progress) -> Loaded:
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
+    file = _file_to_keep(config, dtype, device, progress)
     # The hub's client shows its downloads itself.
     with progress.phase("loading the model", draws_itself=is_on_hub(config)) as phase:
         hf_config = load_config(config)
         wanted_len = wanted_model_len(config, context_limit(hf_config))
-        model = _load_weights(config, hf_config, dtype, device, phase)
+        model = _load_weights(config, hf_config, dtype, device, phase, file)
     _set_threads(config, model)
     with progress.phase("probing the model"):
         specs, step_bytes = _measure(model, hf_config, config, device)
@@ -55,9 +62,23 @@ def load(config: EngineConfig, progress: Progress) -> Loaded:
 
 
 def _load_weights(
-    config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device, phase: Phase
+    config: EngineConfig,
+    hf_config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    phase: Phase,
+    file: Path | None,
 ) -> nn.Module:
-    """Return the loaded model. With `--quantize`, only the quantised weights come to `device`."""
+    """Return the loaded model, with the blocks of the GGUF `file` if there is one.
+
+    With `--quantize`, only the quantised weights come to `device`.
+    """
+    if file is not None:
+        try:
+            check_fits(file.stat().st_size, device)
+            return load_model(config, hf_config, dtype, device, phase, partial(_read_blocks, file, config.model))
+        except CannotKeepError as error:
+            _unpack(file, str(error))
     if config.quantize is None:
         return load_model(config, hf_config, dtype, device, phase)
     model = load_model(config, hf_config, dtype, torch.device("cpu"), phase)
@@ -70,6 +91,37 @@ def _load_weights(
         return model.to(device)
     except torch.OutOfMemoryError as error:
         raise EngineStartError(f"not enough memory for the weights of {config.model}") from error
+
+
+def _file_to_keep(config: EngineConfig, dtype: torch.dtype, device: torch.device, progress: Progress) -> Path | None:
+    """Return the GGUF file whose blocks stay in memory as they are; None if the model's weights are in its directory.
+
+    A file whose blocks would be slower than unpacked weights is unpacked to its directory.
+    """
+    file = gguf.source_of(config.model) if config.load_format == "auto" else None
+    if file is None:
+        return None
+    if config.quantize is not None:
+        reason = f"they are rounded to {config.quantize}"
+    elif device.type != "cpu" or not config.optimize or not Products.available(load_library(progress), dtype):
+        reason = f"there are no products with them for {str(dtype).removeprefix('torch.')} on this device"
+    else:
+        return file
+    _unpack(file, reason)
+    return None
+
+
+def _read_blocks(file: Path, directory: str, hf_config: Any, options: dict[str, Any], phase: Phase) -> Any:
+    from engine.native.model.gguf_model import load_kept  # imports a package that only these files need
+
+    model: Any = load_kept(file, hf_config, options, phase)
+    model.generation_config = GenerationConfig.from_pretrained(directory)
+    return model
+
+
+def _unpack(file: Path, reason: str) -> None:
+    structlog.get_logger(__name__).info("the blocks of the GGUF file do not stay as they are", reason=reason)
+    gguf.unpacked(file, with_weights=True)
 
 
 def _set_threads(config: EngineConfig, model: nn.Module) -> None:
