@@ -21,6 +21,7 @@ from engine.config import EngineStartError
 
 SUFFIX = ".gguf"
 WEIGHTS = "model.safetensors"
+TENSORS = "tensors.json"  # where each tensor of the file is: reading the file's own list takes seconds
 _SOURCE = "source.json"  # says of which file a directory was made
 _PACKAGES = ("gguf", "accelerate")  # what transformers needs to read such files
 _ONE_OF_SEVERAL = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.gguf$")
@@ -65,7 +66,8 @@ def _is_there(file: Path, directory: Path, with_weights: bool) -> bool:
         known = json.loads((directory / _SOURCE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return known == _version(file) and (not with_weights or (directory / WEIGHTS).exists())
+    wanted = (TENSORS, WEIGHTS) if with_weights else (TENSORS,)
+    return known == _version(file) and all((directory / name).exists() for name in wanted)
 
 
 def _version(file: Path) -> dict[str, str | int]:

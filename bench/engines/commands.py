@@ -8,7 +8,9 @@ import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -19,6 +21,7 @@ from bench.engines.systems.client import SystemClient
 from bench.engines.systems.process import SYSTEMS
 from bench.engines.systems.protocol import KV_ROUNDING, SystemSpec
 from bench.engines.work import WorkKind, longest_sequence
+from engine import gguf
 from loadtest.commands import ModelCommand
 from loadtest.machine import python_environment
 from loadtest.model_shapes import ShapeError, read_config
@@ -37,6 +40,8 @@ class Engines(ModelCommand):
         "tidegate,tidegate-loop,generate_batch,generate,vllm", description="The names of the systems to measure."
     )
     vllm_python: str = Field("", description="Python of an environment that has vLLM; without it vLLM is left out.")
+    llama_python: str = Field(".venv-llama/bin/python", description="Python of an environment that has xllamacpp.")
+    quantize: Literal["", "int8", "int4"] = Field("", description="Our engine's --quantize.")
     work: str = Field("decode,prefill,mixed", description="The kinds of work to measure.")
     streams: str = Field("1,8,32", description="Numbers of requests that run at once.")
     rounds: int = Field(5, ge=1, le=100, description="Times that every system gets every kind of work.")
@@ -52,13 +57,15 @@ class Engines(ModelCommand):
             raise SystemExit(1)
 
     def _measure(self, logs: Path) -> bool:
-        model_dir = self.model_dir()
+        model_dir, file = self.model_dir(), ""
+        if model_dir.suffix == gguf.SUFFIX:
+            model_dir, file = gguf.unpacked(model_dir, with_weights=False), str(model_dir.resolve())
         config = read_config(model_dir)
         plan = self._plan(int(config["vocab_size"]))
         shape = ModelShape.from_config(config, self.dtype)
         peaks = measure_peaks(self.device, self.dtype, self.num_threads)
         with ExitStack() as stack:
-            clients = [stack.enter_context(c) for c in self._clients(plan, model_dir, shape, logs)]
+            clients = [stack.enter_context(c) for c in self._clients(plan, model_dir, file, shape, logs)]
             comparison = compare(plan, clients, print_progress)
         if "vllm" in self._names() and not self.vllm_python:
             comparison.unavailable["vllm"] = "no --vllm-python was given"
@@ -79,11 +86,14 @@ class Engines(ModelCommand):
             serial_requests=self.serial_requests,
         )
 
-    def _clients(self, plan: Plan, model_dir: Path, shape: ModelShape | None, logs: Path) -> list[SystemClient]:
+    def _clients(
+        self, plan: Plan, model_dir: Path, file: str, shape: ModelShape | None, logs: Path
+    ) -> list[SystemClient]:
         logs.mkdir(parents=True, exist_ok=True)
-        spec = self._spec(plan, model_dir, shape)
+        spec = replace(self._spec(plan, model_dir, shape), gguf=file, quantize=self.quantize)
+        pythons = {"vllm": self.vllm_python, "llama": self.llama_python}
         return [
-            SystemClient(name, spec, logs / f"{name}.log", self.vllm_python if name == "vllm" else sys.executable)
+            SystemClient(name, spec, logs / f"{name}.log", pythons.get(name, sys.executable))
             for name in self._names()
             if name != "vllm" or self.vllm_python
         ]

@@ -50,6 +50,17 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return make_file(tmp_path_factory.mktemp("file"), "Q8_0")
 
 
+def load_blocks(file: Path, hf_config: Any) -> Any:
+    """Return transformers' model with the blocks of `file`, in float32."""
+    from gguf import GGUFReader
+
+    from engine.native.model.gguf import write_tensors
+    from engine.native.model.gguf_model import load_kept
+
+    write_tensors(GGUFReader(file), file.parent)
+    return load_kept(file, file.parent, hf_config, {"dtype": torch.float32})
+
+
 def check_tokens(directory: Path, model: Any) -> None:
     """Check that the engine generates what `model` does."""
     engine = build_torch_engine(EngineConfig(str(directory), dtype="float32", block_size=4, kv_cache_bytes=1 << 20))
@@ -91,10 +102,8 @@ def test_the_engine_computes_what_the_file_holds(made: Made, monkeypatch: pytest
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q8_0"])
 def test_blocks_stay_as_they_are(kind: str, tmp_path: Path) -> None:
     """Rows of queries and keys have another order in a file."""
-    from engine.native.model.gguf_model import load_kept
-
     file, model = make_file(tmp_path, kind)
-    kept: Any = load_kept(file, model.config, {"dtype": torch.float32})
+    kept = load_blocks(file, model.config)
     quantised = {name: m for name, m in kept.named_modules() if isinstance(m, QuantizedLinear)}
     assert len(quantised) == 2 * 7 + 1
     for name, parameter in model.state_dict().items():
@@ -130,15 +139,13 @@ def test_the_engine_keeps_blocks_where_it_multiplies_them(dtype: str, tmp_path: 
 
 
 def test_why_blocks_do_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from engine.native.model.gguf_model import load_kept
-
     file, model = make_file(tmp_path, "F16")
     with pytest.raises(CannotKeepError, match="its matrices are F16"):
-        load_kept(file, model.config, {"dtype": torch.float32})
+        load_blocks(file, model.config)
     file, model = make_file(tmp_path, "Q8_0")
     monkeypatch.setattr("engine.native.model.gguf_model.called_linears", lambda model: set())
     with pytest.raises(CannotKeepError, match="q_proj is not called as a layer"):
-        load_kept(file, model.config, {"dtype": torch.float32})
+        load_blocks(file, model.config)
 
 
 @pytest.mark.full

@@ -13,6 +13,7 @@ def engine_config(spec: SystemSpec) -> EngineConfig:
     return EngineConfig(
         model=spec.model_dir,
         dtype=spec.dtype,
+        quantize=spec.quantize or None,
         device=spec.device,
         max_model_len=spec.max_model_len,
         max_num_seqs=spec.max_num_seqs,

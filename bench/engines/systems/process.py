@@ -19,6 +19,7 @@ SYSTEMS = {
     "tidegate-loop": "bench.engines.systems.scheduled:ScheduledEngine",
     "generate_batch": "bench.engines.systems.transformers_generate:ContinuousBatching",
     "generate": "bench.engines.systems.transformers_generate:OneAtATime",
+    "llama": "bench.engines.systems.llama_server:LlamaServer",
     "vllm": "bench.engines.systems.vllm_offline:OfflineVllm",
 }
 

@@ -18,6 +18,7 @@ from gguf import GGUFReader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from engine.config import EngineStartError
+from engine.gguf import TENSORS
 from engine.native.model.weights import check_report
 
 _WIDE = {"F32", "F16", "F64"}  # kinds of tensors whose numbers bfloat16 would round much
@@ -31,6 +32,7 @@ def unpack(file: Path, directory: Path, with_weights: bool) -> dict[str, Any]:
     config.save_pretrained(directory)
     _write_tokenizer(reader, directory, place)
     _write_ends(reader, config, directory)
+    write_tensors(reader, directory)
     kinds = Counter(tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1)
     about: dict[str, Any] = {"tensors": dict(kinds), "weights": "not needed here"}
     if with_weights:
@@ -51,6 +53,16 @@ def _write_ends(reader: GGUFReader, config: Any, directory: Path) -> None:
     ends = [_value(reader, f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     known = list(dict.fromkeys(int(end) for end in (config.eos_token_id, *ends) if isinstance(end, int)))
     GenerationConfig(bos_token_id=config.bos_token_id, eos_token_id=known or None).save_pretrained(directory)
+
+
+def write_tensors(reader: GGUFReader, directory: Path) -> None:
+    """Write the architecture, and of each tensor its name, kind, shape (inputs first), first byte and size in bytes."""
+    tensors = [
+        (t.name, t.tensor_type.name, [int(n) for n in t.shape], int(t.data_offset), int(t.n_bytes))
+        for t in reader.tensors
+    ]
+    found = {"architecture": _value(reader, "general.architecture"), "tensors": tensors}
+    (directory / TENSORS).write_text(json.dumps(found), encoding="utf-8")
 
 
 def _write_weights(file: Path, directory: Path, place: dict[str, str], config: Any, dtype: torch.dtype) -> None:

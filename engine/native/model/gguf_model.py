@@ -4,17 +4,20 @@ Knows names of tensors, and what transformers does to them on loading; does not 
 of row numbers shows what transformers would do to a matrix: rows may move; all else needs unpacked numbers.
 """
 
+import json
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import structlog
 import torch
-from gguf import GGUFReader, dequantize
+from gguf import GGMLQuantizationType, dequantize
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, modeling_gguf_pytorch_utils
 
+from engine.gguf import TENSORS
 from engine.native.model.gguf_blocks import KEPT, weight_of
 from engine.native.model.grouped_weight import GroupedWeight
 from engine.native.model.quantized import QuantizedLinear, called_linears
@@ -24,38 +27,52 @@ from engine.progress import NO_PHASE, Phase
 _WIDE = {"F32", "F16", "F64"}  # kinds of matrices that bfloat16 would round much
 
 
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    name: str
+    kind: str
+    shape: tuple[int, ...]  # inputs last
+    data: np.ndarray  # the bytes of the file: (…, bytes of a row)
+
+
 class _File:
     """The tensors of a file by the names of the model's parameters, and what transformers does to them."""
 
-    def __init__(self, file: Path, hf_config: Any) -> None:
+    def __init__(self, file: Path, directory: Path, hf_config: Any) -> None:
         """Raises `CannotKeepError` if transformers loads this architecture in another way."""
-        self._reader = GGUFReader(file)
-        self.architecture = str(self._reader.fields["general.architecture"].contents())
-        kinds = {t.tensor_type.name for t in self._reader.tensors if len(t.shape) > 1}
+        found = json.loads((directory / TENSORS).read_text(encoding="utf-8"))
+        content = np.memmap(file, mode="r")
+        tensors = [
+            _Tensor(name, kind, shape, content[first : first + size].reshape(*shape[:-1], -1))
+            for name, kind, inputs_first, first, size in found["tensors"]
+            for shape in [tuple(reversed(inputs_first))]
+        ]
+        kinds = {tensor.kind for tensor in tensors if len(tensor.shape) > 1}
         if not kinds & KEPT.keys() or kinds & _WIDE:
             raise CannotKeepError(f"its matrices are {', '.join(sorted(kinds))}")
         try:
             make = modeling_gguf_pytorch_utils.TENSOR_PROCESSORS.get(
-                self.architecture, modeling_gguf_pytorch_utils.TensorProcessor
+                found["architecture"], modeling_gguf_pytorch_utils.TensorProcessor
             )
             self._processor = make(config=hf_config.to_dict())
             with torch.device("meta"):
                 self.skeleton = AutoModelForCausalLM.from_config(hf_config)
             names = modeling_gguf_pytorch_utils.get_gguf_hf_weights_map(self.skeleton, self._processor)
         except Exception as error:  # versions of transformers name and find these in their own ways
-            raise CannotKeepError(f"transformers has other names for {self.architecture}: {error}") from error
+            raise CannotKeepError(f"transformers has other names for {found['architecture']}: {error}") from error
         self._names: dict[str, str] = names
-        self.tensors = {names[t.name]: t for t in self._reader.tensors if t.name in names}
+        self.tensors = {names[tensor.name]: tensor for tensor in tensors if tensor.name in names}
 
     def kept(self, name: str) -> GroupedWeight | None:
         """Return the matrix of the parameter `name` as it is in the file; None if it must be unpacked."""
         tensor = self.tensors[name]
-        kind, rows = tensor.tensor_type.name, tensor.data
-        order = self._row_order(tensor.name, len(rows)) if kind in KEPT and len(tensor.shape) == 2 else None
+        if tensor.kind not in KEPT or len(tensor.shape) != 2:
+            return None
+        order = self._row_order(tensor.name, tensor.shape[0])
         if order is None:
             return None
-        weight = weight_of(torch.from_numpy(np.array(rows)), kind, int(tensor.shape[0]))
-        return weight if np.array_equal(order, np.arange(len(rows))) else weight.rows(torch.from_numpy(order))
+        weight = weight_of(torch.from_numpy(np.array(tensor.data)), tensor.kind, tensor.shape[1])
+        return weight if np.array_equal(order, np.arange(len(order))) else weight.rows(torch.from_numpy(order))
 
     def _row_order(self, name: str, num_rows: int) -> np.ndarray | None:
         """Return which row of the file each row of the parameter is; None if more happens than rows that move."""
@@ -74,7 +91,7 @@ class _File:
         """Return what transformers makes of a tensor of the file: some parameters, or a part of one."""
         tensor = self.tensors[name]
         made: dict[str, Tensor] = {}
-        numbers = dequantize(tensor.data, tensor.tensor_type)
+        numbers = dequantize(tensor.data, GGMLQuantizationType[tensor.kind])
         result = self._processor.process(
             weights=numbers,
             name=tensor.name,
@@ -86,13 +103,16 @@ class _File:
         return {key: value.to(dtype) for key, value in made.items()}
 
 
-def load_kept(file: Path, hf_config: Any, options: dict[str, Any], phase: Phase = NO_PHASE) -> nn.Module:
+def load_kept(
+    file: Path, directory: Path, hf_config: Any, options: dict[str, Any], phase: Phase = NO_PHASE
+) -> nn.Module:
     """Return the model with the weights of `file`, on the CPU. Matrices of linear layers stay quantised.
 
-    `options` are passed to `from_pretrained`; `phase` is told how many tensors are read. Raises `CannotKeepError` if no
-    matrix can stay, and `EngineStartError` if weights are missing.
+    `directory` is what `engine.gguf` has made of the file. `options` are passed to `from_pretrained`; `phase` is told
+    how many tensors are read. Raises `CannotKeepError` if no matrix can stay, and `EngineStartError` if weights are
+    missing.
     """
-    content = _File(file, hf_config)
+    content = _File(file, directory, hf_config)
     kept, state = _read(content, hf_config, options["dtype"], phase)
     with without_transformers_log():
         model, report = type(content.skeleton).from_pretrained(
@@ -108,7 +128,7 @@ def load_kept(file: Path, hf_config: Any, options: dict[str, Any], phase: Phase 
         bias = None if linear.bias is None else linear.bias.detach()
         module.set_submodule(path, QuantizedLinear([weight], bias, options["dtype"]))
     unpacked = Counter(
-        tensor.tensor_type.name
+        tensor.kind
         for name, tensor in content.tensors.items()
         if len(tensor.shape) > 1 and name.removesuffix(".weight") not in kept
     )

@@ -114,7 +114,7 @@ def _file_to_keep(config: EngineConfig, dtype: torch.dtype, device: torch.device
 def _read_blocks(file: Path, directory: str, hf_config: Any, options: dict[str, Any], phase: Phase) -> Any:
     from engine.native.model.gguf_model import load_kept  # imports a package that only these files need
 
-    model: Any = load_kept(file, hf_config, options, phase)
+    model: Any = load_kept(file, Path(directory), hf_config, options, phase)
     model.generation_config = GenerationConfig.from_pretrained(directory)
     return model
 
