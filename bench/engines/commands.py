@@ -10,7 +10,6 @@ import tempfile
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from pydantic import Field
 
@@ -41,7 +40,6 @@ class Engines(ModelCommand):
     )
     vllm_python: str = Field("", description="Python of an environment that has vLLM; without it vLLM is left out.")
     llama_python: str = Field(".venv-llama/bin/python", description="Python of an environment that has xllamacpp.")
-    quantize: Literal["", "int8", "int4"] = Field("", description="Our engine's --quantize.")
     work: str = Field("decode,prefill,mixed", description="The kinds of work to measure.")
     streams: str = Field("1,8,32", description="Numbers of requests that run at once.")
     rounds: int = Field(5, ge=1, le=100, description="Times that every system gets every kind of work.")
@@ -90,7 +88,7 @@ class Engines(ModelCommand):
         self, plan: Plan, model_dir: Path, file: str, shape: ModelShape | None, logs: Path
     ) -> list[SystemClient]:
         logs.mkdir(parents=True, exist_ok=True)
-        spec = replace(self._spec(plan, model_dir, shape), gguf=file, quantize=self.quantize)
+        spec = replace(self._spec(plan, model_dir, shape), gguf=file)
         pythons = {"vllm": self.vllm_python, "llama": self.llama_python}
         return [
             SystemClient(name, spec, logs / f"{name}.log", pythons.get(name, sys.executable))

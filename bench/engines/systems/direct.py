@@ -1,10 +1,11 @@
 """Our engine, stepped directly in the caller's thread, to measure its speed without the scheduler."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from bench.engines.systems.offline import generate_offline
 from bench.engines.systems.protocol import SystemSpec
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Quantization
 from engine.factory import build_torch_engine
 
 
@@ -13,7 +14,6 @@ def engine_config(spec: SystemSpec) -> EngineConfig:
     return EngineConfig(
         model=spec.model_dir,
         dtype=spec.dtype,
-        quantize=spec.quantize or None,
         device=spec.device,
         max_model_len=spec.max_model_len,
         max_num_seqs=spec.max_num_seqs,
@@ -23,8 +23,10 @@ def engine_config(spec: SystemSpec) -> EngineConfig:
 
 
 class DirectEngine:
+    quantize: Quantization | None = None
+
     def __init__(self, spec: SystemSpec) -> None:
-        self._engine = build_torch_engine(engine_config(spec))
+        self._engine = build_torch_engine(replace(engine_config(spec), quantize=self.quantize))
 
     @property
     def settings(self) -> str:
@@ -36,3 +38,11 @@ class DirectEngine:
 
     def close(self) -> None:
         self._engine.close()
+
+
+class Int8Engine(DirectEngine):
+    quantize: Quantization | None = "int8"
+
+
+class Int4Engine(DirectEngine):
+    quantize: Quantization | None = "int4"

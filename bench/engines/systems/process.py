@@ -16,6 +16,8 @@ from bench.engines.systems.protocol import Done, Failed, Message, Order, Ready, 
 
 SYSTEMS = {
     "tidegate": "bench.engines.systems.direct:DirectEngine",
+    "tidegate-int8": "bench.engines.systems.direct:Int8Engine",
+    "tidegate-int4": "bench.engines.systems.direct:Int4Engine",
     "tidegate-loop": "bench.engines.systems.scheduled:ScheduledEngine",
     "generate_batch": "bench.engines.systems.transformers_generate:ContinuousBatching",
     "generate": "bench.engines.systems.transformers_generate:OneAtATime",

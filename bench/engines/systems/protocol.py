@@ -6,7 +6,7 @@ Imports the standard library only, since vLLM's interpreter imports this module 
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,6 @@ class SystemSpec:
     kv_tokens: int
     kv_token_bytes: int  # KV bytes of one token in all layers; 0: unknown
     gguf: str = ""  # the GGUF file of which model_dir was made, if there is one
-    quantize: Literal["", "int8", "int4"] = ""  # of our engine
 
 
 @dataclass(frozen=True, slots=True)
