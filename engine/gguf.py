@@ -53,11 +53,12 @@ def unpacked(file: Path, *, with_weights: bool) -> Path:
 
 
 def source_of(directory: str) -> Path | None:
-    """Return the GGUF file of which `unpacked` made `directory`; None if it is another directory, or no directory."""
+    """Return the GGUF file of which `unpacked` made `directory`; None if there is none, or none any more."""
     try:
-        return Path(json.loads((Path(directory) / _SOURCE).read_text(encoding="utf-8"))["file"])
+        file = Path(json.loads((Path(directory) / _SOURCE).read_text(encoding="utf-8"))["file"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    return file if file.is_file() else None
 
 
 def _is_there(file: Path, directory: Path, with_weights: bool) -> bool:

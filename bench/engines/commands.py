@@ -30,7 +30,7 @@ PEAKS_TIMEOUT_S = 180.0  # seconds for the probe, including the import of torch
 
 
 class Engines(ModelCommand):
-    """Our engine compared with transformers and vLLM on the same weights.
+    """Our engine compared with transformers, vLLM and llama.cpp on the same weights.
 
     The systems run the same jobs in turn. Reports throughput, ratios, times of decode steps and shares of the roofline.
     """

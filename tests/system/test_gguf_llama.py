@@ -6,13 +6,16 @@ from pathlib import Path
 import httpx
 import pytest
 
+from bench.engines.systems.client import SystemClient
+from bench.engines.systems.protocol import SystemSpec
+from bench.engines.work import WorkShape, make_job
 from engine.config import EngineConfig
 from engine.factory import build_torch_engine
 from engine.gguf import unpacked
 from tests.engine.drive import drive, make_new
 from tests.engine.gguf_files import write_llama
 from tests.engine.models import make_prompts, save_model, tiny
-from tests.system.llama import MARKS, llama_server
+from tests.system.llama import MARKS, PYTHON, llama_server
 
 pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
@@ -48,3 +51,15 @@ def generated_by_llama(file: Path, prompts: dict[str, tuple[int, ...]]) -> dict[
             answer = httpx.post(f"{url}/completion", json={**body, "return_tokens": True}, timeout=60).json()
             found[name] = answer["tokens"]
     return found
+
+
+def test_the_benchmark_measures_llama_cpp(tmp_path: Path) -> None:
+    """All prompts of a job at once, each with exactly the tokens that are asked for."""
+    file = tmp_path / "small.gguf"
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "max_position_embeddings": 2048}
+    write_llama(file, save_model(tmp_path / "plain", tiny("Llama", **sizes)()), "Q8_0")
+    spec = SystemSpec("", "bfloat16", "cpu", 1, 64, 4, 0, 0, gguf=str(file))
+    with SystemClient("llama", spec, tmp_path / "log", str(PYTHON)) as client:
+        client.start()
+        done = client.run(make_job(WorkShape((3, 9), (2, 5)), 4, 97, 1))
+    assert [2 <= len(tokens) <= 5 for tokens in done.tokens] == [True] * 4
