@@ -35,7 +35,6 @@ class RoundedRows {
     // Rounds `rows` rows of n inputs, a multiple of 32, for blocks of 8, 4, 2 and 1 rows.
     void round(const bf16 *x, Index rows, Index n) {
         in = n;
-        num_rows = rows;
         int8_t *bytes = bytes_.of(rows * n);
         float *steps = steps_.of(rows * n / kRowGroup), *whole = whole_.of(rows * n / kRowGroup);
         int32_t *minus16 = minus16_.of(rows * n / 16), *minus32 = minus32_.of(rows * n / kRowGroup);
@@ -92,7 +91,7 @@ class RoundedRows {
     Buffer<float> steps_, whole_;
     Buffer<int32_t> minus16_, minus32_;
     RowBlock last{};
-    Index in = 0, num_rows = 0;
+    Index in = 0;
 };
 
 }  // namespace tidegate

@@ -20,6 +20,7 @@ _AT_ONCE = 1 << 22  # numbers that are unpacked or rounded together, which limit
 _TINY = torch.finfo(torch.float32).tiny
 _RANGES = (1.0, 0.9, 0.8)  # parts of a group's range that its codes may cover
 _FITS = 2  # times that scale and offset are fitted to the codes
+_LOWEST = -126  # exponent of the smallest unit
 _HIGHEST = 15  # scales and offsets are below 2^15, so that float16 holds scales that are 2^28 times smaller exactly
 
 
@@ -50,7 +51,7 @@ class GroupedWeight(nn.Module):
         largest = scales.abs().amax(dim=1)
         if offsets is not None:
             largest = torch.maximum(largest, offsets.abs().amax(dim=1))
-        exponents = torch.where(largest > 0, torch.frexp(largest).exponent - _HIGHEST, 0)
+        exponents = torch.where(largest > 0, torch.frexp(largest).exponent - _HIGHEST, 0).clamp(min=_LOWEST)
         units = torch.ldexp(torch.ones_like(largest), exponents)
         halves = [None if t is None else (t / units[:, None]).to(torch.float16) for t in (scales, offsets)]
         if bits == 4:
