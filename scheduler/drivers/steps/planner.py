@@ -84,7 +84,7 @@ class Planner:
 
         Until it is done, no other bulk runs: it has the first claim on what others leave. It goes on where nobody else
         can run, and after each step beside it for as long as bulk may delay the next one, if that is worth it. If it
-        has sequences that must not wait, it waits for one step of a newcomer only. It is dropped if a sequence of it
+        has sequences that must not wait, it waits for one step only. It is dropped if a sequence of it
         must be aborted or lose its blocks.
         """
         going_on = StepPlan(step.plan.step_id, proceed_s=NEVER_S)
@@ -95,8 +95,7 @@ class Planner:
         if not step.runs.keys().isdisjoint(lost):
             return StepPlan(step.plan.step_id, drop=True)
         if not step.may_wait:
-            has_newcomer = any(self._table.states[run.seq_id].awaits_first_token for run in beside.run)
-            return going_on if step.num_beside or not has_newcomer else None
+            return None if beside.run and not step.num_beside else going_on
         if step.runs_s.keys().isdisjoint(tier.name for tier in tiers):
             return None  # in a slot without bulk
         if not beside.run:
@@ -114,15 +113,8 @@ class Planner:
         cost = self._step_time.cost()
         layer_s = step.step_s / self._engine.num_layers  # it is suspended at the first boundary after this time
         hard_s = max(b.limit.base_s for b in of_step) - cost.step(cost.runs(self._work(beside))) - layer_s
-        added_s = NEVER_S if self._are_blocked(step, beside) else max(b.added_s for b in of_step)
-        proceed_s = min(added_s, hard_s)
+        proceed_s = min(max(b.added_s for b in of_step), hard_s)
         return proceed_s if proceed_s >= min(step.step_s - step.done_s, cost.step_s) else 0.0
-
-    def _are_blocked(self, step: TrackedStep, beside: StepPlan) -> bool:
-        """Return whether interactive requests may wait for blocks that the suspended step keeps."""
-        ran = {run.seq_id for run in beside.run}
-        keeps = any(run.state.is_preemption_exhausted for run in step.runs.values())
-        return keeps and any(state.is_protected and state.id not in ran for state in self._table.interactive())
 
     def _work(self, plan: StepPlan) -> StepWork:
         work = StepWork()
