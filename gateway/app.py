@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fastapi import Depends, FastAPI
+from fastapi.routing import APIRoute
 from starlette.middleware import Middleware
 
 from gateway.fairness import UnderWay
@@ -23,6 +24,7 @@ from gateway.protocol.json_body import MAX_BODIES, BodyReader
 from gateway.protocol.openapi import described
 from gateway.routes import chat, conversations, messages, models, ops, pages, responses, sign_in, tokenize, vectors
 from gateway.routes.dependencies import Reader, WrongKeys, authenticated, request_counted
+from gateway.routes.direct import DirectEndpoints
 from gateway.routes.jobs import batches, files, message_batches, tasks, uploads
 from gateway.routes.operators import admin, audit, dead_letters, keys, overview, scale, usage
 from gateway.routes.operators.sla_feed import SlaFeed
@@ -31,6 +33,18 @@ from scheduler.store.errors import STORE_AWAY
 
 NOT_ADMIN: dict[int | str, dict[str, Any]] = {403: {"description": "The key has not the role that this needs."}}
 UPLOAD_PATHS = re.compile(r"/v1/files|/v1/uploads/[^/]+/parts$")  # their bodies go to the disk as they come
+
+# The endpoints that generate answers. Their functions take a request and its caller's key.
+ENDPOINTS = (
+    *(chat.create_chat_completion, chat.create_completion, messages.create_message, responses.create_response),
+    *(vectors.create_embeddings, vectors.rerank),
+)
+DIRECT = [
+    route
+    for part in (chat, messages, responses, vectors)
+    for route in part.router.routes
+    if isinstance(route, APIRoute) and route.endpoint in ENDPOINTS
+]
 
 
 def create_app(gateway: Gateway) -> FastAPI:
@@ -53,6 +67,7 @@ def create_app(gateway: Gateway) -> FastAPI:
             Middleware(RefuseWhileDraining, is_draining=lambda: gateway.is_draining),
             *([] if gateway.sign_in is None else [Middleware(Sessions, secret=gateway.sign_in.cookie_secret)]),
             Middleware(BodyLimit, max_bytes=gateway.max_body_bytes, exempt=UPLOAD_PATHS),
+            Middleware(DirectEndpoints, routes=DIRECT),
         ],
     )
     app.state.gateway = gateway

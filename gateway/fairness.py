@@ -4,7 +4,7 @@ An owner is whoever must not hold up or crowd out others: a key, named by its na
 """
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from weakref import WeakValueDictionary
@@ -55,12 +55,33 @@ class FairLock:
     """
 
     def __init__(self) -> None:
-        self._turns = Turns()
+        self._is_taken = False
+        self._waiting: dict[Owner, deque[asyncio.Future[None]]] = {}  # the first owner has the next turn
 
     async def acquire(self, owner: Owner) -> None:
         """Wait for a turn of `owner`, which lasts until the caller waits for something else."""
-        end = await self._turns.begin(owner)
-        asyncio.get_running_loop().call_soon(end)
+        loop = asyncio.get_running_loop()
+        if self._is_taken:
+            turn = loop.create_future()
+            self._waiting.setdefault(owner, deque()).append(turn)
+            await turn
+        else:
+            self._is_taken = True
+            loop.call_soon(self._give_next, loop)
+
+    def _give_next(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Let the next one run in the next iteration of the event loop, and the one after it in another iteration."""
+        while self._waiting:
+            owner = next(iter(self._waiting))
+            turns = self._waiting.pop(owner)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[owner] = turns  # behind the other owners
+            if not turn.done():  # a cancelled one wants no turn
+                turn.set_result(None)
+                loop.call_soon(self._give_next, loop)
+                return
+        self._is_taken = False
 
 
 class UnderWay:

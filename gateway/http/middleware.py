@@ -49,8 +49,8 @@ class OneAtATime:
 class RequestContext:
     """The middleware that gives each request an id and the common headers, and logs and counts finished requests.
 
-    The id is in `request.state.request_id`. A route adds headers to its answer, whatever it will be, by
-    `request.state.headers`.
+    The id is in `request.state.request_id`, and `request.state.has_started` is true once the answer's head is sent. A
+    route adds headers to its answer, whatever it will be, by `request.state.headers`.
     """
 
     def __init__(self, app: ASGIApp, metrics: GatewayMetrics, clock: Clock) -> None:
@@ -72,6 +72,7 @@ class RequestContext:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                scope["state"]["has_started"] = True
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = headers["request-id"] = request_id  # the latter is Anthropic's name
                 headers["openai-processing-ms"] = str(round(1000 * (self._clock.now() - began_s)))

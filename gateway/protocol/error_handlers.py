@@ -42,6 +42,21 @@ def from_http_exception(request: Request, error: HTTPException, routes: Sequence
     return ApiError(error.status_code, str(error.detail), kind, headers=error.headers)
 
 
+# Errors of whatever answers a request that are answers themselves.
+EXPECTED = (ApiError, DiskFull, QuotaExceeded, *STORE_AWAY)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """Return the answer to one of the `EXPECTED` errors."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, DiskFull):
+        return disk_full()
+    if isinstance(error, QuotaExceeded):
+        return files_quota_exceeded(error.used_bytes, error.quota_bytes)
+    return store_failed(error)
+
+
 def error_response(error: ApiError, scope: Scope) -> JSONResponse:
     return JSONResponse(error_body(error, scope), status_code=error.status, headers=error.headers)
 
@@ -52,9 +67,8 @@ def install(app: FastAPI, routes: Sequence[BaseRoute] = ()) -> None:
     gateway/http/middleware.py answers unexpected errors.
     """
 
-    async def on_api_error(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, ApiError)
-        return error_response(error, request.scope)
+    async def on_expected(request: Request, error: Exception) -> JSONResponse:
+        return error_response(as_api_error(error), request.scope)
 
     async def on_validation_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
@@ -65,20 +79,7 @@ def install(app: FastAPI, routes: Sequence[BaseRoute] = ()) -> None:
         assert isinstance(error, HTTPException)
         return error_response(from_http_exception(request, error, routes), request.scope)
 
-    async def on_store_failure(request: Request, error: Exception) -> JSONResponse:
-        return error_response(store_failed(error), request.scope)
-
-    async def on_full_disk(request: Request, error: Exception) -> JSONResponse:
-        return error_response(disk_full(), request.scope)
-
-    async def on_full_quota(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, QuotaExceeded)
-        return error_response(files_quota_exceeded(error.used_bytes, error.quota_bytes), request.scope)
-
-    app.add_exception_handler(ApiError, on_api_error)
-    app.add_exception_handler(DiskFull, on_full_disk)
-    app.add_exception_handler(QuotaExceeded, on_full_quota)
-    for away in STORE_AWAY:
-        app.add_exception_handler(away, on_store_failure)
+    for expected in EXPECTED:
+        app.add_exception_handler(expected, on_expected)
     app.add_exception_handler(RequestValidationError, on_validation_error)
     app.add_exception_handler(HTTPException, on_http_exception)

@@ -32,17 +32,10 @@ class RefuseWhileDraining:
             await self._serve(scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        has_started = False
-
-        async def noted(message: Message) -> None:
-            nonlocal has_started
-            has_started = True
-            await send(message)
-
         try:
-            await self._app(scope, receive, noted)
+            await self._app(scope, receive, send)
         except asyncio.CancelledError:
-            if has_started or not self._is_draining():
+            if scope["state"].get("has_started") or not self._is_draining():
                 raise
             await _refuse(scope, receive, send)
 
