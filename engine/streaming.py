@@ -118,6 +118,7 @@ class Upstream(Protocol):
 
 
 IMAGES = "images"  # see `Upstream.unsupported`
+_DEFAULTS = [(f.name, f.default) for f in msgspec.structs.fields(SamplingParams) if not f.required]
 
 
 def json_schema_of(grammar: str) -> dict[str, Any] | None:
@@ -129,8 +130,7 @@ def json_schema_of(grammar: str) -> dict[str, Any] | None:
 
 def options_of(sampling: SamplingParams) -> frozenset[str]:
     """Return the names of the parameters that are not at their defaults; `json_schema` for a grammar that is one."""
-    optional = (f for f in msgspec.structs.fields(sampling) if not f.required)
-    names = {f.name for f in optional if getattr(sampling, f.name) != f.default}
+    names = {name for name, default in _DEFAULTS if getattr(sampling, name) != default}
     if sampling.grammar is not None and json_schema_of(sampling.grammar) is not None:
         names = (names - {"grammar"}) | {"json_schema"}
     return frozenset(names)

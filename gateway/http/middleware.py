@@ -22,7 +22,11 @@ from scheduler.clock import Clock
 
 log = structlog.get_logger(__name__)
 
-OPENAI_VERSION = "2020-10-01"  # the API version in the headers of OpenAI's own answers
+ID_HEADERS = (b"x-request-id", b"request-id")  # the latter is Anthropic's name
+COMMON_HEADERS = {
+    b"openai-version": b"2020-10-01",  # the API version in the headers of OpenAI's own answers
+    b"x-content-type-options": b"nosniff",  # no browser takes an uploaded file for a page
+}
 # Requested often, so logged at debug level.
 QUIET_ROUTES = frozenset({"/health", "/ready", "/metrics", "/console/{name:path}"})
 
@@ -73,12 +77,13 @@ class RequestContext:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 scope["state"]["has_started"] = True
-                headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = headers["request-id"] = request_id  # the latter is Anthropic's name
-                headers["openai-processing-ms"] = str(round(1000 * (self._clock.now() - began_s)))
-                headers["openai-version"] = OPENAI_VERSION
-                headers["x-content-type-options"] = "nosniff"  # no browser takes an uploaded file for a page
-                headers.update(scope["state"].get("headers", {}))
+                passed_ms = round(1000 * (self._clock.now() - began_s))
+                ours = dict.fromkeys(ID_HEADERS, request_id.encode()) | COMMON_HEADERS
+                ours[b"openai-processing-ms"] = b"%d" % passed_ms
+                theirs = [header for header in message.get("headers", ()) if header[0] not in ours]
+                message["headers"] = theirs + list(ours.items())
+                if beside := scope["state"].get("headers"):
+                    MutableHeaders(scope=message).update(beside)
             await send(message)
 
         try:

@@ -101,15 +101,17 @@ class UsageMeter:
         """
         now_ms = self._clock.wall_ms()
         self._show(owner.key or NO_KEY, tier, use)
-        name = (owner.key, tier) if owner.project is None else (owner.key, tier, owner.project)
+        of_day, beside = self._keys.usage_of(utc_day(now_ms)), () if owner.project is None else (owner.project,)
         for count in NAMES:
-            field = msgspec.json.encode((*name[:2], count, *name[2:]))
-            self._add(self._keys.usage_of(utc_day(now_ms)), field, getattr(use, count))
+            if amount := getattr(use, count):
+                self._pending[of_day, msgspec.json.encode((owner.key, tier, count, *beside))] += amount
+        if not (spenders := owner.spenders):
+            return
         tokens, cost = charged_tokens, use.cost_nano
         if charge is not None:
             now_ms, tokens, cost = charge.at_ms, tokens - charge.tokens, cost - charge.cost_nano
         for spent in self._keys.spent_in(utc_day(now_ms)):
-            for one in owner.spenders:
+            for one in spenders:
                 self._add(spent, f"{one}:tokens".encode(), tokens)
                 self._add(spent, f"{one}:cost".encode(), cost)
 

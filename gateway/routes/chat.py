@@ -85,7 +85,7 @@ def parser_for(
     gateway = gateway_of(request)
     routing = gateway.models.main.tiers.routing
     headers = dict(request.headers) if routing.active else {}
-    sent = Sent(request.url.path, headers, None if key is None else key.name, {})
+    sent = Sent(request.scope["path"], headers, None if key is None else key.name, {})
     return partial(_parse, gateway.models.names, routing, sent, parse)
 
 

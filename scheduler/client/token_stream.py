@@ -215,7 +215,8 @@ class TokenStream:
 
     def _overlap(self, event: TokenEvent) -> list[int]:
         """Return the tokens already received at the positions that `event` covers."""
-        return self._received[event.request_id][event.index : event.index + len(event.token_ids)]
+        received = self._received[event.request_id]
+        return received[event.index : event.index + len(event.token_ids)] if event.index < len(received) else []
 
     def _contradicts(self, event: TokenEvent) -> bool:
         """Return whether `event` has other tokens than the received ones, so that the answer would be a mixture.
@@ -223,7 +224,7 @@ class TokenStream:
         A worker that begins again sends all tokens from index 0. The same seed normally gives the same tokens.
         """
         overlap = self._overlap(event)
-        return list(event.token_ids[: len(overlap)]) != overlap
+        return bool(overlap) and list(event.token_ids[: len(overlap)]) != overlap
 
     def _fail_diverged(self, request_id: str) -> TokenEvent:
         self._failed.append(request_id)

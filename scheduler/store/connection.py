@@ -11,6 +11,7 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
+import hiredis
 from redis.asyncio import BlockingConnectionPool, ConnectionPool, Redis
 from redis.asyncio.client import PubSub
 from redis.asyncio.connection import AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection
@@ -142,7 +143,16 @@ class _OurConnection(AbstractConnection):
     async def connect(self) -> None:
         if self._changes_at_connect != self._route.changes:
             await self.disconnect(nowait=True)
-        await super().connect()  # type: ignore[no-untyped-call]
+        if not self.is_connected:  # redis-py would find out only behind its retries, before each command
+            await super().connect()  # type: ignore[no-untyped-call]
+
+    def pack_command(self, *args: Any) -> list[bytes]:
+        """Pack a command in C. On asynchronous connections, redis-py does it in Python, argument by argument."""
+        name = args[0].encode() if isinstance(args[0], str) else args[0]
+        try:
+            return [hiredis.pack_command((*name.split(), *args[1:]))]
+        except TypeError:  # it knows fewer types
+            return super().pack_command(*args)
 
     async def _connect(self) -> None:
         if (primary := await self._route.primary()) is not None:

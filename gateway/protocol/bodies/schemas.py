@@ -248,7 +248,7 @@ def check_sizes(request: GenerationRequest) -> None:
         values.append(("messages", [call.arguments for call in calls]))
         values.append(("messages", "".join(call.arguments for call in calls if isinstance(call.arguments, str))))
     for param, value in values:
-        if _has_more_values(value, MAX_VALUES):
+        if value and _has_more_values(value, MAX_VALUES):
             raise invalid_value(param, f"Invalid value for '{param}': it has more than {MAX_VALUES} values.")
 
 

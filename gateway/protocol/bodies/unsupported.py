@@ -86,9 +86,8 @@ def refuse_unsupported(body: dict[str, Any]) -> None:
 
     Raises `ApiError` 400 `unsupported_parameter` for the first such parameter.
     """
-    for name, harmless in HARMLESS.items():
-        value = body.get(name)
-        if value is not None and not harmless(value):
+    for name, value in body.items():
+        if value is not None and name in HARMLESS and not HARMLESS[name](value):
             raise unsupported_parameter(name)
 
 

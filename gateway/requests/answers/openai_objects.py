@@ -1,7 +1,7 @@
 """The response objects of the two completion endpoints, with OpenAI's field names."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from gateway.output.piece import Piece, whole_tool_calls
@@ -128,4 +128,11 @@ def _prompt_extras(choice: Choice, piece: Piece, report: TokenReport | None) -> 
 
 
 def _object(head: AnswerHead, name: str) -> dict[str, Any]:
-    return {"id": head.id, "object": name} | asdict(head)
+    return {
+        "id": head.id,
+        "object": name,
+        "created": head.created,
+        "model": head.model,
+        "service_tier": head.service_tier,
+        "system_fingerprint": head.system_fingerprint,
+    }

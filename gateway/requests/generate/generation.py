@@ -113,9 +113,9 @@ class Generation:
             while self._num_open:
                 for choice, piece in await self._advance(None):
                     outputs[choice.index].extend(piece)
-        self._log_usage()
+        usage = self._logged_usage()
         choices = [(choice, outputs[choice.index]) for choice in self._choices.values()]
-        write = partial(self._prepared.answer.response, self._best_of(choices), self._usage())
+        write = partial(self._prepared.answer.response, self._best_of(choices), usage)
         answer = await self._written(write, choices)
         receipt = self.receipt
         return answer if receipt is None else {**answer, "tidegate": receipt}
@@ -156,12 +156,11 @@ class Generation:
                     wrote_s = self._clock.now()
                 if not (chunks.keeps_tokens or self._account.keeps_events):
                     self._tokens.forget_received()
-        end = chunks.end(self._usage())
+        end = chunks.end(self._logged_usage())
         # A format without an end of its own reports it later, with the receipt.
         last = self._with_receipt(held + end) if end else held
         if last:
             await write(last)
-        self._log_usage()
 
     async def _written(self, write: Callable[[], T], pieces: Sequence[tuple[Choice, Piece]]) -> T:
         """Return `write()`, which writes `pieces`. It is called in a thread if they report many log probabilities."""
@@ -186,8 +185,9 @@ class Generation:
             raise
         finally:
             reasons = [c.finish_reason for c in self._choices.values() if c.finish_reason is not None]
-            describe_answer(self._trace, self.tier.name, self._usage(), reasons)
-            await self._account.close(self.tier.name, self._usage(), self._whole_output())
+            usage = self._usage()
+            describe_answer(self._trace, self.tier.name, usage, reasons)
+            await self._account.close(self.tier.name, usage, self._whole_output())
 
     def _whole_output(self) -> Sequence[TokenEvent]:
         """Return the events to keep; none if the output was not generated to its end, or is not to be kept."""
@@ -279,6 +279,8 @@ class Generation:
         A prompt and its cached part are counted only once, even if the prompt has several choices.
         """
         choices = list(self._choices.values())
+        if len(choices) == 1:
+            return self._usage_of(choices[0])
         first_of_prompt = slice(None, None, self._prepared.n)
         return Usage(
             prompt_tokens=sum(choice.prompt_tokens for choice in choices[first_of_prompt]),
@@ -287,11 +289,13 @@ class Generation:
             reasoning_tokens=sum(choice.num_reasoning_tokens for choice in choices),
         )
 
-    def _log_usage(self) -> None:
+    def _logged_usage(self) -> Usage:
+        """Return the token counts of the answer, and put them into the request's log lines."""
         usage = self._usage()
         structlog.contextvars.bind_contextvars(
             prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens
         )
+        return usage
 
 
 def _choice(index: int, request: Request, prepared: PreparedRequest, tokenizer: Tokenizer) -> Choice:

@@ -59,11 +59,10 @@ class Metering:
         """
         end = self._hold(prepared)
         try:
-            account = await self._open(prepared)
+            return await self._open(prepared, end)
         except BaseException:
             end()
             raise
-        return replace(account, _end=end)
 
     def _hold(self, prepared: PreparedRequest) -> Callable[[], None]:
         """Count the bytes of a request in the store until the returned function is called."""
@@ -75,7 +74,7 @@ class Metering:
             raise too_many_open_bytes()
         return partial(held.add, owner, -num_bytes)
 
-    async def _open(self, prepared: PreparedRequest) -> "Account":
+    async def _open(self, prepared: PreparedRequest, end: Callable[[], None]) -> "Account":
         lookup, cache_ttl_s = None, prepared.placement.cache_ttl_s
         if cache_ttl_s is not None:
             is_seeded = prepared.requests[0].is_seeded
@@ -84,7 +83,7 @@ class Metering:
         key = self._keyring.named(prepared.owner)
         project = None if key is None or key.project is None else key.project.name
         owner = Owner(prepared.owner, project)
-        account = Account(owner, lookup, None, self._limits, self._usage, self._cache, self._price_of)
+        account = Account(owner, lookup, None, self._limits, self._usage, self._cache, self._price_of, end)
         if key is None or not key.is_limited:
             return account
         if not prepared.placement.is_limited:
@@ -144,7 +143,7 @@ class Account:
         price = FREE if self.is_hit else self._price_of(tier)
         cost_nano = price.cost_nano(used.prompt_tokens, used.cached_tokens, used.completion_tokens)
         tokens = 0 if self.is_hit else used.prompt_tokens + used.completion_tokens
-        await asyncio.shield(self._settle(tier, replace(_use(used, self.is_hit), cost_nano=cost_nano), tokens))
+        await asyncio.shield(self._settle(tier, _use(used, self.is_hit, cost_nano), tokens))
         if self._cache is not None and self.lookup is not None and self.keeps_events and events:
             await self._cache.store(self.lookup, events)
 
@@ -186,7 +185,7 @@ def _tokens_to_reserve(prepared: PreparedRequest, key: ApiKey) -> tuple[int, int
     return prompt, min(output, USUAL_OUTPUT_TOKENS * len(prepared.requests), *rooms)
 
 
-def _use(used: Usage, is_hit: bool) -> Use:
+def _use(used: Usage, is_hit: bool, cost_nano: int) -> Use:
     if not is_hit:
-        return Use(1, used.prompt_tokens, used.cached_tokens, used.completion_tokens)
-    return Use(1, used.prompt_tokens, used.prompt_tokens, used.completion_tokens, 1, used.completion_tokens)
+        return Use(1, used.prompt_tokens, used.cached_tokens, used.completion_tokens, cost_nano=cost_nano)
+    return Use(1, used.prompt_tokens, used.prompt_tokens, used.completion_tokens, 1, used.completion_tokens, cost_nano)
