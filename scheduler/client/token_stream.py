@@ -62,7 +62,7 @@ class TokenStream:
         self._unfinished = set(self._received)
         self._failed: list[str] = []  # ids of requests that this stream has failed and must still cancel
         self._events: list[TokenEvent] = []  # events that were not received yet
-        self._changed = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None  # of the one caller that waits for events
 
     async def __aenter__(self) -> Self:
         return self
@@ -81,7 +81,9 @@ class TokenStream:
         return self
 
     async def __anext__(self) -> TokenEvent:
-        if not await self._wait():
+        while not self._events and self._unfinished:
+            await self._wait(None)
+        if not self._events:
             raise StopAsyncIteration
         await self._cancel_failed()
         return self._events.pop(0)
@@ -92,12 +94,10 @@ class TokenStream:
         Return an empty list after `timeout_s` without an event (None: no limit). Raises `EOFError` if every request has
         ended and all events were received.
         """
-        try:
-            async with asyncio.timeout(None if self._events else timeout_s):
-                if not await self._wait():
-                    raise EOFError("the token stream has ended")
-        except TimeoutError:
-            return []
+        if not self._events and self._unfinished:
+            await self._wait(timeout_s)
+        if not (self._events or self._unfinished):
+            raise EOFError("the token stream has ended")
         await self._cancel_failed()
         events, self._events = self._events, []
         return events
@@ -116,7 +116,8 @@ class TokenStream:
         if request_id in self._unfinished:
             self._unfinished.discard(request_id)
             self._events = [event for event in self._events if event.request_id != request_id]
-            self._changed.set()
+            if not self._unfinished:
+                self._wake()
             await self._cancel([request_id])
 
     def is_outdated(self, event: TokenEvent) -> bool:
@@ -176,14 +177,26 @@ class TokenStream:
         if new.is_last:
             self._unfinished.discard(event.request_id)
         self._events.append(new)
-        self._changed.set()
+        self._wake()
 
-    async def _wait(self) -> bool:
-        """Wait until there is an event. Return False if no event will come any more."""
-        while not self._events and self._unfinished:
-            self._changed.clear()
-            await self._changed.wait()
-        return bool(self._events)
+    async def _wait(self, timeout_s: float | None) -> None:
+        """Wait until an event comes or no event will come any more, but no longer than `timeout_s`.
+
+        This runs for each token of a stream, so it is a future and a timer, and no `asyncio.timeout`.
+        """
+        loop = asyncio.get_running_loop()
+        self._waiter = loop.create_future()
+        timer = None if timeout_s is None else loop.call_later(timeout_s, self._wake)
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+            if timer is not None:
+                timer.cancel()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def _cancel_failed(self) -> None:
         if self._failed:

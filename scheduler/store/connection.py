@@ -105,13 +105,27 @@ class _Pool(BlockingConnectionPool):
     """A pool that has its route watched from its first use until its client is closed."""
 
     _watching: asyncio.Task[None] | None = None
+    _num_waiting = 0  # callers for whom there was no free connection
 
     async def get_connection(self, *args: Any, **options: Any) -> AbstractConnection:
         route: Route = self.connection_kwargs["route"]
         if route.guides and self._watching is None:
             # A new context: log lines must not name the request that happens to come first.
             self._watching = asyncio.create_task(route.watch(), context=contextvars.Context())
-        connection: AbstractConnection = await super().get_connection(*args, **options)  # type: ignore[no-untyped-call]
+        connection: AbstractConnection
+        if self._num_waiting == 0 and self.can_get_connection():  # without redis-py's lock and time limit
+            connection = self.get_available_connection()  # type: ignore[no-untyped-call]
+            try:
+                await self.ensure_connection(connection)
+            except BaseException:
+                await self.release(connection)
+                raise
+            return connection
+        self._num_waiting += 1
+        try:
+            connection = await super().get_connection(*args, **options)  # type: ignore[no-untyped-call]
+        finally:
+            self._num_waiting -= 1
         return connection
 
     async def disconnect(self, *args: Any, **options: Any) -> None:
