@@ -228,17 +228,17 @@ class SchedulerClient:
         while True:
             try:
                 async for message in self._events.listen(self.gateway_id):
-                    self._open.deliver(message, self._clock.now())
-                    await self._answer(message)
+                    if questions := self._open.deliver(message, self._clock.now()):
+                        await self._answer(questions)
             except StoreRefused:
                 pass  # the probe tells of it; nothing is lost, because no worker can send anything now
             except Exception:
                 log.exception("listening for token events failed")
             await self._clock.sleep(REFRESH_S)
 
-    async def _answer(self, message: Sequence[TokenEvent]) -> None:
+    async def _answer(self, questions: Sequence[TokenEvent]) -> None:
         """Tell workers that have taken requests over what was received of them, and cancel those that have ended."""
-        received, ended = self._open.received(message, self._clock.now())
+        received, ended = self._open.received(questions, self._clock.now())
         if received:
             await self._queue.resume(received)
         if ended:

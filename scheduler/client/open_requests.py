@@ -45,15 +45,24 @@ class OpenRequests:
         """Return the ids of the requests of these tiers that the queue has."""
         return [i for i, stream in self._streams.items() if stream.tier in tiers and i not in self._being_put]
 
-    def deliver(self, events: Iterable[TokenEvent], now: float) -> None:
+    def deliver(self, events: Iterable[TokenEvent], now: float) -> list[TokenEvent]:
+        """Pass events to their streams. Return those that ask what was received, for `received`."""
+        questions = []
         for event in events:
             stream = self._streams.get(event.request_id)
-            if stream is None or stream.is_outdated(event) or _is_question(event, stream):
+            is_outdated = stream is None or stream.is_outdated(event)
+            if event.kind is EventKind.TAKEN_OVER:
+                questions.append(event)
+            if stream is None or is_outdated or event.kind is EventKind.TAKEN_OVER:
+                continue
+            if stream.must_go_on_anew(event):
+                questions.append(event)
                 continue
             if event.is_last:
                 del self._streams[event.request_id]
             self._admission.on_event(event, now)
             stream.deliver(event)
+        return questions
 
     def received(self, events: Iterable[TokenEvent], now: float) -> tuple[list[Checkpoint], list[str]]:
         """Return what was received of requests that have to go on from there.

@@ -133,6 +133,8 @@ class TokenStream:
         and differ. A worker that was told the received tokens, and then contradicts the same ones, cannot go on.
         """
         num_received = len(self._received[event.request_id])
+        if event.index == num_received and event.fence == self._delivered_fences.get(event.request_id):
+            return False  # the usual case: the next tokens of a claim
         is_told = self._contradicted_at.get(event.request_id) == num_received
         contradicts = (self._contradicts(event) and not is_told) or self._starts_late(event)
         return event.fence > 0 and (event.index > num_received or contradicts)
@@ -248,6 +250,9 @@ class TokenStream:
         """Return `event` with only its new tokens and their log probabilities, and record the tokens as received."""
         received = self._received[event.request_id]
         is_continued = bool(received)
+        if event.index == len(received) and not (is_continued and event.prompt_logprobs):
+            received.extend(event.token_ids)
+            return event
         num_known = len(self._overlap(event))
         new = event.token_ids[num_known:]
         received.extend(new)
