@@ -14,7 +14,7 @@ from starlette.middleware import Middleware
 
 from gateway.fairness import UnderWay
 from gateway.http.access.cors import Cors
-from gateway.http.access.hosts import HostCheck
+from gateway.http.access.host_check import HostCheck
 from gateway.http.access.sign_in import Sessions
 from gateway.http.download import MAX_DOWNLOADS, MAX_DOWNLOADS_OF_KEY
 from gateway.http.middleware import BodyLimit, OneAtATime, RequestContext

@@ -7,7 +7,7 @@ import: a room imports itself and rooms of the levels before its own, never one 
 import ast
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -222,24 +222,33 @@ def test_policy_knows_no_clock_no_store_and_no_metrics() -> None:
     assert not wrong
 
 
-def test_pure_rooms_import_where_torch_redis_and_prometheus_are_absent() -> None:
-    """In a fresh interpreter whose import system refuses them, so that no detour counts either."""
-    plain = [path for path in modules_in(("engine",)) if not is_within(name_of(path), TORCH_ROOMS)]
-    names = [name_of(path) for path in [*modules_in(PURE_ROOMS), *plain]]
+def import_without(absent: Collection[str], names: Sequence[str]) -> None:
+    """Import modules in a fresh interpreter whose import system refuses packages, so that no detour counts either."""
     program = f"""
 import importlib, sys
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {ABSENT!r}:
+        if name.split(".")[0] in {set(absent)!r}:
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, Refuse())
-for name in {names!r}:
+for name in {list(names)!r}:
     importlib.import_module(name)
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_pure_rooms_import_where_torch_redis_and_prometheus_are_absent() -> None:
+    plain = [path for path in modules_in(("engine",)) if not is_within(name_of(path), TORCH_ROOMS)]
+    import_without(ABSENT, [name_of(path) for path in [*modules_in(PURE_ROOMS), *plain]])
+
+
+def test_a_supervisor_and_a_worker_start_without_what_only_others_need() -> None:
+    """Each of these packages takes time of every start, and memory for as long as the process lives."""
+    import_without({"fastapi", "torch", "transformers", "huggingface_hub", "httpx"}, ["tidegate.cli", "tidegate.serve"])
+    import_without({"fastapi", "torch", "transformers"}, ["tidegate.cli", "tidegate.worker.engine_worker"])
 
 
 def test_init_files_are_empty() -> None:

@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import structlog
 from redis.asyncio import Redis
@@ -13,8 +14,6 @@ from redis.asyncio import Redis
 from engine.config import EngineConfig, EngineKind, EngineStartError
 from engine.factory import build_engine
 from engine.interface import Engine, EngineDead, PlanError
-from engine.upstream.connect import UpstreamConfig
-from engine.upstream.connect import connect as connect_upstream
 from gateway.requests.tokens.model_files import kind_of
 from scheduler.clock import Clock
 from scheduler.config import TierSet
@@ -39,6 +38,9 @@ from tidegate.supervision.process import SWITCH_INTERVAL_S, signals_call
 from tidegate.worker.gpu import gpu_reader
 from tidegate.worker.process import WorkerProcess, run_process, serve_loops
 from tidegate.worker.start_progress import StartProgress
+
+if TYPE_CHECKING:
+    from engine.upstream.connect import UpstreamConfig
 
 log = structlog.get_logger()
 
@@ -92,8 +94,10 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
     )
 
 
-def upstream_config(settings: WorkerSettings) -> UpstreamConfig:
+def upstream_config(settings: WorkerSettings) -> "UpstreamConfig":
     """Return where the server is that computes the tokens, and what is known of it."""
+    from engine.upstream.connect import UpstreamConfig  # with an HTTP client, which other workers need not load
+
     key = settings.upstream_api_key
     return UpstreamConfig(
         url=settings.upstream or "",
@@ -129,8 +133,10 @@ def _gpu_index(settings: WorkerSettings) -> int | None:
 
 async def _serve_upstream(process: WorkerProcess) -> None:
     """Serve with the tokens of another server. While it is away, the worker lives and waits for it."""
+    from engine.upstream.connect import connect
+
     settings = process.settings
-    upstream = await connect_upstream(upstream_config(settings))
+    upstream = await connect(upstream_config(settings))
     core = StreamCore(
         process.tiers,
         upstream,
