@@ -8,6 +8,7 @@ leases of other workers as expired; whoever requeues them must look whether they
 import asyncio
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from secrets import token_hex
 from typing import Protocol, TypeVar
 
@@ -64,6 +65,8 @@ class LeasedQueue:
         self._keys = names
         self._channels = (names.wake + worker_id.partition("#")[0], names.wake_all)
         self._wakeups = Wakeups(clock)
+        # Random once, not for each claim: the system call would hand Python's lock to the engine's thread.
+        self._claim_names = map(f"{token_hex(8)}{{:012x}}".format, count())
         self._lost_claim = ""  # name of a claim that got no reply
         self._listener: asyncio.Task[None] | None = None
 
@@ -71,7 +74,7 @@ class LeasedQueue:
         self, limits: Mapping[str, int], lease_s: float, load: int | None = None, due: DueLimits = NOTHING_DUE
     ) -> list[ClaimedRow]:
         """Claim up to `limits` of each tier or lane. If the last claim got no reply, return its requests."""
-        name, self._lost_claim = self._lost_claim or token_hex(8), ""
+        name, self._lost_claim = self._lost_claim or next(self._claim_names), ""
         try:
             now_ms = self._clock.wall_ms()
             return await self._scripts.claim(self._worker_id, name, now_ms, int(lease_s * 1000), limits, load, due)
