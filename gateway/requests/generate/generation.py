@@ -31,14 +31,7 @@ from gateway.requests.tokens.tokenizer import Tokenizer
 from scheduler.client.token_stream import TokenStream
 from scheduler.clock import Clock
 from scheduler.config import Tier
-from scheduler.request import (
-    GIVEN_UP,
-    Delivery,
-    EventKind,
-    Receipt,
-    Request,
-    TokenEvent,
-)
+from scheduler.request import GIVEN_UP, Delivery, EventKind, Receipt, Request, TokenEvent
 
 log = structlog.get_logger(__name__)
 
