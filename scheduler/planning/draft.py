@@ -81,7 +81,7 @@ class Draft:
     def pause(self, tier: str) -> None:
         """Pause the tier's sequences that ran in the last step. Its other sequences keep their status."""
         for state in self._table.last_run(tier):
-            if state.status is Status.RUNNING and self._may_run(state):
+            if state.status is Status.RUNNING and state.id not in self._preempt:
                 self._preempt[state.id] = PreemptionMode.PAUSE
 
     def _may_run(self, state: RequestState) -> bool:

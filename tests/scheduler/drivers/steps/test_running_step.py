@@ -101,8 +101,35 @@ def test_each_part_of_a_suspended_step_is_charged_when_it_ends() -> None:
     assert running.go_on(1.0) == 0 and running.is_any and running.suspended is None
     last = end(running, result(outputs=tuple(SequenceOutput(s.id, s.num_computed_tokens + 1) for s in BULK)))
     assert last.used_s == pytest.approx({"bulk": 0.03}) and last.elapsed_s == pytest.approx(0.06)
+    assert last.planned_s == 0, "a step in parts does not tell how good the prediction was"
     assert last.work is not None and last.work.decodes == 4, "its whole time depends on its work"
     assert running.bulk_total_s == pytest.approx(0.07) and running.wasted_s == 0
+
+
+def test_a_suspended_step_waits_for_another_one_before_each_part() -> None:
+    running = begin(*BULK)
+    for _ in range(2):
+        end(running, StepResult(0, elapsed_s=0.01, end=StepEnd.SUSPENDED))
+        assert running.suspended is not None and running.suspended.num_beside == 0
+        running.suspended.num_beside = 1
+        running.go_on(1.0)
+
+
+def test_the_parts_of_a_step_delay_as_much_as_the_whole_step() -> None:
+    """Each part at its end, by the share of those that may wait, and with the time of the host."""
+    tiers = make_tiers(realtime={"max_slowdown": 2.0})
+    beside, delays_s = make_decode("beside", "realtime", tiers=tiers), list[float]()
+    for parts_s in ((0.03,), (0.01, 0.02)):
+        running = begin(RT, *BULK)
+        running.open_account(beside)
+        running.accounts.open(beside, 0.0, 0.0)
+        for part_s in parts_s[:-1]:
+            running.end(StepResult(0, elapsed_s=part_s, end=StepEnd.SUSPENDED), Report(), overhead_s=0.002)
+            running.go_on(1.0)
+        outputs = tuple(SequenceOutput(s.id, s.num_computed_tokens + 1) for s in (RT, *BULK))
+        running.end(StepResult(0, elapsed_s=parts_s[-1], outputs=outputs), Report())
+        delays_s.append(running.accounts.left_s([beside]))
+    assert delays_s[1] == pytest.approx(delays_s[0] - 0.002)
 
 
 def test_dropping_a_step_takes_no_time() -> None:
