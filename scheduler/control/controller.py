@@ -99,15 +99,16 @@ class SLAController:
         """
         decode_cost = decode_cost or cost
         self._cost, self._overloaded = cost, frozenset()
-        if not self._switches.feed_forward:
-            return Budgets({t.name: self._fixed_budget(t) for t in self._tiers}, cost, decode_cost)
         protected = [state for state in states if not state.yields]
+        any_yield = len(protected) < len(states)
+        if not self._switches.feed_forward:
+            fixed = {t.name: self._fixed_budget(t) for t in self._tiers}
+            return Budgets(fixed, cost, decode_cost, yielding=fixed if any_yield else {})
         work = InteractiveWork.of(protected, decode_cost)
         limits = step_limits(self._traffic(), work, cost, now, left_s)
         overloaded = (t for t in self._interactive if is_overloaded(t, limits.interactive, work, cost, now))
         self._overloaded = frozenset(tier.name for tier in overloaded)
         self._min_shares.is_overload = bool(self._overloaded)
-        any_yield = len(protected) < len(states)
         yielding = {t.name: self._bulk_budget(t, limits, work) for t in self._interactive} if any_yield else {}
         of_tier = {t.name: self._budget(t, limits, work, now) for t in self._tiers}
         return Budgets(of_tier, cost, decode_cost, yielding=yielding)

@@ -350,6 +350,8 @@ class Layered(FakeStepper):
                     self.events.append((plan.step_id, "dropped"))
                     self._results.append(StepResult(plan.step_id, end=StepEnd.DROPPED))
                     return
+                except RuntimeError as error:  # as a step that computes itself in pieces if memory runs out
+                    raise AssertionError("another step's error was taken for this step's") from error
                 finally:
                     self._is_suspended = False
             self.events.append((plan.step_id, layer))
@@ -359,52 +361,52 @@ class Layered(FakeStepper):
         return self._results.pop(0)
 
 
-async def suspended(engine: EngineThread, begun: threading.Event, plan: StepPlan) -> None:
-    """Submit `plan` to an engine whose steps wait for `begun`, and collect that it is suspended."""
-    engine.submit(plan)
-    engine.suspend()
-    begun.set()
-    result = await engine.collect()
-    assert (result.step_id, result.end) == (plan.step_id, StepEnd.SUSPENDED)
+@asynccontextmanager
+async def suspended(
+    answer: Callable[[StepPlan], None] = lambda plan: None,
+) -> AsyncIterator[tuple[EngineThread, Layered]]:
+    """An engine whose step 1 is suspended before its first layer."""
+    is_asked = threading.Event()
+
+    def launched(plan: StepPlan) -> None:
+        wait_for(is_asked)
+        answer(plan)
+
+    stepper = Layered(launched)
+    async with running(stepper) as engine:
+        engine.suspend()  # no step is in flight: no effect
+        engine.submit(StepPlan(1))
+        engine.suspend()
+        is_asked.set()
+        assert await engine.collect() == StepResult(1, end=StepEnd.SUSPENDED)
+        yield engine, stepper
 
 
 async def test_other_steps_run_while_one_is_suspended() -> None:
-    begun = threading.Event()
-    stepper = Layered(lambda plan: wait_for(begun))
-    async with running(stepper) as engine:
-        engine.suspend()  # no step is in flight: no effect
-        await suspended(engine, begun, StepPlan(7))
-        for step_id in (8, 9):
+    async with suspended() as (engine, stepper):
+        for step_id in (2, 3):
             engine.submit(StepPlan(step_id))
             engine.suspend()  # another step is suspended: no effect
-            assert (await engine.collect()).end is StepEnd.DONE
-        engine.submit(StepPlan(7, proceed_s=100.0))
-        assert await engine.collect() == StepResult(7)
-        engine.submit(StepPlan(10))
-        assert (await engine.collect()).end is StepEnd.DONE, "the request was for another step"
-    assert stepper.events == [(step, layer) for step in (8, 9, 7, 10) for layer in range(3)]
+            assert await engine.collect() == StepResult(step_id)
+        engine.submit(StepPlan(1, proceed_s=100.0))
+        assert await engine.collect() == StepResult(1)
+        engine.submit(StepPlan(4))
+        assert await engine.collect() == StepResult(4), "the request was for another step"
+    assert stepper.events == [(step, layer) for step in (2, 3, 1, 4) for layer in range(3)]
 
 
 async def test_a_step_goes_on_for_a_given_time_or_until_it_is_suspended_again() -> None:
-    begun = threading.Event()
-    stepper = Layered(lambda plan: wait_for(begun))
-    async with running(stepper) as engine:
-        await suspended(engine, begun, StepPlan(1))
-        engine.submit(StepPlan(1, proceed_s=1e-9))
-        assert (await engine.collect()).end is StepEnd.SUSPENDED
-        assert stepper.events == [(1, 0)], "at least one layer"
-        for end in (StepEnd.SUSPENDED, StepEnd.DONE):
+    async with suspended() as (engine, stepper):
+        for ran in range(1, 4):
             engine.submit(StepPlan(1, proceed_s=1e-9))
-            assert (await engine.collect()).end is end
+            assert (await engine.collect()).end is (StepEnd.SUSPENDED if ran < 3 else StepEnd.DONE)
+            assert stepper.events == [(1, layer) for layer in range(ran)], "one layer each time"
         engine.submit(StepPlan(2))
-        assert (await engine.collect()).end is StepEnd.DONE, "the time was that of another step"
+        assert await engine.collect() == StepResult(2), "the time was that of another step"
 
 
 async def test_a_dropped_step_ends_at_once() -> None:
-    begun = threading.Event()
-    stepper = Layered(lambda plan: wait_for(begun))
-    async with running(stepper) as engine:
-        await suspended(engine, begun, StepPlan(1))
+    async with suspended() as (engine, stepper):
         engine.submit(StepPlan(1, drop=True))
         assert await engine.collect() == StepResult(1, end=StepEnd.DROPPED)
         engine.submit(StepPlan(2, proceed_s=1.0))
@@ -414,16 +416,7 @@ async def test_a_dropped_step_ends_at_once() -> None:
 
 
 async def test_a_refused_plan_leaves_the_step_suspended() -> None:
-    begun = threading.Event()
-
-    def answer(plan: StepPlan) -> None:
-        wait_for(begun)
-        if plan.step_id == 2:
-            raise PlanError("no such sequence")
-
-    stepper = Layered(answer)
-    async with running(stepper) as engine:
-        await suspended(engine, begun, StepPlan(1))
+    async with suspended(raising(PlanError("no such sequence"))) as (engine, _):
         engine.submit(StepPlan(2))
         with pytest.raises(PlanError, match="no such sequence"):
             await engine.collect()
@@ -432,27 +425,26 @@ async def test_a_refused_plan_leaves_the_step_suspended() -> None:
 
 
 async def test_an_error_beside_a_suspended_step_ends_the_engine() -> None:
-    begun = threading.Event()
-
-    def answer(plan: StepPlan) -> None:
-        wait_for(begun)
-        if plan.step_id == 2:
-            raise RuntimeError("out of memory")  # must not be taken for one of the suspended step
-
-    stepper = Layered(answer)
-    async with running(stepper) as engine:
-        await suspended(engine, begun, StepPlan(1))
+    async with suspended(raising(RuntimeError("out of memory"))) as (engine, stepper):
         engine.submit(StepPlan(2))
         with pytest.raises(EngineDead, match="out of memory"):
             await engine.collect()
     assert stepper.num_closed == 1
 
 
+def raising(error: Exception) -> Callable[[StepPlan], None]:
+    """Return what raises `error` in step 2."""
+
+    def answer(plan: StepPlan) -> None:
+        if plan.step_id == 2:
+            raise error
+
+    return answer
+
+
 async def test_an_engine_closes_while_a_step_is_suspended() -> None:
-    begun = threading.Event()
-    stepper = Layered(lambda plan: wait_for(begun))
-    async with running(stepper) as engine:
-        await suspended(engine, begun, StepPlan(1))
+    async with suspended() as (_, stepper):
+        pass
     assert stepper.events == [(1, "dropped")] and stepper.num_closed == 1
 
 

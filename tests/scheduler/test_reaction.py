@@ -5,10 +5,10 @@ from collections.abc import Iterable
 
 import pytest
 
-from engine.interface import StepEnd, StepPlan
+from engine.interface import StepEnd, StepPlan, StepResult
 from scheduler.drivers.steps.isolation import Isolation
 from tests.scheduler.builders import FAST, expected_tokens, fixed, make_info, make_tiers, ran
-from tests.scheduler.world import World, played_by, run_world
+from tests.scheduler.world import Answer, World, played_by, run_world
 
 SUSPENDS = make_info(suspends_steps=True)
 LONG_STEP = [f"b{i}" for i in range(40)]  # 0.01 + 40 · 0.0005 s a step and more
@@ -27,8 +27,15 @@ async def _until_a_step_begins(world: World) -> None:
         await world.clock.sleep(0.0005)
 
 
-def _next_plan(world: World, now: float) -> StepPlan:
-    return next(plan for at, plan in world.core.plans if at > now)
+async def _chat_beside_a_step(world: World) -> tuple[asyncio.Task[Answer], StepPlan]:
+    """Ask for a chat while a step of bulk runs. Return the chat and the plan of that step."""
+    await _until_a_step_begins(world)
+    begun = world.core.plans[-1][1]
+    return asyncio.create_task(world.ask("rt", max_tokens=60)), begun
+
+
+def _results_of(world: World, plan: StepPlan) -> list[StepResult]:
+    return [result for result in world.core.results if result.step_id == plan.step_id]
 
 
 def test_an_arrival_suspends_the_running_step_which_goes_on_after_it() -> None:
@@ -43,7 +50,7 @@ def test_an_arrival_suspends_the_running_step_which_goes_on_after_it() -> None:
         assert suspended.elapsed_s < 0.5 * step_s and not suspended.outputs
         assert [o.seq_id for o in beside.outputs] == ["rt"], "no other bulk runs while a step waits"
         await world.clock.sleep(2 * step_s)
-        parts = [r for r in world.core.results if r.step_id == begun.step_id]
+        parts = _results_of(world, begun)
         assert parts[-1].end is StepEnd.DONE and [o.seq_id for o in parts[-1].outputs] == list(ran(begun))
         assert sum(r.elapsed_s for r in parts) == pytest.approx(step_s, rel=0.1), "nothing is computed twice"
         await asyncio.gather(*bulk)
@@ -56,11 +63,9 @@ def test_a_suspended_step_goes_on_in_parts_beside_a_chat() -> None:
 
     async def story(world: World) -> None:
         bulk = await _bulk(world)
-        await _until_a_step_begins(world)
-        begun = world.core.plans[-1][1]
-        chat = asyncio.create_task(world.ask("rt", max_tokens=60))
+        chat, begun = await _chat_beside_a_step(world)
         await world.clock.sleep(0.5)
-        parts = [r for r in world.core.results if r.step_id == begun.step_id]
+        parts = _results_of(world, begun)
         assert len(parts) >= 3 and parts[-1].end is StepEnd.DONE
         layer_s = sum(r.elapsed_s for r in parts) / 30
         assert all(FAST.step_s - 1e-9 <= r.elapsed_s <= 3 * FAST.step_s + layer_s for r in parts[1:-1])
@@ -73,9 +78,7 @@ def test_a_suspended_step_goes_on_in_parts_beside_a_chat() -> None:
 def test_a_suspended_step_whose_sequence_is_cancelled_is_dropped() -> None:
     async def story(world: World) -> None:
         bulk = await _bulk(world)
-        await _until_a_step_begins(world)
-        begun = world.core.plans[-1][1]
-        chat = asyncio.create_task(world.ask("rt", max_tokens=60))
+        chat, begun = await _chat_beside_a_step(world)
         await world.clock.sleep(0.03)
         assert any(r.end is StepEnd.SUSPENDED for r in world.core.results)
         world.core.held.cancel([next(iter(ran(begun)))])
@@ -100,14 +103,12 @@ def test_a_suspended_step_goes_on_to_its_end_before_a_suspect_may_run(monkeypatc
         assert not any(r.end is StepEnd.SUSPENDED for r in world.core.results), "nor is any step suspended beside it"
         monkeypatch.undo()
         await world.clock.sleep(0.5)
-        await _until_a_step_begins(world)
-        begun = world.core.plans[-1][1]
-        chat = asyncio.create_task(world.ask("rt", max_tokens=60))
+        chat, begun = await _chat_beside_a_step(world)
         await world.clock.sleep(0.03)
-        num_parts = sum(r.step_id == begun.step_id for r in world.core.results)
+        num_parts = len(_results_of(world, begun))
         monkeypatch.setattr(Isolation, "has_suspects", True)
         await world.clock.sleep(0.05)
-        later = [r for r in world.core.results if r.step_id == begun.step_id][num_parts:]
+        later = _results_of(world, begun)[num_parts:]
         assert num_parts and [r.end for r in later] == [StepEnd.DONE]
         monkeypatch.undo()
         await asyncio.gather(chat, *bulk)

@@ -1,9 +1,9 @@
 """The planner: it makes the plan of the next step, and says when the step in flight is suspended.
 
 The planner updates the request states when it makes a plan, so the caller must execute the plan. A step is suspended so
-that the plan for a newly arrived request comes sooner; a later plan continues it. The planner passes the
-controller's budgets, the free capacity of the engine and the request table to `form_batch`, which decides.
-`StepCore` owns the planner.
+that the plan for a newly arrived request comes sooner; a later plan continues it. The planner passes the controller's
+budgets, the free capacity of the engine and the request table to `form_batch`, which decides. `StepCore` owns the
+planner.
 """
 
 from collections import Counter
@@ -84,8 +84,8 @@ class Planner:
 
         Until it is done, no other bulk runs: it has the first claim on what others leave. It goes on where nobody else
         can run, and after each step beside it for as long as bulk may delay the next one, if that is worth it. If it
-        has sequences that must not wait, it waits for one step only. It is dropped if a sequence of it
-        must be aborted or lose its blocks.
+        has sequences that must not wait, it waits for one step only. It is dropped if a sequence of it must be aborted
+        or lose its blocks.
         """
         going_on = StepPlan(step.plan.step_id, proceed_s=NEVER_S)
         if self._isolation.has_suspects:
@@ -96,7 +96,7 @@ class Planner:
             return StepPlan(step.plan.step_id, drop=True)
         if not step.may_wait:
             return None if beside.run and not step.num_beside else going_on
-        if step.runs_s.keys().isdisjoint(tier.name for tier in tiers):
+        if not step.runs_s.keys() <= {tier.name for tier in tiers}:
             return None  # in a slot without bulk
         if not beside.run:
             return going_on

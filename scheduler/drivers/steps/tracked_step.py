@@ -160,7 +160,7 @@ class TrackedStep:
         self, accounts: DelayAccounts, runs: Sequence[InteractiveRun], result: StepResult, overhead_s: float
     ) -> None:
         """Enter the finished step into the delay accounts. `runs` are its interactive runs."""
-        if self.is_protected:
+        if self.is_protected and not self.done_s:
             accounts.add_step(runs, result.elapsed_s, overhead_s, is_typical=self.work(result) is not None)
         else:
             protected = [run for run in runs if run[0].is_protected]

@@ -22,6 +22,7 @@ class CheckedEngine:
         self._num_computed: dict[str, int] = {}  # of each sequence that is alive
         self._swapped: set[str] = set()
         self._shared: dict[str, int] = {}  # blocks that other sequences hold as well
+        self.num_suspended = 0  # steps
 
     @property
     def info(self) -> EngineInfo:
@@ -36,6 +37,7 @@ class CheckedEngine:
         first, rest = plan.run[::2], plan.run[1::2]
         results = [self._raw(replace(plan, run=first), suspends=True)]
         if results[-1].end is StepEnd.SUSPENDED:
+            self.num_suspended += 1
             suspended, proceed_s = results.pop(), 1e-6  # first for one layer
             assert not suspended.outputs
             while suspended.end is StepEnd.SUSPENDED:

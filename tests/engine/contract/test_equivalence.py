@@ -72,6 +72,7 @@ def test_suspended_steps_change_no_sequence(engine: CheckedEngine) -> None:
     assert {k: (d.output, d.finish_reason) for k, d in driven.items()} == {
         k: (d.output, d.finish_reason) for k, d in expected.items()
     }
+    assert (engine.num_suspended > 0) == engine.info.suspends_steps
 
 
 class Suspended:

@@ -1,9 +1,12 @@
 """Which interactive requests yield: to higher tiers, and to keys that have used less."""
 
+import asyncio
+
 from scheduler.holdings.request_table import RequestTable
 from scheduler.planning.yielding import MAX_BEHIND_S, OWN_REQUESTS, Yielding
 from scheduler.request_state import RequestState
-from tests.scheduler.builders import make_state, make_tiers
+from tests.scheduler.builders import FAST, make_state, make_tiers, ran
+from tests.scheduler.world import World, run_world
 
 TIERS = make_tiers(gold={"priority": 200, "slo": {"ttft_p99_ms": 300}})
 
@@ -61,3 +64,20 @@ def test_what_a_key_has_used_counts_by_its_weight() -> None:
     assert find(yielding, *a, *b) == {b[-1].id}
     yielding.charge(a[0], 0.4)
     assert find(yielding, *a, *b) == {a[-1].id}
+
+
+def test_a_request_that_yields_runs_without_limits_of_steps_too() -> None:
+    """A tier whose steps are not limited (`feed_forward: false`) leaves those of a flood what others leave."""
+
+    async def story(world: World) -> None:
+        flood = [asyncio.create_task(world.ask(f"a{i}", max_tokens=60, owner="a")) for i in range(10)]
+        await world.clock.sleep(0.1)
+        other = asyncio.create_task(world.ask("b", max_tokens=200, owner="b"))
+        await world.clock.sleep(0.1)
+        yielding = [state.id for state in world.core.held.table if state.yields]
+        assert yielding and set(yielding) <= set(ran(world.core.plans[-1][1]))
+        await asyncio.gather(*flood, other)
+
+    tiers = make_tiers()
+    switches = tiers.controller.model_copy(update={"feed_forward": False})
+    run_world(story, known=FAST, tiers=tiers.model_copy(update={"controller": switches}))

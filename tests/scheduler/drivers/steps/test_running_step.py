@@ -132,6 +132,22 @@ def test_the_parts_of_a_step_delay_as_much_as_the_whole_step() -> None:
     assert delays_s[1] == pytest.approx(delays_s[0] - 0.002)
 
 
+def test_a_step_in_parts_teaches_nothing_of_steps_without_bulk() -> None:
+    """Its sequences yielded when it was suspended. Then the other key's requests ended, and none yields."""
+    flood = [make_decode(f"f{i}", "realtime") for i in range(4)]
+    for state in flood:
+        state.yields = True
+    running = begin(*flood)
+    end(running, StepResult(0, elapsed_s=0.02, end=StepEnd.SUSPENDED))
+    for state in flood:
+        state.yields = False
+    running.go_on(1.0)
+    before = running.accounts.step_time.num_observed
+    outputs = tuple(SequenceOutput(s.id, s.num_computed_tokens + 1) for s in flood)
+    end(running, StepResult(0, elapsed_s=0.001, outputs=outputs))
+    assert running.accounts.step_time.num_observed == before
+
+
 def test_dropping_a_step_takes_no_time() -> None:
     running = begin(*BULK)
     end(running, result(end=StepEnd.SUSPENDED))
