@@ -13,6 +13,7 @@ import regex
 from llguidance import LLMatcher, LLTokenizer
 
 from gateway.output.json_schema import GrammarError, check_size, closed
+from gateway.output.text_grammar import as_terminals
 
 # JSON without free white space: weak models would never end it. One space may follow each comma and colon.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
@@ -44,12 +45,27 @@ class GrammarWriter:
         """Return an expression for exactly `text`, in which special tokens are written as such."""
         return " ".join(self._terms(text)) or '""'
 
-    def until(self, end: str) -> str:
-        """Return an expression for any text that ends with the first `end`."""
+    def until(self, end: str, text: str = "") -> str:
+        """Return an expression for a text that ends with the first `end`. `text` is a terminal; empty: any text."""
         first, *rest = self._terms(end)
         if first.startswith("<["):
-            return " ".join(["TEXT", first, *rest])
-        return " ".join([self.rule(r"/(.|\n)*/", f"suffix={first}"), *rest])
+            return " ".join([text or "TEXT", first, *rest])
+        return " ".join([self.rule(text or r"/(.|\n)*/", f"suffix={first}"), *rest])
+
+    def terminals_of(self, lark: str, *, in_json: bool = False) -> str:
+        """Add another grammar of texts. Return a terminal for it; empty if it is more than a terminal can be.
+
+        With `in_json`, the terminal matches the texts as they stand between the quotation marks of a JSON string.
+        Raises `GrammarError` if the grammar cannot be used.
+        """
+        checked(lark_source(lark))
+        prefix = f"G{len(self._rules)}"
+        terminals, start = as_terminals(lark, prefix, in_json=in_json), f"{prefix}R_START"
+        if terminals is None:
+            return ""
+        checked(lark_source(f"start: {start}\n{terminals}"))
+        self._rules.append(terminals)
+        return start
 
     def rule(self, expression: str, options: str = "") -> str:
         """Add a rule. Return its name."""

@@ -62,11 +62,14 @@ def plan_output(
     model: ModelFormat,
     generation_prompt: GenerationPrompt,
     template_values: Mapping[str, Any],
+    *,
+    text_grammars: bool = True,
 ) -> OutputPlan:
     """Return the plan of a request.
 
     `generation_prompt` returns the part of the answer that is already in the prompt, for values of the chat template.
-    `template_values` are those that the request itself sets; they go before others.
+    `template_values` are those that the request itself sets; they go before others. Without `text_grammars`, the model
+    is told the grammars of texts in calls, but they are not enforced.
     Raises `ApiError` 400 if the tools or the format of the output cannot be used.
     """
     if model.reasoning is None and not template_values and _FIELDS.isdisjoint(request.model_fields_set):
@@ -75,6 +78,7 @@ def plan_output(
     if isinstance(request, CompletionRequest):
         return PLAIN if constraint is None else OutputPlan(serialized(constraint.source))
     offered = offered_tools(request)
+    offered = offered if text_grammars else offered.without_text_grammars()
     values = {**_template_values(request, offered), **template_values}
     if model.reasoning is None and not offered.callable:
         grammar = None if constraint is None else serialized(constraint.source)

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
+import regex
 from pydantic import Field, Tag, model_validator
 from pydantic_core import from_json
 
 from gateway.protocol.bodies.messages import Text
-from gateway.protocol.bodies.tools import HostedTool
+from gateway.protocol.bodies.tools import TEXT_GRAMMAR, HostedTool
 from gateway.protocol.bodies.validation import choose
 from gateway.protocol.json_body import Body
 
@@ -47,10 +48,17 @@ class CustomFormat(Body):
             raise ValueError("the type grammar needs 'syntax' and 'definition'")
         return self
 
+    def lark(self) -> str:
+        """Return the grammar in Lark's syntax."""
+        definition = self.definition or ""
+        if self.syntax == "lark":
+            return definition
+        within_slashes: str = regex.sub(r"(\\.)|/", lambda match: match[1] or r"\/", definition)
+        return f"start: /{within_slashes}/"
+
 
 class CustomTool(Body):
-    """A tool whose input is a text instead of JSON. A regular expression is enforced; the model is told a Lark grammar,
-    which cannot be enforced within the JSON of a call."""
+    """A tool whose input is a text instead of JSON. The model is told the text's grammar, which is enforced, too."""
 
     type: Literal["custom"]
     name: Name
@@ -60,17 +68,16 @@ class CustomTool(Body):
     def function(self) -> dict[str, Any]:
         grammar = self.format if self.format is not None and self.format.type == "grammar" else None
         told = f"The input must match this {grammar.syntax} grammar:\n{grammar.definition}" if grammar else ""
-        is_enforced = grammar is not None and grammar.syntax == "regex"
-        pattern = {"pattern": f"^(?:{grammar.definition})$"} if grammar and is_enforced else {}
+        enforced = {TEXT_GRAMMAR: grammar.lark()} if grammar else {}
         return {
             "description": "\n\n".join(part for part in (self.description, told) if part),
             "parameters": {
                 "type": "object",
-                "properties": {INPUT: {"type": "string", **pattern}},
+                "properties": {INPUT: {"type": "string", **enforced}},
                 "required": [INPUT],
                 "additionalProperties": False,
             },
-            "strict": is_enforced,
+            "strict": False,
         }
 
 

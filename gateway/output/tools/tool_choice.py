@@ -4,7 +4,7 @@ Knows OpenAI's parameters, also the older `functions`; does not know how a model
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from gateway.output.tools.tool_grammar import NO_ARGUMENTS, ToolSchema
@@ -34,7 +34,11 @@ class OfferedTools:
     @property
     def needs_grammar(self) -> bool:
         """Whether calls must be constrained: if one must be made, must match its schema, or must be the only one."""
-        return self.forced or any(tool.strict for tool in self.callable) or bool(self.callable and not self.parallel)
+        needed = any(tool.strict or tool.has_text_grammar for tool in self.callable)
+        return self.forced or needed or bool(self.callable and not self.parallel)
+
+    def without_text_grammars(self) -> "OfferedTools":
+        return replace(self, callable=tuple(tool.without_text_grammars() for tool in self.callable))
 
 
 NO_TOOLS = OfferedTools()

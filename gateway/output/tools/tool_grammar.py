@@ -3,15 +3,18 @@
 Knows the formats of gateway/output/tools/formats.py, and grammars; does not know requests.
 """
 
+import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gateway.output.grammar import GrammarWriter, checked, json_source
 from gateway.output.json_schema import GrammarError
 from gateway.output.tools.call_format import CallFormat, Keywords, ReasoningFormat, Tags
+from gateway.protocol.bodies.tools import TEXT_GRAMMAR, without_text_grammars
 
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+QUOTE = '"'
 _ROOT_KEYS = ("$defs", "definitions")  # the parts of a schema to which its properties refer
 
 
@@ -21,6 +24,13 @@ class ToolSchema:
     parameters: Mapping[str, Any]
     strict: bool  # whether keywords of the schema that cannot be enforced are an error
     param: str  # the path of the schema in the body
+
+    @property
+    def has_text_grammar(self) -> bool:
+        return without_text_grammars(self.parameters) is not self.parameters
+
+    def without_text_grammars(self) -> "ToolSchema":
+        return replace(self, parameters=without_text_grammars(self.parameters))
 
 
 class CallGrammar:
@@ -74,9 +84,22 @@ class CallGrammar:
         if self._format.keywords is not None:
             return self._keywords(self._format.keywords, schema, properties, required)
         if self._format.tags is None:
-            return self._writer.rule(self._writer.source(source))
+            return self._writer.rule(self._object_of_text(properties) or self._writer.source(source))
         tags = [(self._tag(self._format.tags, key, properties[key], schema), key in required) for key in properties]
         return self._writer.rule(" ".join(tag if needed else f"({tag})?" for tag, needed in tags) or '""')
+
+    def _object_of_text(self, properties: Mapping[str, Any]) -> str:
+        """Return an expression for an object of one text with a grammar; empty if it is another object."""
+        for key, schema in properties.items():
+            text = self._json_text(schema) if len(properties) == 1 else ""
+            return text and f"{self._writer.literal(f'{{{json.dumps(key)}:')} / ?/ {text} {self._writer.literal('}')}"
+        return ""
+
+    def _json_text(self, schema: Any) -> str:
+        """Return an expression for the JSON of a text with a grammar; empty if `schema` has none that can be used."""
+        grammar = schema.get(TEXT_GRAMMAR) if _is_text(schema) else None
+        text = self._writer.terminals_of(grammar, in_json=True) if grammar else ""
+        return text and f"{self._writer.literal(QUOTE)} {text} {self._writer.literal(QUOTE)}"
 
     def _tag(self, tags: Tags, key: str, schema: Any, root: Mapping[str, Any]) -> str:
         before, after = tags.written.split("{value}")
@@ -112,11 +135,14 @@ class CallGrammar:
         """Return an expression for a text of `schema`, which is written without JSON's quotation marks."""
         begin = self._writer.literal(before)
         if "enum" not in schema:
-            return f"{begin} {self._writer.until(after)}"
+            grammar = schema.get(TEXT_GRAMMAR)
+            return f"{begin} {self._writer.until(after, self._writer.terminals_of(grammar) if grammar else '')}"
         values = " | ".join(self._writer.literal(str(value)) for value in schema["enum"])
         return f"{begin} ({values}) {self._writer.literal(after)}"
 
     def _json_value(self, schema: Any, root: Mapping[str, Any]) -> str:
+        if text := self._json_text(schema):
+            return text
         referred = {name: root[name] for name in _ROOT_KEYS if name in root}
         value = {**referred, **schema} if isinstance(schema, Mapping) else {}
         return self._writer.source(json_source(value, lenient=True))

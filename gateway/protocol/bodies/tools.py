@@ -5,7 +5,7 @@ own servers, which other APIs have as well. Does not know how a model writes a c
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
@@ -15,6 +15,8 @@ from gateway.protocol.errors import ApiError, invalid_request
 from gateway.protocol.json_body import Body
 
 MAX_TOOLS = 128  # OpenAI's limit
+# Keyword of the schema of a function's argument, a text: a grammar in Lark's syntax for the text.
+TEXT_GRAMMAR = "x-lark"
 
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]  # as in Anthropic's API; OpenAI's allows 64
 
@@ -31,11 +33,22 @@ class Tool(Body):
     function: FunctionDefinition
 
     def for_template(self) -> dict[str, Any]:
-        """Return the tool as chat templates expect it. `strict` is left out, because it is not for the model."""
+        """Return the tool as chat templates expect it, without what is not for the model: `strict` and grammars."""
         function = self.function
         described = {"description": function.description} if function.description is not None else {}
         parameters = function.parameters or {"type": "object", "properties": {}}
-        return {"type": "function", "function": {"name": function.name, **described, "parameters": parameters}}
+        shown = without_text_grammars(parameters)
+        return {"type": "function", "function": {"name": function.name, **described, "parameters": shown}}
+
+
+def without_text_grammars(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schema of a function's arguments without grammars of texts; the same object if it has none."""
+    properties = parameters.get("properties")
+    if not isinstance(properties, dict):
+        return parameters
+    have = {name: schema for name, schema in properties.items() if isinstance(schema, dict) and TEXT_GRAMMAR in schema}
+    bare = {name: {key: have[name][key] for key in have[name] if key != TEXT_GRAMMAR} for name in have}
+    return {**parameters, "properties": {**properties, **bare}} if have else parameters
 
 
 class HostedTool(Body):

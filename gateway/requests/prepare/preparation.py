@@ -40,6 +40,7 @@ from gateway.requests.prepare.sampling import (
     check_token_ids,
     constraints_of,
     sampling_params,
+    unsupported_by,
 )
 from gateway.requests.prepare.trace_attributes import describe_request
 from gateway.requests.tokens.model_files import SamplingDefaults
@@ -146,7 +147,9 @@ class Preparation:
         values: Mapping[str, Any] = {}
         if isinstance(request, ChatCompletionRequest):
             values = template_values(request, model.tokenizer.chat_template, model.trusts_templates)
-        plan = partial(plan_output, request, model.format, model.tokenizer.generation_prompt, values)
+        enforces = "grammar" not in unsupported_by(self._client.live.engines)
+        prompt_of = model.tokenizer.generation_prompt
+        plan = partial(plan_output, request, model.format, prompt_of, values, text_grammars=enforces)
         return await run(plan, is_long=False) if has_grammar(request) else plan()
 
     async def _tokenise(self, request: AnyRequest, output: OutputPlan, run: RunInThread) -> _Tokenised:

@@ -103,12 +103,17 @@ def _check(param: str, token_ids: Iterable[int], vocab_size: int) -> None:
         raise invalid_value(param, f"Invalid value for '{param}': token ids must be less than {vocab_size}.")
 
 
+def unsupported_by(workers: Iterable[WorkerStatus]) -> frozenset[str]:
+    """Return the options that one of the live workers cannot honour, as `Upstream.unsupported` names them."""
+    return frozenset().union(*(worker.unsupported for worker in workers))
+
+
 def check_supported(requests: Iterable[Request], workers: Iterable[WorkerStatus], *, has_tools: bool = False) -> None:
     """Raise `ApiError` 400 if a request has a parameter that a live worker cannot honour: any may claim the request.
 
     `has_tools` says whether the model is told of tools.
     """
-    unsupported = frozenset[str]().union(*(worker.unsupported for worker in workers))
+    unsupported = unsupported_by(workers)
     if not unsupported:
         return
     for request in requests:
