@@ -18,7 +18,7 @@ from gateway.identity import ApiKey
 from gateway.models import ServedModel
 from gateway.protocol.bodies.options import GenerationBody
 from gateway.protocol.bodies.schemas import ChatCompletionRequest, CompletionRequest
-from gateway.protocol.bodies.unsupported import IGNORED_HEADER, header_value
+from gateway.protocol.bodies.unsupported import ignored_header
 from gateway.protocol.json_body import hold_object
 from gateway.protocol.openapi import json_body
 from gateway.requests.answers.chunks import encode_json
@@ -146,7 +146,7 @@ def json_response(value: dict[str, Any], headers: dict[str, str] | None = None, 
 
 def headers_of(body: GenerationBody) -> dict[str, str] | None:
     """Return the headers of an answer to `body`."""
-    return {IGNORED_HEADER: header_value(body.ignored_names)} if body.ignored_names else None
+    return ignored_header(body.ignored_names) or None
 
 
 async def submit(

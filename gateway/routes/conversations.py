@@ -8,9 +8,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import Field, field_validator
 
-from gateway.dialects.responses.items import InputItem, few_pieces
+from gateway.dialects.responses.items import SentItem, few_pieces, items_left_out, served_items
 from gateway.jobs.responses.conversations import Conversations, no_such_item
 from gateway.protocol.bodies.options import Metadata
+from gateway.protocol.bodies.unsupported import ignored_header
 from gateway.protocol.json_body import Body, hold_object, parse
 from gateway.protocol.openapi import json_body
 from gateway.routes.chat import json_response
@@ -23,7 +24,7 @@ MAX_ITEMS = 20  # of one call, as in OpenAI's API
 
 router = APIRouter(tags=["responses"])
 
-Items = Annotated[list[InputItem], Field(max_length=MAX_ITEMS, fail_fast=True)]
+Items = Annotated[list[SentItem], Field(max_length=MAX_ITEMS, fail_fast=True)]
 
 
 class NewConversation(Body):
@@ -60,10 +61,12 @@ def _conversations(request: Request) -> Conversations:
 
 
 @router.post("/v1/conversations", openapi_extra=json_body(NewConversation))
-async def create_conversation(request: Request, key: Caller, owner: Owner) -> dict[str, Any]:
+async def create_conversation(request: Request, response: Response, key: Caller, owner: Owner) -> dict[str, Any]:
     """Create a conversation. Responses that name it read its items, and add their own."""
     async with hold_object(request, parse_new) as body:
-        return await _conversations(request).create(body.items or [], body.metadata or {}, owner)
+        items = body.items or []
+        response.headers.update(ignored_header(items_left_out(items, "items")))
+        return await _conversations(request).create(served_items(items), body.metadata or {}, owner)
 
 
 @router.get("/v1/conversations/{conversation_id}")
@@ -89,8 +92,9 @@ async def delete_conversation(request: Request, owner: Owner, conversation_id: s
 async def create_conversation_items(request: Request, key: Caller, owner: Owner, conversation_id: str) -> Response:
     """Add items to a conversation. Return them as they are kept."""
     async with hold_object(request, parse_items) as body:
-        added = await _conversations(request).add(conversation_id, body.items, owner)
-    return item_page(added, MAX_ITEMS, "asc", None)
+        added = await _conversations(request).add(conversation_id, served_items(body.items), owner)
+        headers = ignored_header(items_left_out(body.items, "items"))
+    return item_page(added, MAX_ITEMS, "asc", None, headers)
 
 
 @router.get("/v1/conversations/{conversation_id}/items")

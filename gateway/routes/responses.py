@@ -217,7 +217,13 @@ async def list_input_items(
     return item_page(found.input, limit, order, after)
 
 
-def item_page(items: list[Item], limit: int, order: Literal["asc", "desc"], after: str | None) -> Response:
+def item_page(
+    items: list[Item],
+    limit: int,
+    order: Literal["asc", "desc"],
+    after: str | None,
+    headers: dict[str, str] | None = None,
+) -> Response:
     """Return a page of `items`, which are in the order of the conversation, behind the item `after`."""
     items = items[::-1] if order == "desc" else items
     ids = [item["id"] for item in items]
@@ -227,7 +233,7 @@ def item_page(items: list[Item], limit: int, order: Literal["asc", "desc"], afte
     data, left = items[begin : begin + limit], items[begin + limit :]
     first, last = (data[0]["id"], data[-1]["id"]) if data else ("", "")  # strings, as the openai client expects
     page = {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": bool(left)}
-    return json_response(page)
+    return json_response(page, headers)
 
 
 def _existing(found: StoredResponse | None, response_id: str) -> StoredResponse:

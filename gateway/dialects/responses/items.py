@@ -7,6 +7,7 @@ chat messages, requests or the store.
 
 import re
 from base64 import b64decode, b64encode
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
@@ -250,6 +251,16 @@ def _sent_tag(value: Any) -> str:
 SentItem = Annotated[
     Annotated[InputItem, Tag("<served>")] | Annotated[HostedItem, Tag("<hosted>")], Discriminator(_sent_tag)
 ]
+
+
+def served_items(items: Sequence[InputItem | HostedItem]) -> list[InputItem]:
+    """Return the items that are not left out."""
+    return [item for item in items if not isinstance(item, HostedItem)]
+
+
+def items_left_out(items: Sequence[InputItem | HostedItem], param: str) -> tuple[str, ...]:
+    """Return how the header `x-tidegate-ignored-parameters` names the items of `param` that are left out."""
+    return tuple(dict.fromkeys(f"{param}.{item.type}" for item in items if isinstance(item, HostedItem)))
 
 
 def few_pieces(value: Any) -> Any:

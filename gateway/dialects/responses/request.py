@@ -9,7 +9,14 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, Tag, field_validator, model_validator
 
-from gateway.dialects.responses.items import HostedItem, InputItem, MessageItem, SentItem, few_pieces
+from gateway.dialects.responses.items import (
+    InputItem,
+    MessageItem,
+    SentItem,
+    few_pieces,
+    items_left_out,
+    served_items,
+)
 from gateway.dialects.responses.tools import OfferedTool, ToolChoice, Tools, hosted_choice, offered
 from gateway.dialects.terms import refuse_moved
 from gateway.protocol.bodies.messages import Text
@@ -147,13 +154,7 @@ class ResponseRequest(GenerationBody):
         """The input as items, without those that are left out."""
         if isinstance(self.input, str):
             return [MessageItem(role="user", content=self.input)]
-        return [item for item in self.input if not isinstance(item, HostedItem)]
-
-    @property
-    def items_left_out(self) -> tuple[str, ...]:
-        """How the header `x-tidegate-ignored-parameters` names the items that are left out."""
-        kinds = (f"input.{item.type}" for item in self.input if isinstance(item, HostedItem))
-        return tuple(dict.fromkeys(kinds))
+        return served_items(self.input)
 
     @property
     def offered_tools(self) -> list[OfferedTool]:
@@ -185,7 +186,8 @@ def parse_response_request(body: dict[str, Any]) -> ResponseRequest:
         if body.get(name) is not None and body.get(name) is not False:
             raise unsupported_parameter(name)
     request = parse(ResponseRequest, _with_additional_tools(body))
-    left_out = (*names_left_out(request.tools or ()), *request.items_left_out)
+    items = () if isinstance(request.input, str) else items_left_out(request.input, "input")
+    left_out = (*names_left_out(request.tools or ()), *items)
     if ignored := (*unknown_names(body, KNOWN), *left_out):
         request._ignored = ignored
     _check_together(request)

@@ -103,6 +103,11 @@ def unknown_names(body: Mapping[str, Any], known: Collection[str]) -> tuple[str,
     return tuple(names)
 
 
+def ignored_header(names: Collection[str]) -> dict[str, str]:
+    """Return the header that tells which parameters are left out; empty if there are none."""
+    return {IGNORED_HEADER: header_value(names)} if names else {}
+
+
 def header_value(names: Collection[str]) -> str:
     """Return `names` as the value of a header: printable ASCII, separated by commas."""
     return ", ".join(re.sub(r"[^!-+\--~]", "?", name) for name in names)

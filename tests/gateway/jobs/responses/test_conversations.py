@@ -8,6 +8,7 @@ import pytest
 from redis.asyncio import Redis
 
 from gateway.jobs.responses import conversations, history
+from gateway.protocol.bodies.unsupported import IGNORED_HEADER
 from tests.gateway.jobs.responses.test_stored import storing
 from tests.gateway.offline import keyring
 from tests.gateway.scripted_worker import answer_with
@@ -33,6 +34,18 @@ async def test_a_conversation_is_kept_changed_and_deleted(redis_client: Redis) -
         assert gone.deleted and gone.object == "conversation.deleted"
         with pytest.raises(openai.NotFoundError, match="Conversation with id"):
             await api.retrieve(made.id)
+
+
+async def test_items_of_hosted_tools_are_left_out_and_named(redis_client: Redis) -> None:
+    searched: Any = {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search"}}
+    async with storing(redis_client) as stand:
+        api = stand.client.conversations.with_raw_response
+        created = await api.create(items=[HI, searched])
+        made = created.parse()
+        added = await stand.client.conversations.items.with_raw_response.create(made.id, items=[searched, HI, searched])
+        page = await stand.client.conversations.items.list(made.id)
+    assert [answer.headers[IGNORED_HEADER] for answer in (created, added)] == ["items.web_search_call"] * 2
+    assert said(page.data) == ["hi", "hi"]
 
 
 async def test_the_items_of_a_conversation(redis_client: Redis) -> None:
