@@ -13,7 +13,7 @@ from gateway.dialects.messages.request import MessagesRequest
 from gateway.identity import resolve_tier
 from gateway.protocol.json_body import hold_object
 from gateway.protocol.openapi import json_body
-from gateway.routes.chat import choose_model, deliver, parser_for
+from gateway.routes.chat import choose_model, deliver, headers_of, parser_for
 from gateway.routes.dependencies import Caller
 from gateway.routes.jobs.files import Owner
 
@@ -27,9 +27,10 @@ async def create_message(request: Request, key: Caller) -> Response:
 
 
 @router.post(f"{MESSAGES}/count_tokens", openapi_extra=json_body(MessagesRequest))
-async def count_message_tokens(request: Request, key: Caller, owner: Owner) -> dict[str, Any]:
+async def count_message_tokens(request: Request, response: Response, key: Caller, owner: Owner) -> dict[str, Any]:
     """Count the tokens of the prompt that a message would have. Nothing is generated."""
     async with hold_object(request, parser_for(request, chat_to_count, key)) as chat:
         served, chat = choose_model(request, chat, key)
         tier = resolve_tier(None, key, served.tiers).tier
+        response.headers.update(headers_of(chat) or {})
         return {"input_tokens": await count_tokens(served.completions, chat, tier, owner)}

@@ -135,13 +135,14 @@ def _may_wait(request: Request, body: ResponseRequest) -> bool:
 
 
 @router.post("/v1/responses/input_tokens", openapi_extra=json_body(ResponseRequest))
-async def count_input_tokens(request: Request, key: Caller, owner: Owner) -> dict[str, Any]:
+async def count_input_tokens(request: Request, response: Response, key: Caller, owner: Owner) -> dict[str, Any]:
     """Count the tokens of the prompt that a response would have. Nothing is generated."""
     async with hold_object(request, parser_for(request, parse_response_request, key)) as body:
         served, body = choose_model(request, body, key)
         tier = resolve_tier(body.service_tier, key, served.tiers).tier
         new = gateway_of(request).responses.new(served.completions, body)
         prepared = await new.prepare(Placement(tier, "auto", request.state.request_id, owner))
+        response.headers.update(headers_of(body) or {})
     return {"object": "response.input_tokens", "input_tokens": len(prepared.requests[0].prompt_token_ids)}
 
 

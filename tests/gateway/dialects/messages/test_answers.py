@@ -182,7 +182,8 @@ async def test_a_receipt_is_given_where_it_is_asked_for() -> None:
 async def test_tokens_are_counted_without_an_answer(more: Any, is_longer: bool) -> None:
     async with stand("3") as running:
         plain = await running.post("/v1/messages", {"model": MODEL, "max_tokens": 9, "messages": HI})
-        answer = await running.post("/v1/messages/count_tokens", {"model": MODEL, "messages": HI, **more})
+        answer = await running.post("/v1/messages/count_tokens", {"model": MODEL, "messages": HI, "thread": 1, **more})
         assert len(running.worker.served) == 1
+    assert answer.headers["x-tidegate-ignored-parameters"] == "thread"
     assert answer.json().keys() == {"input_tokens"}
     assert (answer.json()["input_tokens"] > plain.json()["usage"]["input_tokens"]) == is_longer
