@@ -9,7 +9,7 @@ PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check $(if $(CON
 # Compiled modules are kept, whatever the environment says: the tests take half a minute longer without.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: serve demo test test-all test-stores test-bench test-vllm test-vllm-contract test-llama test-helm conformance chaos fuzz images-check docs release gpu-check lint format constraints clean
+.PHONY: serve demo test test-all test-stores test-bench test-vllm test-vllm-contract test-llama test-helm bench-quick conformance chaos fuzz images-check docs release gpu-check lint format constraints clean
 
 serve: $(VENV)/.installed
 	$(BIN)/tidegate serve
@@ -75,6 +75,11 @@ test-helm: $(VENV)/.installed-dev .venv-helm/.installed
 .venv-helm/.installed: tests/deploy/helm_environment.sh
 	tests/deploy/helm_environment.sh $(PYTHON) .venv-helm
 	touch $@
+
+# What this machine does with a model, beside what its memory and its products would allow, in three
+# minutes. MODEL is a directory or a GGUF file; without it, 135 M random weights.
+bench-quick: $(VENV)/.installed
+	$(BIN)/python -m bench engines --systems tidegate --minutes 2.5 $(if $(MODEL),--model $(MODEL))
 
 # Clients that people use, in their default modes, against the demo model. Installs each of them into .conformance/.
 conformance: $(VENV)/.installed-dev

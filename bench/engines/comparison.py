@@ -95,15 +95,27 @@ class Comparison:
         return self.same_tokens[pair] / total if total else None
 
 
-def compare(plan: Plan, clients: Sequence[SystemClient], report_progress: Callable[[str], None]) -> Comparison:
-    """Run `plan` and return its measurements. Starts the clients; the caller ends them."""
+def compare(
+    plan: Plan,
+    clients: Sequence[SystemClient],
+    report_progress: Callable[[str], None],
+    is_over: Callable[[], bool] = lambda: False,
+) -> Comparison:
+    """Run `plan`, or its beginning until `is_over`, and return its measurements.
+
+    Starts the clients; the caller ends them.
+    """
     run = _Run(plan, clients, report_progress)
     run.begin()
     for round_ in range(plan.rounds):
         for streams in plan.streams:
-            for work in plan.works:
-                run.measure_job(work, streams, round_)
-            run.measure_step(streams, round_)
+            for work in (*plan.works, None):
+                if is_over():
+                    return run.end()
+                if work is None:
+                    run.measure_step(streams, round_)
+                else:
+                    run.measure_job(work, streams, round_)
     return run.end()
 
 

@@ -58,7 +58,8 @@ class ComparisonReport:
         notes = [f"NOT MEASURED: {name}: {reason}" for name, reason in self._comparison.unavailable.items()]
         if self._peaks is not None:
             gigabytes, gigaflops = self._peaks.bytes_per_s / 1e9, self._peaks.flops_per_s / 1e9
-            notes.append(f"roofline from {gigabytes:.1f} GB/s and {gigaflops:.0f} GFLOP/s, measured before the run")
+            rates = f"{gigabytes:.1f} GB/s and {gigaflops:.0f} GFLOP/s of the dtype's products"
+            notes.append(f"roofline from {rates}, the higher of two probes before and after the run")
         return tuple(notes)
 
     def warnings(self) -> list[str]:

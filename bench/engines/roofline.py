@@ -32,15 +32,24 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     vocab: int
-    number_bytes: int
+    number_bytes: int  # of the KV, and of the weights
+    file_bytes: int | None = (
+        None  # of all weights, if they are quantised in a file; None: they have `number_bytes` each
+    )
+    ties_embeddings: bool = True  # whether the LM head is the embedding table, too
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], dtype: str) -> Self | None:
-        """Return the shape in the content of a `config.json`; None if the model is not a Llama-like decoder."""
+    def from_config(cls, config: Mapping[str, Any], dtype: str, file_bytes: int | None = None) -> Self | None:
+        """Return the shape in the content of a `config.json`; None if the model is not a Llama-like decoder.
+
+        `file_bytes` is the size of a file with quantised weights.
+        """
         if any(key not in config for key in _KEYS) or "num_local_experts" in config:
             return None
         hidden, intermediate, layers, heads, vocab = (int(config[key]) for key in _KEYS)
         return cls(
+            file_bytes=file_bytes,
+            ties_embeddings=bool(config.get("tie_word_embeddings", True)),
             hidden=hidden,
             intermediate=intermediate,
             layers=layers,
@@ -63,6 +72,14 @@ class ModelShape:
         return self.hidden * self.vocab
 
     @property
+    def read_bytes(self) -> float:
+        """Bytes of the weights that each step reads: all but the embedding table, of which it reads single rows."""
+        read = self.layer_weights + self.head_weights
+        if self.file_bytes is None:
+            return read * self.number_bytes
+        return self.file_bytes * read / (read if self.ties_embeddings else read + self.head_weights)
+
+    @property
     def kv_token_bytes(self) -> int:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.number_bytes
 
@@ -80,9 +97,8 @@ class StepNeeds:
     attended: int
     context: int
 
-    def num_bytes(self, shape: ModelShape) -> int:
-        weights = shape.layer_weights + shape.head_weights
-        return weights * shape.number_bytes + self.context * shape.kv_token_bytes
+    def num_bytes(self, shape: ModelShape) -> float:
+        return shape.read_bytes + self.context * shape.kv_token_bytes
 
     def num_flops(self, shape: ModelShape) -> int:
         matrices = 2 * (self.rows * shape.layer_weights + self.sampled * shape.head_weights)

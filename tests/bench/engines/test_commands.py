@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from bench.__main__ import main
 from bench.engines import commands
+from bench.engines.roofline import Peaks
 from bench.engines.systems.process import serve
 from bench.engines.systems.protocol import Done, Failed, Order, Ready, SystemSpec, decode, encode
 from bench.engines.work import WorkShape, make_job
@@ -112,3 +113,9 @@ def test_a_users_mistake_is_one_sentence_and_exit_2(
     captured = capsys.readouterr()
     assert (end.value.code, captured.out) == (2, "")
     assert sentence in captured.err and captured.err.count("\n") == 1
+
+
+def test_the_higher_of_two_probes_counts() -> None:
+    assert commands.higher(Peaks(1.0, 5.0), Peaks(2.0, 4.0)) == Peaks(2.0, 5.0)
+    assert commands.higher(None, Peaks(2.0, 4.0)) == Peaks(2.0, 4.0)
+    assert commands.higher(None, None) is None

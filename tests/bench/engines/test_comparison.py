@@ -45,6 +45,16 @@ def run(*clients: Pretender) -> Comparison:
     return compare(PLAN, clients, lambda line: None)
 
 
+def test_nothing_new_begins_once_time_is_over() -> None:
+    ours = Pretender("tidegate", 0.01)
+    answers = iter([False, False, True])
+    part = compare(PLAN, [ours], lambda line: None, lambda: next(answers))
+    assert [(s.work, s.streams, s.round) for s in part.samples] == [
+        (s.work, s.streams, s.round) for s in run(Pretender("tidegate", 0.01)).samples[:2]
+    ]
+    assert ComparisonReport(part, None, None).as_dict()["jobs"]
+
+
 def test_the_table_has_every_system_kind_of_work_and_number_of_streams() -> None:
     result = ComparisonReport(run(Pretender("tidegate", 0.01), Pretender("vllm", 0.02)), SHAPE, PEAKS).as_dict()
     cells = {(row["work"], row["streams"], row["system"]) for row in result["jobs"]}

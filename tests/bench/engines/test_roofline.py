@@ -1,5 +1,7 @@
 """Bytes and operations of a step, against counts made by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from bench.engines.roofline import ModelShape, Peaks, decode_step, job_roofline_s
@@ -17,6 +19,13 @@ def test_a_decode_step_reads_all_weights_once_and_each_sequences_context() -> No
     needs = decode_step(streams=3, context=5)
     assert needs.num_bytes(SMALL) == 2 * 200 + 16 * 15
     assert needs.num_flops(SMALL) == 2 * 3 * 200 + 4 * 15 * 4
+
+
+def test_a_file_of_quantised_weights_is_read_but_for_an_embedding_table() -> None:
+    tied = replace(SMALL, file_bytes=100)
+    assert tied.read_bytes == 100
+    assert replace(tied, ties_embeddings=False).read_bytes == pytest.approx(100 * 200 / 240)
+    assert tied.kv_token_bytes == SMALL.kv_token_bytes
 
 
 def test_the_longer_of_the_two_times_is_the_roofline() -> None:
