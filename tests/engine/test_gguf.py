@@ -85,6 +85,21 @@ def test_a_gateway_finds_the_tokenizer_and_needs_no_weights(made: Made, tmp_path
     assert not (tmp_path / WEIGHTS).exists()
 
 
+def test_the_quick_reader_reads_what_the_package_reads(made: Made) -> None:
+    from gguf import GGUFReader
+
+    from engine.native.model.gguf import read
+
+    ours, theirs = read(str(made[0])), GGUFReader(made[0])
+    assert read(str(made[0])) is ours, "a file is read once"
+    assert list(ours.fields) == list(theirs.fields)
+    for name, field in theirs.fields.items():
+        assert (ours.fields[name].contents(), ours.fields[name].types) == (field.contents(), field.types), name
+    for mine, other in zip(ours.tensors, theirs.tensors, strict=True):
+        assert (mine.name, mine.tensor_type, mine.data_offset) == (other.name, other.tensor_type, other.data_offset)
+        assert mine.data.dtype == other.data.dtype and (mine.data == other.data).all()
+
+
 @pytest.mark.timeout(400)
 def test_the_engine_computes_what_the_file_holds(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     file, model = made
