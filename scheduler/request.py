@@ -76,6 +76,9 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     vocabulary: str = ""  # tells which vocabulary the token ids are of; empty: unknown
     second_from: int = 0  # of a pair of texts: the position of the second one in the prompt
     chat: str = ""  # as `StreamRequest.chat`: a chat with images, for a server that applies its chat template
+    # With `Delivery.EACH_STEP`: nobody reads the tokens one by one, so that those after the first may come a little
+    # later, several at once.
+    is_whole: bool = False
 
     @property
     def is_delivered_in_parts(self) -> bool:

@@ -71,20 +71,22 @@ class Report:
         self.checkpoints += later.checkpoints
 
 
-BULK_REPORT_S = 0.1  # minimum seconds between two token events of a stream without a latency SLO
+REPORT_S = 0.1  # minimum seconds between two token events of an answer that nobody reads token by token
 MAX_UNSENT_LOGPROBS = 2**12  # of one request; to read so many takes a gateway 1 ms
 
 
 def is_due(state: RequestState, now: float) -> bool:
     """Return whether the new tokens of a running request must be sent now.
 
-    A stream without a latency SLO gets several tokens in one event. With one event per token, a full bulk batch would
-    keep the gateway busy, and interactive tokens would wait in the gateway. An answer that is needed at its end comes
+    A stream without a latency SLO gets several tokens in one event, and so does an interactive answer that is sent as a
+    whole. With one event per token, they would keep the gateway busy, and the tokens of streams would wait there. An
+    answer that is needed at its end comes
     in one event, unless it has so many log probabilities that they would stop the gateway.
     """
     if state.request.delivery is Delivery.AT_END:
         return state.num_unsent_logprobs >= MAX_UNSENT_LOGPROBS
-    return state.tier.is_interactive or state.reported_s is None or now - state.reported_s >= BULK_REPORT_S
+    is_read = state.tier.is_interactive and not state.request.is_whole
+    return is_read or state.reported_s is None or now - state.reported_s >= REPORT_S
 
 
 def receipt_of(state: RequestState, worker_id: str) -> Receipt | None:

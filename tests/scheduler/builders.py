@@ -100,6 +100,7 @@ def make_request(
     order_ms: int = 0,
     vocabulary: str = "",
     chat: str = "",
+    is_whole: bool = False,
     **sampling: Any,
 ) -> Request:
     """`prompt` is the token ids, or their number."""
@@ -124,6 +125,7 @@ def make_request(
         order_ms=order_ms,
         vocabulary=vocabulary,
         chat=chat,
+        is_whole=is_whole,
     )
 
 

@@ -36,6 +36,7 @@ _NEUTRAL: dict[str, Any] = {
     "deadline_ms": 0,
     "reply_to": "",
     "delivery": Delivery.AT_END,
+    "is_whole": False,
     "wants_receipt": False,
     "is_seeded": False,
 }

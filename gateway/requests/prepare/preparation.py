@@ -222,7 +222,7 @@ class Preparation:
         n, tier = request.num_sequences, placement.tier
         adapter = request.model if request.model in self.model.adapters else None
         shared = self.fields_of(request, placement, arrival_ms) | {
-            "delivery": delivery_of(request, tier),
+            **delivery_of(request, tier),
             "cache_salt": cache_salt(placement.owner, request.cache_salt),
             "is_seeded": request.seed is not None,
         }

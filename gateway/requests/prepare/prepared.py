@@ -6,7 +6,7 @@ Knows bodies, prompts and tiers; does not know HTTP or the scheduler's client.
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -114,16 +114,18 @@ def time_limit_ms(request: HasDeadline, tier: Tier) -> int:
     return min(request.deadline_ms, tier.deadline_ms)
 
 
-def delivery_of(request: AnyRequest, tier: Tier) -> Delivery:
-    """Return whether the worker sends tokens after each step, or all tokens at the end.
+def delivery_of(request: AnyRequest, tier: Tier) -> dict[str, Any]:
+    """Return when the worker sends tokens, as fields of the scheduler's request: after each step, or all at the end.
 
-    Tokens are needed after each step for streams and for stop strings. They are also needed in interactive tiers with a
-    timeout, because there the timeout bounds the TTFT. In the other tiers, it bounds the time to the whole answer.
+    Tokens are needed after each step for streams and for stop strings. The first one is also needed in interactive
+    tiers with a timeout, because there the timeout bounds the TTFT. In the other tiers, it bounds the time to the whole
+    answer.
     """
-    awaits_first_token = tier.is_interactive and tier.timeout_ms is not None
-    if request.stream or request.stop_strings or awaits_first_token:
-        return Delivery.EACH_STEP
-    return Delivery.AT_END
+    if request.stream or request.stop_strings:
+        return {"delivery": Delivery.EACH_STEP}
+    if tier.is_interactive and tier.timeout_ms is not None:
+        return {"delivery": Delivery.EACH_STEP, "is_whole": True}
+    return {"delivery": Delivery.AT_END}
 
 
 def as_part_of_job(request: Request, part: JobPart | None, index: int, tier: Tier, model: str) -> Request:

@@ -108,7 +108,7 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "include_reasoning": ({"include_reasoning": False}, "miss"),
 }
 # Fields of a scheduler request that do not change its output.
-NEUTRAL = {"id", "tier", "arrival_ms", "deadline_ms", "reply_to", "delivery", "wants_receipt", "is_seeded"}
+NEUTRAL = {"id", "tier", "arrival_ms", "deadline_ms", "reply_to", "delivery", "is_whole", "wants_receipt", "is_seeded"}
 
 
 @pytest.fixture

@@ -76,5 +76,8 @@ async def test_tokens_are_delivered_each_step_only_where_needed() -> None:
         await create(model=MODEL, messages=HI, service_tier="flex")
         await create(model=MODEL, messages=HI, service_tier="flex", stop="zzz")
         await create(model=MODEL, messages=HI)
-        deliveries = [r.delivery for r in stand.worker.served]
-    assert deliveries == [Delivery.AT_END, Delivery.EACH_STEP, Delivery.EACH_STEP]
+        await create(model=MODEL, messages=HI, stop="zzz")
+        [_ async for _ in await create(model=MODEL, messages=HI, stream=True)]
+        deliveries = [(r.delivery, r.is_whole) for r in stand.worker.served]
+    each_step = (Delivery.EACH_STEP, False)
+    assert deliveries == [(Delivery.AT_END, False), each_step, (Delivery.EACH_STEP, True), each_step, each_step]

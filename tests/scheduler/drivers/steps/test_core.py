@@ -1,6 +1,7 @@
 """The core without I/O, stepped by hand against the modeled engine."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from msgspec import structs
@@ -9,7 +10,7 @@ from engine.interface import SequenceFailure, StepResult, TokenLogprobs
 from engine.step_time.cost import StepCost, StepWork
 from engine.step_time.model import StepTimeModel
 from scheduler.holdings.claims import PREFETCH
-from scheduler.holdings.report import MAX_UNSENT_LOGPROBS
+from scheduler.holdings.report import MAX_UNSENT_LOGPROBS, REPORT_S
 from scheduler.request import Claimed, Delivery, EventKind, Lease, TokenEvent
 from scheduler.request_state import Status
 from scheduler.virtual_time import EPOCH_MS
@@ -249,6 +250,22 @@ def test_a_request_dropped_and_claimed_again_during_one_step_starts_afresh() -> 
     sent = [(e.index, e.token_ids) for e in stepped.events]
     assert [index for index, _ in sent] == [0, 0, 1, 2, 3, 4, 5]
     assert [t for _, tokens in sent[1:] for t in tokens] == expected_tokens(request)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_whole_answer_comes_in_few_events_and_its_first_token_at_once(is_whole: bool) -> None:
+    stepped = SteppedCore()
+    request = make_request("r", max_tokens=60, is_whole=is_whole)
+    stepped.accept(request)
+    times_s = list[float]()
+    while not (stepped.reports and stepped.reports[-1].leases):
+        stepped.step()
+        times_s += [stepped.now] * len(stepped.reports[-1].events["gateway"])
+    assert [token for event in stepped.events for token in event.token_ids] == expected_tokens(request)
+    assert len(stepped.events[0].token_ids) == 1
+    gaps_s = [later - earlier for earlier, later in pairwise(times_s[:-1])]
+    assert (min(gaps_s) >= REPORT_S) is is_whole
+    assert max(gaps_s) < REPORT_S + 0.02, "about a step later"
 
 
 def test_a_held_request_that_is_claimed_again_goes_on_under_the_newer_lease() -> None:
