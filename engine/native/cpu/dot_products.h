@@ -61,31 +61,30 @@ inline void multiply_panels(bf16 *out, const bf16 *x, const Linear &linear, Inde
     }
 }
 
-// Computes all rows for all panels, with all threads of the enclosing parallel region; each thread has a share of the
-// panels.
+// Computes all rows for up to kPanels panels from `first` on, in one thread.
 template <int kMost, int kPanels, bool kAdd>
-inline void multiply_in_blocks(bf16 *out, const bf16 *x, const Linear &linear, Index rows) {
-    const Index panels = linear.out / kPanel, blocks = (panels + kPanels - 1) / kPanels;
-#pragma omp for schedule(static)
-    for (Index b = 0; b < blocks; b++) {
-        const Index first = b * kPanels;
-        if (first + kPanels <= panels)
-            multiply_panels<kMost, kPanels, kAdd>(out, x, linear, rows, first);
-        else
-            for (Index p = first; p < panels; p++) multiply_panels<kMost, 1, kAdd>(out, x, linear, rows, p);
-    }
+inline void multiply_up_to(bf16 *out, const bf16 *x, const Linear &linear, Index rows, Index first) {
+    const Index panels = linear.out / kPanel;
+    if (first + kPanels <= panels)
+        multiply_panels<kMost, kPanels, kAdd>(out, x, linear, rows, first);
+    else
+        for (Index p = first; p < panels; p++) multiply_panels<kMost, 1, kAdd>(out, x, linear, rows, p);
 }
 
-// Computes out = x · weightᵀ + bias (out += … if kAdd) for out (rows, linear.out) and x (rows, linear.in), with all
-// threads of the enclosing parallel region. With few rows, a block has many panels, so that more of the weight is
-// loaded from memory at the same time. With many rows, a block has few panels, which leaves registers for rows.
-template <bool kAdd> void multiply_by_dots(bf16 *out, const bf16 *x, const Linear &linear, Index rows) {
+// Returns how many panels a thread computes at once. With few rows they are many, so that more of the weight is loaded
+// from memory at the same time. With many rows they are few, which leaves registers for rows.
+inline Index panels_by_dots(Index rows) { return rows == 1 ? 8 : rows <= 4 ? 6 : 3; }
+
+// Computes out = x · weightᵀ + bias (out += … if kAdd) for out (rows, linear.out) and x (rows, linear.in), for up to
+// panels_by_dots(rows) panels from `first` on, in one thread.
+template <bool kAdd>
+inline void multiply_by_dots(bf16 *out, const bf16 *x, const Linear &linear, Index rows, Index first) {
     if (rows == 1)
-        multiply_in_blocks<1, 8, kAdd>(out, x, linear, rows);
+        multiply_up_to<1, 8, kAdd>(out, x, linear, rows, first);
     else if (rows <= 4)
-        multiply_in_blocks<4, 6, kAdd>(out, x, linear, rows);
+        multiply_up_to<4, 6, kAdd>(out, x, linear, rows, first);
     else
-        multiply_in_blocks<8, 3, kAdd>(out, x, linear, rows);
+        multiply_up_to<8, 3, kAdd>(out, x, linear, rows, first);
 }
 
 }  // namespace tidegate

@@ -24,17 +24,17 @@ using namespace tidegate;
     }                                                                                                                  \
     void rotate_and_write_##NAME(T *qkv, T *cache, const Index *slots, const T *cosines, const T *sines,               \
                                  Norm query_norm, Norm key_norm, Index rows, Index num_slots, Index query_heads,       \
-                                 Index kv_heads, Index dim, Index rotary, int threads) {                               \
+                                 Index kv_heads, Index dim, Index rotary, int in_pairs, int threads) {                 \
         TIDEGATE_TEAM(threads, rows)                                                                                   \
         rotate_and_write(qkv, cache, slots, cosines, sines, query_norm, key_norm, rows, num_slots,                     \
-                         Heads{query_heads, kv_heads, dim, rotary});                                                   \
+                         Heads{query_heads, kv_heads, dim, rotary, in_pairs});                                         \
     }                                                                                                                  \
     void paged_decode_##NAME(T *out, const T *query, Index row_stride, Index head_stride, const T *cache,              \
                              Index num_slots, const Index *tables, Index table_stride, const Index *lengths,           \
                              const float *sinks, Index rows, Index query_heads, Index kv_heads, Index dim,             \
                              Index block_size, float scaling, float softcap, Index window, int threads) {              \
         paged_decode(out, query, row_stride, head_stride, cache, num_slots, tables, table_stride, lengths, sinks,      \
-                     rows, Heads{query_heads, kv_heads, dim, 0}, block_size, Scoring{scaling, softcap, window},        \
+                     rows, Heads{query_heads, kv_heads, dim, 0, 0}, block_size, Scoring{scaling, softcap, window},     \
                      threads);                                                                                         \
     }                                                                                                                  \
     void paged_prefill_##NAME(T *out, const T *query, Index row_stride, Index head_stride, const T *cache,             \
@@ -43,7 +43,8 @@ using namespace tidegate;
                               float scaling, float softcap, Index window, int threads) {                               \
         paged_prefill(out, query, row_stride, head_stride, cache, num_slots, tables,                                   \
                       reinterpret_cast<const Chunk *>(chunks), num_chunks, sinks,                                      \
-                      Heads{query_heads, kv_heads, dim, 0}, block_size, Scoring{scaling, softcap, window}, threads);   \
+                      Heads{query_heads, kv_heads, dim, 0, 0}, block_size, Scoring{scaling, softcap, window},         \
+                      threads);                                                                                        \
     }
 
 extern "C" {

@@ -24,7 +24,7 @@ _P, _I, _F, _T = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 class NormArguments(ctypes.Structure):
     """The ctypes counterpart of the struct `Norm` in layers.h."""
 
-    _fields_ = [("weight", _P), ("eps", _F), ("rounds", ctypes.c_int32)]
+    _fields_ = [("weight", _P), ("eps", _F), ("rounds", ctypes.c_int32), ("n", _I)]
 
 
 _N = NormArguments
@@ -32,7 +32,7 @@ _SIGNATURES = {
     "rms_norm": [_P, _P, _N, _I, _I, _T],
     "add_rms_norm": [_P, _P, _P, _N, _I, _I, _T],
     "activate_and_mul": [_P, _P, _I, _I, _T, _T],
-    "rotate_and_write": [_P, _P, _P, _P, _P, _N, _N, _I, _I, _I, _I, _I, _I, _T],
+    "rotate_and_write": [_P, _P, _P, _P, _P, _N, _N, _I, _I, _I, _I, _I, _I, _T, _T],
     "paged_prefill": [_P, _P, _I, _I, _P, _I, _P, _P, _I, _P, _I, _I, _I, _I, _F, _F, _I, _T],
     "paged_decode": [_P, _P, _I, _I, _P, _I, _P, _I, _P, _P, _I, _I, _I, _I, _I, _F, _F, _I, _T],
 }
@@ -100,6 +100,7 @@ class CpuKernels:
         sines: Tensor,
         query_norm: Norm | None,
         key_norm: Norm | None,
+        in_pairs: bool = False,
     ) -> None:
         if qkv.shape[1] != shape.query_width + 2 * shape.kv_width or slots.shape[1] != shape.head_dim:
             raise ValueError(f"rows of {qkv.shape[1]} and slots of {slots.shape[1]} numbers do not fit {shape}")
@@ -117,6 +118,7 @@ class CpuKernels:
             shape.num_kv_heads,
             shape.head_dim,
             cosines.shape[-1],
+            in_pairs,
             _num_threads(),
         )
 
@@ -182,7 +184,9 @@ class CpuKernels:
 
 def norm_arguments(norm: Norm | None) -> NormArguments:
     """Return the C++ arguments of a norm, whose weight must stay alive; those of None leave the norm out."""
-    return NormArguments() if norm is None else NormArguments(norm.weight.data_ptr(), norm.eps, norm.rounds)
+    if norm is None:
+        return NormArguments()
+    return NormArguments(norm.weight.data_ptr(), norm.eps, norm.rounds, len(norm.weight))
 
 
 def _check(query: Tensor, num_kv_heads: int, slots: Tensor) -> None:

@@ -9,22 +9,29 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from engine.native.attention.paged import PagedAttention
 from engine.native.batch.tensors import StepTensors
 from engine.native.cpu.kernels import CpuKernels, NormArguments, norm_arguments
-from engine.native.cpu.products import LinearArguments, PackedWeight, fits_panels
-from engine.native.model.layer_parts import LayerForm, LayerParts
+from engine.native.cpu.products import PANEL, LinearArguments, PackedWeight, fits_panels
+from engine.native.model.layer_parts import LayerForm, LayerParts, Rotation
+from engine.native.model.mlp_parts import Experts, Mlp, linear_of
 
 # C types of the fields: a pointer, an Index, a float, an int32.
 _P, _I, _F, _T = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32
 
 
+_LINEARS = ("qkv", "out", "gate_up", "down", "router")
 _NORMS = ("input", "attended", "mlp", "computed", "query", "key")
 
 
+class _ExpertsArguments(ctypes.Structure):
+    _fields_ = [("count", _I), ("chosen", _I), ("always", _I), ("normalises", _T)]
+
+
 class _HeadsArguments(ctypes.Structure):
-    _fields_ = [("query", _I), ("kv", _I), ("dim", _I), ("rotary", _I)]
+    _fields_ = [("query", _I), ("kv", _I), ("dim", _I), ("rotary", _I), ("in_pairs", _T)]
 
 
 class _ScoringArguments(ctypes.Structure):
@@ -35,10 +42,12 @@ class _LayerArguments(ctypes.Structure):
     """The ctypes counterpart of the struct `Layer` in decoder_layer.cpp."""
 
     _fields_ = [
-        *((name, LinearArguments) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, LinearArguments) for name in _LINEARS),
         *((name, NormArguments) for name in _NORMS),
+        ("experts", _ExpertsArguments),
         ("heads", _HeadsArguments),
         ("scoring", _ScoringArguments),
+        ("sinks", _P),
         ("activation", _T),
         ("residual_scale", _F),
         ("cache", _P),
@@ -75,23 +84,23 @@ class SharedStep:
         self._arguments = _StepArguments()
         self._kept: tuple[Tensor, ...] = ()
 
-    def address(self, step: StepTensors, position_embeddings: tuple[Tensor, Tensor]) -> int:
-        """Return the address of the C++ arguments of `step`.
+    def address(self, step: StepTensors, position_embeddings: tuple[Tensor, Tensor], rotation: Rotation) -> int:
+        """Return the address of the C++ arguments of `step`, for layers with this rotation, the same in all layers.
 
-        `position_embeddings` are cosines and sines, (1, T, rotary) each.
+        `position_embeddings` are the model's cosines and sines, (1, T, angles) each.
         """
         if step is not self._step or position_embeddings is not self._positions:
             self._step, self._positions = step, position_embeddings
-            self._fill(step, position_embeddings)
+            self._fill(step, position_embeddings, rotation)
         return ctypes.addressof(self._arguments)
 
     @property
     def rotary_dim(self) -> int:
         return int(self._kept[0].shape[-1])
 
-    def _fill(self, step: StepTensors, position_embeddings: tuple[Tensor, Tensor]) -> None:
+    def _fill(self, step: StepTensors, position_embeddings: tuple[Tensor, Tensor], rotation: Rotation) -> None:
         """Fill the C++ arguments; cosines and sines are converted to bfloat16, (T, rotary) each."""
-        cosines, sines = (t[0].to(torch.bfloat16).contiguous() for t in position_embeddings)
+        cosines, sines = (rotation.twice(t[0].to(torch.bfloat16)).contiguous() for t in position_embeddings)
         self._kept = (cosines, sines)  # keeps these tensors alive: C++ has only their addresses
         arguments = self._arguments
         arguments.rows, arguments.slots = len(step.slot_ids), step.slot_ids.data_ptr()
@@ -118,43 +127,70 @@ class NativeDecoderLayer(nn.Module):
         self._attention = attention
         self._step = step
         self._form = parts.form  # also keeps the weights of norms alive: C++ has only their addresses
-        self._weights = {
-            "qkv": PackedWeight(parts.qkv),
-            "out": PackedWeight([parts.out]),
-            "gate_up": PackedWeight(parts.gate_up),
-            "down": PackedWeight([parts.down]),
-        }
+        self._weights = {"qkv": PackedWeight(parts.qkv), "out": PackedWeight([parts.out])}
+        self.has_experts = isinstance(parts.mlp, Experts)
+        if isinstance(parts.mlp, Mlp):
+            self._weights |= {"gate_up": PackedWeight(parts.mlp.gate_up), "down": PackedWeight([parts.mlp.down])}
+        elif isinstance(parts.mlp, Experts):
+            self._weights["gate_up"] = PackedWeight([parts.mlp.gate_up_linear()])
+            self._weights["down"] = PackedWeight([parts.mlp.down_linear()])
+            self._weights["router"] = PackedWeight([_padded(parts.mlp.router_linear())])
         self._arguments = self._describe(parts.form)
+        self._describe_mlp(parts.mlp)
         self._compute = library.decoder_layer_bfloat16
         self._compute.argtypes, self._compute.restype = [_P, _P, _P], None
 
     @staticmethod
     def supports(parts: LayerParts) -> bool:
         """Return whether the C++ code is compiled for the sizes of the layer."""
-        return fits_panels(*parts.linears) and CpuKernels.can_prefill(parts.form.shape)
+        if isinstance(parts.mlp, Experts):
+            fits = not any(size % PANEL for size in parts.mlp.sizes) and parts.mlp.dtype is torch.bfloat16
+        else:
+            fits = parts.mlp is not None
+        return fits and fits_panels(*parts.linears) and CpuKernels.can_prefill(parts.form.shape)
 
     def _describe(self, form: LayerForm) -> _LayerArguments:
-        """Return the C++ arguments of the layer; `forward` sets the rotary dimension."""
+        """Return the C++ arguments of the layer without its MLP; `forward` sets the rotary dimension."""
         shape, cache = form.shape, self._attention.layer(form.layer_idx)
         scoring = self._attention.scoring(form.layer_idx, form.scaling, form.softcap)
         arguments = _LayerArguments(**{name: weight.arguments for name, weight in self._weights.items()})
         for name in _NORMS:
             setattr(arguments, name, norm_arguments(getattr(form, f"{name}_norm")))
-        arguments.heads = _HeadsArguments(shape.num_query_heads, shape.num_kv_heads, shape.head_dim, 0)
+        in_pairs = form.rotation is not None and form.rotation.in_pairs
+        arguments.heads = _HeadsArguments(shape.num_query_heads, shape.num_kv_heads, shape.head_dim, 0, in_pairs)
         arguments.scoring = _ScoringArguments(scoring.scaling, scoring.softcap or 0.0, scoring.window or 0)
-        arguments.activation, arguments.residual_scale = form.activation, form.residual_scale
+        arguments.sinks = None if form.sinks is None else form.sinks.data_ptr()
+        arguments.residual_scale = form.residual_scale
         arguments.cache = cache.slots.data_ptr()
         arguments.num_slots = len(cache.slots) // (2 * shape.num_kv_heads)
         arguments.block_size = self._attention.block_size
         return arguments
 
+    def _describe_mlp(self, mlp: Mlp | Experts | None) -> None:
+        """Add the MLP to the C++ arguments."""
+        assert mlp is not None, "see `supports`"
+        self._arguments.activation = mlp.activation
+        if isinstance(mlp, Experts):
+            self._arguments.experts = _ExpertsArguments(mlp.count, mlp.chosen, mlp.always, mlp.normalises)
+            for name in ("gate_up", "down"):
+                weight = getattr(self._arguments, name)
+                weight.out //= mlp.count
+
     def forward(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
         """Compute the layer on `hidden_states` (1, T, hidden) in place.
 
-        `position_embeddings` are cosines and sines, (1, T, rotary) each.
+        `position_embeddings` are cosines and sines, (1, T, angles) each.
         """
         self._attention.enter_layer()
-        step = self._step.address(self._attention.step, position_embeddings)
-        self._arguments.heads.rotary = self._step.rotary_dim if self._form.rotates else 0
+        rotation = self._form.rotation
+        step = self._step.address(self._attention.step, position_embeddings, rotation or Rotation())
+        self._arguments.heads.rotary = self._step.rotary_dim if rotation else 0
         self._compute(hidden_states.data_ptr(), ctypes.addressof(self._arguments), step)
         return hidden_states
+
+
+def _padded(linear: nn.Linear) -> nn.Linear:
+    """Return `linear` with further outputs of 0, so that they fill whole panels."""
+    more = -linear.out_features % PANEL
+    bias = None if linear.bias is None else pad(linear.bias.detach(), (0, more))
+    return linear_of(pad(linear.weight.detach(), (0, 0, 0, more)), bias)

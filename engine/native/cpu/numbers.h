@@ -53,9 +53,11 @@ inline float hyperbolic_tangent(float x) {
     return (e - 1.0f) / (e + 1.0f);
 }
 
-// The number of query heads and of KV heads, the size of a head, and how many of a head's numbers are rotated.
+// The number of query heads and of KV heads, the size of a head, and how many of a head's numbers are rotated. Numbers are
+// rotated with the one beside them if in_pairs, else with the one half of the rotated numbers away.
 struct Heads {
     Index query, kv, dim, rotary;
+    int32_t in_pairs;
 };
 
 }  // namespace tidegate

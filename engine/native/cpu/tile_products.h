@@ -130,29 +130,37 @@ inline void multiply_many_rows(bf16 *out, const bf16 *x, const Linear &linear, I
     }
 }
 
-// Computes out = x · weightᵀ + bias (out += … if kAdd) for out (rows, linear.out) and x (rows, linear.in), with all
-// threads of the enclosing parallel region. Each thread has a share of the panels; a block of panels stays in the
-// processor's cache for all rows. Assumes that linear.in is a multiple of kTileInputs.
-template <bool kAdd> void multiply_by_tiles(bf16 *out, const bf16 *x, const Linear &linear, Index rows) {
-    const Index panels = linear.out / kPanel, most = rows > kTileRows ? 2 : 4, blocks = (panels + most - 1) / most;
-    TileShapes shapes;
-#pragma omp for schedule(static)
-    for (Index b = 0; b < blocks; b++) {
-        const Index first = b * most, some = first + most <= panels ? most : panels - first;
-        for (Index r = 0; r < rows; r += 2 * kTileRows) {
-            const Index left = rows - r, now = left < 2 * kTileRows ? left : 2 * kTileRows;
-            bf16 *to = out + r * linear.out;
-            const bf16 *from = x + r * linear.in;
-            if (now > kTileRows) {
-                shapes.set(kTileRows, now - kTileRows);
-                multiply_many_rows<kAdd>(to, from, linear, now, first, some);
-            } else {
-                shapes.set(now, 0);
-                multiply_few_rows<kAdd>(to, from, linear, now, first, some);
-            }
+// Returns how many panels a thread computes at once.
+inline Index panels_by_tiles(Index rows) { return rows > kTileRows ? 2 : 4; }
+
+// Computes out = x · weightᵀ + bias (out += … if kAdd) for out (rows, linear.out) and x (rows, linear.in), for up to
+// panels_by_tiles(rows) panels from `first` on, in one thread. The panels stay in the processor's cache for all rows.
+// Assumes that linear.in is a multiple of kTileInputs.
+template <bool kAdd>
+inline void multiply_by_tiles(bf16 *out, const bf16 *x, const Linear &linear, Index rows, Index first,
+                              TileShapes &shapes) {
+    const Index panels = linear.out / kPanel - first, most = panels_by_tiles(rows), some = panels < most ? panels : most;
+    for (Index r = 0; r < rows; r += 2 * kTileRows) {
+        const Index left = rows - r, now = left < 2 * kTileRows ? left : 2 * kTileRows;
+        bf16 *to = out + r * linear.out;
+        const bf16 *from = x + r * linear.in;
+        if (now > kTileRows) {
+            shapes.set(kTileRows, now - kTileRows);
+            multiply_many_rows<kAdd>(to, from, linear, now, first, some);
+        } else {
+            shapes.set(now, 0);
+            multiply_few_rows<kAdd>(to, from, linear, now, first, some);
         }
     }
 }
+
+}  // namespace tidegate
+
+#else
+
+namespace tidegate {
+
+struct TileShapes {};  // of a processor without tiles
 
 }  // namespace tidegate
 

@@ -27,7 +27,7 @@ class TritonLayerKernels:
         rows, width = gate_up.shape
         out = gate_up.new_empty(rows, width // 2)
         activate_and_mul_kernel[(rows, -(-(width // 2) // _TILE))](
-            gate_up, out, N=width // 2, TILE=_TILE, IS_GELU=activation is Activation.GELU_TANH
+            gate_up, out, N=width // 2, TILE=_TILE, ACTIVATION=int(activation)
         )
         return out
 
@@ -41,9 +41,13 @@ class TritonLayerKernels:
         sines: Tensor,
         query_norm: Norm | None,
         key_norm: Norm | None,
+        in_pairs: bool = False,
     ) -> None:
         if qkv.shape[1] != shape.query_width + 2 * shape.kv_width or slots.shape[1] != shape.head_dim:
             raise ValueError(f"rows of {qkv.shape[1]} and slots of {slots.shape[1]} numbers do not fit {shape}")
+        queries, keys, _ = torch.split(qkv, [shape.query_width, shape.kv_width, shape.kv_width], dim=1)
+        query_norm = _norm_of_a_head(queries, query_norm, shape.head_dim)
+        key_norm = _norm_of_a_head(keys, key_norm, shape.head_dim)
         rotate_and_write_kernel[(len(qkv), -(-(shape.num_query_heads + shape.num_kv_heads) // _TILE_HEADS))](
             qkv,
             slots,
@@ -64,7 +68,16 @@ class TritonLayerKernels:
             HAS_QUERY_NORM=query_norm is not None,
             HAS_KEY_NORM=key_norm is not None,
             ROUNDS=query_norm is None or query_norm.rounds,
+            IN_PAIRS=in_pairs,
         )
+
+
+def _norm_of_a_head(heads: Tensor, norm: Norm | None, head_dim: int) -> Norm | None:
+    """Return `norm` if it normalises each head alone. Else normalise all `heads` (rows, width) at once, in place."""
+    if norm is None or len(norm.weight) == head_dim:
+        return norm
+    heads.copy_(_rms_norm(heads.contiguous(), None, norm))
+    return None
 
 
 def _rms_norm(x: Tensor, residual: Tensor | None, norm: Norm) -> Tensor:

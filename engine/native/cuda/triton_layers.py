@@ -60,9 +60,9 @@ def activate_and_mul_kernel(
     out,  # (rows, n)
     N: tl.constexpr,
     TILE: tl.constexpr,
-    IS_GELU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):
-    """Compute out = activation(gate) · up, where each row holds gate, then up.
+    """Compute out = activation(gate, up), where each row holds gate, then up. ACTIVATION is an `Activation`'s number.
 
     SiLU is g / (1 + e^-g). With z = √(2/π) · (g + 0.044715 g³), GELU is g · (1 + tanh z) / 2 = g / (1 + e^-2z).
 
@@ -74,8 +74,12 @@ def activate_and_mul_kernel(
     gate = tl.load(gate_up + row * 2 * N + places, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * N + N + places, mask=mask, other=0.0).to(tl.float32)
     exponent = gate
-    if IS_GELU:
+    if ACTIVATION == 1:
         exponent = 1.5957691216 * (gate + 0.044715 * gate * gate * gate)
+    if ACTIVATION == 2:
+        gate = tl.where(gate > 7.0, 7.0, gate)
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
+        exponent = 1.702 * gate
     activated = (gate / (1.0 + tl.exp(tl.minimum(-exponent, 80.0)))).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * N + places, (activated * up).to(out.dtype.element_ty), mask=mask)
 
@@ -111,11 +115,13 @@ def rotate_and_write_kernel(
     HAS_QUERY_NORM: tl.constexpr,
     HAS_KEY_NORM: tl.constexpr,
     ROUNDS: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
 ):
     """Normalise queries and keys, rotate them in place, and write keys and values to the KV cache.
 
-    For i < ROTARY / 2, with j = i + ROTARY / 2: x[i] becomes x[i] · cos[i] - x[j] · sin[i], and x[j] becomes
-    x[j] · cos[j] + x[i] · sin[j].
+    Of each two numbers x[i] and x[j] with an angle's cosine and sine, x[i] becomes x[i] · cos - x[j] · sin, and x[j]
+    becomes x[j] · cos + x[i] · sin. Of angle a, i is a and j is a + ROTARY / 2; IN_PAIRS, 2a and 2a + 1. Cosines and
+    sines of all angles are there twice, one half after the other.
 
     Grid: (rows, ceil((HEADS + KV_HEADS) / TILE)). A program has TILE heads, and also copies the values of its KV heads.
     Assumes that no two rows have the same slot, except padding rows.
@@ -127,8 +133,12 @@ def rotate_and_write_kernel(
     is_dim = (dims < HEAD_DIM) & (head < HEADS + KV_HEADS)
     is_key = head >= HEADS
     is_turned = dims < ROTARY
-    # Each number is rotated together with its partner, half of the rotary dimensions away.
-    partners = tl.where(dims < ROTARY // 2, dims + ROTARY // 2, dims - ROTARY // 2)
+    # Each number is rotated together with its partner.
+    if IN_PAIRS:
+        is_first, partners, angles = dims % 2 == 0, dims ^ 1, dims // 2
+    else:
+        is_first, angles = dims < ROTARY // 2, dims
+        partners = tl.where(is_first, dims + ROTARY // 2, dims - ROTARY // 2)
     partners = tl.where(is_turned, partners, dims)
     first = qkv + (row * (HEADS + 2 * KV_HEADS) + head) * HEAD_DIM
     x = tl.load(first + dims, mask=is_dim, other=0.0).to(tl.float32)
@@ -141,9 +151,9 @@ def rotate_and_write_kernel(
     if HAS_KEY_NORM:
         normed_x, normed_y = _normed_pairs(x, y, key_weight, dims, partners, key_eps, dtype, HEAD_DIM, ROUNDS)
         x, y = tl.where(is_key, normed_x, x), tl.where(is_key, normed_y, y)
-    cosine = tl.load(cosines + row * ROTARY + dims, mask=is_turned, other=1.0).to(tl.float32)
-    sine = tl.load(sines + row * ROTARY + dims, mask=is_turned, other=0.0).to(tl.float32)
-    turned = (x * cosine + tl.where(dims < ROTARY // 2, -y, y) * sine).to(dtype)
+    cosine = tl.load(cosines + row * ROTARY + angles, mask=is_turned, other=1.0).to(tl.float32)
+    sine = tl.load(sines + row * ROTARY + angles, mask=is_turned, other=0.0).to(tl.float32)
+    turned = (x * cosine + tl.where(is_first, -y, y) * sine).to(dtype)
     tl.store(first + dims, turned, mask=is_dim)
     is_stored = is_key & is_dim
     slot = ((head - HEADS).to(tl.int64) * num_slots + tl.load(slot_ids + row)) * HEAD_DIM

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from engine.native.attention.paged import PagedAttention
 from engine.native.model.layer_kernels import LayerKernels, Norm
-from engine.native.model.layer_parts import LayerParts
+from engine.native.model.layer_parts import LayerParts, Rotation
+from engine.native.model.mlp_parts import Mlp, linear_of
 from engine.native.model.quantized import QuantizedLinear, joined_biases
 
 Join = Callable[[Sequence[nn.Linear]], nn.Module]  # joins linear layers that read the same input into one layer
@@ -20,7 +21,8 @@ Join = Callable[[Sequence[nn.Linear]], nn.Module]  # joins linear layers that re
 class FusedDecoderLayer(nn.Module):
     """A decoder layer with the `parts` of another one, with a copy of its weights. Input and output are (1, T, hidden).
 
-    The residual stream is changed in place: the output is the same tensor as the input.
+    The residual stream is changed in place: the output is the same tensor as the input. Experts, and MLPs of other
+    forms, are computed by transformers' module.
     """
 
     def __init__(
@@ -34,22 +36,21 @@ class FusedDecoderLayer(nn.Module):
         self._kernels = kernels
         self._qkv = join(parts.qkv)
         self._out = join([parts.out])
-        self._gate_up = join(parts.gate_up)
-        self._down = join([parts.down])
+        self._mlp = _JoinedMlp(parts.mlp, kernels, join) if isinstance(parts.mlp, Mlp) else _Block(parts.block)
 
     def forward(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **_: object) -> Tensor:
         """Compute the layer on `hidden_states` (1, T, hidden) in place.
 
-        `position_embeddings` are cosines and sines, (1, T, rotary_dim) each.
+        `position_embeddings` are the model's cosines and sines, (1, T, angles) each.
         """
         residual = hidden_states[0]
         self._attention.enter_layer()
         form, kernels = self._form, self._kernels
-        attended = self._attend(kernels.rms_norm(residual, form.input_norm), position_embeddings)
-        added = self._branch(self._out(attended), form.attended_norm)
-        normed = kernels.add_rms_norm(residual, added, form.mlp_norm)
-        activated = kernels.activate_and_mul(self._gate_up(normed), form.activation)
-        residual.add_(self._branch(self._down(activated), form.computed_norm))
+        x = residual if form.input_norm is None else kernels.rms_norm(residual, form.input_norm)
+        added = self._branch(self._out(self._attend(x, position_embeddings)), form.attended_norm)
+        norm = form.mlp_norm
+        x = residual.add_(added) if norm is None else kernels.add_rms_norm(residual, added, norm)
+        residual.add_(self._branch(self._mlp(x), form.computed_norm))
         return hidden_states
 
     def _branch(self, x: Tensor, norm: Norm | None) -> Tensor:
@@ -60,19 +61,48 @@ class FusedDecoderLayer(nn.Module):
     def _attend(self, normed: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
         """Return the attention result (T, heads × head_dim) for `normed` (T, hidden)."""
         form, attention = self._form, self._attention
-        shape, qkv = form.shape, self._qkv(normed)
-        cosines, sines = (t[0].to(qkv.dtype).contiguous() for t in position_embeddings)
-        if not form.rotates:
-            cosines, sines = torch.ones_like(cosines), torch.zeros_like(sines)
-        slots = attention.layer(form.layer_idx).slots
-        self._kernels.rotate_and_write(
-            qkv, shape, slots, attention.step.slot_ids, cosines, sines, form.query_norm, form.key_norm
-        )
+        shape, qkv, rotation = form.shape, self._qkv(normed), form.rotation
+        cosines, sines = (t[0].to(qkv.dtype) for t in position_embeddings)
+        if rotation is None:
+            cosines, sines, rotation = torch.ones_like(cosines), torch.zeros_like(sines), Rotation()
+        cosines, sines = (rotation.twice(t).contiguous() for t in (cosines, sines))
+        slots, slot_ids = attention.layer(form.layer_idx).slots, attention.step.slot_ids
+        norms = (form.query_norm, form.key_norm)
+        self._kernels.rotate_and_write(qkv, shape, slots, slot_ids, cosines, sines, *norms, rotation.in_pairs)
         widths = (shape.query_width, shape.kv_width, shape.kv_width)
         query, key, value = (
             part.unflatten(1, (-1, shape.head_dim)).transpose(0, 1) for part in qkv.split(widths, dim=1)
         )
-        return attention.attend(form.layer_idx, query, key, value, form.scaling, form.softcap).flatten(1)
+        attended = attention.attend(form.layer_idx, query, key, value, form.scaling, form.softcap, form.sinks)
+        return attended.flatten(1)
+
+
+class _JoinedMlp(nn.Module):
+    """An MLP with one product for gate and up."""
+
+    def __init__(self, mlp: Mlp, kernels: LayerKernels, join: Join) -> None:
+        super().__init__()
+        self._gate_up, self._down = join(mlp.gate_up), join([mlp.down])
+        self._kernels, self._activation = kernels, mlp.activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (T, hidden) for `x` (T, hidden)."""
+        activated: Tensor = self._down(self._kernels.activate_and_mul(self._gate_up(x), self._activation))
+        return activated
+
+
+class _Block(nn.Module):
+    """A module of transformers in place of an MLP."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self._block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (T, hidden) for `x` (T, hidden)."""
+        output = self._block(x[None])
+        result: Tensor = output if isinstance(output, Tensor) else output[0]  # the router's results may follow
+        return result[0]
 
 
 def concatenate_linears(layers: Sequence[nn.Linear]) -> nn.Linear:
@@ -80,12 +110,7 @@ def concatenate_linears(layers: Sequence[nn.Linear]) -> nn.Linear:
     quantized = [layer for layer in layers if isinstance(layer, QuantizedLinear)]
     if quantized:
         return QuantizedLinear.joined(quantized)
-    weight, bias = concatenated(layers)
-    joined = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    joined.weight = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        joined.bias = nn.Parameter(bias, requires_grad=False)
-    return joined
+    return linear_of(*concatenated(layers))
 
 
 def concatenated(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:

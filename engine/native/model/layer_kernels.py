@@ -34,16 +34,20 @@ class Norm:
 
 
 class Activation(IntEnum):
-    """The function of a gate in an MLP. The numbers are those of the enum in layers.h."""
+    """What an MLP makes of a gate and of the number beside it. The numbers are those of the enum in layers.h."""
 
     SILU = 0
     GELU_TANH = 1  # GELU in its approximation by a hyperbolic tangent
+    CLAMPED = 2  # of gpt-oss: steeper than SiLU, both clamped, and 1 added to the number beside the gate
 
-    def __call__(self, gate: Tensor) -> Tensor:
-        """Return the activated gate by definition."""
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return the activated gate times `up`, by definition."""
+        if self is Activation.CLAMPED:
+            gate = gate.clamp(max=7)
+            return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7, 7) + 1)
         if self is Activation.SILU:
-            return torch.nn.functional.silu(gate)
-        return torch.nn.functional.gelu(gate, approximate="tanh")
+            return torch.nn.functional.silu(gate) * up
+        return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
 
 class LayerKernels(Protocol):
@@ -58,7 +62,7 @@ class LayerKernels(Protocol):
         ...
 
     def activate_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """Return activation(gate) · up, (rows, n). Each row of `gate_up` (rows, 2n) holds gate, then up."""
+        """Return activation(gate, up), (rows, n). Each row of `gate_up` (rows, 2n) holds gate, then up."""
         ...
 
     def rotate_and_write(
@@ -71,11 +75,14 @@ class LayerKernels(Protocol):
         sines: Tensor,
         query_norm: Norm | None,
         key_norm: Norm | None,
+        in_pairs: bool = False,
     ) -> None:
         """Normalise and rotate queries and keys in place, and copy keys and values to the KV cache.
 
         `qkv` is (rows, query_width + 2 · kv_width). Keys and values of row r are copied to slot `slot_ids[r]` (int64)
-        of each KV head of `slots` (2 × kv_heads × slots, head_dim). `cosines` and `sines` are (rows, rotary_dim). If a
-        norm is None, its heads are rotated without being normalised.
+        of each KV head of `slots` (2 × kv_heads × slots, head_dim). `cosines` and `sines` are (rows, rotary_dim): each
+        angle's twice, one half after the other. Numbers are rotated with the one half of rotary_dim away, or with
+        `in_pairs` with the one beside them. A norm has as many numbers as a head, which it normalises alone, or as all
+        its heads; if it is None, its heads are rotated without being normalised.
         """
         ...

@@ -36,7 +36,10 @@ def optimize_for_cpu(model: nn.Module, runner: ModelRunner, library: ctypes.CDLL
     if library is not None and CpuKernels.supports(dtype):
         num_fused = fuse_layers(model, runner, _cpu_layers(runner, library, dtype), record.layers)
     num_packed = _replace_linears(model, record.linears, _packing(library, dtype))
-    structlog.get_logger().info("model optimized", fused_layers=num_fused, packed_linears=num_packed)
+    with_experts = sum(isinstance(m, NativeDecoderLayer) and m.has_experts for m in model.modules())
+    structlog.get_logger().info(
+        "model optimized", fused_layers=num_fused, fused_experts=with_experts, packed_linears=num_packed
+    )
 
 
 def _cpu_layers(runner: ModelRunner, library: ctypes.CDLL, dtype: torch.dtype) -> Replacement:

