@@ -1,7 +1,7 @@
 """Replace decoder layers of known parts by faster layers, if a trial shows that both compute the same result.
 
-A trial on a small packed step tests what the layer computes with
-these modules: a replacement whose output differs by more than rounding is not used.
+A trial on a small packed step tests what the layer computes with these modules: a replacement whose output differs by
+more than rounding is not used.
 """
 
 from collections.abc import Callable

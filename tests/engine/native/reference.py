@@ -16,13 +16,20 @@ TOLERANCES = {torch.float32: 3e-5, torch.float16: 0.005, torch.bfloat16: 0.03}
 NUM_SLOTS = 60  # per KV head, where rotated keys are written
 
 
-def rotate(heads: Tensor, norm: Norm | None, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotate (rows, heads, head_dim) as transformers does."""
-    heads = heads if norm is None else norm(heads)
+def rotate(heads: Tensor, norm: Norm | None, cosines: Tensor, sines: Tensor, in_pairs: bool = False) -> Tensor:
+    """Rotate (rows, heads, head_dim) as transformers does, for a norm of each head or of all heads."""
+    if norm is not None:
+        heads = norm(heads.reshape(len(heads), -1, len(norm.weight))).view_as(heads)
     rotary = cosines.shape[-1]
     turned, rest = heads[..., :rotary].float(), heads[..., rotary:]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cosines[:, None].float() + torch.cat((-second, first), dim=-1) * sines[:, None].float()
+    angles = [t[:, None, : rotary // 2].float() for t in (cosines, sines)]
+    if in_pairs:
+        first, second = turned[..., ::2], turned[..., 1::2]
+        beside = torch.stack((-second, first), dim=-1).flatten(-2)
+        turned = turned * angles[0].repeat_interleave(2, -1) + beside * angles[1].repeat_interleave(2, -1)
+    else:
+        first, second = turned.chunk(2, dim=-1)
+        turned = turned * angles[0].repeat(1, 1, 2) + torch.cat((-second, first), dim=-1) * angles[1].repeat(1, 1, 2)
     return torch.cat((turned.to(heads.dtype), rest), dim=-1)
 
 
@@ -103,23 +110,28 @@ def check_activate_and_mul(kernels: LayerKernels, dtype: torch.dtype, device: st
 
 
 def check_rotate_and_write(
-    kernels: LayerKernels, dtype: torch.dtype, device: str, shape: HeadShape, rotary: int, with_norms: bool
+    kernels: LayerKernels, dtype: torch.dtype, device: str, shape: HeadShape, rotary: int, norms_of: str
 ) -> None:
-    """Check the queries, keys and values of five rows, and that nothing is written to other slots."""
+    """Check the queries, keys and values of five rows, and that nothing is written to other slots.
+
+    `norms_of` is what norms take together: nothing, "a head" or "all heads". With the latter, pairs are rotated.
+    """
+    in_pairs = norms_of == "all heads"
     slot_ids = torch.tensor([9, 3, NUM_SLOTS - 1, 0, 17], device=device)
     rows, heads = len(slot_ids), shape.num_query_heads
     qkv = randn(rows, shape.query_width + 2 * shape.kv_width, dtype=dtype, device=device)
     slots = torch.zeros(2 * shape.num_kv_heads * NUM_SLOTS, shape.head_dim, dtype=dtype, device=device)
     angles = 3 * randn(rows, rotary // 2, dtype=torch.float32, device=device).repeat(1, 2)
     cosines, sines = angles.cos().to(dtype), angles.sin().to(dtype)
-    weights = [randn(1 + i, shape.head_dim, dtype=torch.float32, device=device)[i] for i in (0, 1)]
+    sizes = (shape.query_width, shape.kv_width) if norms_of == "all heads" else (shape.head_dim, shape.head_dim)
+    weights = [randn(1 + i, size, dtype=torch.float32, device=device)[i] for i, size in enumerate(sizes)]
     norms = [Norm(weight, 1e-6, rounds=rotary == shape.head_dim) for weight in weights]
-    query_norm, key_norm = norms if with_norms else (None, None)
+    query_norm, key_norm = norms if norms_of else (None, None)
     before = qkv.clone().unflatten(1, (-1, shape.head_dim))
-    queries = rotate(before[:, :heads], query_norm, cosines, sines)
-    keys = rotate(before[:, heads : heads + shape.num_kv_heads], key_norm, cosines, sines)
+    queries = rotate(before[:, :heads], query_norm, cosines, sines, in_pairs)
+    keys = rotate(before[:, heads : heads + shape.num_kv_heads], key_norm, cosines, sines, in_pairs)
     values = before[:, heads + shape.num_kv_heads :]
-    kernels.rotate_and_write(qkv, shape, slots, slot_ids, cosines, sines, query_norm, key_norm)
+    kernels.rotate_and_write(qkv, shape, slots, slot_ids, cosines, sines, query_norm, key_norm, in_pairs)
     assert_close(qkv, torch.cat((queries, keys, values), dim=1).flatten(1), dtype)
     written = slots.view(2, shape.num_kv_heads, -1, shape.head_dim)[:, :, slot_ids]
     assert_close(written, torch.stack((keys, values)).transpose(1, 2), dtype)

@@ -123,8 +123,9 @@ def test_the_models_do_not_repeat_one_token(name: str, generated: Generated) -> 
     assert len(set(sum(generated(name, make_prompts(random.Random(3)), MAX_TOKENS).values(), ()))) > 5
 
 
-# Each differs from every model of `CONFIGS`: latent attention, layers that share keys, norms over all heads, experts.
-FEW = ("deepseek-v3", "gemma3n", "olmo2", "qwen2-moe")
+# Each differs from every model of `CONFIGS`: latent attention, layers that share keys, norms over all heads, rotated
+# pairs, experts, and a shared one.
+FEW = ("deepseek-v3", "gemma3n", "olmo2", "glm4", "qwen3-moe", "qwen2-moe")
 
 
 @pytest.mark.parametrize("name", mostly_full(ARCHITECTURES, *FEW))

@@ -41,9 +41,9 @@ def test_activate_and_mul(kernels: CpuKernels, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("rotary", [16, 8])
-@pytest.mark.parametrize("with_norms", [False, True])
-def test_rotate_and_write(kernels: CpuKernels, dtype: torch.dtype, rotary: int, with_norms: bool) -> None:
-    check_rotate_and_write(kernels, dtype, "cpu", HeadShape(6, 2, 16), rotary, with_norms)
+@pytest.mark.parametrize("norms_of", ["", "a head", "all heads"])
+def test_rotate_and_write(kernels: CpuKernels, dtype: torch.dtype, rotary: int, norms_of: str) -> None:
+    check_rotate_and_write(kernels, dtype, "cpu", HeadShape(6, 2, 16), rotary, norms_of)
 
 
 def make_cache(shape: HeadShape, dtype: torch.dtype, lengths: list[int]) -> RandomCache:

@@ -154,11 +154,16 @@ def test_activate_and_mul(layer_kernels: LayerKernels, dtype: torch.dtype, n: in
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rotary", "with_norms"),
-    mostly_full(product(DTYPES, (20, 8), (False, True)), (torch.float32, 8, True), (torch.bfloat16, 20, False)),
+    ("dtype", "rotary", "norms_of"),
+    mostly_full(
+        product(DTYPES, (20, 8), ("", "a head", "all heads")),
+        (torch.float32, 8, "a head"),
+        (torch.float32, 8, "all heads"),
+        (torch.bfloat16, 20, ""),
+    ),
 )
-def test_rotate_and_write(layer_kernels: LayerKernels, dtype: torch.dtype, rotary: int, with_norms: bool) -> None:
-    check_rotate_and_write(layer_kernels, dtype, DEVICE, HeadShape(4, 2, 20), rotary, with_norms)
+def test_rotate_and_write(layer_kernels: LayerKernels, dtype: torch.dtype, rotary: int, norms_of: str) -> None:
+    check_rotate_and_write(layer_kernels, dtype, DEVICE, HeadShape(4, 2, 20), rotary, norms_of)
 
 
 def test_what_does_not_fit_is_refused(kernels: AttentionKernels, layer_kernels: LayerKernels) -> None:
