@@ -135,7 +135,7 @@ def multiply_rounded(layer: QuantizedLinear, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("name", "quantize"),
-    [*((name, None) for name in CONFIGS), *product(("biases", "gemma3"), ("int8", "int4"))],
+    [*((name, None) for name in CONFIGS), *product(("biases", "gemma3"), ("int8", "int4")), ("qwen3-moe", "int8")],
 )
 def test_a_layer_in_one_call_computes_the_same(
     name: str, quantize: Quantization | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
