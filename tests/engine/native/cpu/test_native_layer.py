@@ -56,7 +56,15 @@ SIZES: dict[str, Any] = {
 }
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 WINDOWS = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-EXPERTS = {"num_experts": 9, "num_local_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+# With larger numbers, a router's near tie that rounding decides otherwise changes the rows after it, too.
+EXPERTS: dict[str, Any] = {
+    **SIZES,
+    "initializer_range": 0.1,
+    "num_experts": 9,
+    "num_local_experts": 9,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+}
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SIZES),
     "biases": lambda: LlamaConfig(**SIZES, attention_bias=True),
@@ -72,11 +80,11 @@ CONFIGS = {
     "gelu": lambda: Qwen2Config(**{k: v for k, v in SIZES.items() if k != "head_dim"}, hidden_act="gelu_pytorch_tanh"),
     "olmo2": lambda: Olmo2Config(**SIZES),
     "glm4": lambda: Glm4Config(**SIZES),
-    "mixtral": lambda: MixtralConfig(**SIZES, **EXPERTS, sliding_window=9),
-    "qwen3-moe": lambda: Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=True),
-    "qwen2-moe": lambda: Qwen2MoeConfig(**SIZES, **EXPERTS, shared_expert_intermediate_size=64),
-    "olmoe": lambda: OlmoeConfig(**SIZES, **EXPERTS),
-    "gpt-oss": lambda: GptOssConfig(**SIZES, **EXPERTS, **WINDOWS, rope_parameters=ROPE),
+    "mixtral": lambda: MixtralConfig(**EXPERTS, sliding_window=9),
+    "qwen3-moe": lambda: Qwen3MoeConfig(**EXPERTS, norm_topk_prob=True),
+    "qwen2-moe": lambda: Qwen2MoeConfig(**EXPERTS, shared_expert_intermediate_size=64),
+    "olmoe": lambda: OlmoeConfig(**EXPERTS),
+    "gpt-oss": lambda: GptOssConfig(**EXPERTS, **WINDOWS, rope_parameters=ROPE),
 }
 # (sequence, tokens) of each step; three sequences with prompts of 40 tokens.
 STEPS = (
