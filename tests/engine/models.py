@@ -197,8 +197,9 @@ def save_model(directory: Path, config: Any, poisoned_token: int | None = None) 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(7)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-        for parameter in model.parameters():
-            if parameter.dim() == 1:  # norms, biases and sinks, which would otherwise be all ones or zeros
+        for name, parameter in model.named_parameters():
+            # Norms, biases and sinks, which would otherwise be all ones or zeros.
+            if parameter.dim() == 1 or name.endswith("bias"):
                 parameter += 0.1 * torch.randn_like(parameter)
         if poisoned_token is not None:
             model.get_input_embeddings().weight[poisoned_token] = float("nan")
