@@ -12,6 +12,7 @@ from engine.config import EngineConfig, EngineStartError
 from engine.factory import build_torch_engine
 from engine.native.cpu.packed_linear import PackedLinear, can_pack
 from engine.native.startup import loading
+from engine.native.startup.fusion import LayerTrial, _agrees
 from tests.engine.models import ARCHITECTURES, CONFIGS, save_model
 from tests.engine.native.cpu.compiled import compiled_library
 
@@ -56,6 +57,17 @@ def test_a_layer_with_known_parts_and_other_arithmetic_is_not_fused(
 
     monkeypatch.setattr(loading, "load_model", load_doubled)
     assert build(tmp_path)[1]["fused_layers"] == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "has_router", "agrees"), [(0, False, True), (1, False, False), (3, True, True), (4, True, False)]
+)
+def test_a_router_may_send_a_third_of_the_rows_elsewhere(changed: int, has_router: bool, agrees: bool) -> None:
+    hidden = torch.randn(1, 9, 16, generator=torch.Generator().manual_seed(1))
+    wrong = 2 * hidden
+    wrong[:, :changed] *= 1.1
+    replacement: Any = lambda x: wrong  # noqa: E731
+    assert _agrees(replacement, LayerTrial(hidden, {}, 2 * hidden), has_router) == agrees
 
 
 def test_optimization_can_be_switched_off(tmp_path: Path) -> None:
