@@ -33,6 +33,7 @@ class EngineConfig:
     kv_cache_bytes: int | None = None  # device memory for KV
     swap_bytes: int | None = None  # host memory for the KV of swapped sequences; None: a default on CUDA, 0 on a CPU
     prefix_cache: bool = True
+    speculate: bool = True  # verify drafts, if the engine can
     num_threads: int | None = None  # CPU threads that one operator may use
     steps_ahead: Literal[0, 1] | None = None  # 1: async scheduling; 0: no async scheduling; None: 1 on CUDA, 0 on a CPU
     optimize: bool = True  # False: use transformers' modules unchanged, and only torch's operators

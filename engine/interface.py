@@ -85,6 +85,20 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     grammar: str | None = None  # serialised llguidance grammar; only tokens that the grammar allows are generated
     adapter: str | None = None  # name of the LoRA adapter that computes the tokens; None: the model alone
 
+    @property
+    def alters_logits(self) -> bool:
+        """Whether the model's logits are changed before a token is sampled."""
+        return bool(
+            self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1
+            or self.logit_bias
+            or self.min_tokens
+            or self.allowed_token_ids
+            or self.bad_words
+            or self.grammar is not None
+        )
+
 
 # First words of a `GrammarError` or a `SequenceFailure` for which the request's grammar is to blame.
 GRAMMAR_FAILED = "the grammar"
@@ -113,10 +127,16 @@ class Run(msgspec.Struct, frozen=True):  # a struct, since a step makes hundreds
 
     A sequence without KV first takes the blocks of its prefix that are in the prefix cache. Only the remaining tokens
     are computed.
+
+    A decode may have a draft: the tokens that are likely to come next. They are computed in the same step. Each token
+    that the sequence would have sampled anyway is accepted, up to the first that it would not; so a step may yield as
+    many new tokens as the draft has, and one more. The tokens are the same with any draft. The last of them must be
+    allowed by `max_tokens` and the model's context, and the sequence's logits must not be altered.
     """
 
     seq_id: str
     num_tokens: int
+    draft: tuple[int, ...] = ()  # only where `EngineInfo.verifies_drafts`
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +182,7 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         """The maximum number of tokens that the step computes."""
-        return sum(r.num_tokens for r in self.run)
+        return sum(r.num_tokens + len(r.draft) for r in self.run)
 
 
 # -- from engine to scheduler: the result of a step ----------------------------------------------------------------
@@ -185,7 +205,8 @@ class SequenceOutput(msgspec.Struct, frozen=True):  # a struct, since a step mak
 
     seq_id: str
     num_computed_tokens: int  # computed tokens of the whole sequence after the step
-    token_ids: tuple[int, ...] = ()  # newly sampled tokens; empty while the prefill is incomplete
+    # Newly sampled tokens: none while the prefill is incomplete, and several if a draft was right.
+    token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None  # if set, the engine has freed the sequence
     num_cached_tokens: int = 0  # tokens whose KV this step took from the prefix cache
     logprobs: tuple[TokenLogprobs, ...] = ()  # one entry for each of `token_ids`, if requested
@@ -257,6 +278,7 @@ class EngineInfo:
     whole_prompts: bool = False
     num_layers: int = 30  # of the model; a running step is suspended between two layers
     takes_images: bool = False  # serves requests with `StreamRequest.chat`
+    verifies_drafts: bool = False  # speculative decoding: takes a `Run.draft`
 
 
 class PlanError(Exception):

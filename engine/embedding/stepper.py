@@ -68,8 +68,8 @@ class EmbeddingStepper:
         if not np.isfinite(np.frombuffer(vector, "<f4")).all():
             self._table.free(seq_id)
             return SequenceFailure(seq_id, "the model computed numbers that are not finite")
-        outcome = Outcome(STANDS_FOR_VECTOR, vector=vector)
-        return output_of(chunk, outcome, self._table.advance(chunk, STANDS_FOR_VECTOR))
+        outcome = Outcome((STANDS_FOR_VECTOR,), vector=vector)
+        return output_of(chunk, outcome, self._table.advance(chunk, outcome.token_ids))
 
     @property
     def is_finished(self) -> bool:

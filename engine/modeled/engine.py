@@ -76,7 +76,8 @@ class ModeledEngine:
     `cost` is the cost of steps that hold a prefill chunk. `decode_cost` is the cost of all other steps; None: the same
     as `cost`. `noise` is the standard deviation of a step's time, as a share of that time. The prefix cache is off by
     default: traces contain lengths, not texts, and texts made up for these lengths would share cached blocks by
-    mistake. Engines with different `salt`s answer the same request differently.
+    mistake. Engines with different `salt`s answer the same request differently. After `period` tokens, an output begins
+    again.
     """
 
     def __init__(
@@ -92,12 +93,14 @@ class ModeledEngine:
         timer: Timer | None = None,
         drift: Callable[[float], float] | None = None,
         salt: int = 0,
+        period: int = 1 << 60,
     ) -> None:
         """Make an engine without sequences. Raises `ValueError` if there is a drift but no timer."""
         if drift is not None and timer is None:
             raise ValueError("a drift over time needs a timer")
         suspends = info.suspends_steps and timer is not None and not info.steps_ahead
-        self.info = replace(info, suspends_steps=suspends, caches_prefixes=prefix_cache)
+        drafts = info.verifies_drafts and not info.steps_ahead
+        self.info = replace(info, suspends_steps=suspends, caches_prefixes=prefix_cache, verifies_drafts=drafts)
         self._sleep = sleep
         self._cost = cost or StepCost()
         self._decode_cost = decode_cost or self._cost
@@ -107,7 +110,8 @@ class ModeledEngine:
         self._timer = timer
         self._drift = drift
         self._salt = salt
-        self._table = SequenceTable(info, prefix_cache=prefix_cache)
+        self._period = period
+        self._table = SequenceTable(self.info, prefix_cache=prefix_cache)
         self._running: _Step | None = None
         self._next: _Step | None = None  # begins when the running step ends; only with `info.steps_ahead`
         self._suspended: _Step | None = None
@@ -192,8 +196,8 @@ class ModeledEngine:
         if not chunks:
             return 0.0
         cost = self._cost if any(chunk.num_tokens > 1 for chunk in chunks) else self._decode_cost
-        run = cost.run
-        return max(cost.min_step_s, cost.step_s + sum([run(chunk.num_tokens, chunk.start) for chunk in chunks]))
+        runs = [cost.run(chunk.num_tokens, chunk.start, len(chunk.draft)) for chunk in chunks]
+        return max(cost.min_step_s, cost.step_s + sum(runs))
 
     def _go_on(self, plan: StepPlan) -> _Step:
         """Return the suspended step as it goes on by `plan`."""
@@ -211,7 +215,7 @@ class ModeledEngine:
     def _outputs(self, step: _Step) -> tuple[SequenceOutput, ...]:
         if not self.info.steps_ahead:
             return tuple([self._advance(chunk) for chunk in step.chunks])
-        outcomes = {chunk.sequence.seq_id: Outcome(self._token(chunk)) for chunk in step.chunks}
+        outcomes = {chunk.sequence.seq_id: self._sampled(chunk) for chunk in step.chunks}
         return tuple(self._table.finalize_all(step.chunks, outcomes)[0])
 
     def _result(self, step: _Step, elapsed_s: float, outputs: tuple[SequenceOutput, ...], end: StepEnd) -> StepResult:
@@ -226,13 +230,14 @@ class ModeledEngine:
         )
 
     def _advance(self, chunk: Chunk) -> SequenceOutput:
-        token = self._token(chunk)
-        return output_of(chunk, Outcome(token), self._table.advance(chunk, token))
+        outcome = self._sampled(chunk)
+        return output_of(chunk, outcome, self._table.advance(chunk, outcome.token_ids))
 
-    def _token(self, chunk: Chunk) -> int | None:
-        """Return the token that the chunk samples, if any."""
+    def _sampled(self, chunk: Chunk) -> Outcome:
+        """Return what the chunk samples, if anything."""
         sequence = chunk.sequence
         if chunk.end < sequence.num_tokens and sequence.token_ids[chunk.end] != _UNKNOWN_TOKEN:
-            return None
-        seed = sequence.sampling.seed + self._salt
-        return modeled_token(seed, chunk.end - sequence.num_prompt_tokens, self.info.vocab_size)
+            return Outcome()
+        seed, first = sequence.sampling.seed + self._salt, chunk.end - sequence.num_prompt_tokens
+        indices = (index % self._period for index in range(first, first + 1 + len(chunk.draft)))
+        return chunk.verified(Outcome((modeled_token(seed, index, self.info.vocab_size),)) for index in indices)

@@ -165,6 +165,21 @@ class PlanCheck:
             raise PlanError(f"{run.seq_id} is {status.value} and cannot be run")
         if not 1 <= run.num_tokens <= num_tokens - num_computed:
             raise PlanError(f"{run.seq_id}: {run.num_tokens} tokens of {num_tokens - num_computed} uncomputed")
-        missing = blocks_for(num_computed + run.num_tokens, self._info.block_size) - num_blocks
+        if run.draft:
+            self._draft(run, num_tokens, num_computed)
+        missing = blocks_for(num_computed + run.num_tokens + len(run.draft), self._info.block_size) - num_blocks
         if missing > 0:
             self._num_needed += missing
+
+    def _draft(self, run: Run, num_tokens: int, num_computed: int) -> None:
+        if not self._info.verifies_drafts:
+            raise PlanError(f"{run.seq_id}: a draft, which this engine does not verify")
+        if not num_computed or num_tokens - num_computed != 1:
+            raise PlanError(f"{run.seq_id}: a draft may follow a decode only")
+        sequence = self._sequences[run.seq_id]
+        if sequence.alters_logits:
+            raise PlanError(f"{run.seq_id}: a draft, though its logits are altered")
+        if len(run.draft) >= sequence.num_tokens_left:
+            raise PlanError(f"{run.seq_id}: a draft of {len(run.draft)} tokens, {sequence.num_tokens_left} are left")
+        if min(run.draft) < 0 or max(run.draft) >= self._info.vocab_size:
+            raise PlanError(f"{run.seq_id}: a draft outside the vocabulary of {self._info.vocab_size}")

@@ -7,7 +7,7 @@ Knows when a sequence is finished; does not know how tokens are computed, or whi
 from array import array
 from enum import Enum
 
-from engine.interface import FinishReason, NewSequence, SamplingParams
+from engine.interface import FinishReason, NewSequence
 from engine.sequences.prefix_cache import block_digest, root_digest
 
 
@@ -68,7 +68,7 @@ class Sequence:
         adapter = new.sampling.adapter
         self._cache_salt = new.cache_salt if adapter is None else f"{adapter!r} {new.cache_salt}"
         self._digests: list[bytes] = []
-        self.alters_logits = _alters_logits(new.sampling)
+        self.alters_logits = new.sampling.alters_logits
         self.num_scored_tokens = 1  # prompt tokens already reported; the first one has nothing to report
         # A grammar ends with an end-of-sequence token, and no token can follow this token, even with `ignore_eos`.
         eos = () if new.sampling.ignore_eos and new.sampling.grammar is None else eos_token_ids
@@ -86,6 +86,11 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_tokens_left(self) -> int:
+        """The number of tokens that the sequence may still sample."""
+        return self._max_tokens_total - len(self.token_ids)
 
     def digests(self, num_blocks: int, block_size: int) -> list[bytes]:
         """Return the digests of at least the first `num_blocks` blocks, which must be full of known tokens.
@@ -117,17 +122,3 @@ class Sequence:
         if index + 1 >= self._max_tokens_total:
             return FinishReason.LENGTH
         return None
-
-
-def _alters_logits(params: SamplingParams) -> bool:
-    """Return whether the model's logits are changed before a token is sampled."""
-    return bool(
-        params.presence_penalty
-        or params.frequency_penalty
-        or params.repetition_penalty != 1
-        or params.logit_bias
-        or params.min_tokens
-        or params.allowed_token_ids
-        or params.bad_words
-        or params.grammar is not None
-    )

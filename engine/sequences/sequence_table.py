@@ -94,18 +94,23 @@ class SequenceTable:
         num_cached = self._take_cached(plan.run)
         return [self._allocate(run, cached) for run, cached in zip(plan.run, num_cached, strict=True)]
 
-    def advance(self, chunk: Chunk, token_id: int | None) -> FinishReason | None:
-        """Record that the chunk was computed, and append the token that it sampled, if any.
+    def advance(self, chunk: Chunk, token_ids: tuple[int, ...]) -> FinishReason | None:
+        """Record that the chunk was computed, and append the tokens that it sampled, if any.
 
-        If the sequence is finished, free it and return why it is finished. Return None if the sequence continues.
+        If the sequence is finished, free it and return why it is finished. Return None if the sequence continues. What
+        the chunk has computed of a draft beyond these tokens does not count, and its blocks are freed.
         """
-        sequence, end = chunk.sequence, chunk.end
+        sequence, end = chunk.sequence, chunk.num_computed(token_ids)
         if scored := chunk.scored:
             sequence.num_scored_tokens = scored.stop
         sequence.num_computed_tokens = end
+        reason = None
+        for token_id in token_ids:
+            reason = sequence.append(token_id)
         if self._prefixes is not None:
             self._prefixes.add_full_blocks(sequence, end)
-        reason = None if token_id is None else sequence.append(token_id)
+        if chunk.draft:
+            self._free_beyond(sequence, end)
         if reason is not None:
             self.free(sequence.seq_id)
         return reason
@@ -118,10 +123,7 @@ class SequenceTable:
         """
         chunks, self.suspended = self.suspended, []
         for chunk in chunks:
-            sequence = chunk.sequence
-            kept = blocks_for(chunk.start, self._info.block_size)
-            self.pool.free(reversed(sequence.block_table[kept:]), sequence.seq_id)
-            del sequence.block_table[kept:]
+            self._free_beyond(chunk.sequence, chunk.start)
         return tuple(SequenceOutput(c.sequence.seq_id, c.start, num_cached_tokens=c.num_cached) for c in chunks)
 
     def launch(self, chunk: Chunk, placeholder: int | None) -> None:
@@ -212,19 +214,20 @@ class SequenceTable:
         """Take cached blocks for the runs. Return, for each run, the number of tokens that are in these blocks."""
         if self._prefixes is None:
             return [0] * len(runs)
-        return self._prefixes.take_for_runs([(self._sequences[run.seq_id], run.num_tokens) for run in runs])
+        planned = [(self._sequences[run.seq_id], run.num_tokens + len(run.draft)) for run in runs]
+        return self._prefixes.take_for_runs(planned)
 
     def _allocate(self, run: Run, num_cached: int) -> Chunk:
         sequence = self._sequences[run.seq_id]
         start = sequence.num_computed_tokens
         num_tokens = min(run.num_tokens, sequence.num_tokens - start)
-        end = start + num_tokens
+        end = start + num_tokens + len(run.draft)
         missing = blocks_for(end, self._info.block_size) - len(sequence.block_table)
         if missing <= 0:
-            return Chunk(sequence, start, num_tokens, num_cached=num_cached)
+            return Chunk(sequence, start, num_tokens, num_cached=num_cached, draft=run.draft)
         sequence.block_table.extend(self.pool.allocate(missing, sequence.seq_id))
         unfilled = sequence.block_table[-1] if end % self._info.block_size else None
-        return Chunk(sequence, start, num_tokens, unfilled, num_cached)
+        return Chunk(sequence, start, num_tokens, unfilled, num_cached, run.draft)
 
     def _free_blocks(self, sequence: Sequence) -> None:
         # Free the last block first. The pool then allocates the blocks again in the order of the table, and the prefix
@@ -232,6 +235,12 @@ class SequenceTable:
         self.pool.free(reversed(sequence.block_table), sequence.seq_id)
         del sequence.block_table[:]
         sequence.num_known_blocks = 0
+
+    def _free_beyond(self, sequence: Sequence, num_tokens: int) -> None:
+        """Free the blocks of the sequence that its first `num_tokens` tokens do not need."""
+        kept = blocks_for(num_tokens, self._info.block_size)
+        self.pool.free(reversed(sequence.block_table[kept:]), sequence.seq_id)
+        del sequence.block_table[kept:]
 
     def _free_swapped(self, sequence: Sequence) -> None:
         self.swap_pool.free(sequence.swap_table, sequence.seq_id)

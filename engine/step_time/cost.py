@@ -27,14 +27,16 @@ class StepWork:
     decodes: int = 0  # D
     prefills: int = 0  # prefill chunks
 
-    def add(self, num_tokens: int, context: int) -> None:
+    def add(self, num_tokens: int, context: int, num_drafted: int = 0) -> None:
         """Add a run of `num_tokens` tokens that follow `context` computed tokens.
 
-        A run of one token is a decode; a longer run is a prefill chunk.
+        A run of one token is a decode; a longer run is a prefill chunk. A decode with a draft of `num_drafted` tokens
+        is computed as so many more decodes.
         """
         if num_tokens == 1:
-            self.decodes += 1
-            self.context_tokens += context
+            count = 1 + num_drafted
+            self.decodes += count
+            self.context_tokens += count * context + num_drafted * count // 2
         else:
             self.prefills += 1
             self.prefill_tokens += num_tokens
@@ -71,8 +73,13 @@ class StepCost:
         """Return the cost of a decode: one token that follows `context` computed tokens."""
         return self.decode_s + self.context_token_s * context
 
-    def run(self, num_tokens: int, context: int) -> float:
-        """Return the cost of one run: a decode if `num_tokens` is 1, otherwise a prefill chunk."""
+    def run(self, num_tokens: int, context: int, num_drafted: int = 0) -> float:
+        """Return the cost of one run: a decode if `num_tokens` is 1, otherwise a prefill chunk.
+
+        A decode may have a draft of `num_drafted` tokens.
+        """
+        if num_drafted:
+            return (1 + num_drafted) * (self.decode_s + self.context_token_s * (context + num_drafted / 2))
         return self.decode(context) if num_tokens == 1 else self.prefill(num_tokens, context)
 
     def step(self, work_s: float) -> float:

@@ -125,7 +125,7 @@ def _sampled(output: ModelRunnerOutput, chunk: Chunk) -> Outcome:
     scored = () if prompt is None else zip(prompt.logprob_token_ids.numpy(), prompt.logprobs.numpy(), strict=True)
     own = islice(scored, chunk.sequence.num_prompt_tokens - 1)  # the rest is output that another engine has sampled
     return Outcome(
-        token_id,
+        () if token_id is None else (token_id,),
         logprobs,
         tuple(_token_logprobs(ids, values, num_top) for ids, values in own),
         BROKEN_LOGITS if (output.num_nans_in_logits or {}).get(seq_id) else None,

@@ -1,7 +1,7 @@
 """A small scheduler for tests: it runs sequences to their end, chunked and preempted by rules that a test gives."""
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -52,6 +52,7 @@ class Driven:
 
 
 Chunking = Callable[[Driven], int]  # tokens to run next
+Drafting = Callable[[Driven], Iterable[int]]  # draft of a decode; what does not fit is cut off
 Preemption = Callable[[Driven], PreemptionMode | None]  # whether and how to preempt in this step
 
 
@@ -67,6 +68,7 @@ def drive(
     preempt: Preemption = lambda s: None,
     arrivals_a_step: int | None = None,
     after_step: Callable[[StepResult], None] = lambda result: None,
+    draft: Drafting = lambda s: (),
 ) -> dict[str, Driven]:
     """Run `news` to their end and return them by id. A preempted sequence is resumed in the next step."""
     waiting = list(news)
@@ -77,7 +79,7 @@ def drive(
             return driven
         arrived, waiting = waiting[:arrivals_a_step], waiting[len(waiting[:arrivals_a_step]) :]
         started = _compile_grammars(engine, arrived, driven)
-        plan = _plan(engine.info, step_id, live, started, chunk, preempt)
+        plan = _plan(engine.info, step_id, live, started, chunk, preempt, draft)
         driven.update({new.seq_id: _new(new) for new in started})
         _note_preemptions(driven, plan)
         result = engine.step(plan)
@@ -114,6 +116,7 @@ def _plan(
     started: list[NewSequence],
     chunk: Chunking,
     preempt: Preemption,
+    draft: Drafting,
 ) -> StepPlan:
     resumed = [s for s in live if s.preempted_by is not None]
     victims = {s.new.seq_id: mode for s in live if s.preempted_by is None and (mode := preempt(s))}
@@ -124,8 +127,8 @@ def _plan(
         known = Driven(s.new, s.output, 0 if recomputed else s.num_computed)
         num_tokens = min(budget, known.num_uncomputed, max(1, chunk(known)))
         if num_tokens:
-            runs.append(Run(s.new.seq_id, num_tokens))
-            budget -= num_tokens
+            runs.append(Run(s.new.seq_id, num_tokens, _draft(info, known, draft, budget - num_tokens)))
+            budget -= num_tokens + len(runs[-1].draft)
     return StepPlan(
         step_id,
         preempt=tuple(Preempt(seq_id, mode) for seq_id, mode in victims.items()),
@@ -133,6 +136,14 @@ def _plan(
         start=tuple(started),
         run=tuple(runs),
     )
+
+
+def _draft(info: EngineInfo, s: Driven, draft: Drafting, budget: int) -> tuple[int, ...]:
+    sampling, num_prompt = s.new.sampling, len(s.new.prompt_token_ids)
+    if not info.verifies_drafts or not s.num_computed or s.num_uncomputed != 1 or sampling.alters_logits:
+        return ()
+    left = min(info.max_model_len, num_prompt + sampling.max_tokens) - num_prompt - len(s.output)
+    return tuple(draft(s))[: max(0, min(budget, left - 1))]
 
 
 def _note_preemptions(driven: dict[str, Driven], plan: StepPlan) -> None:
@@ -158,6 +169,18 @@ def _take_in(driven: dict[str, Driven], result: StepResult) -> None:
 def random_preemption(rng: random.Random, probability: float, *modes: PreemptionMode) -> Preemption:
     """Preempt each sequence with `probability` in each step."""
     return lambda s: rng.choice(modes) if rng.random() < probability else None
+
+
+def random_drafts(rng: random.Random, right: Mapping[str, Driven], longest: int) -> Drafting:
+    """Draft the tokens that come next by `right`, and at a random place another one."""
+
+    def draft(s: Driven) -> list[int]:
+        tokens = right[s.new.seq_id].output[len(s.output) :][: rng.randint(0, longest)]
+        if tokens and rng.random() < 0.5:
+            tokens[rng.randrange(len(tokens))] = rng.randint(1, 90)
+        return tokens + [rng.randint(1, 90) for _ in range(rng.randint(0, longest) - len(tokens))]
+
+    return draft
 
 
 def random_chunks(rng: random.Random, longest: int) -> Chunking:

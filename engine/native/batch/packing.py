@@ -7,19 +7,22 @@ rows; does not know tensors or layers.
                |<---- one group ---------->|
 
 Chunks of one token (decodes) come first, sorted from the longest context to the shortest. So a group of similar
-contexts is a slice of the rows.
+contexts is a slice of the rows. Each token of a draft is a row like a decode, with a context that ends with it. So it
+is computed exactly as in a step of its own, and no row sees what comes after it.
 """
 
 from array import array
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, islice
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.interface import blocks_for
 from engine.sequences.chunk import Chunk
+from engine.sequences.sequence import Sequence
 
 Ints = npt.NDArray[np.int64]
 
@@ -30,7 +33,7 @@ _PADDED_TOKENS_WORTH_A_GROUP = 1024
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """A group of decodes: one token of each of `num_rows` sequences, in the rows from `first_row` on."""
+    """A group of decodes: `num_rows` tokens, each with its context, in the rows from `first_row` on."""
 
     first_row: int
     num_rows: int
@@ -59,8 +62,8 @@ class StepBatch:
     token_ids: Ints
     positions: Ints
     slot_ids: Ints  # the slot of each row's key and value: block × block_size + offset
-    # Rows whose logits are wanted: first the last row of each chunk in `sampled_chunks`; then, for each chunk in
-    # `scored_chunks`, the row before each of the chunk's `scored` prompt tokens.
+    # Rows whose logits are wanted: first, for each chunk in `sampled_chunks`, its last row and those of its draft;
+    # then, for each chunk in `scored_chunks`, the row before each of the chunk's `scored` prompt tokens.
     logit_rows: Ints
     sampled_chunks: tuple[Chunk, ...]
     decode_groups: tuple[DecodeGroup, ...]
@@ -76,23 +79,24 @@ class StepBatch:
 def pack_step(chunks: list[Chunk], block_size: int) -> StepBatch:
     """Return the packed chunks of one step. There must be at least one chunk."""
     decodes, prefills = _in_order(chunks)
-    ordered = decodes + prefills
-    first_rows = list(accumulate((c.num_tokens for c in ordered), initial=0))
+    rows, rows_of = _decode_rows(decodes)
+    first_rows = list(accumulate((c.num_tokens for c in prefills), initial=len(rows)))
+    ordered, rows_of = decodes + prefills, [*rows_of, *((row,) for row in first_rows)]
     sampled = [i for i, chunk in enumerate(ordered) if chunk.samples]
     scored = [i for i, chunk in enumerate(ordered) if chunk.scored]
     return StepBatch(
-        token_ids=_concatenate([_tokens(c) for c in prefills], [c.sequence.token_ids[c.start] for c in decodes]),
-        positions=_concatenate([np.arange(c.start, c.end) for c in prefills], [c.start for c in decodes]),
-        slot_ids=_concatenate([_slots(c, block_size) for c in prefills], [_slot(c, block_size) for c in decodes]),
+        token_ids=_concatenate([_tokens(c) for c in prefills], [_token(row) for row in rows]),
+        positions=_concatenate([np.arange(c.start, c.end) for c in prefills], [row.start for row in rows]),
+        slot_ids=_concatenate([_slots(c, block_size) for c in prefills], [_slot(row, block_size) for row in rows]),
         logit_rows=_concatenate(
-            [np.array(ordered[i].scored) - 1 - ordered[i].start + first_rows[i] for i in scored],
-            [first_rows[i + 1] - 1 for i in sampled],
+            [np.array(ordered[i].scored) - 1 - ordered[i].start + rows_of[i][0] for i in scored],
+            [row for i in sampled for row in (rows_of[i][0] + ordered[i].num_tokens - 1, *rows_of[i][1:])],
         ),
         sampled_chunks=tuple(ordered[i] for i in sampled),
-        decode_groups=tuple(_decode_groups(decodes, block_size)),
+        decode_groups=tuple(_decode_groups(rows, block_size)),
         prefill_chunks=tuple(
             PrefillChunk(row, c.start, c.end, np.array(c.sequence.block_table, dtype=np.int64))
-            for c, row in zip(prefills, first_rows[len(decodes) :], strict=False)
+            for c, row in zip(prefills, first_rows, strict=False)
         ),
         unfilled_blocks=tuple(c.unfilled_block for c in chunks if c.unfilled_block is not None),
         scored_chunks=tuple(ordered[i] for i in scored),
@@ -120,6 +124,39 @@ def _in_order(chunks: list[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
     return decodes, [c for c in chunks if c.num_tokens > 1]
 
 
+@dataclass(slots=True, eq=False)
+class _DraftRow:
+    """A token of a draft, at the position `start` of the sequence. Nothing in it changes."""
+
+    sequence: Sequence
+    start: int
+    token_id: int
+
+    @property
+    def end(self) -> int:
+        return self.start + 1
+
+
+_Row = Chunk | _DraftRow
+
+
+def _decode_rows(decodes: list[Chunk]) -> tuple[Seq[_Row], Seq[tuple[int, ...]]]:
+    """Return the rows of the decodes and of their drafts, the longest context first.
+
+    Also return the rows of each decode: its own, then those of its draft.
+    """
+    if not any(chunk.draft for chunk in decodes):
+        return decodes, [(row,) for row in range(len(decodes))]
+    rows: list[_Row] = []
+    for chunk in decodes:
+        rows.append(chunk)
+        rows += (_DraftRow(chunk.sequence, i, token_id) for i, token_id in enumerate(chunk.draft, start=chunk.end))
+    order = sorted(range(len(rows)), key=lambda i: -rows[i].end)
+    places = iter(np.argsort(order).tolist())
+    rows_of = [tuple(islice(places, 1 + len(chunk.draft))) for chunk in decodes]
+    return [rows[i] for i in order], rows_of
+
+
 def _concatenate(prefills: list[Ints], decodes: list[int]) -> Ints:
     first = np.array(decodes, dtype=np.int64)
     return np.concatenate([first, *prefills]) if prefills else first
@@ -129,9 +166,13 @@ def _tokens(chunk: Chunk) -> Ints:
     return np.array(chunk.sequence.token_ids[chunk.start : chunk.end], dtype=np.int64)
 
 
-def _slot(chunk: Chunk, block_size: int) -> int:
-    block, offset = divmod(chunk.start, block_size)
-    return chunk.sequence.block_table[block] * block_size + offset
+def _token(row: _Row) -> int:
+    return row.sequence.token_ids[row.start] if isinstance(row, Chunk) else row.token_id
+
+
+def _slot(row: _Row, block_size: int) -> int:
+    block, offset = divmod(row.start, block_size)
+    return row.sequence.block_table[block] * block_size + offset
 
 
 def _slots(chunk: Chunk, block_size: int) -> Ints:
@@ -140,7 +181,7 @@ def _slots(chunk: Chunk, block_size: int) -> Ints:
     return table[positions // block_size] * block_size + positions % block_size
 
 
-def _decode_groups(decodes: list[Chunk], block_size: int) -> Iterator[DecodeGroup]:
+def _decode_groups(decodes: Seq[_Row], block_size: int) -> Iterator[DecodeGroup]:
     """Yield the decode groups. A group ends where its padding would cost more than an additional group."""
     first, padding = 0, 0
     for i, chunk in enumerate(decodes):
@@ -152,12 +193,13 @@ def _decode_groups(decodes: list[Chunk], block_size: int) -> Iterator[DecodeGrou
         yield _decode_group(decodes[first:], first, block_size)
 
 
-def _decode_group(decodes: list[Chunk], first_row: int, block_size: int) -> DecodeGroup:
+def _decode_group(decodes: Seq[_Row], first_row: int, block_size: int) -> DecodeGroup:
     context_lens = np.array([c.end for c in decodes], dtype=np.int64)
     num_blocks = blocks_for(decodes[0].end, block_size)
     table = array("q")
     for chunk in decodes:
-        # If the chunk is a piece of a larger chunk, its block table continues with blocks that are not written yet.
+        # If the chunk is a piece of a larger chunk or has a draft, its block table continues with blocks that are not
+        # written yet, or that it does not see.
         own = chunk.sequence.block_table[: -(-chunk.end // block_size)]
         table.extend(own)
         # The padding is masked. It repeats a block of the same sequence, so that no other KV enters the computation.

@@ -75,6 +75,8 @@ class PiecewiseComputation:
             return self._piece(chunks[:middle]) | self._piece(chunks[middle:])
         (chunk,) = chunks
         seq_id = chunk.sequence.seq_id
+        if chunk.draft:
+            return self._piece([without_draft(chunk, self._block_size)])
         if chunk.num_tokens == 1:
             return {seq_id: _TOO_LARGE}
         earlier, later = cut(chunk, self._block_size)
@@ -101,6 +103,12 @@ def cut(chunk: Chunk, block_size: int) -> tuple[Chunk, Chunk]:
     earlier = replace(chunk, num_tokens=num_earlier, unfilled_block=shared if is_new else None)
     unfilled = None if chunk.unfilled_block == shared else chunk.unfilled_block
     return earlier, replace(chunk, start=middle, num_tokens=chunk.num_tokens - num_earlier, unfilled_block=unfilled)
+
+
+def without_draft(chunk: Chunk, block_size: int) -> Chunk:
+    """Return a decode without its draft. Its block, if it is new, is not filled by the draft then."""
+    block, offset = divmod(chunk.start, block_size)
+    return replace(chunk, draft=(), unfilled_block=None if offset else chunk.sequence.block_table[block])
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -5,6 +5,7 @@ for the same chunks or for some of them.
 """
 
 from dataclasses import replace
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -34,11 +35,14 @@ class StepComputation:
         if logits is None:
             self._runner.synchronize()
             return outcomes
-        num_sampled = len(batch.sampled_chunks)
+        num_rows = [1 + len(chunk.draft) for chunk in batch.sampled_chunks]
+        num_sampled = sum(num_rows)
         if num_sampled:
-            sequences = [chunk.sequence for chunk in batch.sampled_chunks]
-            chosen = self._pipeline.sample(logits[:num_sampled], sequences)
-            outcomes.update(zip((s.seq_id for s in sequences), chosen, strict=True))
+            sequences = [chunk.sequence for chunk in batch.sampled_chunks for _ in range(1 + len(chunk.draft))]
+            ahead = [later for count in num_rows for later in range(count)]
+            chosen = iter(self._pipeline.sample(logits[:num_sampled], sequences, ahead))
+            for chunk, count in zip(batch.sampled_chunks, num_rows, strict=True):
+                outcomes[chunk.sequence.seq_id] = chunk.verified(list(islice(chosen, count)))
         for chunk, found in _score_prompts(logits[num_sampled:], batch.scored_chunks):
             seq_id = chunk.sequence.seq_id
             outcomes[seq_id] = replace(outcomes[seq_id], prompt_logprobs=found)

@@ -197,7 +197,7 @@ class TorchEngine:
         outcomes = {chunk.sequence.seq_id: Outcome() for chunk in step.chunks}
         for chunk, token_id in zip(step.sampled, step.tokens.wait(), strict=True):
             failure = BROKEN_LOGITS if token_id is None else None
-            outcomes[chunk.sequence.seq_id] = Outcome(token_id, failure=failure)
+            outcomes[chunk.sequence.seq_id] = Outcome(() if token_id is None else (token_id,), failure=failure)
         outputs, failures = self._table.finalize_all(step.chunks, outcomes)
         self._report(step.step_id, outputs, failures, step.started_s, device_s=step.tokens.device_s())
 
@@ -223,7 +223,7 @@ class TorchEngine:
                 self._table.free_broken(seq_id)
                 failures.append(SequenceFailure(seq_id, outcome.failure))
             else:
-                outputs.append(output_of(chunk, outcome, self._table.advance(chunk, outcome.token_id)))
+                outputs.append(output_of(chunk, outcome, self._table.advance(chunk, outcome.token_ids)))
         self._report(plan.step_id, outputs, failures, self._begun_s)
 
     def _between_layers(self, step_id: int, chunks: list[Chunk]) -> None:

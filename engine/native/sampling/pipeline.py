@@ -12,6 +12,7 @@ This is transformers' order. Rows with none of the options before the temperatur
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from itertools import repeat
 
 import numpy as np
 import torch
@@ -39,14 +40,18 @@ class SamplingPipeline:
         self.grammars = Grammars(info)
         self._states = SequenceStates(info.vocab_size)
 
-    def sample(self, logits: Tensor, sequences: Seq[Sequence]) -> list[Outcome]:
-        """Return one outcome per sequence. An error that concerns one sequence is the `failure` of its outcome.
+    def sample(self, logits: Tensor, sequences: Seq[Sequence], ahead: Seq[int] = ()) -> list[Outcome]:
+        """Return one outcome per row of logits. An error that concerns one row is the `failure` of its outcome.
 
-        `logits` (sequences, vocab) have any floating-point dtype and are not changed.
+        `logits` (rows, vocab) have any floating-point dtype and are not changed. Row i is of `sequences[i]`, whose next
+        token it samples; or the one that comes `ahead[i]` tokens later, if its logits are not altered.
         """
         # Rows that alter logits are sampled greedily at first, only to check that the model's logits are finite: a mask
         # could hide logits that are not finite.
-        rows = [_GREEDY if s.alters_logits else SamplingRow(s.sampling, s.num_output_tokens) for s in sequences]
+        rows = [
+            _GREEDY if s.alters_logits else SamplingRow(s.sampling, s.num_output_tokens + later)
+            for s, later in zip(sequences, ahead or repeat(0), strict=False)
+        ]
         outcomes = [_outcome(token_id, _BROKEN) for token_id in self._sampler(logits, rows)]
         altered = [i for i, s in enumerate(sequences) if s.alters_logits and outcomes[i].failure is None]
         if altered:
@@ -97,7 +102,7 @@ class SamplingPipeline:
 
 def _outcome(token_id: int | None, otherwise: Outcome) -> Outcome:
     """Return the outcome of a sampled token, or `otherwise` if no token was sampled."""
-    return otherwise if token_id is None else Outcome(token_id)
+    return otherwise if token_id is None else Outcome((token_id,))
 
 
 def _report_logprobs(logits: Tensor, sequences: Seq[Sequence], outcomes: list[Outcome]) -> None:

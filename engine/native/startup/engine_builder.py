@@ -58,8 +58,12 @@ def build_native_engine(config: EngineConfig, progress: Progress) -> TorchEngine
     if kernels.graph_sizes:
         with progress.phase("capturing CUDA graphs"):
             _capture_graphs(runner, info, loaded, kernels, memory)
-    # On a device, the next step is launched while one runs, or a graph replays it as a whole.
-    info = replace(info, suspends_steps=loaded.device.type == "cpu" and not info.steps_ahead)
+    # On a device, the next step is launched while one runs, when nobody knows what a draft would follow; or a graph
+    # replays it as a whole.
+    is_in_turn = loaded.device.type == "cpu" and not info.steps_ahead
+    # Torch's operators also read the slots of a draft that was rejected, and a NaN in them would spread.
+    verifies_drafts = is_in_turn and config.speculate and runner.attention.in_kernels
+    info = replace(info, suspends_steps=is_in_turn, verifies_drafts=verifies_drafts)
     _log(info, loaded, memory)
     on_device = _device_sampler(info, loaded, kernels)
     sampler = on_host(on_device) if kernels.library is None else CpuSampler(kernels.library)
@@ -188,6 +192,7 @@ def _log(info: EngineInfo, loaded: Loaded, memory: _Memory) -> None:
         swap_blocks=info.num_swap_blocks,
         cpu_threads=torch.get_num_threads(),
         suspends_steps=info.suspends_steps,
+        verifies_drafts=info.verifies_drafts,
     )
 
 

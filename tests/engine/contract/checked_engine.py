@@ -38,13 +38,13 @@ class CheckedEngine:
         results = [self._raw(replace(plan, run=first), suspends=True)]
         if results[-1].end is StepEnd.SUSPENDED:
             self.num_suspended += 1
-            suspended, proceed_s = results.pop(), 1e-6  # first for one layer
-            assert not suspended.outputs
-            while suspended.end is StepEnd.SUSPENDED:
+            proceed_s = 1e-6  # first for one layer
+            while (suspended := results[-1]).end is StepEnd.SUSPENDED:
+                assert not suspended.outputs
                 results += [self._raw(StepPlan(0, run=rest))] if rest else []
                 rest = ()
-                suspended, proceed_s = self._raw(StepPlan(suspended.step_id, proceed_s=proceed_s)), 100.0
-            results.append(suspended)
+                results.append(self._raw(StepPlan(suspended.step_id, proceed_s=proceed_s)))
+                proceed_s = 100.0
         results += [self._raw(StepPlan(0, run=rest))] if rest else []
         outputs = [output for result in results for output in result.outputs]
         failures = tuple(failure for result in results for failure in result.failures)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -98,7 +98,8 @@ def make_info(directory: Path, **more: Any) -> EngineInfo:
 
 
 def build_modeled(directory: Path) -> Engine:
-    info = make_info(directory, preemption_modes=("pause", "swap", "recompute"), num_swap_blocks=NUM_BLOCKS)
+    modes = ("pause", "swap", "recompute")
+    info = make_info(directory, preemption_modes=modes, num_swap_blocks=NUM_BLOCKS, verifies_drafts=True)
     return ModeledEngine(info, lambda seconds: asyncio.sleep(0), prefix_cache=True)
 
 
@@ -106,7 +107,7 @@ def build_modeled_ahead(directory: Path) -> Engine:
     return ModeledEngine(make_info(directory, steps_ahead=1), lambda seconds: asyncio.sleep(0), prefix_cache=True)
 
 
-def build_native(directory: Path, quantize: Quantization | None = None) -> Engine:
+def build_native(directory: Path, quantize: Quantization | None = None, steps_ahead: Literal[0, 1] = 1) -> Engine:
     block_bytes = 4 * 2 * 2 * 2 * 32 * 4  # tokens, keys and values, layers, heads, numbers a head, bytes a number
     return build_engine(
         EngineConfig(
@@ -120,7 +121,7 @@ def build_native(directory: Path, quantize: Quantization | None = None) -> Engin
             kv_cache_bytes=NUM_BLOCKS * block_bytes,
             swap_bytes=NUM_BLOCKS * block_bytes,
             num_threads=1,
-            steps_ahead=1,
+            steps_ahead=steps_ahead,
         )
     )
 
@@ -154,5 +155,6 @@ ENGINES: dict[str, tuple[Callable[[Path], Engine], tuple[pytest.MarkDecorator, .
     "scripted": (build_scripted, ()),
     "native": (build_native, ()),
     "int8": (partial(build_native, quantize="int8"), ()),
+    "in-turn": (partial(build_native, steps_ahead=0), ()),  # as usually on a CPU
     "vllm": (build_vllm, (NEEDS_VLLM,)),
 }

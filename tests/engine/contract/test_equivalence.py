@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-from engine.interface import NewSequence, PlanError, Preempt, PreemptionMode, Run, StepPlan
+from engine.interface import NewSequence, PlanError, Preempt, PreemptionMode, Run, StepPlan, StepResult
 from tests.engine.contract.checked_engine import CheckedEngine
 from tests.engine.contract.conftest import MakeNew
 from tests.engine.contract.engines import END, MAX_TOKEN, OTHER_END, VOCAB_SIZE
 from tests.engine.contract.reported import Reported, assert_alike
-from tests.engine.drive import Driven, compiled, drive, make_new, random_chunks, random_preemption
+from tests.engine.drive import Driven, compiled, drive, make_new, random_chunks, random_drafts, random_preemption
 
 _salts = count()
+ENDS = tuple(range(30, 60))  # tokens of which an output soon has one
 NO_END = ((END, -100.0), (OTHER_END, -100.0))
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -80,6 +81,42 @@ class Suspended:
 
     def __init__(self, engine: CheckedEngine) -> None:
         self.info, self.compile_grammar, self.step = engine.info, engine.compile_grammar, engine.suspended_step
+
+
+@pytest.mark.parametrize("suspends", [False, True])
+def test_no_draft_changes_a_sequence(engine: CheckedEngine, suspends: bool) -> None:
+    """Right or wrong, of any length, with any preemption or suspension: only the steps become fewer."""
+    if not engine.info.verifies_drafts:
+        pytest.skip("this engine verifies no drafts")
+    news = family(engine) + [
+        make_new(f"long-{i}", range(1, 9 + i), max_tokens=30, seed=i, ignore_eos=True, **options)
+        for i, options in enumerate(
+            ({"temperature": 1.0}, {"temperature": 0.0, "logprobs": 1}, {"stop_token_ids": ENDS})
+        )
+    ]
+    expected, expected_reported = alone(engine, news)
+    modes = [PreemptionMode(mode) for mode in engine.info.preemption_modes]
+    num_steps = {True: 0, False: 0}
+    for seed in range(4):
+        for drafts in (True, False):
+            rng, reported = random.Random(seed), Reported()
+            salted = [replace(new, cache_salt=f"drafts-{next(_salts)}") for new in news]
+            chunks, preempt = random_chunks(rng, 2 * engine.info.block_size), random_preemption(rng, 0.1, *modes)
+            longest = 2 * engine.info.block_size + 1 if drafts else 0
+            draft = random_drafts(random.Random(seed), expected, longest)
+
+            def count(result: StepResult, is_drafted: bool = drafts, reported: Reported = reported) -> None:
+                num_steps[is_drafted] += 1
+                reported(result)
+
+            stepper = Suspended(engine) if suspends else engine
+            driven = drive(stepper, salted, chunks, preempt, 2, count, draft)
+            for new in news:
+                own, other = driven[new.seq_id], expected[new.seq_id]
+                assert (own.output, own.finish_reason, own.failure) == (other.output, other.finish_reason, None)
+                assert_alike(reported.output[new.seq_id], expected_reported.output[new.seq_id])
+                assert_alike(reported.prompt[new.seq_id], expected_reported.prompt[new.seq_id])
+    assert num_steps[True] < 0.8 * num_steps[False]
 
 
 @pytest.mark.trap(14)

@@ -7,6 +7,7 @@ import pytest
 from engine.interface import FinishReason, NewSequence, PlanError, Preempt, PreemptionMode, Run, StepPlan
 from tests.engine.contract.checked_engine import CheckedEngine
 from tests.engine.contract.conftest import MakeNew
+from tests.engine.contract.engines import POISON, VOCAB_SIZE
 from tests.engine.drive import drive, make_new
 
 PAUSE, RECOMPUTE = PreemptionMode.PAUSE, PreemptionMode.RECOMPUTE
@@ -199,6 +200,84 @@ def test_a_plan_that_breaks_the_rules_changes_nothing(engine: CheckedEngine, new
     a, paused = engine.run(("a", 1), ("paused", 1), resume=("paused",)).outputs
     assert (a.num_computed_tokens, paused.num_computed_tokens) == (block + 2, block + 2)
     assert (a.finish_reason, paused.finish_reason) == (FinishReason.LENGTH, FinishReason.LENGTH)
+
+
+# The engine has "a", which may sample three more tokens, "b" with a penalty, and "c", whose prompt is not computed yet.
+BAD_DRAFTS: dict[str, Callable[[int], Run]] = {
+    "of what is left of a prompt": lambda block: Run("c", 2, (1,)),
+    "of a part of a prompt": lambda block: Run("c", 1, (1,)),
+    "of altered logits": lambda block: Run("b", 1, (1,)),
+    "that leaves no room for a token": lambda block: Run("a", 1, (1, 1, 1)),
+    "of an unknown sequence": lambda block: Run("d", 1, (1,)),
+    "of a token outside the vocabulary": lambda block: Run("a", 1, (1, VOCAB_SIZE)),
+    "of a negative token": lambda block: Run("a", 1, (-1,)),
+    "that needs more blocks than are free": lambda block: Run("long", 1, (1,) * (block + 1)),
+}
+
+
+@pytest.mark.parametrize("name", BAD_DRAFTS)
+def test_a_draft_that_breaks_the_rules_changes_nothing(engine: CheckedEngine, new: MakeNew, name: str) -> None:
+    block = engine.info.block_size
+    engine.occupy(engine.info.num_blocks - 5)
+    options = ({"max_tokens": 4}, {"frequency_penalty": 1.0}, {}, {"max_tokens": 99})
+    news = [new(i, [3] * 3, ignore_eos=True, **more) for i, more in zip(("a", "b", "c", "long"), options, strict=True)]
+    engine.run(("a", 3), ("b", 3), ("c", 1), ("long", 3), start=tuple(news))
+    run = BAD_DRAFTS[name](block)
+    with pytest.raises(PlanError, match="draft|blocks|vocabulary|no sequence|uncomputed"):
+        engine.step(StepPlan(0, run=(run,)))
+    if engine.info.verifies_drafts:
+        (output,) = engine.step(StepPlan(0, run=(Run("a", 1, (1, 1)),))).outputs
+        assert 4 <= output.num_computed_tokens <= 6
+
+
+def test_a_draft_takes_part_in_the_limit_of_a_step(engine: CheckedEngine, new: MakeNew) -> None:
+    most = engine.info.max_step_tokens
+    count = engine.info.max_model_len - 4
+    news = [new(i, [3] * 3, max_tokens=999) for i in "ab"]
+    engine.run(*((n.seq_id, 3) for n in news), start=tuple(news))
+    with pytest.raises(PlanError, match="in a step" if 2 * count > most else ""):
+        engine.step(StepPlan(0, run=(Run("a", 1, (1,) * (count - 1)), Run("b", 1, (1,) * (count - 1)))))
+
+
+def test_blocks_of_a_rejected_draft_are_free_again(engine: CheckedEngine, new: MakeNew) -> None:
+    if not engine.info.verifies_drafts:
+        pytest.skip("this engine verifies no drafts")
+    block = engine.info.block_size
+    right = drive(engine, [new("right", [3] * block, max_tokens=3, ignore_eos=True)])["right"].output
+    engine.run(("a", block), start=(new("a", [3] * block, max_tokens=99, ignore_eos=True),))
+    result = engine.step(StepPlan(0, run=(Run("a", 1, (right[1], right[2] % 90 + 1, *[1] * 2 * block)),)))
+    (output,) = result.outputs
+    assert output.token_ids == tuple(right[1:3]) and output.num_computed_tokens == block + 2
+    assert result.free_blocks == engine.info.num_blocks - 2
+    engine.step(StepPlan(0, abort=("a",)))
+    again = drive(engine, [new("again", [*[3] * block, right[0], right[1], *[1] * block], max_tokens=1)])["again"]
+    assert again.num_cached == block, "no block with a rejected token is found"
+
+
+def test_no_block_that_ends_with_a_rejected_token_is_found(engine: CheckedEngine, new: MakeNew) -> None:
+    """The text with the sampled token in its place is that of a full block, whose last slot holds something else."""
+    if not engine.info.verifies_drafts:
+        pytest.skip("this engine verifies no drafts")
+    block = engine.info.block_size
+    prompt = [3] * (2 * block - 2)
+    right = drive(engine, [new("right", prompt, max_tokens=3, ignore_eos=True, cache_salt="alone")])["right"].output
+    engine.run(("a", len(prompt)), start=(new("a", prompt, max_tokens=9, ignore_eos=True),))
+    (output,) = engine.step(StepPlan(0, run=(Run("a", 1, (right[1] % 90 + 1,)),))).outputs
+    assert (output.token_ids, output.num_computed_tokens) == ((right[1],), 2 * block - 1)
+    engine.step(StepPlan(0, abort=("a",)))
+    again = drive(engine, [new("again", [*prompt, *right], max_tokens=1)])["again"]
+    assert again.num_cached == block
+
+
+def test_tokens_that_break_the_model_are_harmless_in_a_draft(computing_engine: CheckedEngine, new: MakeNew) -> None:
+    """The logits after them are NaN, and are not looked at."""
+    engine = computing_engine
+    if not engine.info.verifies_drafts:
+        pytest.skip("this engine verifies no drafts")
+    expected = drive(engine, [new("alone", [3, 4, 5], ignore_eos=True)])["alone"].output
+    news = [new("drafted", [3, 4, 5], ignore_eos=True)]
+    drafted = drive(engine, news, draft=lambda s: [expected[len(s.output)], POISON, 1, POISON])["drafted"]
+    assert (drafted.output, drafted.failure) == (expected, None)
 
 
 def test_an_engine_that_does_not_swap_refuses_to(engine: CheckedEngine, new: MakeNew) -> None:

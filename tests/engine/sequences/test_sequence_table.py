@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from engine.interface import (
     EngineInfo,
+    FinishReason,
     NewSequence,
     PlanError,
     Preempt,
@@ -22,7 +23,7 @@ from engine.interface import (
     StepPlan,
     blocks_for,
 )
-from engine.sequences.chunk import Chunk
+from engine.sequences.chunk import Chunk, Outcome
 from engine.sequences.sequence import Sequence, SequenceStatus
 from engine.sequences.sequence_table import SequenceTable
 from tests.engine.drive import make_new
@@ -43,6 +44,7 @@ def make_info(num_blocks: int, num_swap_blocks: int = 12) -> EngineInfo:
         max_step_tokens=60,
         preemption_modes=MODES,
         num_swap_blocks=num_swap_blocks,
+        verifies_drafts=True,
     )
 
 
@@ -60,6 +62,7 @@ class Reference:
         self.num_hits = 0
         self.num_refused = 0
         self.num_dropped = 0
+        self.num_drafted = self.num_accepted = 0
         self._count = 0
 
     @property
@@ -108,9 +111,17 @@ class Reference:
         for seq_id in runnable:
             left = lengths.get(seq_id) or self.table[seq_id].num_uncomputed_tokens
             if rng.random() < 0.8:
-                runs.append(Run(seq_id, rng.choice((left, rng.randint(1, left)))))
+                draft = self._draft(seq_id) if seq_id not in lengths and rng.random() < 0.5 else ()
+                runs.append(Run(seq_id, rng.choice((left, rng.randint(1, left))), draft))
         preempts = tuple(Preempt(s, mode) for s, mode in preempted.items())
         return StepPlan(0, tuple(aborted), preempts, tuple(resumed), tuple(started), tuple(runs))
+
+    def _draft(self, seq_id: str) -> tuple[int, ...]:
+        """Return tokens that the sequence may sample next, if it decodes."""
+        sequence, rng = self.table[seq_id], self.rng
+        if sequence.num_uncomputed_tokens != 1 or not sequence.num_computed_tokens:
+            return ()
+        return tuple(rng.choice((4, 4, 5)) for _ in range(rng.randint(0, sequence.num_tokens_left - 1)))
 
     def _new(self) -> NewSequence:
         """Make a sequence whose prompt begins like others. One in four asks for log probabilities of the prompt, for
@@ -119,7 +130,9 @@ class Reference:
         rng = self.rng
         head = [1] * rng.randint(0, 20)
         tail = [rng.randint(2, 3) for _ in range(rng.randint(1, 10))]
-        sampling = SamplingParams(max_tokens=rng.randint(1, 9), prompt_logprobs=rng.choice((None, None, None, 0)))
+        stop = (5,) if rng.random() < 0.3 else ()
+        scored = rng.choice((None, None, None, 0))
+        sampling = SamplingParams(max_tokens=rng.randint(1, 19), prompt_logprobs=scored, stop_token_ids=stop)
         return NewSequence(str(self._count), (*head, *tail), sampling, rng.choice("xy"), rng.randint(0, 2))
 
     def _compute(self, chunk: Chunk, is_dropped: bool) -> None:
@@ -127,9 +140,10 @@ class Reference:
         salt = self.salts[sequence.seq_id]
         self.num_hits += chunk.num_cached > 0
         assert not (chunk.num_cached and sequence.sampling.prompt_logprobs is not None)
-        for position in range(chunk.end):
+        tokens = (*sequence.token_ids[: chunk.end], *chunk.draft)
+        for position in range(len(tokens)):
             block, slot = divmod(position, SIZE)
-            contents = (salt, tuple(sequence.token_ids[: position + 1]))
+            contents = (salt, tokens[: position + 1])
             if position < chunk.start:
                 assert self.device[sequence.block_table[block]][slot] == contents
             else:
@@ -138,8 +152,24 @@ class Reference:
     def _advance(self, chunk: Chunk) -> None:
         if self.rng.random() < 0.03:
             self._fail(chunk)
-        else:
-            self.table.advance(chunk, self.rng.randint(4, 5) if chunk.samples else None)
+            return
+        sampled = self.rng.choices((4, 4, 5), k=1 + len(chunk.draft)) if chunk.samples else []
+        outcome = chunk.verified([Outcome((token_id,)) for token_id in sampled] or [Outcome()])
+        before = list(chunk.sequence.token_ids)
+        reason = self.table.advance(chunk, outcome.token_ids)
+        self._check_accepted(chunk, sampled, list(chunk.sequence.token_ids[len(before) :]), reason)
+
+    def _check_accepted(self, chunk: Chunk, sampled: list[int], new: list[int], reason: FinishReason | None) -> None:
+        """What a sequence gets is what it would have sampled one by one."""
+        one_by_one: list[int] = []
+        for token_id, drafted in zip(sampled, (*chunk.draft, None), strict=True) if sampled else ():
+            one_by_one.append(token_id)
+            if token_id in chunk.sequence.stop_ids or token_id != drafted:
+                break
+        assert new == one_by_one
+        assert (reason is FinishReason.STOP) == any(token_id in chunk.sequence.stop_ids for token_id in new)
+        self.num_drafted += len(chunk.draft)
+        self.num_accepted += max(0, len(new) - 1)
 
     def _drop(self, chunks: list[Chunk]) -> None:
         """The dropped step may have written some keys and values: nothing may read them."""
@@ -190,13 +220,14 @@ def test_every_sequence_reads_what_was_computed_for_its_own_tokens(seed: int, nu
 
 
 def test_the_reference_sees_hits_and_refusals() -> None:
-    """Guards the test above: its random plans hit the cache, are refused, and drop steps."""
+    """Guards the test above: its random plans hit the cache, are refused, drop steps, and verify drafts."""
     reference = Reference(random.Random(1), 16)
     for _ in range(200):
         reference.step()
     assert reference.num_hits > 20
     assert reference.num_refused > 5
     assert reference.num_dropped > 20
+    assert reference.num_drafted - 20 > reference.num_accepted > 20
 
 
 # -- the prefix cache, step by step ------------------------------------------------------------------------------------
@@ -210,7 +241,7 @@ class Driver:
         step = StepPlan(0, run=(Run(seq_id, num_tokens),), **plan)  # type: ignore[arg-type]
         self.table.check(step)
         (chunk,) = self.table.begin(step)
-        self.table.advance(chunk, 5 if chunk.samples else None)
+        self.table.advance(chunk, (5,) if chunk.samples else ())
         return chunk
 
     def start(self, seq_id: str, prompt: int, num_tokens: int | None = None, **new: object) -> Chunk:

@@ -20,9 +20,9 @@ def modeled(chunk: Chunk, mask: Bits | None) -> Outcome:
     if not chunk.samples:
         return Outcome()
     if mask is not None:
-        return Outcome(int(np.unpackbits(mask.view(np.uint8), bitorder="little").argmax()))
+        return Outcome((int(np.unpackbits(mask.view(np.uint8), bitorder="little").argmax()),))
     sequence = chunk.sequence
-    return Outcome(modeled_token(sequence.sampling.seed, chunk.end - sequence.num_prompt_tokens, VOCAB_SIZE))
+    return Outcome((modeled_token(sequence.sampling.seed, chunk.end - sequence.num_prompt_tokens, VOCAB_SIZE),))
 
 
 class ScriptedExecutor:

@@ -31,7 +31,7 @@ INFO = EngineInfo(
 
 def count_up(chunk: Chunk, mask: Bits | None) -> Outcome:
     """Sample 100 + the number of the sequence's tokens, whatever the mask says."""
-    return Outcome(100 + chunk.end if chunk.samples else None)
+    return Outcome((100 + chunk.end,) if chunk.samples else ())
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_a_step_of_more_sequences_than_the_executor_takes_is_several_batches() -
 
 def test_broken_logits_end_one_sequence() -> None:
     broken = Outcome(7, failure=BROKEN_LOGITS)
-    executor = ScriptedExecutor(lambda c, _: broken if c.sequence.seq_id == "bad" and c.samples else Outcome(7))
+    executor = ScriptedExecutor(lambda c, _: broken if c.sequence.seq_id == "bad" and c.samples else Outcome((7,)))
     driven = drive(make_stepper(executor), [make_new("good", range(9)), make_new("bad", range(20, 29))])
     assert driven["bad"].failure == BROKEN_LOGITS
     assert driven["good"].output == [7] * 8

@@ -7,7 +7,15 @@ from engine.native.batch.packing import in_one_group, pack_step
 from engine.sequences.sequence_table import SequenceTable
 from tests.engine.drive import make_new
 
-INFO = EngineInfo("none", max_model_len=64, vocab_size=100, block_size=4, num_blocks=32, max_step_tokens=64)
+INFO = EngineInfo(
+    "none",
+    max_model_len=64,
+    vocab_size=100,
+    block_size=4,
+    num_blocks=32,
+    max_step_tokens=64,
+    verifies_drafts=True,
+)
 
 
 def make_table(**computed: int) -> SequenceTable:
@@ -18,7 +26,7 @@ def make_table(**computed: int) -> SequenceTable:
     for name, count in computed.items():
         if count:
             (chunk,) = table.begin(StepPlan(0, run=(Run(name, count),)))
-            table.advance(chunk, None)
+            table.advance(chunk, ())
     return table
 
 
@@ -44,6 +52,21 @@ def test_decodes_come_first_in_the_order_of_their_contexts() -> None:
     (prefill,) = batch.prefill_chunks
     assert (prefill.first_row, prefill.start, prefill.end) == (2, 0, 5)
     assert batch.unfilled_blocks == (a_blocks[1],)
+
+
+def test_a_draft_is_rows_of_decodes_with_contexts_of_their_own() -> None:
+    table = make_table(a=11, b=11, p=0)
+    runs = (Run("p", 3), Run("b", 1), Run("a", 1, (7, 8)))
+    batch = pack_step(table.begin(StepPlan(1, run=runs)), INFO.block_size)
+    assert batch.token_ids.tolist() == [8, 7, 12 + 11, 11, 24, 25, 26]
+    assert batch.positions.tolist() == [13, 12, 11, 11, 0, 1, 2]
+    (group,) = batch.decode_groups
+    assert group.context_lens.tolist() == [14, 13, 12, 12]
+    assert [c.sequence.seq_id for c in batch.sampled_chunks] == ["b", "a"]
+    assert batch.logit_rows.tolist() == [2, 3, 1, 0]  # of "a": its own row, then those of the draft
+    table_of_a = table["a"].block_table
+    assert batch.slot_ids[:2].tolist() == [4 * table_of_a[3] + 1, 4 * table_of_a[3]]
+    assert group.block_table[0].tolist() == list(table_of_a)
 
 
 def test_the_last_row_of_a_finished_prefill_is_sampled() -> None:

@@ -128,7 +128,7 @@ def logits_of_steps(
         if logits is not None:
             found.append(logits.float())
         for chunk in chunks:
-            table.advance(chunk, 7 if chunk.samples else None)
+            table.advance(chunk, (7,) if chunk.samples else ())
     return engine._runner._model, found
 
 

@@ -258,9 +258,9 @@ def test_a_suspended_step_of_native_layers_has_the_same_logits(
     def logits_of(*beside: StepPlan) -> dict[str, torch.Tensor]:
         engine, seen = make_native("qwen3"), dict[str, torch.Tensor]()
 
-        def watched(pipeline: SamplingPipeline, logits: torch.Tensor, sequences: Any) -> Any:
+        def watched(pipeline: SamplingPipeline, logits: torch.Tensor, sequences: Any, ahead: Any) -> Any:
             seen.update((s.seq_id, row.clone()) for s, row in zip(sequences, logits, strict=True))
-            return sample_tokens(pipeline, logits, sequences)
+            return sample_tokens(pipeline, logits, sequences, ahead)
 
         monkeypatch.setattr(SamplingPipeline, "sample", watched)
         OneStep(engine, layer, *beside)
