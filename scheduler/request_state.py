@@ -66,7 +66,7 @@ class TraceMarks:
     stop_mode: str = ""  # of the present preemption
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class RequestState:
     """The worker's record of one claimed request and of its sequence in the engine."""
 

@@ -12,6 +12,7 @@ proportion. The time that a step would have taken without bulk is learned from t
 from collections.abc import Iterable, Sequence
 
 from engine.step_time.cost import StepWork
+from engine.step_time.kind import SHORTEST_S
 from engine.step_time.model import StepTimeModel
 from scheduler.clock import NEVER_S
 from scheduler.request_state import RequestState
@@ -94,7 +95,7 @@ class DelayAccounts:
         """Divide the time without bulk among the requests in proportion to predicted costs."""
         cost = self.step_time.cost(mixed=step_work(runs).is_mixed)
         runs_s = [cost.run(num_tokens, context) for _, num_tokens, context in runs]
-        scale = alone_s / cost.step(sum(runs_s))
+        scale = alone_s / max(cost.step(sum(runs_s)), SHORTEST_S)  # 0 where the first steps say too little
         self._fixed_s += max(0.0, alone_s - scale * sum(runs_s)) + overhead_s
         for (state, _, _), run_s in zip(runs, runs_s, strict=True):
             state.own_s += scale * run_s

@@ -60,6 +60,7 @@ class OutputHandler:
             if state.awaits_first_token and state.reaction_steps is not None:
                 report.reactions.append(Reaction(state.tier.name, state.reaction_steps))
             report.samples += state.time_token(now, bulk_total_s)
+            report.tokens[state.tier.name] += len(output.token_ids)
         if output.finish_reason is not None:
             self._finish(state, output.finish_reason, now, report)
         elif output.token_ids and reports.is_due(state, now):

@@ -4,7 +4,7 @@ The core makes these plain data, and `scheduler.worker` distributes them. The fu
 from the state of a request. Knows request states; does not know queues or metrics.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -44,6 +44,15 @@ class Reaction:
     steps: float
 
 
+@dataclass(frozen=True, slots=True)
+class DraftUse:
+    """A draft that the engine has verified: how many tokens it had, and how many of them were accepted."""
+
+    state: RequestState
+    num_drafted: int
+    num_accepted: int
+
+
 @dataclass(slots=True)
 class Report:
     """Everything that must be sent, acknowledged or recorded after one step."""
@@ -52,6 +61,8 @@ class Report:
     leases: list[Lease] = field(default_factory=list)  # leases of ended requests, to be acknowledged
     checkpoints: list[Checkpoint] = field(default_factory=list)  # of finished parts of jobs
     samples: list[Sample] = field(default_factory=list)
+    tokens: Counter[str] = field(default_factory=Counter)  # number of new tokens, by tier
+    drafts: list[DraftUse] = field(default_factory=list)
     ended: list[Ended] = field(default_factory=list)
     lookups: list[PrefixLookup] = field(default_factory=list)
     reactions: list[Reaction] = field(default_factory=list)

@@ -112,6 +112,8 @@ class SchedulerMetrics:
         self._generated = counter("generation_tokens", "Tokens generated.", "tier")
         self._queried = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "tier")
         self._hit = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "tier")
+        self._drafted = counter("spec_decode_num_draft_tokens", "Tokens of drafts that were computed.", "tier")
+        self._accepted = counter("spec_decode_num_accepted_tokens", "Tokens of drafts that were right.", "tier")
         self._finished = counter("requests_finished", "Ended requests.", "tier", "reason")
         self._decided = counter(
             "controller_decisions", "Moves of a controller knob.", "tier", "knob", "direction", "reason"
@@ -124,7 +126,8 @@ class SchedulerMetrics:
         self._targets_s.clear()
         for tier in self._tiers.by_priority:
             counters = (self._prompt, self._generated, self._queried, self._hit, self._recomputed, self._restored)
-            for family in (*self._latency.values(), self._reaction, self._batch, self._used, *counters):
+            drafts = (self._drafted, self._accepted)
+            for family in (*self._latency.values(), self._reaction, self._batch, self._used, *counters, *drafts):
                 family.labels(tier.name)
             for mode in ("pause", "swap", "recompute"):
                 self._preempted.labels(tier.name, mode)
@@ -171,10 +174,13 @@ class SchedulerMetrics:
     def record_report(self, report: Report) -> None:
         for sample in report.samples:
             self._latency[sample.kind].labels(sample.tier).observe(sample.seconds)
-            if sample.kind in ("ttft", "itl"):
-                self._generated.labels(sample.tier).inc()
-                if sample.seconds > self._targets_s.get((sample.kind, sample.tier), math.inf):
-                    self._missed.labels(sample.tier, sample.kind).inc()
+            if sample.seconds > self._targets_s.get((sample.kind, sample.tier), math.inf):
+                self._missed.labels(sample.tier, sample.kind).inc()
+        for tier, count in report.tokens.items():
+            self._generated.labels(tier).inc(count)
+        for draft in report.drafts:
+            self._drafted.labels(draft.state.tier.name).inc(draft.num_drafted)
+            self._accepted.labels(draft.state.tier.name).inc(draft.num_accepted)
         for reaction in report.reactions:
             self._reaction.labels(reaction.tier).observe(reaction.steps)
         for tier, seconds in report.used_s.items():

@@ -24,6 +24,8 @@ NOT_SHOWN = {
     "tidegate_requests_routed",
     "tidegate_model_choices",
     "tidegate_workers_required",
+    "tidegate_spec_decode_num_draft_tokens",
+    "tidegate_spec_decode_num_accepted_tokens",
 }
 VARIABLES = {"__rate_interval": "2s", "tier": "realtime", "worker": "|".join(WORKERS), "datasource": "prometheus"}
 

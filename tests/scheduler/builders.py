@@ -18,6 +18,7 @@ from scheduler.request_state import RequestState, Status
 from scheduler.virtual_time import EPOCH_MS
 
 VOCAB = 1000
+NO_PERIOD = 1 << 60  # of a modeled output
 MAX_PREEMPTIONS = Retry().max_preemptions
 FAST = StepCost(step_s=0.01, prefill_token_s=0.0002, attend_s=0.0, context_token_s=1e-6, decode_s=0.0005)
 
@@ -236,6 +237,9 @@ class CheckedCore(StepCore):
         abort_together = sum(a.num_shared > 0 for a in self._engine_state._abandoned.values()) > 1
         self.check()
         plan = super().plan(now)
+        if any(run.draft for run in plan.run):
+            others = [state for state in self._states.values() if not state.is_protected or state.id not in ran(plan)]
+            assert not others, "drafts take no time that bulk or a request that waits could have"
         assert (
             plan.run or plan.is_of_suspended or abort_together or not runnable or self._is_batching_delay(runnable, now)
         ), f"work conserving: {runnable} could run"
@@ -319,5 +323,5 @@ def preempted(plan: StepPlan) -> dict[str, str]:
     return {p.seq_id: p.mode.value for p in plan.preempt}
 
 
-def expected_tokens(request: Request) -> list[int]:
-    return [modeled_token(request.sampling.seed, i, VOCAB) for i in range(request.sampling.max_tokens)]
+def expected_tokens(request: Request, period: int = NO_PERIOD) -> list[int]:
+    return [modeled_token(request.sampling.seed, i % period, VOCAB) for i in range(request.sampling.max_tokens)]

@@ -9,7 +9,7 @@ from engine.step_time.cost import StepCost
 from scheduler.holdings.report import Report
 from scheduler.request import Claimed, Request, TokenEvent
 from scheduler.virtual_time import EPOCH_MS
-from tests.scheduler.builders import FAST, CheckedCore, make_core
+from tests.scheduler.builders import FAST, NO_PERIOD, CheckedCore, make_core
 
 T = TypeVar("T")
 
@@ -33,10 +33,13 @@ class SteppedCore:
         noise: float = 0.0,
         *,
         prefix_cache: bool = False,
+        period: int = NO_PERIOD,
     ) -> None:
         self.core = core or make_core()
         self.now = 0.0
-        self.engine = ModeledEngine(self.core._engine, self._pass, cost, noise, prefix_cache=prefix_cache)
+        self.engine = ModeledEngine(
+            self.core._engine, self._pass, cost, noise, prefix_cache=prefix_cache, period=period
+        )
         self.events: list[TokenEvent] = []
         self.reports: list[Report] = []
         self._fence = 0

@@ -31,7 +31,7 @@ from scheduler.worker.heartbeat import WorkerIdentity
 from scheduler.worker.loop import WorkerLoop, build_loop
 from scheduler.worker.metrics import SchedulerMetrics
 from scheduler.worker.request_intake import RequestTracer
-from tests.scheduler.builders import FAST, make_core, make_info, make_request, make_tiers
+from tests.scheduler.builders import FAST, NO_PERIOD, make_core, make_info, make_request, make_tiers
 
 T = TypeVar("T")
 
@@ -161,14 +161,17 @@ def run_world(
     prefix_cache: bool = False,
     step_log: StepLog | None = None,
     tracer: RequestTracer | None = None,
+    period: int = NO_PERIOD,
 ) -> T:
     """Play `story` in virtual time with a modeled engine, then drain the worker. `cost`: real costs of the engine;
-    `known`: costs that the scheduler knows from the start (None: it learns them)."""
+    `known`: costs that the scheduler knows from the start (None: it learns them). `period`: of the engine's outputs."""
 
     def begin(world: World) -> None:
         core = make_core(world.tiers, info or make_info(), known)
         clock, timer = world.clock, LoopTimer()
-        engine = ModeledEngine(core._engine, clock.sleep, cost, noise, seed, prefix_cache=prefix_cache, timer=timer)
+        engine = ModeledEngine(
+            core._engine, clock.sleep, cost, noise, seed, prefix_cache=prefix_cache, timer=timer, period=period
+        )
         world.begin_worker(StepDriver(core, engine, step_log), engine, tracer=tracer)
 
     return play_in_world(story, tiers or make_tiers(), begin)

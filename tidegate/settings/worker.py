@@ -72,6 +72,9 @@ class WorkerSettings(CommonSettings):
         description="host memory for the KV of preempted sequences; unset: up to 4 GiB with CUDA, none without",
     )
     prefix_cache: bool = Field(default=True, description="reuse the KV of prompts with the same beginning")
+    speculate: bool = Field(
+        default=True, description="compute likely next tokens in the same step where that pays and no bulk is there"
+    )
     cuda_graphs: bool = Field(default=True, description="run decode steps as captured CUDA graphs")
     threads: int | None = Field(default=None, ge=1, description="CPU threads of the engine")
     optimize: bool = Field(default=True, description="use faster layers where a trial at start shows equal results")

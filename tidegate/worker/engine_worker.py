@@ -84,6 +84,7 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         kv_cache_bytes=settings.kv_cache_mb * 2**20 if settings.kv_cache_mb else None,
         swap_bytes=None if settings.swap_mb is None else settings.swap_mb * 2**20,
         prefix_cache=settings.prefix_cache,
+        speculate=settings.speculate,
         num_threads=settings.threads,
         cuda_graphs=settings.cuda_graphs,
         optimize=settings.optimize,

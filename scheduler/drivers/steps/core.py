@@ -188,6 +188,8 @@ class StepCore:
             report.predicted_s = self.step_time.predict(report.work)
             self.step_time.observe(report.work, report.elapsed_s)
         self.held.add_used(report.used_s)
+        for use in report.drafts:
+            self.planner.speculation.note(use.state, use.num_drafted, use.num_accepted)
 
     # -- twice a second ----------------------------------------------------------------------------------------
 

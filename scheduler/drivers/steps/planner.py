@@ -27,6 +27,7 @@ from scheduler.planning.batch import form_batch
 from scheduler.planning.batching_delay import MIN_WAIT_S, idle_until_s
 from scheduler.planning.kv_budget import EngineView, has_blocks
 from scheduler.planning.prompt_prefixes import PromptPrefixes
+from scheduler.planning.speculation import Speculation
 from scheduler.planning.yielding import Yielding
 from scheduler.request_state import RequestState, Status
 
@@ -54,6 +55,7 @@ class Planner:
         self._isolation = isolation
         self._prefixes = PromptPrefixes(engine)
         self._yielding = Yielding()
+        self.speculation = Speculation()
         self._next_step_id = 0
         self.idle_until_s = NEVER_S  # if the newest plan was empty: the time at which the first batching delay ends
         self.preemptions: Counter[tuple[str, str]] = Counter()  # number of preemptions, by (tier, mode)
@@ -69,13 +71,20 @@ class Planner:
                 return going_on
             self._running.suspended.num_beside += 1
             tiers, budgets = _interactive_only(tiers, budgets)
-        plan = self._form(tiers, budgets, now)
+        plan = self._with_drafts(self._form(tiers, budgets, now), budgets)
         plan = replace(plan, abort=self._engine_state.pop_aborts())
         self.idle_until_s = self._idle_until_s(budgets, now) if plan.is_empty else NEVER_S
         if not plan.is_empty:
             self._isolation.note_plan(plan)
             self._enter(plan, budgets, now)
         return plan
+
+    def _with_drafts(self, plan: StepPlan, budgets: Budgets) -> StepPlan:
+        if not self._engine.verifies_drafts:
+            return plan
+        limits_s = {name: budget.limit.base_s for name, budget in budgets.tiers.items()}
+        view = self._engine_state.view()
+        return self.speculation.with_drafts(plan, self._table, view, budgets.decode_cost, limits_s)
 
     def _suspended_next(
         self, step: TrackedStep, tiers: Sequence[Tier], budgets: Budgets, now: float
@@ -119,7 +128,7 @@ class Planner:
     def _work(self, plan: StepPlan) -> StepWork:
         work = StepWork()
         for run in plan.run:
-            work.add(run.num_tokens, self._table.states[run.seq_id].num_computed_tokens)
+            work.add(run.num_tokens, self._table.states[run.seq_id].num_computed_tokens, len(run.draft))
         return work
 
     def drop_suspended(self, now: float) -> StepPlan:

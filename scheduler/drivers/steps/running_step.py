@@ -109,7 +109,7 @@ class RunningStep:
         for run in plan.run:
             state = states[run.seq_id]
             tier = state.tier
-            run_s = cost.run(run.num_tokens, state.num_computed_tokens)
+            run_s = cost.run(run.num_tokens, state.num_computed_tokens, len(run.draft))
             runs_s[tier.name] += run_s
             if state.request.wants_receipt:
                 accounts.append((state, run_s))
@@ -186,6 +186,7 @@ class RunningStep:
             self._suspend(step, result.elapsed_s, overhead_s, present, now)
             return
         report.sequences, report.work = step.sequences, step.work(result)
+        report.drafts = step.drafts(result)
         report.elapsed_s = step.done_s + result.elapsed_s
         if result.end is StepEnd.DROPPED:
             self.wasted_s += step.done_s

@@ -4,13 +4,14 @@ Knows the plan of the step and the predicted cost of its runs. `RunningStep` own
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.interface import SequenceOutput, StepEnd, StepPlan, StepResult
 from engine.step_time.cost import StepWork
 from scheduler.clock import NEVER_S
 from scheduler.control.delay_account import DelayAccounts, InteractiveRun
 from scheduler.deadlines import deadline_s
+from scheduler.holdings.report import DraftUse
 from scheduler.request_state import RequestState
 
 
@@ -47,6 +48,10 @@ class TrackedStep:
     done_s: float = 0.0  # engine time that it has taken before it was suspended; 0: it never was
     delay_s: float = 0.0  # what of this time is entered into the delay accounts already
     num_beside: int = 0  # steps that were planned while it was suspended
+    _num_drafted: dict[str, int] = field(init=False)  # number of drafted tokens, by sequence that has a draft
+
+    def __post_init__(self) -> None:
+        self._num_drafted = {run.seq_id: len(run.draft) for run in self.plan.run if run.draft}
 
     def progress_s(self, now: float) -> float:
         """Return how many seconds of the step are done at `now`, if the predicted length is right."""
@@ -87,13 +92,22 @@ class TrackedStep:
             return None
         work = StepWork()
         for output in result.outputs:
-            work.add(*self._tokens(output))
+            for num_tokens, start in self._tokens(output):
+                work.add(num_tokens, start)
         return work
 
     def interactive_runs(self, result: StepResult) -> list[InteractiveRun]:
         """Return what the step computed of interactive requests."""
         found = ((self.runs[output.seq_id].state, output) for output in result.outputs if output.seq_id in self.runs)
-        return [(state, *self._tokens(output)) for state, output in found if state.tier.is_interactive]
+        return [
+            (state, *tokens) for state, output in found if state.tier.is_interactive for tokens in self._tokens(output)
+        ]
+
+    def drafts(self, result: StepResult) -> list[DraftUse]:
+        """Return what became of the drafts in the step."""
+        drafted = self._num_drafted
+        outputs = (output for output in result.outputs if output.seq_id in drafted and output.token_ids)
+        return [DraftUse(self.runs[o.seq_id].state, drafted[o.seq_id], len(o.token_ids) - 1) for o in outputs]
 
     def planned_interactive(self) -> list[InteractiveRun]:
         """Return what the step will compute of the interactive requests that yield to nobody."""
@@ -114,10 +128,15 @@ class TrackedStep:
             if output.num_cached_tokens and output.seq_id in self.num_computed:
                 self.num_computed[output.seq_id] = output.num_computed_tokens
 
-    def _tokens(self, output: SequenceOutput) -> tuple[int, int]:
-        """Return how many tokens were computed for an output, and how many there were before."""
+    def _tokens(self, output: SequenceOutput) -> Sequence[tuple[int, int]]:
+        """Return how many tokens were computed for an output, and how many there were before.
+
+        A decode with a draft counts as a decode for each of its tokens, accepted or not.
+        """
         start = self.num_computed[output.seq_id] + output.num_cached_tokens
-        return output.num_computed_tokens - start, start
+        if num_drafted := self._num_drafted.get(output.seq_id):
+            return [(1, start + i) for i in range(1 + num_drafted)]
+        return [(output.num_computed_tokens - start, start)]
 
     def used_s(self, elapsed_s: float) -> dict[str, float]:
         """Return the engine time that each tier used: `elapsed_s`, shared in proportion to predicted costs.

@@ -1,6 +1,7 @@
 """The worker's metric families, as a scrape sees them."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -9,10 +10,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from scheduler.config import parse_tiers
 from scheduler.control.knobs import Decision
 from scheduler.control.windows import WINDOW_S
-from scheduler.holdings.report import Ended, Report
+from scheduler.holdings.report import DraftUse, Ended, Report
 from scheduler.request_state import Sample
 from scheduler.worker.metrics import SchedulerMetrics
-from tests.scheduler.builders import make_tiers
+from tests.scheduler.builders import make_state, make_tiers
 from tests.scheduler.world import World, played_by, run_world
 
 HISTOGRAMS = {
@@ -60,6 +61,8 @@ COUNTERS = {
     "tidegate_engine_seconds",
     "tidegate_recomputed_tokens",
     "tidegate_restored_tokens",
+    "tidegate_spec_decode_num_draft_tokens",
+    "tidegate_spec_decode_num_accepted_tokens",
 }
 
 
@@ -98,7 +101,8 @@ def test_a_report_becomes_latencies_and_counts() -> None:
     metrics, registry = make_metrics()
     samples = [Sample("queue", "bulk", 0.1), Sample("ttft", "bulk", 0.2), Sample("itl", "bulk", 0.01)]
     ended = [Ended("bulk", "length", prompt_tokens=32, output_tokens=2, met_slo=True)]
-    metrics.record_report(Report(samples=[*samples, Sample("e2e", "bulk", 0.21)], ended=ended))
+    tokens = Counter({"bulk": 5})  # several of them came in one step
+    metrics.record_report(Report(samples=[*samples, Sample("e2e", "bulk", 0.21)], tokens=tokens, ended=ended))
     sums = total(
         registry,
         (
@@ -111,8 +115,16 @@ def test_a_report_becomes_latencies_and_counts() -> None:
         ),
         tier="bulk",
     )
-    assert sums == [0.1, 0.2, 0.01, 0.21, 2, 32]
+    assert sums == [0.1, 0.2, 0.01, 0.21, 5, 32]
     assert value(registry, "requests_finished_total", tier="bulk", reason="length") == 1
+
+
+def test_drafts_are_counted_by_tier() -> None:
+    metrics, registry = make_metrics()
+    names = ("spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total")
+    assert total(registry, names, tier="realtime") == [0, 0]
+    metrics.record_report(Report(drafts=[DraftUse(make_state(), 5, 2), DraftUse(make_state(), 3, 0)]))
+    assert total(registry, names, tier="realtime") == [8, 2]
 
 
 def test_what_takes_longer_than_the_slo_is_counted_where_there_is_one() -> None:

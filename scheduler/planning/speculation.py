@@ -1,0 +1,162 @@
+"""Speculative decoding without a draft model: which decodes of a step get a draft, and of how many tokens.
+
+A draft is what came after the newest tokens of a sequence where they last occurred in its prompt or output. Summaries
+and edits repeat much of their prompts, so the draft is often right, and one step yields several tokens.
+
+Only a step has drafts in which all requests of the worker decode, and all of them are interactive and yield to nobody:
+then nobody else could have the time. A token of a draft is added if it is expected to make the step worth more than
+longer, by the acceptance that is learned for its sequence and the costs of steps that are learned for the engine. Worth
+is the product of all streams' speeds, so that one that repeats itself does not slow down many that do not.
+
+Knows tokens, plans and costs; the engine verifies.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+from weakref import WeakKeyDictionary
+
+from engine.interface import Run, StepPlan
+from engine.step_time.cost import StepCost
+from scheduler.holdings.request_table import RequestTable
+from scheduler.planning.kv_budget import EngineView
+from scheduler.request_state import RequestState
+
+LONGEST_DRAFT = 15  # tokens
+LOOKUPS = (8, 2)  # numbers of newest tokens that are looked up, the second if the first are nowhere else
+USUAL_RATE = 0.5  # acceptance of a drafted token, as it is believed of a sequence without drafts
+RATE_WEIGHT = 0.1  # weight of the newest drafted token in the acceptance of its sequence
+RETRY_WEIGHT = 0.01  # weight of the usual acceptance at each step without a draft, so that drafts are tried again
+
+
+class Repetition:
+    """The text of one sequence, and how often drafts from it were right."""
+
+    __slots__ = ("_text", "rate")
+
+    def __init__(self) -> None:
+        self._text = ""  # a character for each token (ids are below 0x110000), since strings are searched fast
+        self.rate = USUAL_RATE  # that a token is accepted if those before it in its draft are
+
+    def draft(self, state: RequestState, longest: int) -> tuple[int, ...]:
+        """Return the tokens that came after the newest ones the last time. A text that ends before goes round."""
+        if not self._text:
+            self._text = "".join(map(chr, state.request.prompt_token_ids))
+        num_seen = len(self._text) - len(state.request.prompt_token_ids)
+        self._text += "".join(map(chr, state.output_token_ids[num_seen:]))
+        for count in LOOKUPS:
+            found = self._text.rfind(self._text[-count:], 0, -1) if count < len(self._text) else -1
+            if found >= 0:
+                after = self._text[found + count : found + count + longest]
+                return tuple(map(ord, after * -(-longest // len(after))))[:longest]
+        return ()
+
+    def note(self, num_drafted: int, num_accepted: int) -> None:
+        """Learn from a draft. Without one, what was learned fades."""
+        for accepted in [True] * num_accepted + [False] * (num_accepted < num_drafted):
+            self.rate += RATE_WEIGHT * (accepted - self.rate)
+        if not num_drafted:
+            self.rate += RETRY_WEIGHT * (USUAL_RATE - self.rate)
+
+
+class Speculation:
+    """What is known of the texts of sequences that decode where nobody else waits. Owned by the planner."""
+
+    def __init__(self) -> None:
+        self._known: WeakKeyDictionary[RequestState, Repetition] = WeakKeyDictionary()
+
+    def note(self, state: RequestState, num_drafted: int, num_accepted: int) -> None:
+        """Record how many tokens of a draft the engine has accepted."""
+        self._known[state].note(num_drafted, num_accepted)
+
+    def with_drafts(
+        self, plan: StepPlan, table: RequestTable, view: EngineView, cost: StepCost, limits_s: Mapping[str, float]
+    ) -> StepPlan:
+        """Return the plan with drafts, if nobody else could have the time that they take.
+
+        `cost` is that of steps without prefills, and `limits_s` the longest time of a step, by tier.
+        """
+        states = [table.states[run.seq_id] for run in plan.run]
+        if not states or len(states) < len(table) or not all(s.is_protected and s.is_decode for s in states):
+            return plan
+        if any(table.reserved()):
+            return plan  # a sequence that has lost its blocks too often keeps the free ones for itself
+        choice = _Choice(states, view, cost, min(limits_s[state.tier.name] for state in states))
+        offers = [self._offer(state, choice, view) for state in states]
+        choice.take(offers)
+        for offer in offers:
+            if not offer.length:
+                self._known[offer.state].note(0, 0)
+        return replace(plan, run=tuple(Run(o.state.id, 1, o.text[: o.length]) for o in offers))
+
+    def _offer(self, state: RequestState, choice: "_Choice", view: EngineView) -> "_Offer":
+        known = self._known.setdefault(state, Repetition())
+        offer = _Offer(state, known.rate, gain=known.rate)
+        longest = _longest(state, view)
+        if longest > 0 and choice.pays(offer):
+            offer.text = known.draft(state, longest)
+        return offer
+
+
+def _longest(state: RequestState, view: EngineView) -> int:
+    """Return the length of the longest draft that a sequence may have. One token comes after it."""
+    sampling = state.request.sampling
+    left = min(sampling.max_tokens - len(state.output_token_ids), view.max_model_len - state.num_tokens)
+    return 0 if sampling.alters_logits else min(left - 1, LONGEST_DRAFT)
+
+
+@dataclass(slots=True)
+class _Offer:
+    """A draft of a sequence, of which the first `length` tokens are taken so far."""
+
+    state: RequestState
+    rate: float
+    text: tuple[int, ...] = ()
+    length: int = 0
+    gain: float = 0.0  # number of tokens that the next one of the draft is expected to add
+    num_expected: float = 1.0  # number of tokens that the sequence is expected to get in the step
+
+    def take(self) -> None:
+        self.length += 1
+        self.num_expected += self.gain
+        self.gain *= self.rate
+
+
+class _Choice:
+    """The step while the lengths of its drafts are chosen: what is left, and what it costs so far."""
+
+    def __init__(self, states: Sequence[RequestState], view: EngineView, cost: StepCost, limit_s: float) -> None:
+        self._cost = cost
+        self._limit_s = limit_s
+        self._num_sequences = len(states)
+        self._runs_s = sum(cost.decode(state.num_computed_tokens) for state in states)
+        self._tokens_left = view.max_step_tokens - len(states)
+        self._block_size = view.block_size
+        self._blocks_left = view.free_blocks - sum(s.num_computed_tokens % view.block_size == 0 for s in states)
+
+    def pays(self, offer: _Offer) -> bool:
+        """Return whether the next token of a draft makes one sequence faster by more than it makes all slower."""
+        step_s, longer_s = (self._cost.step(s) for s in (self._runs_s, self._runs_s + self._token_s(offer)))
+        if longer_s > self._limit_s or not step_s or not self._tokens_left:
+            return False  # also while no cost is known
+        return 1 + offer.gain / offer.num_expected > (longer_s / step_s) ** self._num_sequences
+
+    def take(self, offers: Sequence[_Offer]) -> None:
+        """Take tokens of the offers for as long as they pay and have KV blocks, the most useful first."""
+        heap = [(-offer.gain, place) for place, offer in enumerate(offers) if offer.text]
+        heapify(heap)
+        while heap:
+            place = heappop(heap)[1]
+            offer = offers[place]
+            needs_block = (offer.state.num_computed_tokens + 1 + offer.length) % self._block_size == 0
+            if not self.pays(offer) or self._blocks_left < needs_block:
+                continue
+            self._blocks_left -= needs_block
+            self._tokens_left -= 1
+            self._runs_s += self._token_s(offer)
+            offer.take()
+            if offer.length < len(offer.text):
+                heappush(heap, (-offer.gain / offer.num_expected, place))
+
+    def _token_s(self, offer: _Offer) -> float:
+        return self._cost.decode(offer.state.num_computed_tokens)
