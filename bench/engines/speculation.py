@@ -107,14 +107,22 @@ class Arms:
         self.loops = {drafts: LoopOverEngine(engine, infos[drafts], tiers) for drafts in (True, False)}
 
     def seconds(
-        self, drafts: bool, prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams], streams: int
-    ) -> tuple[float, list[list[int]]]:
-        """Return the time of all answers, `streams` at once, and their tokens."""
-        begun_s, tokens = time.perf_counter(), []
+        self, prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams], streams: int, round_: int
+    ) -> dict[bool, float]:
+        """Return the time of all answers, `streams` at once, with drafts and without. The arms take turns.
+
+        Raises `SystemExit` if they give different tokens.
+        """
+        seconds = {True: 0.0, False: 0.0}
         for first in range(0, len(prompts), streams):
-            some = slice(first, first + streams)
-            tokens += self.loops[drafts].sample(prompts[some], samplings[some])
-        return time.perf_counter() - begun_s, tokens
+            some, tokens = slice(first, first + streams), []
+            for drafts in (True, False) if (round_ + first // streams) % 2 else (False, True):
+                begun_s = time.perf_counter()
+                tokens.append(self.loops[drafts].sample(prompts[some], samplings[some]))
+                seconds[drafts] += time.perf_counter() - begun_s
+            if tokens[0] != tokens[1]:
+                raise SystemExit("the arms give different tokens")
+        return seconds
 
     def close(self) -> None:
         for loop in self.loops.values():
@@ -129,15 +137,9 @@ def measure(arms: Arms, load: Load, encode: Callable[[str], list[int]], rounds: 
             SamplingParams(max_tokens=count, temperature=temperature, seed=i, ignore_eos=True)
             for i, count in enumerate(load.new_tokens)
         ]
-        ratios, rates = [], []
-        for round_ in range(rounds):
-            found = {}
-            for drafts in (True, False) if round_ % 2 else (False, True):
-                found[drafts] = arms.seconds(drafts, prompts, samplings, streams)
-            if found[True][1] != found[False][1]:
-                raise SystemExit("the arms give different tokens")
-            ratios.append(found[False][0] / found[True][0])
-            rates.append(sum(load.new_tokens) / found[False][0])
+        found = [arms.seconds(prompts, samplings, streams, round_) for round_ in range(rounds)]
+        ratios = [seconds[False] / seconds[True] for seconds in found]
+        rates = [sum(load.new_tokens) / seconds[False] for seconds in found]
         spread = f"{min(ratios):.2f}–{max(ratios):.2f}"
         print(
             f"{load.name:>8}, temperature {temperature:.0f}, {streams} streams: {median(ratios):.2f} ({spread})"
