@@ -36,7 +36,7 @@ from engine.native.startup.cuda_bring_up import (
     working_kernels,
     working_sampler,
 )
-from engine.native.startup.fusion import is_same_model, trial_logits
+from engine.native.startup.fusion import has_router, is_same_model, trial_logits
 from engine.native.startup.loading import Loaded, load
 from engine.progress import Progress
 from engine.sampling.sampler import DeviceSampler, on_host, sample_ids
@@ -201,12 +201,12 @@ def _log(info: EngineInfo, loaded: Loaded, memory: _Memory) -> None:
 
 def _optimize(runner: ModelRunner, info: EngineInfo, loaded: Loaded, kernels: _Kernels) -> None:
     """Replace layers by faster ones. Raises `EngineStartError` if this changes the results of the whole model."""
-    before = trial_logits(runner, info)
+    before, routes = trial_logits(runner, info), has_router(loaded.model)
     if loaded.device.type == "cpu":
         optimize_for_cpu(loaded.model, runner, kernels.library, info)
     elif kernels.attention is not None:
         optimize_for_cuda(loaded.model, runner, info)
-    if not is_same_model(before, trial_logits(runner, info), runner.dtype):
+    if not is_same_model(before, trial_logits(runner, info), runner.dtype, routes=routes):
         raise EngineStartError(f"{info.model_path} computes something else with faster layers: use --no-optimize")
 
 

@@ -87,17 +87,26 @@ def trial_logits(runner: ModelRunner, info: EngineInfo) -> Tensor | None:
     return None if logits is None else logits.float().clone()
 
 
-def is_same_model(before: Tensor | None, after: Tensor | None, dtype: torch.dtype) -> bool:
+def has_router(model: nn.Module) -> bool:
+    """Return whether a layer that may be fused sends rows to different experts."""
+    return any(parts is not None and not isinstance(parts.mlp, Mlp) for parts in map(parts_of, model.modules()))
+
+
+def is_same_model(before: Tensor | None, after: Tensor | None, dtype: torch.dtype, *, routes: bool) -> bool:
     """Return whether the `trial_logits` before and after a change agree.
 
     Return True if they cannot be compared, because one of them is None or the logits before are not finite. The
     model's logits may change although each replaced layer computes the same as before: the model may read a layer's
-    input again, after the replacement has overwritten this input. One of the three rows may differ: see `_agrees`.
+    input again, after the replacement has overwritten this input. If a router `routes` the rows, one of the three may
+    differ: see `_agrees`.
     """
     if before is None or after is None or not before.isfinite().all():
         return True
-    errors = (after - before).norm(dim=1) / before.norm(dim=1)
-    return bool(errors.median() <= _MODEL_TOLERANCES[dtype])
+    if routes:
+        error = ((after - before).norm(dim=1) / before.norm(dim=1)).median()
+    else:
+        error = (after - before).norm() / before.norm()
+    return bool(error <= _MODEL_TOLERANCES[dtype])
 
 
 def fuse_layers(model: nn.Module, runner: ModelRunner, fuse: Replacement, trials: dict[nn.Module, LayerTrial]) -> int:
@@ -119,7 +128,7 @@ def fuse_layers(model: nn.Module, runner: ModelRunner, fuse: Replacement, trials
         parts = parts_of(layers[i])
         assert parts is not None, "only layers with these parts are tried"
         fused = fuse(parts)
-        if _agrees(fused, trial, has_router=not isinstance(parts.mlp, Mlp)):
+        if _agrees(fused, trial, routes=not isinstance(parts.mlp, Mlp)):
             layers[i] = fused
             num_fused += 1
             runner.release_memory()  # frees the weights of the replaced layer
@@ -156,7 +165,7 @@ def _trial_batch(info: EngineInfo) -> StepBatch:
 
 
 @torch.inference_mode()
-def _agrees(fused: nn.Module, trial: LayerTrial, has_router: bool) -> bool:
+def _agrees(fused: nn.Module, trial: LayerTrial, routes: bool) -> bool:
     """Return whether `fused` computes the same output as the trial, apart from rounding.
 
     Rounding may decide a router's near tie otherwise, and send a row to another expert. With a router, a third of the
@@ -164,7 +173,7 @@ def _agrees(fused: nn.Module, trial: LayerTrial, has_router: bool) -> bool:
     """
     result = fused(trial.hidden.clone(), **trial.options)
     error, expected, given = (t[0].float() for t in (result - trial.output, trial.output, trial.hidden))
-    if has_router:
+    if routes:
         kept = error.norm(dim=1).argsort()[: len(error) - len(error) // 3]
         error, expected, given = error[kept], expected[kept], given[kept]
     of_added, of_stream = _TOLERANCES[trial.hidden.dtype]

@@ -12,7 +12,7 @@ from engine.config import EngineConfig, EngineStartError
 from engine.factory import build_torch_engine
 from engine.native.cpu.packed_linear import PackedLinear, can_pack
 from engine.native.startup import loading
-from engine.native.startup.fusion import LayerTrial, _agrees
+from engine.native.startup.fusion import LayerTrial, _agrees, is_same_model
 from tests.engine.models import ARCHITECTURES, CONFIGS, save_model
 from tests.engine.native.cpu.compiled import compiled_library
 
@@ -129,3 +129,13 @@ def test_a_model_that_reuses_an_input_of_its_layers_is_refused(tmp_path: Path, m
     with pytest.raises(EngineStartError, match="--no-optimize"):
         build(tmp_path)
     build(tmp_path, optimize=False)
+
+
+@pytest.mark.parametrize("routes", [False, True])
+def test_one_row_of_the_whole_model_may_differ_where_a_router_chose(routes: bool) -> None:
+    before = torch.ones(3, 8)
+    one, two = before.clone(), before.clone()
+    one[1], two[1:] = -1, -1
+    assert is_same_model(before, before, torch.float32, routes=routes)
+    assert is_same_model(before, one, torch.float32, routes=routes) is routes
+    assert not is_same_model(before, two, torch.float32, routes=routes)
