@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from engine.native.model.layer_kernels import Activation
 from tests.marks import mostly_full
 
 pytestmark = [
@@ -76,12 +77,14 @@ def test_layers() -> None:
 
     norm = {"N": 4096, "PADDED_N": 4096, "HAS_RESIDUAL": True, "ROUNDS": True}
     assert compile_for_sm90(kernels.rms_norm_kernel, "bf16", 8, norm).asm["cubin"]
-    assert compile_for_sm90(
-        kernels.activate_and_mul_kernel, "bf16", 4, {"N": 14336, "TILE": 1024, "IS_GELU": True}
-    ).asm["cubin"]
+    for activation in Activation:
+        constants = {"N": 14336, "TILE": 1024, "ACTIVATION": int(activation)}
+        assert compile_for_sm90(kernels.activate_and_mul_kernel, "bf16", 4, constants).asm["cubin"]
     rotate = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "PADDED_DIM": 128, "ROTARY": 128, "TILE": 8}
     rotate |= {"HAS_QUERY_NORM": True, "HAS_KEY_NORM": False, "ROUNDS": True}
-    assert compile_for_sm90(kernels.rotate_and_write_kernel, "bf16", 4, rotate).asm["cubin"]
+    for in_pairs in (False, True):
+        constants = {**rotate, "IN_PAIRS": in_pairs}
+        assert compile_for_sm90(kernels.rotate_and_write_kernel, "bf16", 4, constants).asm["cubin"]
 
 
 @pytest.mark.parametrize(("bits", "group", "has_offsets"), [(8, 32, False), (8, 16, False), (4, 32, True)])
