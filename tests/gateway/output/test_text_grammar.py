@@ -58,6 +58,7 @@ GRAMMARS = [
         "%import common (SH_COMMENT, SQL_COMMENT, CPP_COMMENT, C_COMMENT)",
         '#"\n//\\\n--\t\n/*\n*"**/\n',
     ),
+    ('start: a A INT\na: "x"\nA: "y"\n%import common.INT', "xy12"),
     ('start: "" | /["\\\\]|[[:alpha:]--\\n]/', '"'),
 ]
 BYTES = LLTokenizer("byte")
@@ -85,6 +86,12 @@ def test_a_terminal_means_the_same(lark: str, sample: str, data: Any) -> None:
 @pytest.mark.parametrize(("lark", "sample"), GRAMMARS)
 def test_the_samples_match(lark: str, sample: str) -> None:
     assert matches(f"start: GR_START\n{as_terminals(lark, 'G', in_json=False)}", sample)
+
+
+@pytest.mark.parametrize("lark", ['start: "a\\n"i', "start: /a\\n/i", "start: /a[\\n]/i"])
+def test_letters_of_escapes_have_one_case(lark: str) -> None:
+    grammar = f"start: GR_START\n{as_terminals(lark, 'G', in_json=True)}"
+    assert [matches(grammar, text) for text in (r"a\n", r"A\n", r"a\N")] == [True, True, False]
 
 
 @pytest.mark.parametrize(
