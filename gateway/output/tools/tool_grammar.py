@@ -90,10 +90,12 @@ class CallGrammar:
 
     def _object_of_text(self, properties: Mapping[str, Any]) -> str:
         """Return an expression for an object of one text with a grammar; empty if it is another object."""
-        for key, schema in properties.items():
-            text = self._json_text(schema) if len(properties) == 1 else ""
-            return text and f"{self._writer.literal(f'{{{json.dumps(key)}:')} / ?/ {text} {self._writer.literal('}')}"
-        return ""
+        if len(properties) != 1:
+            return ""
+        [(key, schema)] = properties.items()
+        before = self._writer.literal(f"{{{json.dumps(key)}:")
+        text = self._json_text(schema)
+        return text and f"{before} / ?/ {text} {self._writer.literal('}')}"
 
     def _json_text(self, schema: Any) -> str:
         """Return an expression for the JSON of a text with a grammar; empty if `schema` has none that can be used."""

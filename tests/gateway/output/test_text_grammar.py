@@ -122,6 +122,11 @@ class TestCalls:
     def test_the_text_of_a_call_has_its_grammar(self, family: Family) -> None:
         check_calls(family, {})
 
+    def test_a_regular_expression_may_have_anchors(self, family: Family) -> None:
+        grammar = calls_of(family, {"input": {"type": "string", TEXT_GRAMMAR: "start: /^[a-c]+$/"}})
+        calls = [family.render([{"name": "patch", "arguments": {"input": text}}]).strip() for text in ("abc", "ab d")]
+        assert [matches_grammar(grammar, call) for call in calls] == [True, False]
+
     def test_a_grammar_that_cannot_be_enforced_is_told_only(self, family: Family) -> None:
         grammar = calls_of(family, {"input": {"type": "string", TEXT_GRAMMAR: 'start: a\na: "x" | "(" a ")"'}})
         call = family.render([{"name": "patch", "arguments": {"input": "anything"}}]).strip()

@@ -8,13 +8,14 @@ from redis.asyncio import Redis
 
 from engine.interface import TokenLogprobs
 from gateway.protocol.bodies.unsupported import IGNORED_HEADER
+from scheduler.registry.worker_status import WorkerStatus
 from scheduler.request import Request, TokenEvent
 from tests.gateway import scripted_worker
 from tests.gateway.jobs.responses.test_chat import AGENT_TOOLS
 from tests.gateway.routes.test_tools import ADD, CALL, stand, tokenizer
 from tests.gateway.scripted_worker import answer_with, token_by_token
 from tests.gateway.stand import running_stand
-from tests.gateway.tiny_model import MODEL, text_of, token_ids
+from tests.gateway.tiny_model import CONTEXT, MODEL, text_of, token_ids
 
 TOOLS: Any = [{"type": "function", "name": "add", "description": "Add.", "parameters": ADD}]
 REQUIRED: Any = "required"
@@ -182,3 +183,22 @@ async def test_items_of_hosted_tools_are_left_out_of_a_history(path: str) -> Non
     assert len(set(prompts)) == (path != "/input_tokens")
     named = "input.web_search_call, input.computer_call, input.computer_call_output"
     assert [answer.headers.get(IGNORED_HEADER) for answer in answers] == [named, None]
+
+
+@pytest.mark.parametrize("syntax", ["lark", "regex"])
+@pytest.mark.parametrize("unsupported", [(), ("grammar",)])
+async def test_the_grammar_of_a_custom_tool_is_enforced_where_all_workers_can(
+    syntax: str, unsupported: tuple[str, ...]
+) -> None:
+    definition = 'start: "x"' if syntax == "lark" else "x+"
+    tool = {
+        "type": "custom",
+        "name": "patch",
+        "format": {"type": "grammar", "syntax": syntax, "definition": definition},
+    }
+    other = WorkerStatus("w2", (MODEL,), CONTEXT, 1000, 0, unsupported=unsupported)
+    async with running_stand("Yes.", workers=[other]) as running:
+        answer = await running.post("/v1/responses", {"model": MODEL, "input": "hi", "tools": [tool]})
+        [served] = running.worker.served
+    assert answer.status_code == 200
+    assert (served.sampling.grammar is None) is bool(unsupported)
