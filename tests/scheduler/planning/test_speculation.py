@@ -204,6 +204,16 @@ def test_an_answer_that_repeats_itself_takes_fewer_steps_and_is_the_same() -> No
     assert 30 < sum(use.num_accepted for use in uses) <= sum(use.num_drafted for use in uses)
 
 
+def test_drafts_grow_as_the_core_learns_that_they_are_right() -> None:
+    stand = stepped()
+    stand.accept(ask("a", max_tokens=200))
+    lengths = []
+    while "a" in stand.core._states and stand.core._states["a"].num_tokens < 170:
+        lengths.append(len(stand.step().run[0].draft))
+    first = next(length for length in lengths if length)
+    assert first < LONGEST_DRAFT == lengths[-1]
+
+
 def test_drafted_tokens_are_work_whether_they_are_right_or_not() -> None:
     stand = stepped()
     stand.accept(ask("a"))
