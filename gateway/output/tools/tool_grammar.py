@@ -99,7 +99,7 @@ class CallGrammar:
 
     def _json_text(self, schema: Any) -> str:
         """Return an expression for the JSON of a text with a grammar; empty if `schema` has none that can be used."""
-        grammar = schema.get(TEXT_GRAMMAR) if _is_text(schema) else None
+        grammar = _text_grammar(schema)
         text = self._writer.terminals_of(grammar, in_json=True) if grammar else ""
         return text and f"{self._writer.literal(QUOTE)} {text} {self._writer.literal(QUOTE)}"
 
@@ -137,7 +137,7 @@ class CallGrammar:
         """Return an expression for a text of `schema`, which is written without JSON's quotation marks."""
         begin = self._writer.literal(before)
         if "enum" not in schema:
-            grammar = schema.get(TEXT_GRAMMAR)
+            grammar = _text_grammar(schema)
             return f"{begin} {self._writer.until(after, self._writer.terminals_of(grammar) if grammar else '')}"
         values = " | ".join(self._writer.literal(str(value)) for value in schema["enum"])
         return f"{begin} ({values}) {self._writer.literal(after)}"
@@ -178,6 +178,14 @@ def after_reasoning(writer: GrammarWriter, format: ReasoningFormat | None, body:
 
 def _is_text(schema: Any) -> bool:
     return isinstance(schema, Mapping) and schema.get("type") == "string"
+
+
+def _text_grammar(schema: Any) -> str:
+    """Return the grammar of the text that `schema` describes; empty if it has none."""
+    grammar = schema.get(TEXT_GRAMMAR, "") if _is_text(schema) else ""
+    if not isinstance(grammar, str):
+        raise GrammarError(f"'{TEXT_GRAMMAR}' must be a grammar in Lark's syntax")
+    return grammar
 
 
 def _object_schema(tool: ToolSchema) -> Mapping[str, Any]:

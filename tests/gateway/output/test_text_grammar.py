@@ -132,9 +132,10 @@ class TestCalls:
         call = family.render([{"name": "patch", "arguments": {"input": "anything"}}]).strip()
         assert matches_grammar(grammar, call)
 
-    def test_a_wrong_grammar_is_refused(self, family: Family) -> None:
+    @pytest.mark.parametrize("wrong", ["start: nobody", 5, {}])
+    def test_a_wrong_grammar_is_refused(self, family: Family, wrong: Any) -> None:
         with pytest.raises(GrammarError) as caught:
-            calls_of(family, {"input": {"type": "string", TEXT_GRAMMAR: "start: nobody"}})
+            calls_of(family, {"input": {"type": "string", TEXT_GRAMMAR: wrong}})
         assert caught.value.param == "tools[0]"
 
 
