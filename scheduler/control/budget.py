@@ -1,4 +1,4 @@
-"""Budgets: how much each tier may do in a step (plain data), and how much work may be thrown away over time."""
+"""Budgets: how much each tier may do in a step. Plain data."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,7 @@ class TierBudget:
     decodes_only: bool = False  # a request of a higher tier awaits its first token: prefills wait
     overloaded: bool = False  # first tokens come much too late: prefills run in order, whether they are late or not
     min_share_due: bool = False  # the tier's min share is due, so that the tier is served first in this step
-    reserve_blocks: int = 0  # KV blocks that must stay free when a sequence of this tier starts
+    leaves_reserve: bool = False  # a sequence of this tier starts only if it leaves the KV reserve free
 
     def beside(self, interactive_s: float, decode_s: float = 0.0) -> "TierBudget":
         """Return the budget of a bulk tier in a step whose interactive part takes `interactive_s` seconds.
@@ -44,22 +44,3 @@ class Budgets:
     decode_cost: StepCost  # of steps without prefills
     # Of the requests that yield, by interactive tier. Not empty if there are any.
     yielding: Mapping[str, TierBudget] = field(default_factory=dict, kw_only=True)
-
-
-class TokenBucket:
-    """The work that may be thrown away now, in seconds or tokens, so that it stays below a share of all work.
-
-    The work that is done refills the bucket. It starts empty, unless a `level` is given.
-    """
-
-    def __init__(self, size: float, share: float, level: float = 0.0) -> None:
-        self._size = size
-        self._share = share
-        self.level = level
-
-    def refill(self, work: float) -> None:
-        """Raise the level by the bucket's share of `work`."""
-        self.level = min(self._size, self.level + self._share * work)
-
-    def spend(self, wasted: float) -> None:
-        self.level -= wasted

@@ -21,7 +21,6 @@ from scheduler.control.budget import Budgets, TierBudget
 from scheduler.control.explanation import TierOutputs, explain_tier
 from scheduler.control.feedback import InteractiveLoad, Load, move_bulk, move_interactive
 from scheduler.control.knobs import Decision, TierKnobs
-from scheduler.control.kv_reserve import KVReserve
 from scheduler.control.min_share import MinShares
 from scheduler.control.step_limit import (
     FIRST_STEP_SHARE,
@@ -33,12 +32,11 @@ from scheduler.control.step_limit import (
     is_overloaded,
     step_limits,
 )
-from scheduler.control.tier_stats import TierStats
+from scheduler.control.tier_stats import NEWEST_WEIGHT, TierStats
 from scheduler.control.windows import SlidingWindow
 from scheduler.deadlines import deadline_s
 from scheduler.request_state import YIELDED, RequestState
 
-OVERHEAD_WEIGHT = 0.05  # weight of the newest step in the mean of the host time that a step takes besides engine time
 # Share of the time until the next token is due that is kept in reserve. The margin is what would have kept 99 % of the
 # newest steps inside their limits: 1 - 1 / p99 of measured ÷ predicted step times. It is never outside these bounds.
 MIN_MARGIN, START_MARGIN, MAX_MARGIN = 0.05, 0.15, 0.3
@@ -57,8 +55,7 @@ class SLAController:
         self._stats: dict[str, TierStats] = {}
         self._min_shares = MinShares(())
         self.reconfigure(tiers)
-        self._reserve = KVReserve()
-        self._overhead_s = Ewma(OVERHEAD_WEIGHT)
+        self._overhead_s = Ewma(NEWEST_WEIGHT)  # host time that a step takes besides engine time
         self._step_errors = SlidingWindow()  # measured ÷ predicted times of the newest steps
         self._margin = START_MARGIN
         self._overloaded: frozenset[str] = frozenset()
@@ -120,7 +117,7 @@ class SLAController:
         if self._min_shares.is_due(tier.name, limits.min_share.base_s):
             return replace(fixed, limit=limits.min_share, min_share_due=True)
         budget = self._bulk_budget(tier, limits, work)
-        return replace(budget, reserve_blocks=self._reserve.num_blocks if self._interactive else 0)
+        return replace(budget, leaves_reserve=bool(self._interactive))
 
     def _bulk_budget(self, tier: Tier, limits: StepLimits, work: InteractiveWork) -> TierBudget:
         """Return the budget of a bulk tier, or of the requests of an interactive tier that yield."""
@@ -171,7 +168,7 @@ class SLAController:
         stats = {tier.name: self._stats[tier.name] for tier in self._interactive}
         if not stats:
             return None
-        services_s = ((t.max_slowdown, stats[t.name].expected_service_s) for t in self._interactive)
+        services_s = ((t.max_slowdown, stats[t.name].service_s) for t in self._interactive)
         return InteractiveTraffic(
             ttft_slo_s=min(t.slo.ttft_p99_ms or NEVER_S for t in self._interactive) / 1000,
             delay_s=min(
@@ -233,10 +230,6 @@ class SLAController:
             if tier in self._stats:
                 self._stats[tier].add_step(count)
 
-    def observe_blocks(self, held_by_interactive: int, num_blocks: int) -> None:
-        """Record how many of the engine's `num_blocks` KV blocks interactive sequences hold. Call every `UPDATE_S`."""
-        self._reserve.observe(held_by_interactive, num_blocks)
-
     def set_urgency(self, tier: str, urgency: float) -> None:
         """Set the urgency of the tier's most urgent request, in [0, 1]."""
         self._min_shares.set_urgency(tier, urgency)
@@ -273,10 +266,6 @@ class SLAController:
 
     # -- readings ----------------------------------------------------------------------------------------------
 
-    @property
-    def kv_reserve_blocks(self) -> int:
-        return self._reserve.num_blocks
-
     def max_num_seqs(self, tier: str) -> int:
         return int(self._knobs[tier].batch_size.value)
 
@@ -304,7 +293,6 @@ class SLAController:
         traffic = self._traffic()
         return {
             "switches": self._switches.model_dump(),
-            "kv_reserve_blocks": self._reserve.num_blocks,
             "host_overhead_s": self._overhead_s.value,
             "margin": self._margin,
             "overloaded": sorted(self._overloaded),

@@ -15,10 +15,9 @@ from scheduler.control import max_wait
 from scheduler.control.knobs import Decision, Knob, TierKnobs
 from scheduler.control.tier_stats import MISS_TARGET, TierStats
 
-UPDATE_S = 0.5  # seconds between two rounds of the outer loop
 KV_HIGH, KV_LOW = 0.85, 0.70  # shares of all KV blocks: bulk shrinks above KV_HIGH, and may grow below KV_LOW
 GROWTH = 2  # number of sequences by which a batch size grows at a time
-BULK_CUT, BULK_KV_CUT = 0.5, 0.8  # factors that a batch size is multiplied by when it shrinks
+BULK_CUT = 0.5  # factor that a batch size is multiplied by when it shrinks
 DEAD_BAND = 0.1  # share of max-wait's upper bound: max-wait does not move if its goal is nearer than this
 
 
@@ -139,7 +138,7 @@ def _bulk_cut(held: int, size: float, load: Load, interactive: InteractiveLoad) 
     if many_missed and not interactive.is_absent:
         return size * BULK_CUT, "slo_misses", "interactive tiers miss their targets"
     if load.kv_usage > KV_HIGH:
-        return min(size, held) * BULK_KV_CUT, "kv_usage", "KV blocks run out"
+        return min(size, held) * BULK_CUT, "kv_usage", "KV blocks run out"
     return None
 
 

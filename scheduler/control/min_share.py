@@ -9,7 +9,9 @@ from collections.abc import Iterable, Mapping
 
 from scheduler.config import Tier
 
-MAX_DUE_S = 1.0  # s of engine time; the limit prevents a long burst of bulk after a long interactive load
+# Seconds of engine time: more is never due to a tier, or to a key of it, that others were served before. So nobody gets
+# a long burst afterwards.
+MAX_DUE_S = 1.0
 URGENT_SHARE = 0.5  # the largest share of engine time that a tier gets because of an urgent request, in an overload
 
 

@@ -22,13 +22,13 @@ from math import exp, log, sqrt
 from engine.step_time.model import StepTimeModel
 from scheduler.clock import NEVER_S
 from scheduler.control.delay_account import InteractiveRun, step_work
+from scheduler.control.windows import MIN_SAMPLES
 from scheduler.request_state import RequestState
 
 SLOT_S = 0.5  # seconds of a slot that count
 MAX_SLOT_S = 2.5  # seconds after which bulk runs again even if a request of the slot awaits its first token
 SHARE = 0.02  # of the time that slots take
 ROUNDS = 360  # a round is a slot and the time before it; so many of the newest are compared: about three hours
-MIN_SLOTS = 20  # slots with interactive work; with fewer, the interval says nothing
 DEVIATIONS = 1.96  # standard deviations of a normal distribution that hold 95 % of it
 
 
@@ -67,7 +67,7 @@ class Comparison:
         slots = sum(work_in > 0 for _, _, _, work_in in self._rounds)
         sums = [sum(column) for column in zip(*self._rounds, strict=True)]
         without = [[total - part for total, part in zip(sums, parts, strict=True)] for parts in self._rounds]
-        if slots < MIN_SLOTS or min(map(min, without)) <= 0:
+        if slots < MIN_SAMPLES or min(map(min, without)) <= 0:
             return None
         logs = [_log_ratio(left) for left in without]
         middle, num_rounds = sum(logs) / len(logs), len(logs)

@@ -11,8 +11,7 @@ from scheduler.config import Tier
 from scheduler.control.windows import ArrivalRate, SlidingWindow
 
 MISS_TARGET = 0.01  # share of latencies that may miss their target, since the SLO is a p99
-SERVICE_WEIGHT = 0.05  # weight of the newest one in the mean time from first step to first token, and in a step's size
-SERVICE_SHARE = 0.1  # share of the TTFT SLO: the first guess of that mean time; it counts as one observed request
+NEWEST_WEIGHT = 0.05  # weight of the newest observation in each mean over requests or steps
 
 
 class TierStats:
@@ -54,14 +53,12 @@ class TierStats:
     def _add_service(self, seconds: float) -> None:
         """Record the time from a request's first step to its first token."""
         self._num_services += 1
-        if self._service is None:
-            expected_s = self.expected_service_s
-            self._service = Ewma(SERVICE_WEIGHT, seconds if expected_s is None else expected_s)
-        self._service.add(seconds, weight=max(SERVICE_WEIGHT, 1 / (1 + self._num_services)))
+        self._service = self._service or Ewma(NEWEST_WEIGHT)
+        self._service.add(seconds, weight=max(NEWEST_WEIGHT, 1 / self._num_services))
 
     def add_step(self, sequences: int) -> None:
         """Record how many sequences of the tier a step had."""
-        self._sequences = self._sequences or Ewma(SERVICE_WEIGHT, sequences)
+        self._sequences = self._sequences or Ewma(NEWEST_WEIGHT, sequences)
         self._sequences.add(sequences)
 
     @property
@@ -73,17 +70,6 @@ class TierStats:
     def service_s(self) -> float | None:
         """The mean time in seconds from first step to first token; None before the first observation."""
         return None if self._service is None else self._service.value
-
-    @property
-    def expected_service_s(self) -> float | None:
-        """The time in seconds from first step to first token that is expected for the next request.
-
-        Before the first observation, it is a share of the TTFT SLO. None if there is no TTFT SLO either.
-        """
-        if self._service is not None:
-            return self._service.value
-        target_s = self.target_s["ttft"]
-        return SERVICE_SHARE * target_s if target_s < NEVER_S else None
 
     def attainment(self, now: float) -> float | None:
         """Return the share of requests ended in the last `WINDOW_S` seconds that met their SLO; None if none ended."""

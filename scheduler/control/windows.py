@@ -9,19 +9,19 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from engine.step_time.ewma import Ewma
+from engine.step_time.kind import SHORTEST_S
 from scheduler.clock import NEVER_S
 
 WINDOW_S = 30.0  # length of the window, in seconds
-SLICE_S = 0.5  # samples that come within this many seconds are counted together
+UPDATE_S = 0.5  # seconds between two rounds of feedback; samples that come within so many are counted together
 MIN_SAMPLES = 20  # with fewer samples, a p99 or a share of misses has no meaning
 BUCKET_WIDTH = 0.01  # width of a histogram bucket in log(seconds), so that a quantile is exact to half a percent
 SILENT_ARRIVALS = 3.0  # at a Poisson rate of 3 ÷ t, a silence of t has a probability of 5 %
-SHORTEST_S = 1e-6  # a shorter latency counts as this one, since the logarithm of 0 is not finite
 
 
 @dataclass(slots=True)
 class _Slice:
-    """The counts of the samples between `first_s` and `last_s`, which are less than `SLICE_S` apart."""
+    """The counts of the samples between `first_s` and `last_s`, which are less than `UPDATE_S` apart."""
 
     first_s: float
     last_s: float
@@ -41,7 +41,7 @@ class SlidingWindow:
 
     def add(self, now: float, is_miss: bool, seconds: float | None = None) -> None:
         """Count one more sample; `seconds` is its length if it has one."""
-        if not self._slices or now - self._slices[-1].first_s >= SLICE_S:
+        if not self._slices or now - self._slices[-1].first_s >= UPDATE_S:
             self._expire(now)
             self._slices.append(_Slice(now, now))
         newest = self._slices[-1]

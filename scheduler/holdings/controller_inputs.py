@@ -7,7 +7,6 @@ Reads the request table and the reports on steps, and passes the observations to
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
-from engine.interface import EngineInfo
 from engine.step_time.cost import StepCost
 from engine.step_time.model import StepTimeModel
 from scheduler.config import Tier
@@ -24,10 +23,9 @@ LATENCIES = ("ttft", "itl", "service")  # the kinds of sample that the controlle
 class ControllerInputs:
     """The part of the core that passes observations to the SLA controller."""
 
-    def __init__(self, controller: SLAController, table: RequestTable, engine: EngineInfo) -> None:
+    def __init__(self, controller: SLAController, table: RequestTable) -> None:
         self._controller = controller
         self._table = table
-        self._engine = engine
         self._queued: Mapping[str, int] = {}  # number of requests in the queue at the newest review, by tier
         self._claimed: Counter[str] = Counter()  # number of requests claimed since the newest review, by tier
         # Number of bulk requests that cannot end by their deadlines any more, by tier, at the newest review.
@@ -65,8 +63,6 @@ class ControllerInputs:
         """
         self._count_arrivals({tier.name: depths.get(tier.name, 0) for tier in tiers})
         self._boost_urgent(tiers, step_time.cost(), now)
-        held = sum(s.blocks_held(self._engine.block_size) for s in self._table.interactive())
-        self._controller.observe_blocks(held, self._engine.num_blocks)
         return self._controller.update(self._load(kv_usage, step_time.cost(mixed=False)), now)
 
     def _count_arrivals(self, queued: Mapping[str, int]) -> None:

@@ -59,7 +59,7 @@ class Holdings:
         self._drop = drop
         self._can_restore = can_restore
         self.table = RequestTable(self.tiers)
-        self.inputs = ControllerInputs(controller, self.table, engine)
+        self.inputs = ControllerInputs(controller, self.table)
         self.counts: Counter[str] = Counter()  # numbers of requests: accepted, finished, failed, cancelled, released
         self.outputs = OutputHandler(self.table, self.counts, worker_id)
         self.used_s: defaultdict[str, float] = defaultdict(float)  # engine time since the start, by tier

@@ -7,14 +7,12 @@ time does not depend on the batch size, max-wait is the main knob. All functions
 
 from collections.abc import Sequence
 
+from engine.step_time.kind import SHORTEST_S
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier
 from scheduler.control.budget import Budgets, TierBudget
 from scheduler.control.max_wait import is_worth_it
 from scheduler.holdings.request_table import RequestTable
-
-# Seconds; a shorter wait is over, or a timer could end before it by a rounding error, again and again.
-MIN_WAIT_S = 1e-6
 
 
 def is_waiting(
@@ -36,7 +34,7 @@ def is_waiting(
             return False
     elif table.any_resident or not is_worth_it(budget.arrival_gap_s, fixed_s):
         return False
-    return now + MIN_WAIT_S < _max_wait_ends_s(table, tier.name, budget)
+    return now + SHORTEST_S < _max_wait_ends_s(table, tier.name, budget)
 
 
 def idle_until_s(tiers: Sequence[Tier], table: RequestTable, budgets: Budgets, now: float) -> float:
@@ -46,7 +44,7 @@ def idle_until_s(tiers: Sequence[Tier], table: RequestTable, budgets: Budgets, n
     that event wakes the loop.
     """
     ends = (_max_wait_ends_s(table, t.name, budgets.tiers[t.name]) for t in tiers if table.num_waiting(t.name))
-    return min((end_s for end_s in ends if end_s > now + MIN_WAIT_S), default=NEVER_S)
+    return min((end_s for end_s in ends if end_s > now + SHORTEST_S), default=NEVER_S)
 
 
 def _max_wait_ends_s(table: RequestTable, tier: str, budget: TierBudget) -> float:

@@ -118,7 +118,7 @@ class Draft:
             num_tokens = 0 if self._run else left
         if num_tokens < 1:
             return False
-        if not self._get_blocks(state, num_tokens, budget.reserve_blocks):
+        if not self._get_blocks(state, num_tokens, self._view.reserve_blocks if budget.leaves_reserve else 0):
             self._lacks_blocks = True
             return False
         if state.status is Status.WAITING:

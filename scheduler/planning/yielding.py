@@ -12,14 +12,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from scheduler.config import Tier
+from scheduler.control.min_share import MAX_DUE_S
 from scheduler.holdings.request_table import RequestTable
 from scheduler.request_state import RequestState
 
 # Requests of a key that yield to no other key of their tier: those of one person with a few windows or agents.
 OWN_REQUESTS = 4
-# Seconds of engine time, for each unit of weight, that a key may be behind the one that has used the most: what it has
-# not asked for is not owed to it for ever.
-MAX_BEHIND_S = 1.0
 
 
 class Yielding:
@@ -62,7 +60,7 @@ class Yielding:
     def _used_by(self, tier: str, present: defaultdict[str, list[RequestState]]) -> dict[str, float]:
         """Return what keys have used, those that are `present` and those that have used more than the least counted."""
         known = self._used_s[tier]
-        least_s = max((known[owner] for owner in present if owner in known), default=0.0) - MAX_BEHIND_S
+        least_s = max((known[owner] for owner in present if owner in known), default=0.0) - MAX_DUE_S
         used_s = {owner: seconds for owner, seconds in known.items() if seconds > least_s}
         used_s |= {owner: max(known.get(owner, least_s), least_s) for owner in present}
         self._used_s[tier] = used_s

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 import structlog
 
 from scheduler.clock import Clock
-from scheduler.control.feedback import UPDATE_S
+from scheduler.control.windows import UPDATE_S
 from scheduler.queue.base import Queue
 from scheduler.store.outage import StoreOutage
 from scheduler.worker.claimer import Claimer

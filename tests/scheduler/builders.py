@@ -187,7 +187,7 @@ def make_decode(request_id: str, tier: str = "bulk", *, prompt: int = 32, output
 
 
 def make_view(**changes: Any) -> EngineView:
-    values = {"free_blocks": 100, "block_size": 16, "max_step_tokens": 1024, "max_model_len": 4096}
+    values = {"num_blocks": 100, "free_blocks": 100, "block_size": 16, "max_step_tokens": 1024, "max_model_len": 4096}
     return EngineView(**{**values, **changes})
 
 

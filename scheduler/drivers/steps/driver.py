@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from engine.interface import Engine, StepPlan, StepResult
-from scheduler.control.feedback import UPDATE_S
+from scheduler.control.windows import UPDATE_S
 from scheduler.drivers.steps.core import StepCore
 from scheduler.drivers.steps.grammar_compiler import GrammarCompiler
 from scheduler.drivers.steps.isolation import Isolation

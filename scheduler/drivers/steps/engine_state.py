@@ -43,6 +43,7 @@ class EngineState:
         """
         info = self._info
         return EngineView(
+            num_blocks=info.num_blocks,
             free_blocks=self._free_blocks + sum(a.own_blocks for a in self._abandoned.values()),
             block_size=info.block_size,
             max_step_tokens=info.max_step_tokens,

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from engine.interface import EngineInfo, PreemptionMode, StepPlan
 from engine.step_time.cost import StepWork
+from engine.step_time.kind import SHORTEST_S
 from engine.step_time.model import StepTimeModel
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier
@@ -24,7 +25,7 @@ from scheduler.drivers.steps.running_step import RunningStep
 from scheduler.drivers.steps.tracked_step import TrackedStep
 from scheduler.holdings.holdings import Holdings
 from scheduler.planning.batch import form_batch
-from scheduler.planning.batching_delay import MIN_WAIT_S, idle_until_s
+from scheduler.planning.batching_delay import idle_until_s
 from scheduler.planning.kv_budget import EngineView, has_blocks
 from scheduler.planning.prompt_prefixes import PromptPrefixes
 from scheduler.planning.speculation import Speculation
@@ -200,7 +201,7 @@ class Planner:
         """Return the time at which a batching delay or a slot without bulk ends, whichever is first."""
         until_s = idle_until_s(self._held.tiers, self._table, budgets, now)
         slot_s = self._running.slowdown.until_s
-        return min(until_s, max(slot_s, now + MIN_WAIT_S)) if slot_s > now else until_s
+        return min(until_s, max(slot_s, now + SHORTEST_S)) if slot_s > now else until_s
 
     def suspends_for(self, request_ids: Iterable[str], now: float) -> bool:
         """Return whether to suspend the step in flight, so that one of these requests starts sooner."""

@@ -25,12 +25,12 @@ from engine.streaming import (
 )
 from scheduler.clock import NEVER_S
 from scheduler.config import TierSet
-from scheduler.control.budget import Budgets, TokenBucket
+from scheduler.control.budget import Budgets
 from scheduler.control.controller import SLAController
 from scheduler.control.delay_account import DelayAccounts
 from scheduler.control.knobs import Decision
 from scheduler.drivers.streams.in_flight_limit import InFlightLimit
-from scheduler.drivers.streams.policy import MAX_TOKENS, RECOMPUTE_SHARE, Decisions, View, decide
+from scheduler.drivers.streams.policy import MAX_TOKENS, RECOMPUTE_SHARE, Decisions, TokenBucket, View, decide
 from scheduler.drivers.streams.retries import Retries
 from scheduler.drivers.streams.server_state import ServerState
 from scheduler.drivers.streams.step_times import SeenStep, UpstreamStepTimes

@@ -20,7 +20,7 @@ from engine.streaming import (
     UpstreamRefused,
     UpstreamUnreachable,
 )
-from scheduler.control.feedback import UPDATE_S
+from scheduler.control.windows import UPDATE_S
 from scheduler.drivers.streams.core import StreamCore
 from scheduler.request import Lease
 from scheduler.worker.driver import RequestWorker

@@ -221,3 +221,22 @@ class _Draft:
             return False
         has_bulk = any(self._num_of[t.name] for t in self._view.tiers if not t.is_interactive)
         return not has_bulk or self._cost.step(self._streams_s + self._cost.decode(state.num_tokens)) <= self._window_s
+
+
+class TokenBucket:
+    """The work that may be thrown away now, in seconds or tokens, so that it stays below a share of all work.
+
+    The work that is done refills the bucket. It starts empty, unless a `level` is given.
+    """
+
+    def __init__(self, size: float, share: float, level: float = 0.0) -> None:
+        self._size = size
+        self._share = share
+        self.level = level
+
+    def refill(self, work: float) -> None:
+        """Raise the level by the bucket's share of `work`."""
+        self.level = min(self._size, self.level + self._share * work)
+
+    def spend(self, wasted: float) -> None:
+        self.level -= wasted

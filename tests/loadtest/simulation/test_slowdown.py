@@ -25,7 +25,7 @@ FEW = {"batch_size": {"min": 1, "start": 6, "max": 6}, "floor": 0.0}  # bulk seq
 def more_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let slots take more time, so that short loads have enough of them."""
     monkeypatch.setattr("scheduler.control.slowdown.SHARE", 0.1)
-    monkeypatch.setattr("scheduler.control.slowdown.MIN_SLOTS", 10)
+    monkeypatch.setattr("scheduler.control.slowdown.MIN_SAMPLES", 10)
 
 
 def played(

@@ -5,8 +5,9 @@ from scheduler.clock import NEVER_S
 from scheduler.config import TierSet
 from scheduler.control.budget import TierBudget
 from scheduler.control.controller import SLAController
-from scheduler.control.feedback import UPDATE_S, Load
+from scheduler.control.feedback import Load
 from scheduler.control.knobs import Decision
+from scheduler.control.windows import UPDATE_S
 from scheduler.request_state import RequestState
 from tests.scheduler.builders import make_tiers
 

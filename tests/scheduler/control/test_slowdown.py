@@ -5,7 +5,8 @@ import random
 import pytest
 
 from engine.step_time.cost import StepCost
-from scheduler.control.slowdown import MAX_SLOT_S, MIN_SLOTS, SHARE, SLOT_S, Comparison, SlowdownMeter
+from scheduler.control.slowdown import MAX_SLOT_S, SHARE, SLOT_S, Comparison, SlowdownMeter
+from scheduler.control.windows import MIN_SAMPLES
 from scheduler.request_state import RequestState
 from tests.scheduler.builders import KnownStepTime, make_state
 
@@ -85,7 +86,7 @@ def test_answers_are_compared_step_by_step_without_the_work_of_others(num_presen
         step_s = COST.step(num_present * COST.decode_s) + BULK_S * has_bulk
         now += step_s
         meter.add_step([(state, 1, 100) for state in states], states, step_s, now, has_bulk=has_bulk)
-    assert found.slots == MIN_SLOTS
+    assert found.slots == MIN_SAMPLES
     assert found.value == pytest.approx((COST.step(COST.decode_s) + BULK_S) / COST.step(COST.decode_s))
 
 

@@ -185,6 +185,8 @@ def test_alone_a_bulk_step_is_as_long_as_an_arrival_does_not_notice() -> None:
 
 def test_half_of_a_bulk_step_is_work_however_little_it_may_delay() -> None:
     controller = SLAController(make_tiers(realtime={"max_slowdown": 1.0}))
+    assert limit_s(controller, cost=COST) == pytest.approx(0.25 * 0.5), "before the first chat, only its SLO counts"
+    observe(controller, "service", 100.0, count=1)
     assert limit_s(controller, cost=COST) == 2 * COST.step_s
 
 

@@ -311,6 +311,16 @@ def test_lower_tiers_start_nothing_while_a_higher_one_waits_for_blocks() -> None
     assert list(ran(form(states, view={"free_blocks": 3}))) == ["d"]
 
 
+@pytest.mark.parametrize(("free_blocks", "starts"), [(13, True), (12, False)])
+def test_bulk_starts_only_if_it_leaves_the_reserve_free(free_blocks: int, starts: bool) -> None:
+    """It needs 3 blocks, and the reserve is 10 of 100. A chat, and a min share, may take all that is free."""
+    states = [make_decode("rt", "realtime", prompt=24), make_state("b", prompt=48, tier="bulk")]
+    view = {"free_blocks": free_blocks}
+    assert ("b" in ran(form(states, view=view, bulk=budget(leaves_reserve=True)))) == starts
+    assert "b" in ran(form(states, view=view))
+    assert "chat" in ran(form([*states, make_state("chat", prompt=16 * free_blocks)], view=view))
+
+
 def test_late_prefills_that_hold_all_slots_go_on_beside_newcomers_that_wait_for_one() -> None:
     """Else no slot would ever come free again."""
     late = [make_state(f"late{i}", "realtime", Status.RUNNING, prompt=400, computed=100) for i in range(2)]

@@ -79,7 +79,7 @@ def test_large_token_ids_and_surrogates_are_tokens_like_others() -> None:
 
 
 def view(**changes: Any) -> EngineView:
-    return replace(EngineView(400, 16, 1024, 512), **changes)
+    return replace(EngineView(400, 400, 16, 1024, 512), **changes)
 
 
 def drafts(

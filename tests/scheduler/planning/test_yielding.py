@@ -2,8 +2,9 @@
 
 import asyncio
 
+from scheduler.control.min_share import MAX_DUE_S
 from scheduler.holdings.request_table import RequestTable
-from scheduler.planning.yielding import MAX_BEHIND_S, OWN_REQUESTS, Yielding
+from scheduler.planning.yielding import OWN_REQUESTS, Yielding
 from scheduler.request_state import RequestState
 from tests.scheduler.builders import FAST, make_state, make_tiers, ran
 from tests.scheduler.world import World, run_world
@@ -45,7 +46,7 @@ def test_what_a_key_has_used_more_makes_it_yield() -> None:
     yielding, a, b = Yielding(), of_key("a", OWN_REQUESTS + 1), of_key("b", OWN_REQUESTS + 1)
     yielding.charge(a[0], 1.0)
     assert find(yielding, *a, *b) == {a[-1].id}
-    yielding.charge(b[0], MAX_BEHIND_S + 0.5)
+    yielding.charge(b[0], MAX_DUE_S + 0.5)
     assert find(yielding, *a, *b) == {b[-1].id}
 
 
@@ -53,7 +54,7 @@ def test_a_key_is_owed_no_more_than_a_second() -> None:
     yielding, a, b = Yielding(), of_key("a", OWN_REQUESTS + 1), of_key("b", OWN_REQUESTS + 1)
     yielding.charge(a[0], 1000.0)
     assert find(yielding, *a, *b) == {a[-1].id}
-    yielding.charge(b[0], MAX_BEHIND_S + 0.1)
+    yielding.charge(b[0], MAX_DUE_S + 0.1)
     assert find(yielding, *a, *b) == {b[-1].id}
 
 

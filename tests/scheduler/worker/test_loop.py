@@ -9,7 +9,7 @@ import pytest
 
 from engine.interface import EngineDead
 from engine.modeled.engine import ModeledEngine
-from scheduler.control.feedback import UPDATE_S
+from scheduler.control.windows import UPDATE_S
 from scheduler.drivers.steps.driver import StepDriver
 from scheduler.registry.heartbeat_monitor import CHECK_S, GATEWAY_SILENT_S
 from scheduler.request import UNREADABLE_REQUEST, Claimed, Delivery, EventKind, Lease, TokenEvent

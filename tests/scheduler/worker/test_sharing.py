@@ -4,7 +4,7 @@ import asyncio
 
 from engine.modeled.engine import ModeledEngine
 from engine.step_time.cost import StepCost
-from scheduler.control.feedback import UPDATE_S
+from scheduler.control.windows import UPDATE_S
 from scheduler.drivers.steps.driver import StepDriver
 from tests.scheduler.builders import expected_tokens, make_core, make_info
 from tests.scheduler.worker.test_loop import record
