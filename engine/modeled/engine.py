@@ -197,7 +197,7 @@ class ModeledEngine:
             return 0.0
         cost = self._cost if any(chunk.num_tokens > 1 for chunk in chunks) else self._decode_cost
         runs = [cost.run(chunk.num_tokens, chunk.start, len(chunk.draft)) for chunk in chunks]
-        return max(cost.min_step_s, cost.step_s + sum(runs))
+        return cost.step(sum(runs))
 
     def _go_on(self, plan: StepPlan) -> _Step:
         """Return the suspended step as it goes on by `plan`."""

@@ -1,5 +1,6 @@
 """The modeled engine: blocks and rules are those of the native engine, times are those of its cost."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -27,9 +28,9 @@ PAUSE, SWAP, RECOMPUTE = PreemptionMode.PAUSE, PreemptionMode.SWAP, PreemptionMo
 class Driver:
     """Runs plans; `slept` is the sum of all waits in seconds."""
 
-    def __init__(self, noise: float = 0.0, info: EngineInfo = INFO) -> None:
+    def __init__(self, noise: float = 0.0, info: EngineInfo = INFO, cost: StepCost = COST) -> None:
         self.slept = 0.0
-        self.engine = ModeledEngine(info, self._sleep, COST, noise)
+        self.engine = ModeledEngine(info, self._sleep, cost, noise)
         self._next_id = 0
 
     async def _sleep(self, seconds: float) -> None:
@@ -87,6 +88,20 @@ async def test_a_step_takes_the_time_of_its_work() -> None:
     result = await driver.step(run=(Run("a", 1), Run("b", 1)))
     assert result.elapsed_s == pytest.approx(1.02)
     assert driver.slept == pytest.approx(6.02)
+
+
+class RootCost(StepCost):
+    """Four times the work takes twice the time."""
+
+    def step(self, work_s: float) -> float:
+        return math.sqrt(work_s)
+
+
+async def test_a_step_costs_what_its_cost_says_of_all_runs_together() -> None:
+    driver = Driver(cost=RootCost(prefill_token_s=1.0, decode_s=1.0))
+    await driver.start("a", prompt=9)
+    assert (await driver.start("b", prompt=16)).elapsed_s == pytest.approx(4.0)
+    assert (await driver.step(run=(Run("a", 1), Run("b", 1)))).elapsed_s == pytest.approx(math.sqrt(2))
 
 
 async def test_noise_depends_on_the_seed() -> None:
