@@ -158,7 +158,7 @@ def test_why_blocks_do_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(CannotKeepError, match="its matrices are F16"):
         load_blocks(file, model.config)
     file, model = make_file(tmp_path, "Q8_0")
-    monkeypatch.setattr("engine.native.model.gguf_model.called_linears", lambda model: set())
+    monkeypatch.setattr("engine.native.model.gguf_model.called_modules", lambda model: set())
     with pytest.raises(CannotKeepError, match="q_proj is not called as a layer"):
         load_blocks(file, model.config)
 

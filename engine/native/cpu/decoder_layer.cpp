@@ -34,8 +34,9 @@ namespace {
 
 // The arguments of a layer that do not change between steps.
 struct Layer {
-    Linear qkv, out, gate_up, down;  // with experts, the last two are those of the first expert; the others follow
-    Linear router;                   // unused without experts
+    Linear qkv, out;
+    Linear gate_up, down;  // unused with experts
+    Linear router;         // unused without experts
     Norm input, attended, mlp, computed, query, key;
     Experts experts;
     Heads heads;
@@ -97,7 +98,7 @@ void add_mlp(bf16 *hidden, bf16 *normed, const Layer &layer, Index rows, int thr
 
 // Computes the experts of a layer for hidden (rows, n), in place. Uses `normed`, which is like hidden.
 void add_experts(bf16 *hidden, bf16 *normed, const Layer &layer, Index rows, int threads) {
-    const Index n = layer.qkv.in, inner = layer.down.in;
+    const Index n = layer.qkv.in, inner = layer.experts.down->in;
     Routing &routing = t_routing;
     routing.prepare(layer.experts, rows);
     const Index pairs = routing.pairs();
@@ -109,9 +110,9 @@ void add_experts(bf16 *hidden, bf16 *normed, const Layer &layer, Index rows, int
         multiply<false>(logits, x, layer.router, rows);
         routing.choose_all(logits, layer.router.out);
         routing.gather(gathered, x, n);
-        multiply_groups(gate_up, gathered, layer.gate_up, routing.groups);
+        multiply_groups(gate_up, gathered, layer.experts.gate_up, routing.groups);
         activate_and_mul(activated, gate_up, pairs, inner, layer.activation);
-        multiply_groups(gathered, activated, layer.down, routing.groups);
+        multiply_groups(gathered, activated, layer.experts.down, routing.groups);
         routing.add_up(normed, gathered, n);
         add_branch(hidden, normed, layer.computed, layer.residual_scale, rows, n);
     }

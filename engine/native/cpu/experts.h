@@ -15,6 +15,7 @@ struct Experts {
     Index chosen;        // experts that the router chooses for a row
     Index always;        // experts that every row has, the last ones
     int32_t normalises;  // whether the shares of the chosen experts are parts of their own sum, or of all experts'
+    const Linear *gate_up, *down;  // (count,) each
 };
 
 // Chooses the experts of a row: those of the highest logits, of equal ones the first, and those that it always has. Writes

@@ -5,6 +5,7 @@ needs eight to ten calls.
 """
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from engine.native.attention.paged import PagedAttention
 from engine.native.batch.tensors import StepTensors
 from engine.native.cpu.kernels import CpuKernels, NormArguments, norm_arguments
 from engine.native.cpu.products import PANEL, LinearArguments, PackedWeight, fits_panels
+from engine.native.model.grouped_weight import GROUP
 from engine.native.model.layer_parts import LayerForm, LayerParts, Rotation
-from engine.native.model.mlp_parts import Experts, Mlp, linear_of
+from engine.native.model.mlp_parts import Experts, Mlp
+from engine.native.model.quantized import linear_of
 
 # C types of the fields: a pointer, an Index, a float, an int32.
 _P, _I, _F, _T = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32
@@ -27,7 +30,14 @@ _NORMS = ("input", "attended", "mlp", "computed", "query", "key")
 
 
 class _ExpertsArguments(ctypes.Structure):
-    _fields_ = [("count", _I), ("chosen", _I), ("always", _I), ("normalises", _T)]
+    _fields_ = [
+        ("count", _I),
+        ("chosen", _I),
+        ("always", _I),
+        ("normalises", _T),
+        ("gate_up", ctypes.POINTER(LinearArguments)),
+        ("down", ctypes.POINTER(LinearArguments)),
+    ]
 
 
 class _HeadsArguments(ctypes.Structure):
@@ -132,8 +142,8 @@ class NativeDecoderLayer(nn.Module):
         if isinstance(parts.mlp, Mlp):
             self._weights |= {"gate_up": PackedWeight(parts.mlp.gate_up), "down": PackedWeight([parts.mlp.down])}
         elif isinstance(parts.mlp, Experts):
-            self._weights["gate_up"] = PackedWeight([parts.mlp.gate_up_linear()])
-            self._weights["down"] = PackedWeight([parts.mlp.down_linear()])
+            self._gate_ups = [PackedWeight([linear]) for linear in parts.mlp.gate_ups()]
+            self._downs = [PackedWeight([linear]) for linear in parts.mlp.downs()]
             self._weights["router"] = PackedWeight([_padded(parts.mlp.router_linear())])
         self._arguments = self._describe(parts.form)
         self._describe_mlp(parts.mlp)
@@ -144,7 +154,8 @@ class NativeDecoderLayer(nn.Module):
     def supports(parts: LayerParts) -> bool:
         """Return whether the C++ code is compiled for the sizes of the layer."""
         if isinstance(parts.mlp, Experts):
-            fits = not any(size % PANEL for size in parts.mlp.sizes) and parts.mlp.dtype is torch.bfloat16
+            step = GROUP if parts.mlp.is_quantized else PANEL
+            fits = not any(size % step for size in parts.mlp.sizes) and parts.mlp.dtype is torch.bfloat16
         else:
             fits = parts.mlp is not None
         return fits and fits_panels(*parts.linears) and CpuKernels.can_prefill(parts.form.shape)
@@ -171,10 +182,8 @@ class NativeDecoderLayer(nn.Module):
         assert mlp is not None, "see `supports`"
         self._arguments.activation = mlp.activation
         if isinstance(mlp, Experts):
-            self._arguments.experts = _ExpertsArguments(mlp.count, mlp.chosen, mlp.always, mlp.normalises)
-            for name in ("gate_up", "down"):
-                weight = getattr(self._arguments, name)
-                weight.out //= mlp.count
+            weights = _table(self._gate_ups), _table(self._downs)
+            self._arguments.experts = _ExpertsArguments(mlp.count, mlp.chosen, mlp.always, mlp.normalises, *weights)
 
     def forward(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
         """Compute the layer on `hidden_states` (1, T, hidden) in place.
@@ -187,6 +196,11 @@ class NativeDecoderLayer(nn.Module):
         self._arguments.heads.rotary = self._step.rotary_dim if rotation else 0
         self._compute(hidden_states.data_ptr(), ctypes.addressof(self._arguments), step)
         return hidden_states
+
+
+def _table(weights: Sequence[PackedWeight]) -> Any:
+    """Return the C++ arguments of the weights beside each other. The weights must stay alive."""
+    return (LinearArguments * len(weights))(*(weight.arguments for weight in weights))
 
 
 def _padded(linear: nn.Linear) -> nn.Linear:

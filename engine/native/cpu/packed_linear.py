@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from engine.native.model.fused_layer import concatenated
+from engine.native.model.quantized import concatenated
 
 # Largest number of outputs of one product. On the processors measured, wider products run at a third of the speed.
 _MAX_WIDTH = 8192

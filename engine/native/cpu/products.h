@@ -33,6 +33,7 @@ inline Index panels_of_job([[maybe_unused]] const Linear &linear, Index rows) {
 }
 
 inline Index num_jobs(const Linear &linear, Index rows) {
+    if (linear.parts) return num_blocks(linear);
     const Index most = panels_of_job(linear, rows);
     return (linear.out / kPanel + most - 1) / most;
 }
@@ -63,22 +64,28 @@ struct Group {
     Index weight, first, rows;
 };
 
-// Computes out = x · weightᵀ + bias for each group of rows, with all threads of the enclosing parallel region. `linear`
-// is one of the weights, and the first of them, packed one after another; so are the biases. A row's results do not
-// depend on other rows, and weights without rows are not read. Assumes contiguous rows.
-inline void multiply_groups(bf16 *out, const bf16 *x, const Linear &linear, const std::vector<Group> &groups) {
+// Computes out = x · weightᵀ + bias for each group of rows, with all threads of the enclosing parallel region. All
+// `linears` have the same sizes. A row's results do not depend on other rows, and weights without rows are not read.
+// Each thread rounds the rows of the groups whose quantised weights it multiplies. Assumes contiguous rows.
+inline void multiply_groups(bf16 *out, const bf16 *x, const Linear *linears, const std::vector<Group> &groups) {
+    thread_local RoundedRows t_rounded;
     Index jobs = 0, before = 0;  // jobs of all groups, and of those before this thread's current one
-    for (const Group &group : groups) jobs += num_jobs(linear, group.rows);
-    const Group *group = groups.data();
+    for (const Group &group : groups) jobs += num_jobs(linears[group.weight], group.rows);
+    const Group *group = groups.data(), *rounded = nullptr;
     TileShapes shapes;
 #pragma omp for schedule(monotonic : dynamic)
     for (Index job = 0; job < jobs; job++) {
-        for (Index own; job >= before + (own = num_jobs(linear, group->rows)); group++) before += own;
-        Linear own = linear;
-        own.weight += group->weight * linear.out * linear.in;
-        if (own.bias) own.bias += group->weight * linear.out;
-        multiply_job<false>(out + group->first * linear.out, x + group->first * linear.in, own, group->rows,
-                            job - before, shapes);
+        for (Index own; job >= before + (own = num_jobs(linears[group->weight], group->rows)); group++) before += own;
+        const Linear &linear = linears[group->weight];
+        bf16 *to = out + group->first * linear.out;
+        const bf16 *from = x + group->first * linear.in;
+        if (linear.parts) {
+            if (rounded != group) t_rounded.round(from, group->rows, linear.in);
+            rounded = group;
+            multiply_block(to, t_rounded, linear, group->rows, job - before);
+        } else {
+            multiply_job<false>(to, from, linear, group->rows, job - before, shapes);
+        }
     }
 }
 

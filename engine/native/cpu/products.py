@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.native.model.fused_layer import concatenate_linears
 from engine.native.model.grouped_weight import GROUP, GroupedWeight
-from engine.native.model.quantized import QuantizedLinear
+from engine.native.model.quantized import QuantizedLinear, concatenate_linears
 
 PANEL = 16  # outputs of a panel; the same as kPanel in linear.h
 

@@ -100,41 +100,56 @@ inline void multiply_panels(bf16 *out, const RowBlock &x, const Linear &linear, 
     for (; p < panels; p++) multiply_groups<kBits, kGroup, kOffsets, kRows, 1, kAdd>(out, x, linear, part, first + p);
 }
 
-// Computes all rows for this thread's share of a part's panels. Does not wait for the other threads.
+// Returns the number of blocks of a part: up to 4 panels each.
+inline Index num_blocks(const Part &part) {
+    return (part.out / kPanel + kPanelsTogether - 1) / kPanelsTogether;
+}
+
+// Computes all rows for a block of a part's panels, in one thread.
 template <int kBits, int kGroup, bool kOffsets, bool kAdd>
-void multiply_part(bf16 *out, const RoundedRows &x, const Linear &linear, const Part &part, Index rows) {
-    const Index panels = part.out / kPanel, blocks = (panels + kPanelsTogether - 1) / kPanelsTogether;
-#pragma omp for schedule(static) nowait
-    for (Index b = 0; b < blocks; b++) {
-        const Index first = b * kPanelsTogether, left = panels - first;
-        const Index some = left < kPanelsTogether ? left : kPanelsTogether;
-        for (Index r = 0; r < rows; r += x.block_of(rows - r)) {
-            bf16 *to = out + r * linear.out + part.first;
-            const RowBlock block = x.at(r);
-            switch (x.block_of(rows - r)) {
-            case 8:
-                multiply_panels<kBits, kGroup, kOffsets, 8, kAdd>(to, block, linear, part, first, some);
-                break;
-            case 4:
-                multiply_panels<kBits, kGroup, kOffsets, 4, kAdd>(to, block, linear, part, first, some);
-                break;
-            case 2:
-                multiply_panels<kBits, kGroup, kOffsets, 2, kAdd>(to, block, linear, part, first, some);
-                break;
-            default:
-                multiply_panels<kBits, kGroup, kOffsets, 1, kAdd>(to, block, linear, part, first, some);
-            }
+void multiply_block(bf16 *out, const RoundedRows &x, const Linear &linear, const Part &part, Index rows, Index number) {
+    const Index first = number * kPanelsTogether, left = part.out / kPanel - first;
+    const Index some = left < kPanelsTogether ? left : kPanelsTogether;
+    for (Index r = 0; r < rows; r += x.block_of(rows - r)) {
+        bf16 *to = out + r * linear.out + part.first;
+        const RowBlock block = x.at(r);
+        switch (x.block_of(rows - r)) {
+        case 8:
+            multiply_panels<kBits, kGroup, kOffsets, 8, kAdd>(to, block, linear, part, first, some);
+            break;
+        case 4:
+            multiply_panels<kBits, kGroup, kOffsets, 4, kAdd>(to, block, linear, part, first, some);
+            break;
+        case 2:
+            multiply_panels<kBits, kGroup, kOffsets, 2, kAdd>(to, block, linear, part, first, some);
+            break;
+        default:
+            multiply_panels<kBits, kGroup, kOffsets, 1, kAdd>(to, block, linear, part, first, some);
         }
     }
 }
 
 template <bool kAdd>
-void multiply_part(bf16 *out, const RoundedRows &x, const Linear &linear, const Part &part, Index rows) {
-    if (part.bits == 4 && part.offsets) return multiply_part<4, 32, true, kAdd>(out, x, linear, part, rows);
-    if (part.bits == 4) return multiply_part<4, 32, false, kAdd>(out, x, linear, part, rows);
-    if (part.offsets) return multiply_part<8, 32, true, kAdd>(out, x, linear, part, rows);
-    if (part.group == 16) return multiply_part<8, 16, false, kAdd>(out, x, linear, part, rows);
-    multiply_part<8, 32, false, kAdd>(out, x, linear, part, rows);
+void multiply_block(bf16 *out, const RoundedRows &x, const Linear &linear, const Part &part, Index rows, Index number) {
+    if (part.bits == 4 && part.offsets) return multiply_block<4, 32, true, kAdd>(out, x, linear, part, rows, number);
+    if (part.bits == 4) return multiply_block<4, 32, false, kAdd>(out, x, linear, part, rows, number);
+    if (part.offsets) return multiply_block<8, 32, true, kAdd>(out, x, linear, part, rows, number);
+    if (part.group == 16) return multiply_block<8, 16, false, kAdd>(out, x, linear, part, rows, number);
+    multiply_block<8, 32, false, kAdd>(out, x, linear, part, rows, number);
+}
+
+// Returns the number of blocks of all parts of a quantised weight.
+inline Index num_blocks(const Linear &linear) {
+    Index blocks = 0;
+    for (Index p = 0; p < linear.num_parts; p++) blocks += num_blocks(linear.parts[p]);
+    return blocks;
+}
+
+// Computes out = x · weightᵀ + bias of all rows for a block of a quantised weight, in one thread.
+inline void multiply_block(bf16 *out, const RoundedRows &x, const Linear &linear, Index rows, Index number) {
+    const Part *part = linear.parts;
+    for (; number >= num_blocks(*part); part++) number -= num_blocks(*part);
+    multiply_block<false>(out, x, linear, *part, rows, number);
 }
 
 constexpr Index kRowsAtOnce = 64;  // rows that a thread rounds and multiplies before the next ones
@@ -147,8 +162,12 @@ template <bool kAdd> void multiply_quantized(bf16 *out, const bf16 *x, const Lin
     for (Index done = 0; done < rows; done += kRowsAtOnce) {
         const Index now = rows - done < kRowsAtOnce ? rows - done : kRowsAtOnce;
         t_rounded.round(x + done * linear.in, now, linear.in);
-        for (Index p = 0; p < linear.num_parts; p++)
-            multiply_part<kAdd>(out + done * linear.out, t_rounded, linear, linear.parts[p], now);
+        for (Index p = 0; p < linear.num_parts; p++) {
+            const Part &part = linear.parts[p];
+#pragma omp for schedule(static) nowait
+            for (Index block = 0; block < num_blocks(part); block++)
+                multiply_block<kAdd>(out + done * linear.out, t_rounded, linear, part, now, block);
+        }
     }
 #pragma omp barrier
 }

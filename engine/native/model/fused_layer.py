@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from engine.native.attention.paged import PagedAttention
 from engine.native.model.layer_kernels import LayerKernels, Norm
 from engine.native.model.layer_parts import LayerParts, Rotation
-from engine.native.model.mlp_parts import Mlp, linear_of
-from engine.native.model.quantized import QuantizedLinear, joined_biases
+from engine.native.model.mlp_parts import Mlp
+from engine.native.model.quantized import concatenate_linears
 
 Join = Callable[[Sequence[nn.Linear]], nn.Module]  # joins linear layers that read the same input into one layer
 
@@ -103,17 +103,3 @@ class _Block(nn.Module):
         output = self._block(x[None])
         result: Tensor = output if isinstance(output, Tensor) else output[0]  # the router's results may follow
         return result[0]
-
-
-def concatenate_linears(layers: Sequence[nn.Linear]) -> nn.Linear:
-    """Return one linear layer whose output is the concatenation of the outputs of `layers`, all of the same kind."""
-    quantized = [layer for layer in layers if isinstance(layer, QuantizedLinear)]
-    if quantized:
-        return QuantizedLinear.joined(quantized)
-    return linear_of(*concatenated(layers))
-
-
-def concatenated(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Return the weights (out, in) and biases (out,) of `layers`, end to end; None if no layer has a bias."""
-    weight = torch.cat([layer.weight.detach() for layer in layers])
-    return weight, joined_biases(layers, weight.device)

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, modeling_gguf_pytorch_utils
 from engine.gguf import TENSORS
 from engine.native.model.gguf_blocks import KEPT, weight_of
 from engine.native.model.grouped_weight import GroupedWeight
-from engine.native.model.quantized import QuantizedLinear, called_linears
+from engine.native.model.quantization import called_modules
+from engine.native.model.quantized import QuantizedLinear
 from engine.native.model.weights import CannotKeepError, check_report, without_transformers_log
 from engine.progress import NO_PHASE, Phase
 
@@ -120,7 +121,7 @@ def load_kept(
         )
     check_report(str(file), report)
     module: nn.Module = model
-    called = called_linears(module)
+    called = called_modules(module)
     for path, weight in kept.items():
         linear: Any = module.get_submodule(path)
         if linear not in called:

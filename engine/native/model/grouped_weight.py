@@ -77,6 +77,13 @@ class GroupedWeight(nn.Module):
             self.codes[which], self.scales[which], offsets, self.units[which], self.bits, self.in_features
         )
 
+    def inputs(self, first: int, number: int) -> "GroupedWeight":
+        """Return the matrix with `number` of the inputs from `first` on, both multiples of a group."""
+        groups = slice(first // self.group, (first + number) // self.group)
+        codes = self.codes.view(len(self.codes), self.scales.shape[1], -1)[:, groups].flatten(1)
+        offsets = None if self.offsets is None else self.offsets[:, groups]
+        return GroupedWeight(codes, self.scales[:, groups], offsets, self.units, self.bits, number)
+
     def unpacked(self, dtype: torch.dtype) -> Tensor:
         """Return the matrix (out, in) in `dtype`."""
         step = max(1, _AT_ONCE // self.in_features)
@@ -130,15 +137,15 @@ def rounded(weight: Tensor, bits: int, importance: Tensor | None = None) -> Grou
 
 
 def quantised_bytes(weight: Tensor, kind: Quantization, is_output: bool) -> float:
-    """Return the most bytes that `weight` (out, in) takes in a quantised model, on the average of its layers."""
+    """Return the most bytes that `weight` (…, out, in) takes in a quantised model, on the average of its layers."""
     fine = 1 if kind == "int8" or is_output else FINE_SHARE
     return fine * rounded_bytes(weight, 8) + (1 - fine) * rounded_bytes(weight, 4)
 
 
 def rounded_bytes(weight: Tensor, bits: int) -> int:
-    """Return the size in bytes of `weight` (out, in) after `rounded`."""
-    groups = -(-weight.shape[1] // GROUP)
-    return len(weight) * (groups * (GROUP * bits // 8 + (2 if bits == 8 else 4)) + 4)
+    """Return the size in bytes of `weight` (…, out, in) after `rounded`."""
+    groups = -(-weight.shape[-1] // GROUP)
+    return weight.shape[:-1].numel() * (groups * (GROUP * bits // 8 + (2 if bits == 8 else 4)) + 4)
 
 
 def _to_bytes(groups: Tensor) -> tuple[Tensor, Tensor, None]:

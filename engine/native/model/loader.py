@@ -18,13 +18,14 @@ from transformers.utils import logging as transformers_logging
 
 from engine.config import EngineConfig, EngineStartError, Quantization
 from engine.native.attention.paged import ATTENTION_NAME, attention_forward
-from engine.native.device import free_bytes
+from engine.native.device import choose_device, free_bytes
 from engine.native.model.grouped_weight import quantised_bytes
 from engine.native.model.weights import quantization_method, read_weights, stored_bytes
 from engine.progress import NO_PHASE, Phase
 
 # Values of a configuration's `layer_types` that this engine supports.
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+MATRICES = ("gate_up_proj", "down_proj")  # transformers' parameters with a matrix of each expert
 _GIB = 1 << 30
 # Makes a model of its configuration and options of transformers, and tells the phase how far it is.
 ReadWeights = Callable[[Any, dict[str, Any], Phase], Any]
@@ -68,7 +69,7 @@ def load_model(
     AttentionInterface.register(ATTENTION_NAME, attention_forward)
     options = {"dtype": dtype, "attn_implementation": ATTENTION_NAME}
     try:
-        check_fits(None if read else weight_bytes(config, hf_config, dtype), device)
+        check_fits(None if read else weight_bytes(config, hf_config, dtype, is_loading=True), device)
         if read is not None:
             model = read(hf_config, options, phase)
         elif config.load_format == "dummy":
@@ -115,10 +116,14 @@ def _counted(parts: Collection[Any], phase: Phase) -> Iterator[Any]:
         yield part
 
 
-def weight_bytes(config: EngineConfig, hf_config: Any, dtype: torch.dtype) -> int | None:
-    """Return the size of the weights in memory, in bytes; None if it is not known before they are loaded."""
+def weight_bytes(config: EngineConfig, hf_config: Any, dtype: torch.dtype, is_loading: bool = False) -> int | None:
+    """Return the size of the weights in memory, in bytes; None if it is not known before they are loaded.
+
+    While a model is loading, no experts are quantised yet: transformers copies them from the file to stack them.
+    """
     if config.load_format == "dummy" or quantization_method(hf_config) is None:
-        return _plain_bytes(hf_config, dtype, config.quantize)
+        with_experts = not is_loading and choose_device(config.device).type == "cpu"
+        return _plain_bytes(hf_config, dtype, config.quantize, with_experts)
     return stored_bytes(str(Path(config.model).expanduser()))
 
 
@@ -130,6 +135,27 @@ def forward(model: nn.Module, token_ids: Tensor, positions: Tensor, rows: Tensor
     output = model(input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=rows)
     logits: Tensor = output.logits[0]
     return logits
+
+
+def expert_modules(model: nn.Module) -> list[Any]:
+    """Return the modules of transformers that hold the matrices of experts, plain, in one parameter each."""
+    return [
+        module
+        for module in model.modules()
+        if hasattr(module, "_apply_gate")
+        and all(isinstance(p := getattr(module, name, None), nn.Parameter) and p.dim() == 3 for name in MATRICES)
+    ]
+
+
+def is_transposed(experts: Any) -> bool:
+    """Return whether the parameters of transformers' `experts` are (experts, in, out)."""
+    return bool(getattr(experts, "is_transposed", False))
+
+
+def matrices_of(experts: Any, name: str) -> Tensor:
+    """Return a parameter of transformers' `experts` as (experts, out, in)."""
+    matrices: Tensor = getattr(experts, name).detach()
+    return matrices.transpose(1, 2) if is_transposed(experts) else matrices
 
 
 def context_limit(hf_config: Any) -> int | None:
@@ -180,14 +206,18 @@ def _unsupported_reason(hf_config: Any) -> str | None:
     return None
 
 
-def _plain_bytes(hf_config: Any, dtype: torch.dtype, quantize: Quantization | None) -> int:
-    """Return the size in bytes that all weights have in `dtype`, or those of linear layers after `quantize`."""
+def _plain_bytes(hf_config: Any, dtype: torch.dtype, quantize: Quantization | None, with_experts: bool) -> int:
+    """Return the size in bytes that all weights have in `dtype`, or after `quantize`, which may leave experts out."""
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
-    linears = [m for m in skeleton.modules() if isinstance(m, nn.Linear)] if quantize else []
-    output = skeleton.get_output_embeddings()
-    found = sum(quantised_bytes(m.weight, quantize, m is output) for m in linears if quantize)
-    replaced = {m.weight for m in linears} - {skeleton.get_input_embeddings().weight}
+    if quantize is None:
+        return sum(p.numel() * p.element_size() for p in skeleton.parameters())
+    output = skeleton.get_output_embeddings().weight
+    linears = [m.weight for m in skeleton.modules() if isinstance(m, nn.Linear)]
+    experts = [(module, name) for module in expert_modules(skeleton) for name in MATRICES if with_experts]
+    found = sum(quantised_bytes(weight, quantize, weight is output) for weight in linears)
+    found += sum(quantised_bytes(matrices_of(*matrices), quantize, False) for matrices in experts)
+    replaced = {*linears, *(getattr(*matrices) for matrices in experts)} - {skeleton.get_input_embeddings().weight}
     return int(found + sum(p.numel() * p.element_size() for p in skeleton.parameters() if p not in replaced))
 
 

@@ -4,22 +4,29 @@ Knows which modules and tensors the MLPs of transformers' models have; does not 
 are computed. What a router or an activation computes is found by trying it on a few numbers.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from engine.native.model.layer_kernels import Activation
-from engine.native.model.quantized import QuantizedLinear
+from engine.native.model.loader import MATRICES, matrices_of
+from engine.native.model.quantized import (
+    QuantizedLinear,
+    QuantizedStack,
+    concatenate_linears,
+    linear_of,
+    some_inputs,
+    some_outputs,
+)
 
 _GATE_UP = (("gate_proj", "up_proj"), ("gate_up_proj",))  # the second as in Phi-3
 _SHARED = {"shared_expert", "shared_expert_gate"}
 _BLOCKS = ({"gate", "experts"}, {"router", "experts"}, {"gate", "experts", *_SHARED})
-_WEIGHTS = {"gate_up_proj", "down_proj"}
 _ACTIVATION_ERROR = 1e-4  # largest error of an activation that is recognised: GELU's approximation differs by more
 _SHARE_ERROR = 0.01  # largest relative error (norm) of a router's shares that are recognised: some are bfloat16
 
@@ -46,7 +53,7 @@ class Experts:
     has; their share is the sigmoid of one more logit.
     """
 
-    block: nn.Module  # of transformers: the router and the experts
+    block: Any  # of transformers: the router and the experts
     router: nn.Module
     chosen: int
     always: int
@@ -56,17 +63,24 @@ class Experts:
 
     @property
     def count(self) -> int:
-        return len(self._tensor("down_proj")) + self.always
+        return self._own + self.always
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._tensor("down_proj").dtype
+        dtype: torch.dtype = self.block.experts.down_proj.dtype
+        return dtype
 
     @property
     def sizes(self) -> tuple[int, int]:
         """Return the number of inputs of an expert, and of its activations."""
-        down = self._tensor("down_proj")
-        return down.shape[1], down.shape[2]
+        down = self._linear("down_proj", 0)
+        return down.out_features, down.in_features
+
+    @property
+    def is_quantized(self) -> bool:
+        """Return whether any of the matrices is."""
+        kinds = QuantizedStack, QuantizedLinear
+        return any(isinstance(module, kinds) for module in self.block.modules())
 
     def router_linear(self) -> nn.Linear:
         """Return the layer that computes the logits: the router's and, with a shared expert, the one of its share."""
@@ -74,48 +88,43 @@ class Experts:
         bias = getattr(router, "bias", None)
         if not self.always:
             return linear_of(router.weight.detach(), bias)
-        block: Any = self.block
-        return linear_of(torch.cat((router.weight.detach(), block.shared_expert_gate.weight.detach())), None)
+        return linear_of(torch.cat((router.weight.detach(), self.block.shared_expert_gate.weight.detach())), None)
 
-    def gate_up_linear(self) -> nn.Linear:
-        """Return one layer whose outputs are the gates and the ups of the first expert, then those of the second, …."""
-        weight, bias = self._tensor("gate_up_proj"), self._bias("gate_up_proj_bias")
-        if self.is_interleaved:
-            weight = torch.cat((weight[:, ::2], weight[:, 1::2]), dim=1)
-            bias = None if bias is None else torch.cat((bias[:, ::2], bias[:, 1::2]), dim=1)
-        if self.always:
-            shared: Any = self.block.shared_expert
-            gate, up = (p.weight.detach().unflatten(0, (self.always, -1)) for p in (shared.gate_proj, shared.up_proj))
-            weight = torch.cat((weight, torch.cat((gate, up), dim=1)))
-        return linear_of(weight.flatten(0, 1), None if bias is None else bias.flatten())
+    def gate_ups(self) -> Iterator[nn.Linear]:
+        """Yield a layer of each expert, whose outputs are the gates and then the ups."""
+        for index in range(self._own):
+            linear = self._linear("gate_up_proj", index)
+            order = torch.arange(linear.out_features).view(-1, 2).T.flatten()
+            yield some_outputs(linear, order) if self.is_interleaved else linear
+        width, block = self.sizes[1], self.block
+        for index in range(self.always):
+            gate, up = (
+                some_outputs(linear, slice(index * width, (index + 1) * width))
+                for linear in (block.shared_expert.gate_proj, block.shared_expert.up_proj)
+            )
+            yield concatenate_linears([gate, up])
 
-    def down_linear(self) -> nn.Linear:
-        """Return one layer whose outputs are those of the first expert's down, then those of the second, …."""
-        weight, bias = self._tensor("down_proj"), self._bias("down_proj_bias")
-        if self.always:
-            shared: Any = self.block.shared_expert
-            parts = shared.down_proj.weight.detach().unflatten(1, (self.always, -1)).transpose(0, 1)
-            weight = torch.cat((weight, parts))
-        return linear_of(weight.flatten(0, 1), None if bias is None else bias.flatten())
+    def downs(self) -> Iterator[nn.Linear]:
+        """Yield a layer of each expert, from its activations to its outputs."""
+        for index in range(self._own):
+            yield self._linear("down_proj", index)
+        width, block = self.sizes[1], self.block
+        for index in range(self.always):
+            yield some_inputs(block.shared_expert.down_proj, index * width, width)
 
-    def _tensor(self, name: str) -> Tensor:
-        """Return the weights (experts, out, in) of the block's own experts."""
-        experts: Any = self.block.experts
-        weight: Tensor = getattr(experts, name).detach()
-        return weight.transpose(1, 2) if getattr(experts, "is_transposed", False) else weight
+    @property
+    def _own(self) -> int:
+        """The number of experts among which the router chooses."""
+        return len(self.block.experts.down_proj)
 
-    def _bias(self, name: str) -> Tensor | None:
-        bias: Any = getattr(self.block.experts, name, None)
-        return None if bias is None else bias.detach()
-
-
-def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """Return a linear layer with `weight` (out, in) and `bias` (out,)."""
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        linear.bias = nn.Parameter(bias, requires_grad=False)
-    return linear
+    def _linear(self, name: str, index: int) -> nn.Linear:
+        """Return a layer with one of the matrices of the block's own experts, and its bias."""
+        experts = self.block.experts
+        weight, biases = getattr(experts, name), getattr(experts, f"{name}_bias", None)
+        bias = None if biases is None else biases.detach()[index]
+        if isinstance(weight, QuantizedStack):
+            return QuantizedLinear(weight.expert(index), bias, weight.dtype)
+        return linear_of(matrices_of(experts, name)[index], bias)
 
 
 def mlp_of(block: nn.Module) -> Mlp | Experts | None:
@@ -154,8 +163,9 @@ def is_plain_linear(module: Any) -> bool:
 def _experts_of(block: Any) -> Experts | None:
     if (names := children_of(block)) not in _BLOCKS:
         return None
-    parameters = {name for name, _ in block.experts.named_parameters()}
-    if parameters != _WEIGHTS and parameters != {*_WEIGHTS, *(f"{name}_bias" for name in _WEIGHTS)}:
+    stacks = [name for name, child in block.experts.named_children() if isinstance(child, QuantizedStack)]
+    found = {*stacks, *(name for name, _ in block.experts.named_parameters())}
+    if found != {*MATRICES} and found != {*MATRICES, *(f"{name}_bias" for name in MATRICES)}:
         return None
     router = block.gate if "gate" in names else block.router
     routing, gating = _routing_of(router), _gating_of(block.experts)
@@ -171,7 +181,7 @@ def _with_shared(experts: Experts) -> Experts | None:
     shared, gate = mlp_of(block.shared_expert), block.shared_expert_gate
     if not isinstance(shared, Mlp) or len(shared.gate_up) != 2 or shared.activation is not experts.activation:
         return None
-    if any(type(linear) is not nn.Linear or linear.bias is not None for linear in (*shared.linears, gate)):
+    if type(gate) is not nn.Linear or any(linear.bias is not None for linear in (*shared.linears, gate)):
         return None
     always, rest = divmod(shared.down.in_features, experts.sizes[1])
     has_biases = any(name.endswith("bias") for name, _ in block.named_parameters())

@@ -1,22 +1,17 @@
-"""Linear layers with weights of 4 or 8 bits by groups. Only weights are quantised.
+"""Linear layers and experts with weights of 4 or 8 bits by groups. Only weights are quantised.
 
-Knows linear layers and which of them a model calls; does not know how a backend multiplies codes fast.
+Knows layers, plain and quantised, and how to cut and join them; does not know models, or how a backend multiplies codes
+fast.
 """
 
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from engine.config import Quantization
-from engine.native.attention.paged import bind
-from engine.native.model.grouped_weight import BITS, FINE_SHARE, GroupedWeight, joined, rounded
-from engine.native.model.loader import context_limit, forward
-
-_NUM_TOKENS = 256  # that say how large the inputs of layers are
-_ROUTERS = {"gate", "router", "shared_expert_gate"}  # small layers that choose experts: a changed choice changes much
+from engine.native.model.grouped_weight import GroupedWeight, joined, rounded
+from engine.native.model.loader import is_transposed
 
 
 class QuantizedLinear(nn.Linear):
@@ -59,6 +54,31 @@ class QuantizedLinear(nn.Linear):
         return nn.functional.linear(x, self.unpacked(x.dtype), self.bias)
 
 
+def some_outputs(linear: nn.Linear, which: slice | Tensor) -> nn.Linear:
+    """Return the layer with some of the outputs of `linear`, or with its outputs in another order."""
+    bias = None if linear.bias is None else linear.bias.detach()[which]
+    if not isinstance(linear, QuantizedLinear):
+        return linear_of(linear.weight.detach()[which], bias)
+    (part,) = linear.parts
+    return QuantizedLinear([part.rows(which)], bias, linear.weight.dtype)
+
+
+def some_inputs(linear: nn.Linear, first: int, number: int) -> nn.Linear:
+    """Return the layer without a bias that has `number` of the inputs of `linear` from `first` on."""
+    if not isinstance(linear, QuantizedLinear):
+        return linear_of(linear.weight.detach()[:, first : first + number], None)
+    return QuantizedLinear([part.inputs(first, number) for part in linear.parts], None, linear.weight.dtype)
+
+
+def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """Return a linear layer with `weight` (out, in) and `bias` (out,)."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
+
+
 def joined_biases(layers: Sequence[nn.Linear], device: torch.device) -> Tensor | None:
     """Return the biases of `layers`, end to end; None if no layer has one."""
     if all(layer.bias is None for layer in layers):
@@ -68,84 +88,45 @@ def joined_biases(layers: Sequence[nn.Linear], device: torch.device) -> Tensor |
     return torch.cat([zeros if la.bias is None else la.bias.detach() for la, zeros in zip(layers, none, strict=True)])
 
 
-def quantize(model: Any, kind: Quantization) -> int:
-    """Quantise the linear layers of `model` that it calls, in place; return their number. Routers are left out.
+def concatenate_linears(layers: Sequence[nn.Linear]) -> nn.Linear:
+    """Return one linear layer whose output is the concatenation of the outputs of `layers`, all of the same kind."""
+    quantized = [layer for layer in layers if isinstance(layer, QuantizedLinear)]
+    if quantized:
+        return QuantizedLinear.joined(quantized)
+    return linear_of(*concatenated(layers))
 
-    With int4, the output layer gets 8 bits, as do the layers that lose most by 4. Some models read a layer's weight and
-    multiply by it themselves. Such a layer is not called, and stays as it is.
+
+def concatenated(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Return the weights (out, in) and biases (out,) of `layers`, end to end; None if no layer has a bias."""
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    return weight, joined_biases(layers, weight.device)
+
+
+class QuantizedStack(nn.Module):
+    """The quantised matrices of all experts, in place of transformers' parameter: (experts, out, in), or transposed.
+
+    An index gives one of them unpacked, as the parameter does. So transformers' loop over the chosen experts is the
+    definition of what faster products compute. Each part has some of the outputs of every expert, one expert's after
+    another's.
     """
-    importances = _importances(model, _NUM_TOKENS)
-    places = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if child in importances and name not in _ROUTERS
-    ]
-    fine: set[nn.Module] = set()
-    if kind == "int4":
-        fine = _fine_layers({child: importances[child] for *_, child in places}, model.get_output_embeddings())
-    for parent, name, child in places:
-        bits = 8 if child in fine else BITS[kind]
-        # The plain weight is freed before the next one is read.
-        setattr(parent, name, QuantizedLinear.of(child, bits, importances[child]))
-    return len(places)
 
+    def __init__(self, parts: Sequence[GroupedWeight], experts: Any) -> None:
+        """Take the parts, for transformers' `experts`, which still have their parameters."""
+        super().__init__()
+        self._parts = nn.ModuleList(parts)
+        count, self.dtype = len(experts.down_proj), experts.down_proj.dtype
+        self._count, self._is_transposed = count, is_transposed(experts)
+        self.out_features, self.in_features = sum(p.out_features for p in parts) // count, parts[0].in_features
 
-def _fine_layers(importances: dict[Any, Tensor], output: nn.Module) -> set[nn.Module]:
-    """Return the layers that have 8 bits in a model with 4: the output layer, and those that 4 bits would change most.
+    def __len__(self) -> int:
+        return self._count
 
-    These have at most `FINE_SHARE` of the other layers' weights.
-    """
-    rest = [linear for linear in importances if linear is not output]
-    losses = {linear: _loss_of_four_bits(linear.weight, importances[linear]) for linear in rest}
-    room = FINE_SHARE * sum(linear.weight.numel() for linear in rest)
-    found = {output}
-    for linear in sorted(rest, key=losses.__getitem__, reverse=True):
-        room -= linear.weight.numel()
-        if room < 0:
-            break
-        found.add(linear)
-    return found
+    def expert(self, index: int) -> list[GroupedWeight]:
+        """Return the parts of the matrix (out, in) of one expert."""
+        parts = [part for part in self._parts if isinstance(part, GroupedWeight)]
+        sizes = [part.out_features // self._count for part in parts]
+        return [part.rows(slice(index * n, (index + 1) * n)) for part, n in zip(parts, sizes, strict=True)]
 
-
-def _loss_of_four_bits(weight: Tensor, importance: Tensor) -> float:
-    """Return the part of a product's square that codes of 4 bits would change. Estimated from some of the outputs."""
-    sample = weight.detach()[::8].float()
-    error = rounded(sample, 4, importance).unpacked(torch.float32) - sample
-    return float((error.square() @ importance).sum() / (sample.square() @ importance).sum().clamp(min=1e-30))
-
-
-def called_linears(model: Any) -> set[nn.Module]:
-    """Return the linear layers that a forward pass calls."""
-    return set(_importances(model, 2))
-
-
-@torch.inference_mode()
-def _importances(model: Any, num_tokens: int) -> dict[nn.Module, Tensor]:
-    """Return the linear layers that a forward pass calls, with the mean squares (in,) of their inputs.
-
-    The pass computes random tokens, each of which attends only to itself: which inputs are large depends little on the
-    text. A model that fails here fails in the probe, too, which says why.
-    """
-    found: dict[nn.Module, Tensor] = {}
-
-    def attend_to_oneself(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
-        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2)
-
-    def note(linear: nn.Module, args: tuple[Tensor, ...], _: Tensor) -> None:
-        squares = args[0].detach().float().flatten(0, -2).square().mean(dim=0)
-        found[linear] = squares + 1e-6 * squares.mean() + 1e-30
-
-    handles = [m.register_forward_hook(note) for m in model.modules() if type(m) is nn.Linear]
-    bind(model, attend_to_oneself)
-    try:
-        device = next(model.parameters()).device
-        positions = torch.arange(num_tokens) % (context_limit(model.config) or num_tokens)
-        vocab_size = model.get_input_embeddings().num_embeddings
-        tokens = torch.randint(vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(0))
-        with suppress(Exception):
-            forward(model, tokens[None].to(device), positions[None].to(device), torch.arange(2, device=device))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found
+    def __getitem__(self, index: Any) -> Tensor:
+        weight = torch.cat([part.unpacked(self.dtype) for part in self.expert(int(index))])
+        return weight.T if self._is_transposed else weight

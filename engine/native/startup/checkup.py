@@ -13,8 +13,8 @@ from engine.native.cpu.build import library_or_reason
 from engine.native.device import choose_device, choose_dtype, free_bytes
 from engine.native.kv.cache import LayerShape
 from engine.native.model.loader import load_config, weight_bytes
-from engine.native.model.probe import LayerSpec
 from engine.native.startup.cuda_bring_up import kernels_or_fault
+from engine.native.startup.probe import LayerSpec
 
 # Weights of the largest models with which this engine was measured on a GPU: 8 B parameters in 16 bits, and some more.
 MEASURED_BYTES = 20 * 10**9

@@ -17,9 +17,9 @@ from engine.native.cpu.native_layer import NativeDecoderLayer, SharedStep
 from engine.native.cpu.packed_linear import PackedLinear, can_pack
 from engine.native.cpu.products import PanelLinear, Products, fits_panels
 from engine.native.execution.model_runner import ModelRunner
-from engine.native.model.fused_layer import FusedDecoderLayer, concatenate_linears
+from engine.native.model.fused_layer import FusedDecoderLayer
 from engine.native.model.layer_parts import LayerParts
-from engine.native.model.quantized import QuantizedLinear
+from engine.native.model.quantized import QuantizedLinear, concatenate_linears
 from engine.native.startup.fusion import Replacement, fuse_layers, record_trial_step
 
 LinearReplacement = Callable[[nn.Linear], nn.Module | None]

@@ -19,14 +19,14 @@ from engine.native.cuda.pinned_ring import PinnedRing
 from engine.native.cuda.step_graphs import CaptureFailure, StepGraphs
 from engine.native.execution.model_runner import ModelRunner
 from engine.native.kv.cache import KVCache
-from engine.native.model.fused_layer import FusedDecoderLayer, Join, concatenate_linears
+from engine.native.model.fused_layer import FusedDecoderLayer, Join
 from engine.native.model.layer_kernels import LayerKernels
 from engine.native.model.layer_parts import LayerParts
 from engine.native.model.loader import first_line
-from engine.native.model.probe import LayerSpec
-from engine.native.model.quantized import QuantizedLinear
+from engine.native.model.quantized import QuantizedLinear, concatenate_linears
 from engine.native.startup import fusion
 from engine.native.startup.cuda_trial import find_fault, sampler_fault
+from engine.native.startup.probe import LayerSpec
 from engine.sampling.sampler import DeviceSampler, sample_ids
 
 _CAPTURE_S = 15.0  # time limit for capturing graphs at start, seconds

@@ -15,7 +15,7 @@ from engine.native.attention.paged import PagedAttention
 from engine.native.batch.packing import DecodeGroup, PrefillChunk, StepBatch
 from engine.native.batch.tensors import StepTensors, to_cpu, upload_step
 from engine.native.kv.cache import KVCache, LayerShape
-from engine.native.model.probe import LayerSpec
+from engine.native.startup.probe import LayerSpec
 from engine.sampling.sampler import DeviceSampler, SamplingRow, sample_ids
 
 _BLOCK_SIZE = 16  # tokens

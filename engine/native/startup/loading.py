@@ -21,9 +21,9 @@ from engine.native.device import choose_device, choose_dtype
 from engine.native.kv.cache import LayerShape
 from engine.native.kv.sizing import wanted_model_len
 from engine.native.model.loader import check_fits, context_limit, is_on_hub, is_quantised, load_config, load_model
-from engine.native.model.probe import LayerSpec, probe_layers
-from engine.native.model.quantized import quantize
+from engine.native.model.quantization import quantize
 from engine.native.model.weights import CannotKeepError, quantization_method
+from engine.native.startup.probe import LayerSpec, probe_layers
 from engine.progress import Phase, Progress
 
 _SMALL_MODEL = 10_000_000  # a model with fewer parameters is small; see `_set_threads`
@@ -85,8 +85,9 @@ def _load_weights(
     if is_quantised(model):
         method = quantization_method(hf_config)
         raise EngineStartError(f"the weights of {config.model} are quantised already, with {method}: drop --quantize")
-    num_quantized = quantize(model, config.quantize)
-    structlog.get_logger(__name__).info("weights quantised", kind=config.quantize, linears=num_quantized)
+    linears, experts = quantize(model, config.quantize, with_experts=device.type == "cpu")
+    log = structlog.get_logger(__name__)
+    log.info("weights quantised", kind=config.quantize, linears=linears, layers_with_experts=experts)
     try:
         return model.to(device)
     except torch.OutOfMemoryError as error:

@@ -86,6 +86,7 @@ CONFIGS = {
     "olmoe": lambda: OlmoeConfig(**EXPERTS),
     "gpt-oss": lambda: GptOssConfig(**EXPERTS, **WINDOWS, rope_parameters=ROPE),
 }
+WITH_EXPERTS = ("mixtral", "qwen3-moe", "qwen2-moe", "olmoe", "gpt-oss")
 # (sequence, tokens) of each step; three sequences with prompts of 40 tokens.
 STEPS = (
     ((0, 13),),
@@ -143,7 +144,7 @@ def multiply_rounded(layer: QuantizedLinear, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("name", "quantize"),
-    [*((name, None) for name in CONFIGS), *product(("biases", "gemma3"), ("int8", "int4")), ("qwen3-moe", "int8")],
+    [*((name, None) for name in CONFIGS), *product(("biases", "gemma3", *WITH_EXPERTS), ("int8", "int4"))],
 )
 def test_a_layer_in_one_call_computes_the_same(
     name: str, quantize: Quantization | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -152,38 +153,53 @@ def test_a_layer_in_one_call_computes_the_same(
     native, actual = logits_of_steps(tmp_path, True, quantize)
     monkeypatch.setattr(QuantizedLinear, "forward", multiply_rounded)
     _, expected = logits_of_steps(tmp_path, False, quantize)
-    assert sum(isinstance(module, NativeDecoderLayer) for module in native.modules()) == 3
+    layers = [module for module in native.modules() if isinstance(module, NativeDecoderLayer)]
+    assert [layer.has_experts for layer in layers] == [name in WITH_EXPERTS] * 3
     assert len(actual) == len(expected) == 3
     allowed = 0.06 if quantize is None else 0.12  # a step of a byte is larger than one of bfloat16
     errors = torch.cat([(a - b).norm(dim=1) / b.norm(dim=1) for a, b in zip(actual, expected, strict=True)])
-    has_router = "num_experts_per_tok" in native.config.to_dict()  # rounding may decide its near ties otherwise
-    assert (errors.median() if has_router else errors.max()) < allowed
+    assert (errors.median() if name in WITH_EXPERTS else errors.max()) < allowed  # routers' near ties may differ
 
 
-OWN_FORMS = ("llama", "olmo2", "glm4", "qwen3-moe", "qwen2-moe", "gpt-oss")
+OWN_FORMS: list[tuple[str, Quantization | None]] = [
+    *((name, None) for name in ("llama", "olmo2", "glm4", "qwen3-moe", "qwen2-moe", "gpt-oss")),
+    ("llama", "int4"),
+    ("qwen3-moe", "int4"),
+    ("qwen2-moe", "int8"),
+    ("gpt-oss", "int4"),
+]
 
 
-@pytest.mark.parametrize("name", OWN_FORMS)
-def test_a_sequence_has_the_same_numbers_beside_others_and_with_several_threads(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "quantize"), OWN_FORMS)
+def test_a_sequence_has_the_same_numbers_beside_others_and_with_several_threads(
+    name: str, quantize: Quantization | None, tmp_path: Path
+) -> None:
     """Law 9, bit for bit: which rows share a step, and so the rows of an expert, changes nothing."""
     save_model(tmp_path, CONFIGS[name]())
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        _, together = logits_of_steps(tmp_path)
+        _, together = logits_of_steps(tmp_path, quantize=quantize)
     finally:
         torch.set_num_threads(threads)
     steps_of = [[tuple(run for run in runs if run[0] == i) for runs in STEPS] for i in range(3)]
-    alone = [logits_of_steps(tmp_path, steps=[runs for runs in steps if runs])[1] for steps in steps_of]
+    alone = [
+        logits_of_steps(tmp_path, quantize=quantize, steps=[runs for runs in steps if runs])[1] for steps in steps_of
+    ]
     completed = ((2, 0), (0, 0), (1, 0), (0, 1), (1, 1), (2, 1))  # sequence, and which of its completed steps
     assert torch.equal(torch.cat(together), torch.cat([alone[i][j] for i, j in completed]))
 
 
-@pytest.mark.parametrize("name", OWN_FORMS)
-def test_a_nan_stays_in_its_sequence(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "is_quantized"), [(name, quantize is not None) for name, quantize in OWN_FORMS])
+def test_a_nan_stays_in_its_sequence(name: str, is_quantized: bool, tmp_path: Path) -> None:
     save_model(tmp_path, CONFIGS[name](), poisoned_token=POISON)
-    _, plain = logits_of_steps(tmp_path)
-    _, poisoned = logits_of_steps(tmp_path, prompt=lambda i: (POISON, *prompt_of(i)[1:]) if i == 1 else prompt_of(i))
+    quantize: Quantization | None = "int8" if is_quantized else None  # int4 measures inputs, also of this token
+
+    def poisoned_prompt(i: int) -> tuple[int, ...]:
+        return (POISON, *prompt_of(i)[1:]) if i == 1 else prompt_of(i)
+
+    _, plain = logits_of_steps(tmp_path, quantize=quantize)
+    _, poisoned = logits_of_steps(tmp_path, quantize=quantize, prompt=poisoned_prompt)
     assert all(logits.isfinite().all() for logits in plain)
     assert poisoned[1][1].isnan().all() and poisoned[2][1].isnan().all()
     assert torch.equal(poisoned[0], plain[0])

@@ -19,10 +19,10 @@ from engine.native.cuda.graph_sizes import GraphSize
 from engine.native.kv.cache import LayerShape
 from engine.native.model.grouped_weight import GroupedWeight, rounded
 from engine.native.model.layer_kernels import LayerKernels
-from engine.native.model.probe import LayerSpec
 from engine.native.model.quantized import QuantizedLinear
 from engine.native.startup.cuda_bring_up import fuse_with_kernels
 from engine.native.startup.cuda_trial import find_fault, sampler_fault
+from engine.native.startup.probe import LayerSpec
 from engine.sampling.sampler import SamplingRow, sample_ids
 from tests.engine.conftest import MakeEngine, ModelDirectory
 from tests.engine.drive import drive, make_new, random_chunks

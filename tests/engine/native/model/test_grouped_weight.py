@@ -85,6 +85,12 @@ def test_many_numbers_are_rounded_and_unpacked_like_few(monkeypatch: pytest.Monk
         assert torch.equal(rounded(weight, bits).unpacked(torch.float32), expected[bits])
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_some_of_the_inputs(bits: int) -> None:
+    weight = rounded(make_weight(5, 160), bits)
+    assert torch.equal(weight.inputs(32, 96).unpacked(torch.float32), weight.unpacked(torch.float32)[:, 32:128])
+
+
 def test_rows_and_neighbours_of_one_kind() -> None:
     weights = [rounded(make_weight(size, 64), bits) for size, bits in ((3, 4), (5, 4), (2, 8), (4, 4))]
     together = joined(weights)

@@ -72,13 +72,11 @@ def expected_of(experts: Experts, x: Tensor) -> Tensor:
     shares.scatter_(1, best, (logits.gather(1, best) - total.logsumexp(1, keepdim=True)).exp())
     if experts.always:
         shares[:, routed:] = logits[:, routed:].sigmoid()
-    gate, up = experts.gate_up_linear()(x).unflatten(1, (experts.count, 2, -1)).unbind(2)
-    down = experts.down_linear()
-    weights = down.weight.unflatten(0, (experts.count, -1))
-    computed = torch.einsum("rei,ehi->reh", experts.activation(gate, up), weights)
-    if down.bias is not None:
-        computed += down.bias.view(experts.count, -1)
-    return (shares[..., None] * computed).sum(1)
+    found = []
+    for gate_up, down in zip(experts.gate_ups(), experts.downs(), strict=True):
+        gate, up = gate_up(x).chunk(2, dim=1)
+        found.append(down(experts.activation(gate, up)))
+    return (shares[..., None] * torch.stack(found, dim=1)).sum(1)
 
 
 @pytest.mark.parametrize(

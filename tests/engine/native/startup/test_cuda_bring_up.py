@@ -8,9 +8,9 @@ from torch import Tensor
 from engine.native.attention.kernels import AttentionKernels, HeadShape, PagedChunks, PagedRows, Scoring
 from engine.native.cuda.graph_sizes import GraphSize
 from engine.native.kv.cache import LayerShape
-from engine.native.model.probe import LayerSpec
 from engine.native.startup.cuda_bring_up import capture_graphs, graph_bytes, working_kernels
 from engine.native.startup.cuda_trial import find_fault
+from engine.native.startup.probe import LayerSpec
 from tests.engine.conftest import MakeEngine
 
 CPU = torch.device("cpu")

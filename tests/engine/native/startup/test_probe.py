@@ -11,7 +11,7 @@ from transformers.models.llama import modeling_llama as llama
 
 from engine.config import EngineConfig, EngineStartError
 from engine.native.model.loader import load_config, load_model
-from engine.native.model.probe import LayerSpec, probe_layers
+from engine.native.startup.probe import LayerSpec, probe_layers
 from tests.engine.models import ARCHITECTURES, CONFIGS
 
 CPU = torch.device("cpu")
