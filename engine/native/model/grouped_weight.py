@@ -16,7 +16,7 @@ from engine.config import Quantization
 BITS: dict[Quantization, int] = {"int8": 8, "int4": 4}  # of a code
 FINE_SHARE = 0.4  # of the weights of an int4 model, beside its output layer, that have 8 bits
 GROUP = 32  # inputs of a group; 16 in some files
-_AT_ONCE = 1 << 22  # numbers that are unpacked or rounded together, which limits the memory of their float32
+_AT_ONCE = 1 << 18  # numbers that are unpacked or rounded together: as float32, a few such tensors stay in the caches
 _TINY = torch.finfo(torch.float32).tiny
 _RANGES = (1.0, 0.9, 0.8)  # parts of a group's range that its codes may cover
 _FITS = 2  # times that scale and offset are fitted to the codes
