@@ -22,6 +22,7 @@ from engine.config import EngineStartError
 SUFFIX = ".gguf"
 WEIGHTS = "model.safetensors"
 TENSORS = "tensors.json"  # where each tensor of the file is: reading the file's own list takes seconds
+ROUTER = ".ffn_gate_inp"  # in the names of routers' matrices, which are F32 in every file
 _SOURCE = "source.json"  # says of which file a directory was made
 _PACKAGES = ("gguf", "accelerate")  # what transformers needs to read such files
 _ONE_OF_SEVERAL = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.gguf$")

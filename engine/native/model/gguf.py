@@ -18,9 +18,10 @@ import numpy as np
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS
 
 from engine.config import EngineStartError
-from engine.gguf import TENSORS
+from engine.gguf import ROUTER, TENSORS
 from engine.native.model.weights import check_report
 
 _WIDE = {"F32", "F16", "F64"}  # kinds of tensors whose numbers bfloat16 would round much
@@ -44,7 +45,9 @@ def unpack(file: Path, directory: Path, with_weights: bool) -> dict[str, Any]:
     """Write the configuration and the tokenizer, and the weights if wanted. Return what was written of weights."""
     place = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     reader = read(str(file))
+    _check_experts(reader)
     config = AutoConfig.from_pretrained(**place)
+    _add_sizes_of_experts(reader, config)
     config.save_pretrained(directory)
     _write_tokenizer(reader, directory, place)
     _write_ends(reader, config, directory)
@@ -52,10 +55,33 @@ def unpack(file: Path, directory: Path, with_weights: bool) -> dict[str, Any]:
     kinds = Counter(tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1)
     about: dict[str, Any] = {"tensors": dict(kinds), "weights": "not needed here"}
     if with_weights:
-        dtype = torch.float32 if kinds.keys() & _WIDE else torch.bfloat16
+        is_wide = any(t.tensor_type.name in _WIDE and len(t.shape) > 1 and ROUTER not in t.name for t in reader.tensors)
+        dtype = torch.float32 if is_wide else torch.bfloat16
         _write_weights(file, directory, place, config, dtype)
         about["weights"] = f"unpacked to {str(dtype).removeprefix('torch.')}"
     return about
+
+
+def _check_experts(reader: gguf.GGUFReader) -> None:
+    """Raises `EngineStartError` if transformers would leave out the experts of this architecture."""
+    architecture = _value(reader, "general.architecture")
+    known = getattr(TENSOR_PROCESSORS.get(architecture), "GGUF_MOE_WEIGHTS_PATTERN", None)
+    for tensor in reader.tensors:
+        if "_exps." in tensor.name and not tensor.name.endswith("bias") and not (known and known.match(tensor.name)):
+            raise EngineStartError(
+                f"transformers reads no experts such as {tensor.name} from files of the architecture {architecture}: "
+                "use the model's own checkpoint, with --quantize int8 or int4"
+            )
+
+
+def _add_sizes_of_experts(reader: gguf.GGUFReader, config: Any) -> None:
+    """Set the numbers of activations of experts, which transformers does not read."""
+    sizes = {"moe_intermediate_size": "expert", "shared_expert_intermediate_size": "expert_shared"}
+    architecture = _value(reader, "general.architecture")
+    for name, kind in sizes.items():
+        size = _value(reader, f"{architecture}.{kind}_feed_forward_length")
+        if size is not None and hasattr(config, name):
+            setattr(config, name, int(size))
 
 
 def _write_tokenizer(reader: gguf.GGUFReader, directory: Path, place: dict[str, str]) -> None:

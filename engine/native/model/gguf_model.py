@@ -6,6 +6,7 @@ of row numbers shows what transformers would do to a matrix: rows may move; all 
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from gguf import GGMLQuantizationType, dequantize
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, modeling_gguf_pytorch_utils
 
-from engine.gguf import TENSORS
+from engine.gguf import ROUTER, TENSORS
 from engine.native.model.gguf_blocks import KEPT, weight_of
 from engine.native.model.grouped_weight import GroupedWeight
-from engine.native.model.quantization import called_modules
-from engine.native.model.quantized import QuantizedLinear
+from engine.native.model.loader import MATRICES, expert_modules
+from engine.native.model.quantization import called_modules, replace
+from engine.native.model.quantized import QuantizedLinear, QuantizedStack
 from engine.native.model.weights import CannotKeepError, check_report, without_transformers_log
 from engine.progress import NO_PHASE, Phase
 
@@ -48,7 +50,7 @@ class _File:
             for name, kind, inputs_first, first, size in found["tensors"]
             for shape in [tuple(reversed(inputs_first))]
         ]
-        kinds = {tensor.kind for tensor in tensors if len(tensor.shape) > 1}
+        kinds = {tensor.kind for tensor in tensors if len(tensor.shape) > 1 and ROUTER not in tensor.name}
         if not kinds & KEPT.keys() or kinds & _WIDE:
             raise CannotKeepError(f"its matrices are {', '.join(sorted(kinds))}")
         try:
@@ -62,52 +64,86 @@ class _File:
         except Exception as error:  # versions of transformers name and find these in their own ways
             raise CannotKeepError(f"transformers has other names for {found['architecture']}: {error}") from error
         self._names: dict[str, str] = names
-        self.tensors = {names[tensor.name]: tensor for tensor in tensors if tensor.name in names}
+        self.tensors: dict[str, list[_Tensor]] = {}  # by parameter; the gates and the ups of experts are one parameter
+        for tensor in tensors:
+            name = names.get(tensor.name) or names.get(tensor.name.removesuffix(".weight"))
+            if name is not None:
+                self.tensors.setdefault(name, []).append(tensor)
+        for found_together in self.tensors.values():
+            found_together.sort(key=lambda tensor: tensor.name)  # gates before ups
 
-    def kept(self, name: str) -> GroupedWeight | None:
-        """Return the matrix of the parameter `name` as it is in the file; None if it must be unpacked."""
-        tensor = self.tensors[name]
-        if tensor.kind not in KEPT or len(tensor.shape) != 2:
-            return None
-        order = self._row_order(tensor.name, tensor.shape[0])
+    def kept(self, name: str) -> list[GroupedWeight]:
+        """Return the parts of the parameter `name` as they are in the file; none if it must be unpacked.
+
+        A part of experts has some outputs of each, one expert's after another's.
+        """
+        tensors = self.tensors[name]
+        if any(tensor.kind not in KEPT or len(tensor.shape) not in (2, 3) for tensor in tensors):
+            return []
+        order = self._row_order(name)
         if order is None:
-            return None
-        weight = weight_of(torch.from_numpy(np.array(tensor.data)), tensor.kind, tensor.shape[1])
-        return weight if np.array_equal(order, np.arange(len(order))) else weight.rows(torch.from_numpy(order))
+            return []
+        parts = [weight_of(torch.from_numpy(_rows(np.array(t.data))), t.kind, t.shape[-1]) for t in tensors]
+        if len(tensors) > 1 or np.array_equal(order, np.arange(len(order))):
+            return parts
+        return [parts[0].rows(torch.from_numpy(order))]
 
-    def _row_order(self, name: str, num_rows: int) -> np.ndarray | None:
-        """Return which row of the file each row of the parameter is; None if more happens than rows that move."""
-        numbers = np.arange(num_rows)
-        probe = np.stack([numbers, numbers + num_rows], axis=1)
+    def _row_order(self, name: str) -> np.ndarray | None:
+        """Return which row of the file each row of the parameter is; None if more happens than rows that move.
+
+        Rows of several tensors, such as gates and ups, may only lie beside each other, expert by expert.
+        """
+        probes, count = _numbered(self.tensors[name])
         try:
-            result = self._processor.process(weights=probe, name=name, tensor_key_mapping={}, parsed_parameters={})
+            found = self._processed(name, probes)
         except Exception:  # it needs other numbers than these, or the names of other tensors
             return None
-        moved = result.weights
-        if result.name != name or moved.shape != probe.shape or not np.array_equal(moved[:, 0] + num_rows, moved[:, 1]):
+        if found.keys() != {name} or not np.array_equal(found[name][..., 0] + count, found[name][..., 1]):
             return None
-        return moved[:, 0] if np.array_equal(np.sort(moved[:, 0]), numbers) else None
+        moved, beside = found[name][..., 0], np.concatenate([probe[..., 0] for probe in probes], axis=-1)
+        is_whole = np.array_equal(np.sort(moved, axis=None), np.arange(count)) and moved.shape == beside.shape
+        is_moved = not np.array_equal(moved, beside)
+        return None if not is_whole or (is_moved and len(probes) > 1) else moved.flatten()
 
     def unpacked(self, name: str, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return what transformers makes of a tensor of the file: some parameters, or a part of one."""
-        tensor = self.tensors[name]
-        made: dict[str, Tensor] = {}
-        numbers = dequantize(tensor.data, GGMLQuantizationType[tensor.kind])
-        result = self._processor.process(
-            weights=numbers,
-            name=tensor.name,
-            tensor_key_mapping=self._names,
-            parsed_parameters={"tensors": made},
-        )
-        if result.name is not None:
-            made[name] = torch.from_numpy(np.array(result.weights))
-        return {key: value.to(dtype) for key, value in made.items()}
+        """Return what transformers makes of the tensors of a parameter."""
+        numbers = [dequantize(tensor.data, GGMLQuantizationType[tensor.kind]) for tensor in self.tensors[name]]
+        return {key: torch.as_tensor(value).to(dtype) for key, value in self._processed(name, numbers).items()}
+
+    def _processed(self, name: str, numbers: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+        """Return what transformers makes of these numbers instead of those of the parameter's tensors."""
+        made: dict[str, Any] = {}
+        for tensor, own in zip(self.tensors[name], numbers, strict=True):
+            result = self._processor.process(
+                weights=own,
+                name=tensor.name,
+                tensor_key_mapping=self._names,
+                parsed_parameters={"tensors": made},
+            )
+            if result.name is not None:
+                made[self._names.get(result.name, name)] = result.weights
+        return {key: value.numpy() if isinstance(value, Tensor) else np.array(value) for key, value in made.items()}
+
+
+def _numbered(tensors: Sequence[_Tensor]) -> tuple[list[np.ndarray], int]:
+    """Return tensors (…, 2) of row numbers, with the number of all rows added in the second column, and this number."""
+    count, first, probes = sum(int(np.prod(tensor.shape[:-1])) for tensor in tensors), 0, []
+    for tensor in tensors:
+        numbers = first + np.arange(np.prod(tensor.shape[:-1])).reshape(tensor.shape[:-1])
+        probes.append(np.stack([numbers, numbers + count], axis=-1))
+        first += numbers.size
+    return probes, count
+
+
+def _rows(data: np.ndarray) -> np.ndarray:
+    """Return the bytes of the rows of a matrix, or of a matrix of each expert, below each other."""
+    return data.reshape(-1, data.shape[-1])
 
 
 def load_kept(
     file: Path, directory: Path, hf_config: Any, options: dict[str, Any], phase: Phase = NO_PHASE
 ) -> nn.Module:
-    """Return the model with the weights of `file`, on the CPU. Matrices of linear layers stay quantised.
+    """Return the model with the weights of `file`, on the CPU. Matrices of linear layers and experts stay quantised.
 
     `directory` is what `engine.gguf` has made of the file. `options` are passed to `from_pretrained`; `phase` is told
     how many tensors are read. Raises `CannotKeepError` if no matrix can stay, and `EngineStartError` if weights are
@@ -121,48 +157,66 @@ def load_kept(
         )
     check_report(str(file), report)
     module: nn.Module = model
+    experts = kept.keys() & _matrices(module)
+    if experts:
+        model.set_experts_implementation("eager")  # a loop over experts
     called = called_modules(module)
-    for path, weight in kept.items():
-        linear: Any = module.get_submodule(path)
-        if linear not in called:
+    for path, parts in kept.items():
+        parent, name = path.rpartition(".")[::2]
+        found: Any = module.get_submodule(parent if path in experts else path)
+        if found not in called:
             raise CannotKeepError(f"{path} is not called as a layer")
-        bias = None if linear.bias is None else linear.bias.detach()
-        module.set_submodule(path, QuantizedLinear([weight], bias, options["dtype"]))
+        if path in experts:
+            replace(found, name, QuantizedStack(parts, found))
+        else:
+            bias = None if found.bias is None else found.bias.detach()
+            module.set_submodule(path, QuantizedLinear(parts, bias, options["dtype"]))
     unpacked = Counter(
         tensor.kind
-        for name, tensor in content.tensors.items()
+        for name, tensors in content.tensors.items()
+        for tensor in tensors
         if len(tensor.shape) > 1 and name.removesuffix(".weight") not in kept
     )
     structlog.get_logger(__name__).info(
-        "weights stay as the blocks of the GGUF file", file=str(file), linears=len(kept), unpacked=dict(unpacked)
+        "weights stay as the blocks of the GGUF file",
+        file=str(file),
+        linears=len(kept) - len(experts),
+        matrices_of_experts=len(experts),
+        unpacked=dict(unpacked),
     )
     return module
 
 
+def _matrices(model: nn.Module) -> set[str]:
+    """Return the names of the parameters with matrices of experts."""
+    names = {module: name for name, module in model.named_modules()}
+    return {f"{names[module]}.{name}" for module in expert_modules(model) for name in MATRICES}
+
+
 def _read(
     content: _File, hf_config: Any, dtype: torch.dtype, phase: Phase
-) -> tuple[dict[str, GroupedWeight], dict[str, Tensor]]:
-    """Return the matrices of linear layers that stay, by the layers' names, and all parameters by theirs.
+) -> tuple[dict[str, list[GroupedWeight]], dict[str, Tensor]]:
+    """Return the parts of the matrices that stay, by the names of layers or of experts' parameters, and all parameters.
 
     Parameters whose matrices stay have a shape and take no memory.
     """
-    names = {module: name for name, module in content.skeleton.named_modules()}
-    linears = {name for module, name in names.items() if isinstance(module, nn.Linear)}
-    output, table = (
-        names[m] for m in (content.skeleton.get_output_embeddings(), content.skeleton.get_input_embeddings())
-    )
-    kept: dict[str, GroupedWeight] = {}
+    skeleton = content.skeleton
+    names = {module: name for name, module in skeleton.named_modules()}
+    places = {name for module, name in names.items() if isinstance(module, nn.Linear)}
+    places |= _matrices(skeleton)
+    output, table = (names[m] for m in (skeleton.get_output_embeddings(), skeleton.get_input_embeddings()))
+    kept: dict[str, list[GroupedWeight]] = {}
     state: dict[str, Tensor] = {}
     for number, name in enumerate(content.tensors):
         phase.show(number, len(content.tensors))
-        weight, path = content.kept(name), name.removesuffix(".weight")
-        if weight is None:
+        parts, path = content.kept(name), name.removesuffix(".weight")
+        if not parts:
             state.update(content.unpacked(name, dtype))
-        elif path in linears:
-            kept[path] = weight
-            state[name] = torch.zeros((), dtype=dtype).expand(weight.out_features, weight.in_features)
+        elif path in places:
+            kept[path] = parts
+            state[name] = torch.zeros((), dtype=dtype).expand(skeleton.get_parameter(name).shape)
         else:
-            state[name] = weight.unpacked(dtype)
+            state[name] = torch.cat([part.unpacked(dtype) for part in parts])
             if path == table and hf_config.tie_word_embeddings:
-                kept[output] = weight  # quantised for products, and unpacked for looking up
+                kept[output] = parts  # quantised for products, and unpacked for looking up
     return kept, state

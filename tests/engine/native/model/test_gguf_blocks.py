@@ -1,32 +1,19 @@
 """Blocks of GGUF files hold the numbers that the package gguf finds in them."""
 
-import numpy as np
 import pytest
 import torch
 
 from engine.native.model.gguf_blocks import KEPT, weight_of
+from tests.engine.gguf_files import random_blocks
 
 gguf = pytest.importorskip("gguf")
 OUT, IN = 7, 512
 
 
-def random_blocks(kind: str) -> np.ndarray:
-    """Return rows (OUT, bytes) of random blocks, whose float16 numbers are 0.001 to 1."""
-    block_bytes, _ = KEPT[kind]
-    block_size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
-    random = np.random.default_rng(len(kind) + block_bytes)
-    blocks = random.integers(0, 256, (OUT * IN // block_size, block_bytes), dtype=np.uint8)
-    halves = {"Q6_K": [208], "Q4_1": [0, 2], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2]}.get(kind, [0])
-    for at in halves:
-        numbers = random.uniform(0.001, 1, len(blocks)).astype(np.float16)
-        blocks[:, at : at + 2] = numbers[:, None].view(np.uint8)
-    return blocks.reshape(OUT, -1)
-
-
 @pytest.mark.parametrize("rows_at_once", [1, 3, OUT])
 @pytest.mark.parametrize("kind", KEPT)
 def test_blocks_hold_the_numbers_of_the_file(kind: str, rows_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = random_blocks(kind)
+    rows = random_blocks(kind, (OUT, IN), 1)
     monkeypatch.setattr("engine.native.model.gguf_blocks._AT_ONCE", rows_at_once * rows.shape[1])
     expected = torch.from_numpy(gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind]))
     weight = weight_of(torch.from_numpy(rows), kind, IN)
@@ -39,7 +26,7 @@ def test_blocks_hold_the_numbers_of_the_file(kind: str, rows_at_once: int, monke
 
 
 def test_codes_of_four_bits_stay_small() -> None:
-    assert {kind: weight_of(torch.from_numpy(random_blocks(kind)), kind, IN).kind for kind in KEPT} == {
+    assert {kind: weight_of(torch.from_numpy(random_blocks(kind, (OUT, IN), 1)), kind, IN).kind for kind in KEPT} == {
         "Q8_0": (8, 32, False),
         "Q4_0": (4, 32, False),
         "Q4_1": (4, 32, True),
