@@ -161,6 +161,16 @@ def test_a_layer_in_one_call_computes_the_same(
     assert (errors.median() if name in WITH_EXPERTS else errors.max()) < allowed  # routers' near ties may differ
 
 
+def test_quantised_experts_of_other_sizes_are_left_to_their_module(tmp_path: Path) -> None:
+    """Groups have 32 inputs, and bfloat16 products take 16 at a time."""
+    save_model(tmp_path, Qwen3MoeConfig(**{**EXPERTS, "moe_intermediate_size": 48}, norm_topk_prob=True))
+    plain, _ = logits_of_steps(tmp_path)
+    quantized, logits = logits_of_steps(tmp_path, quantize="int8")
+    assert sum(isinstance(module, NativeDecoderLayer) for module in plain.modules()) == 3
+    assert not any(isinstance(module, NativeDecoderLayer) for module in quantized.modules())
+    assert all(found.isfinite().all() for found in logits)
+
+
 OWN_FORMS: list[tuple[str, Quantization | None]] = [
     *((name, None) for name in ("llama", "olmo2", "glm4", "qwen3-moe", "qwen2-moe", "gpt-oss")),
     ("llama", "int4"),
