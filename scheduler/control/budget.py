@@ -1,6 +1,6 @@
 """Budgets: how much each tier may do in a step. Plain data."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from engine.step_time.cost import StepCost
@@ -25,30 +25,14 @@ class TierBudget:
     min_share_due: bool = False  # the tier's min share is due, so that the tier is served first in this step
     leaves_reserve: bool = False  # a sequence of this tier starts only if it leaves the KV reserve free
 
-    def beside(self, interactive_s: float, decodes_s: Iterable[float] = ()) -> "TierBudget":
+    def beside(self, interactive_s: float, decode_s: float = 0.0) -> "TierBudget":
         """Return the budget of a bulk tier in a step whose interactive part takes `interactive_s` seconds.
 
-        If there is no such part, a request may wait for what bulk holds, such as KV blocks: then bulk must go on.
-        `decodes_s` are the times that its decodes take, in the order in which they run.
+        If there is no such part, a request may wait for what bulk holds, such as KV blocks: then bulk must go on. A
+        decode of bulk, which takes `decode_s` seconds, may be longer than a step of bulk alone: then it runs by itself.
         """
-        limit_s = interactive_s + self._added_s(interactive_s, decodes_s) if interactive_s else self.alone_s
+        limit_s = interactive_s + min(self.added_s, max(self.beside_s, decode_s)) if interactive_s else self.alone_s
         return replace(self, limit=self.limit.at_most(limit_s)) if limit_s < NEVER_S else self
-
-    def _added_s(self, interactive_s: float, decodes_s: Iterable[float]) -> float:
-        """Return what bulk adds to the interactive part of a step: in lumps, since decodes cost less together.
-
-        It waits until it may add half of what all decodes take that fit into one step, and then adds them all. So on
-        average it has added what it may.
-        """
-        room_s, longest_s, lump_s = self.limit.base_s - interactive_s, self.beside_s, 0.0
-        for decode_s in decodes_s:
-            longest_s = longest_s if lump_s else max(longest_s, decode_s)  # a longer decode runs by itself
-            if lump_s + decode_s > min(room_s, longest_s):
-                break
-            lump_s += decode_s
-            if lump_s > 2 * self.added_s:
-                return 0.0
-        return max(lump_s * (1 + 1e-9), min(self.added_s, longest_s))  # sums are rounded
 
 
 @dataclass(frozen=True, slots=True)

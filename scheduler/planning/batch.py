@@ -106,7 +106,9 @@ class _Batch(Draft):
         decodes_only, hard_s = budget.decodes_only and self.has_work, budget.limit.base_s
         if self._are_blocked:
             self._add_blocking(tier.name, hard_s)
-        budget = budget.beside(self.interactive_s, map(self._decode_s, self._decodes(tier.name)))
+        # The time of the next decode, rounded up.
+        decode_s = next((self._decode_s(state) + 1e-9 for state in self._decodes(tier.name)), 0.0)
+        budget = budget.beside(self.interactive_s, decode_s)
         if not self._is_full:
             slots = budget.max_num_seqs - self._num_run[tier.name]
             self.add_decodes(tier.name, budget, budget.limit.base_s, slots, hard_s)

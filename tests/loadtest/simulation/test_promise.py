@@ -57,22 +57,6 @@ def answers(card: CostCard, slowdown: float, seed: int, duration_s: float, **bul
     return {record.id: record for record in chats(observation)}
 
 
-def bulk_tokens(slowdown: float, *, with_chats: bool) -> int:
-    """Return bulk's tokens in half a minute on an engine with concave costs."""
-    classes = {"chat": CHAT, "bulk": BULK} if with_chats else {"bulk": BULK}
-    tiers = make_tiers(realtime={"max_slowdown": slowdown}, bulk={"batch_size": {"min": 1, "start": 64, "max": 64}})
-    return run_scenario(
-        Scenario.model_validate({"classes": classes}), 30.0, tiers=tiers, card=CARDS["concave"], seed=1
-    ).tokens["bulk"]
-
-
-def test_where_rows_together_cost_less_bulk_comes_in_lumps() -> None:
-    """Chats alone take 63 % of the time. Without lumps, bulk gets 34 and 35 % of what it gets alone."""
-    alone = bulk_tokens(1.25, with_chats=False)
-    assert bulk_tokens(1.25, with_chats=True) > 0.39 * alone
-    assert bulk_tokens(1.5, with_chats=True) > 0.45 * alone
-
-
 def measured(card: str, slowdown: float, seed: int, duration_s: float) -> float:
     """Return how many times as long the chats take beside bulk as alone, all together."""
     alone = answers(CARDS[card], slowdown, seed, duration_s)
