@@ -37,6 +37,7 @@ class EngineConfig:
     num_threads: int | None = None  # CPU threads that one operator may use
     steps_ahead: Literal[0, 1] | None = None  # 1: async scheduling; 0: no async scheduling; None: 1 on CUDA, 0 on a CPU
     optimize: bool = True  # False: use transformers' modules unchanged, and only torch's operators
+    exact: bool = False  # True: the bits of a sequence's tokens do not depend on other sequences or on the schedule
     cuda_graphs: bool = True  # run decode steps as captured graphs, if device and model allow it
     seed: int = 0  # seed of dummy weights
     engine: EngineKind = "native"

@@ -97,6 +97,15 @@ def test_adapters_are_further_model_names() -> None:
         ),
         *(({"engine": "openai"}, "--upstream http"), ({"upstream": "http://host:1"}, "--engine openai")),
         *(({"engine": "static"}, "needs --endpoint"), ({"endpoint": "http://localhost/run"}, "--engine static")),
+        *(
+            ({"exact": True, "engine": engine, **more}, f"not {engine}: {way}")
+            for engine, way, more in (
+                ("vllm", "set VLLM_BATCH_INVARIANT=1", {}),
+                ("openai", "whether rows depend on each other is for its server", {"upstream": "http://host:1"}),
+                ("embedding", "it generates no tokens", {}),
+                ("static", "it generates no tokens", {"endpoint": "http://localhost/run"}),
+            )
+        ),
         ({"ssl_keyfile": "key.pem"}, "--ssl-certfile"),
         ({"trusted_proxies": ["nginx"]}, "nginx"),
     ],

@@ -76,6 +76,11 @@ class WorkerSettings(CommonSettings):
         default=True, description="compute likely next tokens in the same step where that pays and no bulk is there"
     )
     cuda_graphs: bool = Field(default=True, description="run decode steps as captured CUDA graphs")
+    exact: bool = Field(
+        default=False,
+        description="compute each sequence so that its tokens do not depend on others or on preemption by a single bit "
+        "(--engine native); slower",
+    )
     threads: int | None = Field(default=None, ge=1, description="CPU threads of the engine")
     optimize: bool = Field(default=True, description="use faster layers where a trial at start shows equal results")
     step_log: Path | None = Field(
@@ -103,6 +108,17 @@ class WorkerSettings(CommonSettings):
             ways = {"vllm": 'use --vllm-args "--quantization …"', "embedding": "--dtype chooses its numbers"}
             way = ways.get(self.engine, "its server chooses the weights")
             raise ValueError(f"--quantize is for --engine native, not {self.engine}: {way}")
+        return self
+
+    @model_validator(mode="after")
+    def _engine_is_exact(self) -> Self:
+        if self.exact and self.engine != "native":
+            ways = {
+                "vllm": "set VLLM_BATCH_INVARIANT=1 in the environment for vLLM's own way",
+                "openai": "whether rows depend on each other is for its server to say",
+            }
+            way = ways.get(self.engine, "it generates no tokens")
+            raise ValueError(f"--exact is for --engine native, not {self.engine}: {way}")
         return self
 
     @model_validator(mode="after")

@@ -85,6 +85,7 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         swap_bytes=None if settings.swap_mb is None else settings.swap_mb * 2**20,
         prefix_cache=settings.prefix_cache,
         speculate=settings.speculate,
+        exact=settings.exact,
         num_threads=settings.threads,
         cuda_graphs=settings.cuda_graphs,
         optimize=settings.optimize,

@@ -112,6 +112,29 @@ class StepTensors:
         self.slot_rows = HeadRows(slot_ids, num_slots)
 
 
+def decodes_to_chunks(step: StepTensors) -> None:
+    """Make each decode of `step` a prefill chunk of one token, in place. A padding row becomes a chunk of no tokens.
+
+    Then one kernel attends for all rows, and sums in one order. The kernel for decodes rounds differently.
+    """
+    tables, extents, num_blocks, longest = [], [], 0, 1
+    for group in step.decode_groups:
+        each = torch.arange(group.num_seqs, device=group.context_lens.device)
+        columns = (each + group.rows.start, group.context_lens.clamp(max=1), group.context_lens - 1)
+        extents.append(torch.stack((*columns, each * group.block_table.shape[1] + num_blocks), dim=1))
+        tables.append(group.block_table.reshape(-1))
+        num_blocks += group.block_table.numel()
+    if (prefills := step.prefills) is not None:
+        rows, counts, starts, first_blocks = prefills.extents.unbind(1)
+        columns = (rows + prefills.rows.start, counts, starts)
+        extents.append(torch.stack((*columns, first_blocks + num_blocks), dim=1))
+        tables.append(prefills.tables)
+        longest = prefills.longest
+    every_row = slice(0, len(step.slot_ids))
+    step.decode_groups = []
+    step.prefills = PrefillGroup([], every_row, torch.cat(tables), torch.cat(extents), longest)
+
+
 @dataclass(frozen=True, slots=True)
 class UploadedStep:
     """The copy of a `StepBatch` on the device."""

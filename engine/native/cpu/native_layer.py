@@ -120,7 +120,7 @@ class SharedStep:
             arguments.decode_rows, arguments.table_stride = group.num_seqs, group.block_table.stride(0)
             arguments.block_table, arguments.lengths = group.block_table.data_ptr(), group.context_lens.data_ptr()
         if step.prefills is not None:
-            arguments.num_chunks = len(step.prefills.chunks)
+            arguments.num_chunks = len(step.prefills.extents)
             arguments.chunk_tables, arguments.chunks = step.prefills.tables.data_ptr(), step.prefills.extents.data_ptr()
         arguments.threads = torch.get_num_threads()
 

@@ -21,21 +21,26 @@ _TILE_BYTES = 16 << 10  # bytes of a tile of keys
 DECODE_STAGES = 5
 _MAX_SPLITS = 32  # largest number of parts of one context; a separate program computes each part
 _PROGRAMS_PER_PROCESSOR = 4  # programs to start per streaming multiprocessor
+_ALL = 1 << 30  # tokens of a window that hides none
 
 
 class TritonKernels:
     """The Triton `AttentionKernels` of one device. The result of a row whose context length is 0 is zeros."""
 
-    def __init__(self, num_processors: int, min_split: int = 128) -> None:
+    def __init__(self, num_processors: int, min_split: int = 128, *, exact: bool = False) -> None:
         """`num_processors` is the number of streaming multiprocessors of the device.
 
-        Contexts are split into parts of at least `min_split` keys, until every processor has work.
+        Contexts are split into parts of at least `min_split` keys, until every processor has work. With `exact`, a row
+        of `paged_prefill` does not depend on the rows beside it.
         """
         self._num_programs = _PROGRAMS_PER_PROCESSOR * num_processors
         self._min_split = min_split
+        self._exact = exact
 
-    @staticmethod
-    def can_attend(shape: HeadShape) -> bool:
+    def can_attend(self, shape: HeadShape) -> bool:
+        # Triton compiles a kernel anew for strides that are no multiples of 16, and these may depend on the rows.
+        if self._exact and shape.head_dim % 16:
+            return False
         group = shape.num_query_heads // shape.num_kv_heads
         return shape.head_dim <= _MAX_HEAD_DIM and group <= _MAX_GROUP
 
@@ -118,6 +123,9 @@ class TritonKernels:
         padded_rows = max(_padded(group), _rows(dim, query.dtype))
         tokens = padded_rows // group
         out = query.new_empty(rows, heads, dim)
+        # The kernel has a loop of its own, compiled apart, for tiles that all rows of a program see. With a window,
+        # there is one loop for all tiles, so it does not matter which rows are in a program.
+        window = _ALL if self._exact and scoring.window is None else scoring.window
         grid = (-(-chunks.longest // tokens), len(chunks.extents), num_kv_heads)
         prefill_kernel[grid](
             query,
@@ -128,9 +136,9 @@ class TritonKernels:
             out,
             scoring.scaling,
             scoring.softcap or 0.0,
-            scoring.window or 0,
+            window or 0,
             len(chunks.slots) // (2 * num_kv_heads),
-            query.stride(1),
+            query.stride(1) if rows > 1 else heads * dim,  # the stride of a single row may be anything
             query.stride(0),
             BLOCK_SIZE=chunks.block_size,
             HEAD_DIM=dim,
@@ -141,7 +149,7 @@ class TritonKernels:
             ROWS=padded_rows,
             TILE=_tile(dim, query.dtype),
             HAS_SOFTCAP=scoring.softcap is not None,
-            HAS_WINDOW=scoring.window is not None,
+            HAS_WINDOW=window is not None,
             HAS_SINKS=scoring.sinks is not None,
             DOT_DTYPE=dot_dtype(query),
         )

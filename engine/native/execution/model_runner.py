@@ -13,7 +13,7 @@ from engine.native.attention.kernels import AttentionKernels
 from engine.native.attention.paged import PagedAttention, bind
 from engine.native.batch.packing import StepBatch, in_one_group
 from engine.native.batch.sampled_tokens import fill_in, moment_on
-from engine.native.batch.tensors import StepTensors, Upload, UploadedStep, to_cpu, upload_step
+from engine.native.batch.tensors import StepTensors, Upload, UploadedStep, decodes_to_chunks, to_cpu, upload_step
 from engine.native.cuda.pinned_ring import PinnedRing
 from engine.native.cuda.step_graphs import StepGraphs
 from engine.native.kv.cache import KVCache
@@ -42,6 +42,8 @@ class ModelRunner:
         self._kernels = kernels
         self._upload: Upload = PinnedRing(device).upload if device.type == "cuda" else to_cpu
         self._graphs: StepGraphs | None = None
+        self.is_exact = False  # True: decodes attend as prefills do, with the same rounding; needs kernels for prefills
+        self.operators: object = None  # keeps alive what replaces operators of torch
         self.between_layers: Callable[[], None] | None = None  # called before each layer of a pass without a graph
         self._first_row = torch.zeros(1, dtype=torch.int64, device=device)
 
@@ -104,6 +106,8 @@ class ModelRunner:
 
     def compute(self, step: StepTensors, rows: Tensor) -> Tensor:
         """Write the keys and values of the step, and return the logits of `rows`, (rows, vocab)."""
+        if self.is_exact:
+            decodes_to_chunks(step)
         self.attention.begin(step, self.between_layers)
         return forward(self._model, step.token_ids, step.positions, rows)
 

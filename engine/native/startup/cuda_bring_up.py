@@ -35,13 +35,13 @@ _WORKSPACE_BYTES = 64 << 20  # device memory that libraries take for the stream 
 
 
 def working_kernels(
-    specs: Sequence[LayerSpec], num_query_heads: int, dtype: torch.dtype, device: torch.device
+    specs: Sequence[LayerSpec], num_query_heads: int, dtype: torch.dtype, device: torch.device, *, exact: bool = False
 ) -> AttentionKernels | None:
-    """Return the Triton attention kernels.
+    """Return the Triton attention kernels; `exact` as in `TritonKernels`.
 
     Return None if they do not run on `device` or do not agree with torch's operators; the reason is logged.
     """
-    kernels = kernels_or_fault(specs, num_query_heads, dtype, device)
+    kernels = kernels_or_fault(specs, num_query_heads, dtype, device, exact=exact)
     if not isinstance(kernels, str):
         return kernels
     structlog.get_logger(__name__).warning("no attention kernels: torch's operators are used", reason=kernels)
@@ -49,14 +49,14 @@ def working_kernels(
 
 
 def kernels_or_fault(
-    specs: Sequence[LayerSpec], num_query_heads: int, dtype: torch.dtype, device: torch.device
+    specs: Sequence[LayerSpec], num_query_heads: int, dtype: torch.dtype, device: torch.device, *, exact: bool = False
 ) -> AttentionKernels | str:
     """Return the Triton attention kernels, or why they cannot be used."""
     try:
         from engine.native.cuda.kernels import TritonKernels  # only CUDA builds of torch include triton
 
         num_processors = torch.cuda.get_device_properties(device).multi_processor_count
-        kernels = TritonKernels(num_processors)
+        kernels = TritonKernels(num_processors, exact=exact)
         with torch.cuda.device(device):
             fault = find_fault(kernels, specs, num_query_heads, dtype, device)
             torch.cuda.empty_cache()
@@ -81,10 +81,11 @@ def working_sampler(vocab_size: int, dtype: torch.dtype, device: torch.device) -
     return sample_ids
 
 
-def optimize_for_cuda(model: nn.Module, runner: ModelRunner, info: EngineInfo) -> None:
+def optimize_for_cuda(model: nn.Module, runner: ModelRunner, info: EngineInfo, *, exact: bool = False) -> None:
     """Replace common decoder layers by Triton kernels, which need fewer launches; log how many were replaced.
 
-    A layer is replaced only if the kernels compute the same result as the original layer.
+    A layer is replaced only if the kernels compute the same result as the original layer. With `exact`, quantised
+    weights are unpacked in each step, so that one kernel multiplies few rows and many.
     """
     log = structlog.get_logger(__name__)
     try:
@@ -92,7 +93,7 @@ def optimize_for_cuda(model: nn.Module, runner: ModelRunner, info: EngineInfo) -
 
         device = next(model.parameters()).device
         with torch.cuda.device(device):
-            join = _join(model, runner.dtype, device)
+            join = concatenate_linears if exact else _join(model, runner.dtype, device)
             num_fused = fuse_with_kernels(model, runner, TritonLayerKernels(), info, join)
     except Exception as error:
         log.warning("not all layers are fused", reason=first_line(error))

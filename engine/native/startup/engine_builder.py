@@ -36,6 +36,7 @@ from engine.native.startup.cuda_bring_up import (
     working_kernels,
     working_sampler,
 )
+from engine.native.startup.exactness import keep_exact
 from engine.native.startup.fusion import has_router, is_same_model, trial_logits
 from engine.native.startup.loading import Loaded, load
 from engine.progress import Progress
@@ -54,7 +55,10 @@ def build_native_engine(config: EngineConfig, progress: Progress) -> TorchEngine
     )
     if config.optimize and not is_quantised(loaded.model):
         with progress.phase("trying faster layers"):
-            _optimize(runner, info, loaded, kernels)
+            _optimize(runner, info, loaded, kernels, exact=config.exact)
+    if config.exact:
+        with progress.phase("trying exact kernels"):
+            keep_exact(runner, info, loaded.device)
     if kernels.graph_sizes:
         with progress.phase("capturing CUDA graphs"):
             _capture_graphs(runner, info, loaded, kernels, memory)
@@ -64,8 +68,10 @@ def build_native_engine(config: EngineConfig, progress: Progress) -> TorchEngine
     # Torch's operators also read the slots of a draft that was rejected, and a NaN in them would spread.
     verifies_drafts = is_in_turn and config.speculate and runner.attention.in_kernels
     info = replace(info, suspends_steps=is_in_turn, verifies_drafts=verifies_drafts)
-    _log(info, loaded, memory)
+    _log(info, loaded, memory, runner.is_exact)
     on_device = _device_sampler(info, loaded, kernels)
+    if config.exact and loaded.device.type == "cuda" and on_device is sample_ids:
+        raise EngineStartError("--exact needs the sampling kernel, which does not work here (see the log)")
     sampler = on_host(on_device) if kernels.library is None else CpuSampler(kernels.library)
     engine = TorchEngine(
         info, runner, memory.swap, sampler=sampler, device_sampler=on_device, prefix_cache=config.prefix_cache
@@ -113,9 +119,8 @@ def _choose_kernels(config: EngineConfig, loaded: Loaded, progress: Progress) ->
 def _attention_kernels(config: EngineConfig, loaded: Loaded, library: ctypes.CDLL | None) -> AttentionKernels | None:
     if loaded.device.type == "cuda" and config.optimize:
         num_heads = getattr(loaded.hf_config.get_text_config(decoder=True), "num_attention_heads", None)
-        return working_kernels(
-            loaded.specs, num_heads if isinstance(num_heads, int) else 1, loaded.dtype, loaded.device
-        )
+        num_heads = num_heads if isinstance(num_heads, int) else 1
+        return working_kernels(loaded.specs, num_heads, loaded.dtype, loaded.device, exact=config.exact)
     return CpuKernels(library, loaded.dtype) if library is not None and CpuKernels.supports(loaded.dtype) else None
 
 
@@ -177,7 +182,7 @@ def _describe(config: EngineConfig, loaded: Loaded, kernels: _Kernels, memory: _
     )
 
 
-def _log(info: EngineInfo, loaded: Loaded, memory: _Memory) -> None:
+def _log(info: EngineInfo, loaded: Loaded, memory: _Memory, is_exact: bool) -> None:
     structlog.get_logger(__name__).info(
         "engine ready",
         model=info.model_path,
@@ -193,19 +198,20 @@ def _log(info: EngineInfo, loaded: Loaded, memory: _Memory) -> None:
         cpu_threads=torch.get_num_threads(),
         suspends_steps=info.suspends_steps,
         verifies_drafts=info.verifies_drafts,
+        exact=is_exact,
     )
 
 
 # -- make the model faster ------------------------------------------------------------------------------------------
 
 
-def _optimize(runner: ModelRunner, info: EngineInfo, loaded: Loaded, kernels: _Kernels) -> None:
+def _optimize(runner: ModelRunner, info: EngineInfo, loaded: Loaded, kernels: _Kernels, *, exact: bool) -> None:
     """Replace layers by faster ones. Raises `EngineStartError` if this changes the results of the whole model."""
     before, routes = trial_logits(runner, info), has_router(loaded.model)
     if loaded.device.type == "cpu":
         optimize_for_cpu(loaded.model, runner, kernels.library, info)
     elif kernels.attention is not None:
-        optimize_for_cuda(loaded.model, runner, info)
+        optimize_for_cuda(loaded.model, runner, info, exact=exact)
     if not is_same_model(before, trial_logits(runner, info), runner.dtype, routes=routes):
         raise EngineStartError(f"{info.model_path} computes something else with faster layers: use --no-optimize")
 

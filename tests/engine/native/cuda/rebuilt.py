@@ -11,6 +11,8 @@ from engine.native.cuda.pinned_ring import PinnedRing
 from engine.native.cuda.step_graphs import StepGraphs
 from engine.native.execution.model_runner import ModelRunner
 from engine.native.execution.torch_engine import TorchEngine
+from engine.native.model.layer_kernels import LayerKernels
+from engine.native.startup.cuda_bring_up import fuse_with_kernels
 
 CPU = torch.device("cpu")
 
@@ -52,11 +54,19 @@ def with_kernels(engine: TorchEngine, kernels: AttentionKernels | None) -> Torch
 
 
 def with_graphs(
-    engine: TorchEngine, sizes: Sequence[GraphSize], kernels: AttentionKernels | None = None
+    engine: TorchEngine,
+    sizes: Sequence[GraphSize],
+    kernels: AttentionKernels | None = None,
+    *,
+    layers: LayerKernels | None = None,
+    exact: bool = False,
 ) -> tuple[TorchEngine, StepGraphs, dict[GraphSize, RerunGraph]]:
-    """Return the same with graphs of these sizes, which own the last KV block."""
+    """Return the same with graphs of these sizes, which own the last KV block, and with fused `layers`."""
     info = replace(engine.info, num_blocks=engine.info.num_blocks - 1)
     runner = _runner(engine, kernels)
+    if layers is not None:
+        assert fuse_with_kernels(runner._model, runner, layers, info)
+    runner.is_exact = exact
     made: list[RerunGraph] = []
     max_blocks = -(-info.max_model_len // info.block_size)
     graphs = StepGraphs(runner.compute, engine._runner._cache, sizes, max_blocks, plain_ring())

@@ -33,7 +33,14 @@ KINDS = {
 }
 
 
-def compile_for_sm90(kernel: Any, element: str, num_warps: int, constants: dict[str, Any], num_stages: int = 3) -> Any:
+def compile_for_sm90(
+    kernel: Any,
+    element: str,
+    num_warps: int,
+    constants: dict[str, Any],
+    num_stages: int = 3,
+    capability: int = 90,
+) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
@@ -41,7 +48,8 @@ def compile_for_sm90(kernel: Any, element: str, num_warps: int, constants: dict[
     # Large tensors are aligned to 16 bytes.
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(kinds.values()) if kind == f"*{element}"}
     source = ASTSource(fn=kernel, signature=kinds, constexprs=constants, attrs=aligned)
-    return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps, "num_stages": num_stages})
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 @pytest.mark.parametrize("element", mostly_full(["bf16", "fp32"], "bf16"))
@@ -96,6 +104,26 @@ def test_quantised_products(bits: int, group: int, has_offsets: bool) -> None:
     constants["DOT_DTYPE"] = kernels.tl.bfloat16
     compiled = compile_for_sm90(kernels.quantized_product_kernel, "bf16", 4, constants)
     assert 0 < compiled.metadata.shared <= SHARED_BYTES // 3
+
+
+@pytest.mark.parametrize(("capability", "shared_kib"), mostly_full([(80, 163), (90, 227), (100, 227)], (90, 227)))
+@pytest.mark.parametrize("element", mostly_full(["bf16", "fp32"], "bf16"))
+def test_exact_operators(element: str, capability: int, shared_kib: int) -> None:
+    from engine.native.cuda import exact_operators, triton_kernels, triton_products
+
+    tile = exact_operators.TILE if element == "bf16" else exact_operators.TILE_FLOAT32
+    dot_dtype = {"DOT_DTYPE": triton_kernels.tl.bfloat16 if element == "bf16" else triton_kernels.tl.float32}
+    product = {"OUT": 4096, "IN": 4096, "OUT_STRIDE": 4096, "IN_STRIDE": 1, "HAS_BIAS": True, **tile, **dot_dtype}
+    stages = exact_operators.STAGES
+    compiled = compile_for_sm90(triton_products.product_kernel, element, 4, product, stages, capability)
+    assert 0 < compiled.metadata.shared <= shared_kib << 9  # two programs at once
+    mean = {"N": 4096, "PADDED_N": 4096}
+    assert compile_for_sm90(triton_products.mean_kernel, "fp32", 4, mean, capability=capability).asm["cubin"]
+    keys = 64 if element == "bf16" else 32
+    attention = {**HEADS, "TILE": keys, "TOKENS": keys // 4, "ROWS": keys, "HAS_SOFTCAP": False, "HAS_SINKS": False}
+    attention |= {"HAS_WINDOW": True, **dot_dtype}  # with a window, all tiles are computed by one loop
+    compiled = compile_for_sm90(triton_kernels.prefill_kernel, element, 4, attention, capability=capability)
+    assert 0 < compiled.metadata.shared <= shared_kib << 9
 
 
 @pytest.mark.parametrize(("element", "shift"), mostly_full([("bf16", 16), ("fp16", 13), ("fp32", 0)], ("bf16", 16)))

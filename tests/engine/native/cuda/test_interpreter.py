@@ -14,7 +14,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[4]
-TESTS = "tests/engine/native/cuda/test_triton.py"
+TESTS = [f"tests/engine/native/cuda/{name}.py" for name in ("test_triton", "test_exact")]
 
 
 def can_interpret() -> bool:
@@ -33,18 +33,18 @@ pytestmark = [
 
 @pytest.mark.timeout(400)
 def test_a_case_of_each_kernel() -> None:
-    assert passed_in_the_interpreter("-m", "not full") >= 8
+    assert passed_in_the_interpreter("-m", "not full") >= 15
 
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_all_cases_and_whole_engines() -> None:
-    assert passed_in_the_interpreter() >= 33
+    assert passed_in_the_interpreter() >= 48
 
 
 def passed_in_the_interpreter(*selection: str) -> int:
     """Run the tests that these options of pytest select; return their number. None may fail or be skipped."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *selection, TESTS]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *selection, *TESTS]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
