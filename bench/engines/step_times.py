@@ -2,11 +2,13 @@
 
 Prefills of several lengths, decodes of several numbers of rows and contexts, and decodes beside a prefill, on a shape
 with random weights. With CUDA graphs, also the time of the graph alone: what is left of a step is the host's, which
-async scheduling hides behind the next step. Prints one JSON object.
+async scheduling hides behind the next step. Prints one JSON object. With `--exact`, it also says whether tokens are the
+same in two schedules, and fails if they are not: beside the times without the flag, that is what it costs.
 """
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from typing import Any
 
 import torch
 
+from bench.engines.same_bits import has_same_bits
 from engine.config import EngineConfig
 from engine.factory import build_torch_engine
 from engine.interface import NewSequence, Run, StepPlan
@@ -136,12 +139,13 @@ def measure(engine: TorchEngine) -> dict[str, Any]:
     return {"prefills": prefills, "decodes": decodes, "mixed": mixed}
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(prog="step_times", description=__doc__)
     parser.add_argument("--shape", choices=SHAPE_NAMES, default="8b")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kv-cache-bytes", type=int, default=None)
+    parser.add_argument("--exact", action="store_true")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         engine = build_torch_engine(
@@ -153,11 +157,15 @@ def main() -> None:
                 kv_cache_bytes=asked.kv_cache_bytes,
                 max_num_seqs=MAX_ROWS,
                 prefix_cache=False,
+                exact=asked.exact,
             )
         )
-        print(json.dumps({"device": engine.info.device, "torch": torch.__version__, **measure(engine)}))
+        about = {"device": engine.info.device, "torch": torch.__version__}
+        same = {"same_bits": has_same_bits(engine)} if asked.exact else {}
+        print(json.dumps({**about, **same, **measure(engine)}))
         engine.close()
+    return 0 if all(same.values()) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

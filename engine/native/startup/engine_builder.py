@@ -57,6 +57,8 @@ def build_native_engine(config: EngineConfig, progress: Progress) -> TorchEngine
         with progress.phase("trying faster layers"):
             _optimize(runner, info, loaded, kernels, exact=config.exact)
     if config.exact:
+        if is_quantised(loaded.model):
+            raise EngineStartError("--exact cannot be kept by the kernels of a quantised checkpoint: use plain weights")
         with progress.phase("trying exact kernels"):
             keep_exact(runner, info, loaded.device)
     if kernels.graph_sizes:

@@ -5,17 +5,21 @@ Skipped where there is no GPU; `make gpu-check` runs it where there is one.
 
 import random
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from structlog.testing import capture_logs
 
+from engine.config import EngineConfig, EngineStartError
+from engine.factory import build_torch_engine
 from engine.interface import PreemptionMode, Run, StepPlan
 from engine.native.execution.torch_engine import TorchEngine
 from tests.engine.conftest import MakeEngine, ModelDirectory
+from tests.engine.contract.reported import Reported
 from tests.engine.drive import drive, make_new, random_chunks, random_preemption
-from tests.engine.models import CONFIGS, generate, make_prompts
+from tests.engine.models import CONFIGS, generate, make_prompts, save_model, tiny
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
@@ -79,6 +83,43 @@ def test_bfloat16_mostly_agrees(name: str, make_engine: MakeEngine, expected: di
     agreement = sum(a == b for a, b in pairs) / len(pairs)
     print(f"{name}: bf16 agrees with fp32 in {agreement:.0%} of {len(pairs)} tokens")
     assert agreement >= MIN_AGREEMENT
+
+
+@pytest.mark.parametrize("has_graphs", (False, True))
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+@pytest.mark.parametrize("name", ("qwen3", "gpt2"))
+def test_exact_log_probabilities_are_the_same_in_any_schedule(
+    name: str, dtype: str, has_graphs: bool, make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    """Alone with whole prompts, and together in chunks with every preemption. GPT-2 is computed by transformers."""
+    if name == "gpt2":
+        save_model(tmp_path, tiny("GPT2", hidden_size=64)())  # heads of 16 numbers
+
+    def make(**changes: Any) -> TorchEngine:
+        settings = {"device": "cuda", "dtype": dtype, "kv_cache_bytes": KV_BYTES, "cuda_graphs": has_graphs, **changes}
+        if name == "gpt2":
+            return build_torch_engine(
+                EngineConfig(str(tmp_path), block_size=4, max_num_seqs=16, exact=True, **settings)
+            )
+        return make_engine(name, exact=True, **settings)
+
+    news = [
+        make_new(seq_id, prompt, max_tokens=MAX_TOKENS, temperature=i % 2, seed=i, logprobs=2)
+        for i, (seq_id, prompt) in enumerate(PROMPTS.items())
+    ]
+    alone, engine = Reported(), make(prefix_cache=False)
+    for new in news:
+        drive(engine, [new], after_step=alone)
+    for seed in range(3):
+        rng, together = random.Random(seed), Reported()
+        preempt = random_preemption(rng, 0.2, PreemptionMode.PAUSE, PreemptionMode.SWAP, PreemptionMode.RECOMPUTE)
+        drive(make(), news, random_chunks(rng, 20), preempt, arrivals_a_step=2, after_step=together)
+        assert together.output == alone.output
+
+
+def test_exact_is_refused_for_experts(make_engine: MakeEngine) -> None:
+    with pytest.raises(EngineStartError, match="--exact cannot be kept"):
+        make_engine("gpt-oss", device="cuda", kv_cache_bytes=KV_BYTES, exact=True)
 
 
 def test_a_burst_beyond_any_captured_batch_size(make_engine: MakeEngine, model_directory: ModelDirectory) -> None:
