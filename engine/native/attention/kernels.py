@@ -65,6 +65,7 @@ class PagedChunks:
     extents: Tensor  # (chunks, 4), int64
     block_size: int  # tokens per block
     longest: int  # number of tokens of the longest chunk
+    num_single: int = 0  # the first chunks, which have at most one token each
 
 
 class AttentionKernels(Protocol):

@@ -174,7 +174,8 @@ class PagedAttention:
         """
         kernels = self._kernels_for(query, layer)
         if kernels is not None:
-            chunks = PagedChunks(layer.slots, group.tables, group.extents, self._cache.block_size, group.longest)
+            block_size = self._cache.block_size
+            chunks = PagedChunks(layer.slots, group.tables, group.extents, block_size, group.longest, group.num_single)
             dense = _dense(query[:, group.rows])
             attended = kernels.paged_prefill(dense, layer.shape.num_kv_heads, chunks, scoring)
             if attended is not None:

@@ -86,6 +86,7 @@ class PrefillGroup:
     tables: Tensor  # as in `PagedChunks`
     extents: Tensor  # as in `PagedChunks`
     longest: int  # the number of tokens of the longest chunk, or more
+    num_single: int = 0  # as in `PagedChunks`
 
 
 class StepTensors:
@@ -130,9 +131,9 @@ def decodes_to_chunks(step: StepTensors) -> None:
         extents.append(torch.stack((*columns, first_blocks + num_blocks), dim=1))
         tables.append(prefills.tables)
         longest = prefills.longest
-    every_row = slice(0, len(step.slot_ids))
+    every_row, num_single = slice(0, len(step.slot_ids)), sum(group.num_seqs for group in step.decode_groups)
     step.decode_groups = []
-    step.prefills = PrefillGroup([], every_row, torch.cat(tables), torch.cat(extents), longest)
+    step.prefills = PrefillGroup([], every_row, torch.cat(tables), torch.cat(extents), longest, num_single)
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,33 +126,36 @@ class TritonKernels:
         # The kernel has a loop of its own, compiled apart, for tiles that all rows of a program see. With a window,
         # there is one loop for all tiles, so it does not matter which rows are in a program.
         window = _ALL if self._exact and scoring.window is None else scoring.window
-        grid = (-(-chunks.longest // tokens), len(chunks.extents), num_kv_heads)
-        prefill_kernel[grid](
-            query,
-            chunks.slots,
-            chunks.block_tables,
-            chunks.extents,
-            out if scoring.sinks is None else scoring.sinks,
-            out,
-            scoring.scaling,
-            scoring.softcap or 0.0,
-            window or 0,
-            len(chunks.slots) // (2 * num_kv_heads),
-            query.stride(1) if rows > 1 else heads * dim,  # the stride of a single row may be anything
-            query.stride(0),
-            BLOCK_SIZE=chunks.block_size,
-            HEAD_DIM=dim,
-            PADDED_DIM=_padded(dim),
-            GROUP=group,
-            KV_HEADS=num_kv_heads,
-            TOKENS=tokens,
-            ROWS=padded_rows,
-            TILE=_tile(dim, query.dtype),
-            HAS_SOFTCAP=scoring.softcap is not None,
-            HAS_WINDOW=window is not None,
-            HAS_SINKS=scoring.sinks is not None,
-            DOT_DTYPE=dot_dtype(query),
-        )
+        singles, others = chunks.extents[: chunks.num_single], chunks.extents[chunks.num_single :]
+        for extents, longest in ((singles, 1), (others, chunks.longest)):
+            if not len(extents):
+                continue
+            prefill_kernel[(-(-longest // tokens), len(extents), num_kv_heads)](
+                query,
+                chunks.slots,
+                chunks.block_tables,
+                extents,
+                out if scoring.sinks is None else scoring.sinks,
+                out,
+                scoring.scaling,
+                scoring.softcap or 0.0,
+                window or 0,
+                len(chunks.slots) // (2 * num_kv_heads),
+                query.stride(1) if rows > 1 else heads * dim,  # the stride of a single row may be anything
+                query.stride(0),
+                BLOCK_SIZE=chunks.block_size,
+                HEAD_DIM=dim,
+                PADDED_DIM=_padded(dim),
+                GROUP=group,
+                KV_HEADS=num_kv_heads,
+                TOKENS=tokens,
+                ROWS=padded_rows,
+                TILE=_tile(dim, query.dtype),
+                HAS_SOFTCAP=scoring.softcap is not None,
+                HAS_WINDOW=window is not None,
+                HAS_SINKS=scoring.sinks is not None,
+                DOT_DTYPE=dot_dtype(query),
+            )
         return out
 
     def _num_splits(self, num_contexts: int) -> int:

@@ -19,30 +19,8 @@ from engine.native.startup.fusion import is_same_model, trial_logits
 # Operators that copy numbers, make new ones, or compute each number alone.
 _COPIES = {
     *("_to_copy", "_unsafe_view", "arange", "cat", "clone", "constant_pad_nd", "copy_", "embedding", "empty", "full"),
-    *(
-        "gather",
-        "index",
-        "index_copy_",
-        "index_put_",
-        "index_select",
-        "lift_fresh",
-        "repeat",
-        "scatter",
-        "stack",
-        "type_as",
-    ),
-    *(
-        "empty_like",
-        "empty_strided",
-        "floor_divide",
-        "full_like",
-        "polar",
-        "new_empty",
-        "ones",
-        "ones_like",
-        "zeros",
-        "zeros_like",
-    ),
+    *("empty_like", "empty_strided", "floor_divide", "full_like", "gather", "index", "index_copy_", "index_select"),
+    *("lift_fresh", "new_empty", "ones", "ones_like", "polar", "repeat", "stack", "type_as", "zeros", "zeros_like"),
 }
 # Operators that sum over a row alone, by an algorithm that depends on the row's length only.
 _OF_A_ROW = {
@@ -57,15 +35,16 @@ def keep_exact(runner: ModelRunner, info: EngineInfo, device: torch.device) -> N
     Raises `EngineStartError` if that cannot be. The engine must have no sequences.
     """
     expected = checked_logits(runner, info, device)
-    if device.type == "cuda":
-        try:
+    runner.is_exact = True
+    try:
+        if device.type == "cuda":
             from engine.native.cuda.exact_operators import use_exact_operators  # only CUDA builds include triton
 
             runner.operators = use_exact_operators()
-        except Exception as error:  # Triton may fail in any way
-            raise EngineStartError(f"--exact needs Triton: {first_line(error)}") from error
-    runner.is_exact = True
-    if not is_same_model(expected, trial_logits(runner, info), runner.dtype, routes=False):
+        found = trial_logits(runner, info)
+    except Exception as error:  # compiler, driver or architecture may fail in any way
+        raise EngineStartError(f"the kernels of --exact do not work here: {first_line(error)}") from error
+    if not is_same_model(expected, found, runner.dtype, routes=False):
         raise EngineStartError(f"{info.model_path} computes something else with --exact: drop it")
 
 

@@ -124,6 +124,21 @@ def test_exact_operators(element: str, capability: int, shared_kib: int) -> None
     attention |= {"HAS_WINDOW": True, **dot_dtype}  # with a window, all tiles are computed by one loop
     compiled = compile_for_sm90(triton_kernels.prefill_kernel, element, 4, attention, capability=capability)
     assert 0 < compiled.metadata.shared <= shared_kib << 9
+    assert len(exponents(compiled.asm["ptx"])) == 1
+    attention["HAS_WINDOW"] = False  # a key's weight then depends on the loop, and so on the rows beside its row
+    compiled = compile_for_sm90(triton_kernels.prefill_kernel, element, 4, attention, capability=capability)
+    assert exponents(compiled.asm["ptx"]) == {"fma.rn.f32", "sub.f32"}
+
+
+def exponents(ptx: str) -> set[str]:
+    """Return the instructions that compute the operands of `ex2`."""
+    written = re.findall(r"^\s*(?:@%p\d+ +)?([a-z][\w.]+)\s+(%\w+), *(%?\w+)", ptx, re.MULTILINE)
+    made, found = dict[str, str](), set[str]()
+    for name, target, operand in written:
+        if name.startswith("ex2"):
+            found.add(made[operand])
+        made[target] = name
+    return found
 
 
 @pytest.mark.parametrize(("element", "shift"), mostly_full([("bf16", 16), ("fp16", 13), ("fp32", 0)], ("bf16", 16)))

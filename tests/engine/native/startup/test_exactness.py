@@ -55,9 +55,14 @@ def together(engine: TorchEngine, seed: int, driven: dict[str, Any]) -> dict[str
     return dict(reported.output)
 
 
-@pytest.mark.parametrize("quantize", mostly_full([None, "int8", "int4"], None))
+QUANTIZED = [(name, kind) for name in ("llama", "qwen3", "gemma3", "mixtral") for kind in ("int8", "int4")]
+
+
+@pytest.mark.parametrize(
+    ("name", "quantize"),
+    mostly_full([*((name, None) for name in CONFIGS), *QUANTIZED], ("qwen3", None), ("gpt-oss", None)),
+)
 @pytest.mark.parametrize("kind", ["dots", "tiles"])
-@pytest.mark.parametrize("name", mostly_full(CONFIGS, "qwen3", "gpt-oss"))
 def test_tokens_are_the_same_by_bits_in_any_schedule(
     name: str, kind: str, quantize: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
