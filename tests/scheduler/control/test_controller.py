@@ -163,6 +163,19 @@ def test_each_knob_says_why_it_has_its_value() -> None:
     assert dry.batch_size.explain()["reason"] == "dry run: interactive tiers miss their targets"
 
 
+def test_the_usual_time_to_a_first_token_is_the_mean_of_the_first_ones_and_then_follows_the_newest() -> None:
+    controller, found = SLAController(make_tiers()), []
+    for service_ms, count in ((100, 1), (300, 1), (50, 200)):
+        observe(controller, "service", service_ms, count)
+        found.append(controller.explain(0.0)["tiers"]["realtime"]["signals"]["first_token_service_s"])
+    assert found == pytest.approx([0.1, 0.2, 0.05], rel=0.01)
+
+
+def test_where_no_tier_is_interactive_bulk_leaves_no_kv_reserve() -> None:
+    controller = SLAController(make_tiers(realtime={"slo": {}}))
+    assert not any(budget.leaves_reserve for budget in budgets_of(controller, []).values())
+
+
 def test_a_tier_says_how_many_of_its_sequences_a_step_has() -> None:
     controller = SLAController(make_tiers())
     assert controller.explain(0.0)["tiers"]["bulk"]["step_sequences"] is None

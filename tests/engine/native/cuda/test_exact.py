@@ -3,7 +3,6 @@
 On a GPU the kernels are compiled. Without one they run in Triton's interpreter: see `test_triton.py`.
 """
 
-import os
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,19 +23,11 @@ from tests.engine.conftest import MakeEngine
 from tests.engine.contract.reported import Reported
 from tests.engine.drive import drive, make_new, random_chunks, random_preemption
 from tests.engine.native.cuda.rebuilt import with_graphs
+from tests.engine.native.cuda.triton_here import DEVICE, HAS_GPU, NEEDS_TRITON
 from tests.marks import mostly_full
 
-HAS_GPU = torch.cuda.is_available()
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = [
-    pytest.mark.skipif(not (HAS_GPU or IS_INTERPRETED), reason="no GPU, and not in Triton's interpreter"),
-    # The interpreter computes with numpy, which warns about the numbers of padding rows: they may be anything.
-    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning"),
-]
+pytestmark = [*NEEDS_TRITON, pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")]
 
-DEVICE = "cuda" if HAS_GPU else "cpu"
 DTYPES = mostly_full((torch.bfloat16, torch.float16, torch.float32), torch.bfloat16, torch.float32)
 NUM_BLOCKS, BLOCK_SIZE, CONTEXT = 20, 8, 150
 

@@ -4,7 +4,6 @@ On a GPU they are compiled and run there. Without one they run in Triton's inter
 torch is imported: `test_interpreter.py` starts a process for that; other processes skip these tests.
 """
 
-import os
 import random
 from itertools import product
 from typing import Any
@@ -28,6 +27,7 @@ from tests.engine.conftest import MakeEngine, ModelDirectory
 from tests.engine.drive import drive, make_new, random_chunks
 from tests.engine.models import VOCAB_SIZE, generate
 from tests.engine.native.cuda.rebuilt import with_graphs, with_kernels
+from tests.engine.native.cuda.triton_here import DEVICE, HAS_GPU, NEEDS_TRITON
 from tests.engine.native.reference import (
     TOLERANCES,
     RandomCache,
@@ -40,16 +40,8 @@ from tests.engine.native.reference import (
 )
 from tests.marks import mostly_full
 
-HAS_GPU = torch.cuda.is_available()
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = [
-    pytest.mark.skipif(not (HAS_GPU or IS_INTERPRETED), reason="no GPU, and not in Triton's interpreter"),
-    # The interpreter computes with numpy, which warns about NaN.
-    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning"),
-]
+pytestmark = NEEDS_TRITON
 
-DEVICE = "cuda" if HAS_GPU else "cpu"
 NUM_BLOCKS = 40
 DTYPES = (torch.float32, torch.bfloat16)
 

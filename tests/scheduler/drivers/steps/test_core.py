@@ -190,6 +190,11 @@ def test_cached_tokens_are_reported_and_count_as_no_work() -> None:
     assert [(lk.queried_tokens, lk.hit_tokens) for lk in lookups] == [(100, 0), (97, 96), (100, 96)]
 
 
+def test_the_kv_reserve_is_reported_in_blocks() -> None:
+    core = make_core(info=make_info(num_blocks=18))
+    assert core.status(0.0).kv_reserve_blocks == core.explain(0.0)["kv_reserve_blocks"] == 2
+
+
 def test_shared_blocks_of_cancelled_sequences_do_not_count_as_free() -> None:
     """Two bulk sequences hold 10 of 20 blocks: they share 8, and have one each."""
     stepped = SteppedCore(make_core(info=make_info(num_blocks=20, max_model_len=288)), prefix_cache=True)
