@@ -6,7 +6,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
-OUTSIDE = ("demo_model/README.md", "tiers.yaml", "SECURITY.md")
+OUTSIDE = ("demo_model/README.md", "tiers.yaml", "SECURITY.md", "docker/nginx.conf")
 
 
 def on_files(files: Files, config: Any) -> Files:

@@ -27,6 +27,7 @@ from tests.test_architecture import HOUSES, ROOT
 from tidegate.cli import main as tidegate_main
 
 MAX_README_LINES = 160
+LINK_OUTSIDE = re.compile(r"\]\(\.\./([^)#\s]+)")
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "demo_model/README.md")),
     *(ROOT / package / "README.md" for package in ("engine", "scheduler", "gateway", "tidegate", "loadtest", "bench")),
@@ -120,6 +121,15 @@ def test_links_lead_somewhere(page: Path) -> None:
         if not target.exists() or (fragment and is_page and fragment not in anchors(target)):
             broken.append(link)
     assert broken == []
+
+
+def test_files_outside_docs_that_its_pages_link_to_are_on_the_site() -> None:
+    hooks = ast.parse(text_of(ROOT / "docs" / "site_hooks.py"))
+    (outside,) = (
+        ast.literal_eval(n.value) for n in hooks.body if isinstance(n, ast.Assign) and "OUTSIDE" in ast.dump(n)
+    )
+    linked = {link for page in PAGES if page.parent.name == "docs" for link in LINK_OUTSIDE.findall(prose(page))}
+    assert linked <= set(outside)
 
 
 @each_page
