@@ -59,6 +59,11 @@ class BlockBudget:
         self._any_resident = any_resident
         self.swap_s = 0.0  # time in seconds that the plan's copies of blocks take
 
+    @property
+    def unreserved(self) -> int:
+        """The number of free blocks that are not reserved for a sequence."""
+        return self._free - self._total_reserved
+
     def allocate(
         self,
         state: RequestState,

@@ -3,10 +3,11 @@
 A draft is what came after the newest tokens of a sequence where they last occurred in its prompt or output. Summaries
 and edits repeat much of their prompts, so the draft is often right, and one step yields several tokens.
 
-Only a step has drafts in which all requests of the worker decode, and all of them are interactive and yield to nobody:
-then nobody else could have the time. A token of a draft is added if it is expected to make the step worth more than
-longer, by the acceptance that is learned for its sequence and the costs of steps that are learned for the engine. Worth
-is the product of all streams' speeds, so that one that repeats itself does not slow down many that do not.
+Only interactive requests that yield to nobody have drafts, and only in a step in which all of them decode. Bulk makes
+no difference: an answer that is faster with drafts when alone would be slowed down if it had none beside bulk. A token
+of a draft is added if it is expected to make the step worth more than longer, by the acceptance that is learned for its
+sequence and the costs of steps that are learned for the engine. Worth is the product of all these streams' speeds, so
+that one that repeats itself does not slow down many that do not.
 
 Knows tokens, plans and costs; the engine verifies.
 """
@@ -16,10 +17,10 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from weakref import WeakKeyDictionary
 
-from engine.interface import Run, StepPlan
+from engine.interface import Run, StepPlan, blocks_for
 from engine.step_time.cost import StepCost
 from scheduler.holdings.request_table import RequestTable
-from scheduler.planning.kv_budget import EngineView
+from scheduler.planning.kv_budget import BlockBudget, EngineView
 from scheduler.request_state import RequestState
 
 LONGEST_DRAFT = 15  # tokens
@@ -60,7 +61,7 @@ class Repetition:
 
 
 class Speculation:
-    """What is known of the texts of sequences that decode where nobody else waits. Owned by the planner."""
+    """What is known of the texts of sequences that have had drafts. Owned by the planner."""
 
     def __init__(self) -> None:
         self._known: WeakKeyDictionary[RequestState, Repetition] = WeakKeyDictionary()
@@ -72,22 +73,24 @@ class Speculation:
     def with_drafts(
         self, plan: StepPlan, table: RequestTable, view: EngineView, cost: StepCost, limits_s: Mapping[str, float]
     ) -> StepPlan:
-        """Return the plan with drafts, if nobody else could have the time that they take.
+        """Return the plan with drafts, if all interactive requests that yield to nobody decode in it.
 
         `cost` is that of steps without prefills, and `limits_s` the longest time of a step, by tier.
         """
-        states = [table.states[run.seq_id] for run in plan.run]
-        if not states or len(states) < len(table) or not all(s.is_protected and s.is_decode for s in states):
+        running = {run.seq_id for run in plan.run}
+        states = [state for state in table.interactive() if state.is_protected]
+        if not states or not all(state.is_decode and state.id in running for state in states):
             return plan
-        if any(table.reserved()):
-            return plan  # a sequence that has lost its blocks too often keeps the free ones for itself
-        choice = _Choice(states, view, cost, min(limits_s[state.tier.name] for state in states))
-        offers = [self._offer(state, choice, view) for state in states]
-        choice.take(offers)
-        for offer in offers:
+        free_blocks = BlockBudget(view, cost, table.reserved(), table.any_resident).unreserved
+        limit_s = min(limits_s[state.tier.name] for state in states)
+        choice = _Choice(states, plan, table, replace(view, free_blocks=free_blocks), cost, limit_s)
+        offers = {state.id: self._offer(state, choice, view) for state in states}
+        choice.take(list(offers.values()))
+        for offer in offers.values():
             if not offer.length:
                 self._known[offer.state].note(0, 0)
-        return replace(plan, run=tuple(Run(o.state.id, 1, o.text[: o.length]) for o in offers))
+        drafts = {seq_id: offer.text[: offer.length] for seq_id, offer in offers.items() if offer.length}
+        return replace(plan, run=tuple(Run(r.seq_id, r.num_tokens, drafts.get(r.seq_id, ())) for r in plan.run))
 
     def _offer(self, state: RequestState, choice: "_Choice", view: EngineView) -> "_Offer":
         known = self._known.setdefault(state, Repetition())
@@ -123,21 +126,40 @@ class _Offer:
 
 
 class _Choice:
-    """The step while the lengths of its drafts are chosen: what is left, and what it costs so far."""
+    """The step while the lengths of its drafts are chosen: what is left, and what it costs so far.
 
-    def __init__(self, states: Sequence[RequestState], view: EngineView, cost: StepCost, limit_s: float) -> None:
+    What drafts are worth follows from the decodes of `states` alone, and how many fit from all runs of the plan.
+    """
+
+    def __init__(
+        self,
+        states: Sequence[RequestState],
+        plan: StepPlan,
+        table: RequestTable,
+        view: EngineView,
+        cost: StepCost,
+        limit_s: float,
+    ) -> None:
+        size = view.block_size
+        all_s, needs = 0.0, 0
+        for run in plan.run:
+            state = table.states[run.seq_id]
+            all_s += cost.run(run.num_tokens, state.num_computed_tokens)
+            needs += blocks_for(state.num_computed_tokens + run.num_tokens, size) - state.blocks_held(size)
         self._cost = cost
         self._limit_s = limit_s
         self._num_sequences = len(states)
         self._runs_s = sum(cost.decode(state.num_computed_tokens) for state in states)
-        self._tokens_left = view.max_step_tokens - len(states)
-        self._block_size = view.block_size
-        self._blocks_left = view.free_blocks - sum(s.num_computed_tokens % view.block_size == 0 for s in states)
+        self._others_s = all_s - self._runs_s
+        self._tokens_left = view.max_step_tokens - plan.num_tokens
+        self._block_size = size
+        self._blocks_left = view.free_blocks - needs
 
     def pays(self, offer: _Offer) -> bool:
         """Return whether the next token of a draft makes one sequence faster by more than it makes all slower."""
-        step_s, longer_s = (self._cost.step(s) for s in (self._runs_s, self._runs_s + self._token_s(offer)))
-        if longer_s > self._limit_s or not step_s or not self._tokens_left:
+        runs_s = self._runs_s + self._token_s(offer)
+        step_s, longer_s = self._cost.step(self._runs_s), self._cost.step(runs_s)
+        if self._cost.step(runs_s + self._others_s) > self._limit_s or not step_s or self._tokens_left < 1:
             return False  # also while no cost is known
         return 1 + offer.gain / offer.num_expected > (longer_s / step_s) ** self._num_sequences
 

@@ -237,9 +237,12 @@ class CheckedCore(StepCore):
         abort_together = sum(a.num_shared > 0 for a in self._engine_state._abandoned.values()) > 1
         self.check()
         plan = super().plan(now)
-        if any(run.draft for run in plan.run):
-            others = [state for state in self._states.values() if not state.is_protected or state.id not in ran(plan)]
-            assert not others, "drafts take no time that bulk or a request that waits could have"
+        if drafted := {run.seq_id for run in plan.run if run.draft}:
+            protected = {state.id for state in self._states.values() if state.is_protected}
+            assert drafted <= protected, "neither bulk nor what yields has drafts"
+            assert protected <= ran(plan).keys(), (
+                "drafts take no time that an interactive request that waits could have"
+            )
         assert (
             plan.run or plan.is_of_suspended or abort_together or not runnable or self._is_batching_delay(runnable, now)
         ), f"work conserving: {runnable} could run"
