@@ -11,6 +11,7 @@ from engine.interface import ModelKind
 LoadFormat = Literal["auto", "dummy"]
 EngineKind = Literal["native", "vllm", "embedding"]
 Quantization = Literal["int8", "int4"]
+KVCacheDtype = Literal["auto", "fp8"]
 
 
 class EngineStartError(Exception):
@@ -31,6 +32,7 @@ class EngineConfig:
     max_num_seqs: int = 256  # number of sequences for which the default KV cache has room
     max_step_tokens: int = 2048  # maximum number of tokens that one step computes
     kv_cache_bytes: int | None = None  # device memory for KV
+    kv_cache_dtype: KVCacheDtype = "auto"  # auto: the model's dtype; fp8: float8_e4m3fn, with a scale for each head
     swap_bytes: int | None = None  # host memory for the KV of swapped sequences; None: a default on CUDA, 0 on a CPU
     prefix_cache: bool = True
     speculate: bool = True  # verify drafts, if the engine can

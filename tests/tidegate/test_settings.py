@@ -106,6 +106,14 @@ def test_adapters_are_further_model_names() -> None:
                 ("static", "it generates no tokens", {"endpoint": "http://localhost/run"}),
             )
         ),
+        *(
+            ({"kv_cache_dtype": "fp8", "engine": engine, **more}, f"not {engine}: {way}")
+            for engine, way, more in (
+                ("vllm", "use --vllm-args", {}),
+                ("openai", "its server chooses it", {"upstream": "http://host:1"}),
+                ("embedding", "it has no KV cache", {}),
+            )
+        ),
         ({"ssl_keyfile": "key.pem"}, "--ssl-certfile"),
         ({"trusted_proxies": ["nginx"]}, "nginx"),
     ],

@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
 
-from engine.config import Quantization
+from engine.config import KVCacheDtype, Quantization
 from tidegate.settings.base import CommonSettings
 
 
@@ -66,6 +66,10 @@ class WorkerSettings(CommonSettings):
     kv_cache_mb: int | None = Field(
         default=None, ge=1, description="memory for the KV cache; unset: chosen from the free memory"
     )
+    kv_cache_dtype: KVCacheDtype = Field(
+        default="auto",
+        description="fp8: keys and values in 8 bits, about half the memory (--engine native); auto: those of --dtype",
+    )
     swap_mb: int | None = Field(
         default=None,
         ge=0,
@@ -108,6 +112,14 @@ class WorkerSettings(CommonSettings):
             ways = {"vllm": 'use --vllm-args "--quantization …"', "embedding": "--dtype chooses its numbers"}
             way = ways.get(self.engine, "its server chooses the weights")
             raise ValueError(f"--quantize is for --engine native, not {self.engine}: {way}")
+        return self
+
+    @model_validator(mode="after")
+    def _engine_has_kv_cache_dtype(self) -> Self:
+        if self.kv_cache_dtype != "auto" and self.engine != "native":
+            ways = {"vllm": 'use --vllm-args "--kv-cache-dtype …"', "openai": "its server chooses it"}
+            way = ways.get(self.engine, "it has no KV cache")
+            raise ValueError(f"--kv-cache-dtype is for --engine native, not {self.engine}: {way}")
         return self
 
     @model_validator(mode="after")

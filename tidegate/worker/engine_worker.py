@@ -82,6 +82,7 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         max_model_len=settings.max_model_len,
         max_step_tokens=settings.max_step_tokens,
         kv_cache_bytes=settings.kv_cache_mb * 2**20 if settings.kv_cache_mb else None,
+        kv_cache_dtype=settings.kv_cache_dtype,
         swap_bytes=None if settings.swap_mb is None else settings.swap_mb * 2**20,
         prefix_cache=settings.prefix_cache,
         speculate=settings.speculate,

@@ -46,10 +46,11 @@ class PagedRows:
     A row whose context length is 0 is padding.
     """
 
-    slots: Tensor  # (2 × kv_heads × slots, head_dim), the model's dtype: all keys, then all values
+    slots: Tensor  # (2 × kv_heads × slots, head_dim), the model's dtype or codes of FP8: all keys, then all values
     block_table: Tensor  # (rows, blocks), int64: block ids of each row's context
     context_lens: Tensor  # (rows,), int64: tokens in each row's context
     block_size: int  # tokens per block
+    scales: Tensor | None = None  # as in `LayerCache`
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +61,13 @@ class PagedChunks:
     first token, and the index in `block_tables` at which its block table begins.
     """
 
-    slots: Tensor  # (2 × kv_heads × slots, head_dim), the model's dtype: all keys, then all values
+    slots: Tensor  # (2 × kv_heads × slots, head_dim), the model's dtype or codes of FP8: all keys, then all values
     block_tables: Tensor  # (sum of all chunks' blocks,), int64: the chunks' block tables end to end
     extents: Tensor  # (chunks, 4), int64
     block_size: int  # tokens per block
     longest: int  # number of tokens of the longest chunk
     num_single: int = 0  # the first chunks, which have at most one token each
+    scales: Tensor | None = None  # as in `LayerCache`
 
 
 class AttentionKernels(Protocol):

@@ -161,7 +161,8 @@ class PagedAttention:
         if kernels is None:
             self.in_kernels = False
             return decode(layer, group, query, scoring)
-        paged = PagedRows(layer.slots, group.block_table, group.context_lens, self._cache.block_size)
+        block_size = self._cache.block_size
+        paged = PagedRows(layer.slots, group.block_table, group.context_lens, block_size, layer.scales)
         return kernels.paged_decode(_dense(query), layer.shape.num_kv_heads, paged, scoring)
 
     def _prefill(
@@ -174,8 +175,15 @@ class PagedAttention:
         """
         kernels = self._kernels_for(query, layer)
         if kernels is not None:
-            block_size = self._cache.block_size
-            chunks = PagedChunks(layer.slots, group.tables, group.extents, block_size, group.longest, group.num_single)
+            chunks = PagedChunks(
+                layer.slots,
+                group.tables,
+                group.extents,
+                self._cache.block_size,
+                group.longest,
+                group.num_single,
+                layer.scales,
+            )
             dense = _dense(query[:, group.rows])
             attended = kernels.paged_prefill(dense, layer.shape.num_kv_heads, chunks, scoring)
             if attended is not None:

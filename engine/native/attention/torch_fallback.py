@@ -42,7 +42,9 @@ def prefill(
     (tokens, heads, head_dim).
     """
     kv_heads = layer.shape.num_kv_heads
-    if chunk.start == 0:  # the chunk's own keys and values are the whole context
+    # If the chunk's own keys and values are the whole context, they need no gathering. But those of FP8 must be what
+    # later tokens find in the cache, however a prompt is split into chunks.
+    if chunk.start == 0 and layer.scales is None:
         keys, values = key, value
     else:
         keys, values = layer.gather(chunk.block_rows.of(kv_heads), 1)

@@ -101,9 +101,12 @@ class CpuKernels:
         query_norm: Norm | None,
         key_norm: Norm | None,
         in_pairs: bool = False,
+        scales: Tensor | None = None,
     ) -> None:
         if qkv.shape[1] != shape.query_width + 2 * shape.kv_width or slots.shape[1] != shape.head_dim:
             raise ValueError(f"rows of {qkv.shape[1]} and slots of {slots.shape[1]} numbers do not fit {shape}")
+        if scales is not None:
+            raise ValueError("the C++ kernels write no FP8")
         self._calls["rotate_and_write"](
             qkv.data_ptr(),
             slots.data_ptr(),

@@ -65,6 +65,7 @@ class TritonKernels:
         decode_split_kernel[(rows, num_kv_heads, splits)](
             query,
             paged.slots,
+            out if paged.scales is None else paged.scales,
             paged.block_table,
             paged.context_lens,
             out if scoring.sinks is None else scoring.sinks,
@@ -89,6 +90,7 @@ class TritonKernels:
             HAS_SOFTCAP=scoring.softcap is not None,
             HAS_WINDOW=scoring.window is not None,
             HAS_SINKS=scoring.sinks is not None,
+            IS_FP8=paged.scales is not None,
             DOT_DTYPE=dot_dtype(query),
             num_stages=DECODE_STAGES,
         )
@@ -133,6 +135,7 @@ class TritonKernels:
             prefill_kernel[(-(-longest // tokens), len(extents), num_kv_heads)](
                 query,
                 chunks.slots,
+                out if chunks.scales is None else chunks.scales,
                 chunks.block_tables,
                 extents,
                 out if scoring.sinks is None else scoring.sinks,
@@ -154,6 +157,7 @@ class TritonKernels:
                 HAS_SOFTCAP=scoring.softcap is not None,
                 HAS_WINDOW=window is not None,
                 HAS_SINKS=scoring.sinks is not None,
+                IS_FP8=chunks.scales is not None,
                 DOT_DTYPE=dot_dtype(query),
             )
         return out

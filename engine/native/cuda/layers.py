@@ -42,6 +42,7 @@ class TritonLayerKernels:
         query_norm: Norm | None,
         key_norm: Norm | None,
         in_pairs: bool = False,
+        scales: Tensor | None = None,
     ) -> None:
         if qkv.shape[1] != shape.query_width + 2 * shape.kv_width or slots.shape[1] != shape.head_dim:
             raise ValueError(f"rows of {qkv.shape[1]} and slots of {slots.shape[1]} numbers do not fit {shape}")
@@ -51,6 +52,7 @@ class TritonLayerKernels:
         rotate_and_write_kernel[(len(qkv), -(-(shape.num_query_heads + shape.num_kv_heads) // _TILE_HEADS))](
             qkv,
             slots,
+            qkv if scales is None else scales,
             slot_ids,
             cosines,
             sines,
@@ -69,6 +71,7 @@ class TritonLayerKernels:
             HAS_KEY_NORM=key_norm is not None,
             ROUNDS=query_norm is None or query_norm.rounds,
             IN_PAIRS=in_pairs,
+            IS_FP8=scales is not None,
         )
 
 

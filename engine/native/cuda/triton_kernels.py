@@ -16,77 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-1.0e30)  # lowest score; not -inf, because -inf - -inf is NaN
+from engine.native.cuda.triton_tiles import LOG2_E, LOWEST, accumulate, load_tile, score
 
 DOT_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-
-
-@triton.jit
-def _score(queries, keys, scaling, softcap, HAS_SOFTCAP: tl.constexpr, DOT_DTYPE: tl.constexpr):
-    """Return the scores times log2(e): (rows, keys), float32.
-
-    The scores are s = scaling · (queries · keysᵀ), or softcap · tanh(s / softcap) with HAS_SOFTCAP.
-    """
-    scores = tl.dot(queries.to(DOT_DTYPE), tl.trans(keys.to(DOT_DTYPE)), input_precision="ieee")
-    if HAS_SOFTCAP:
-        squared = tl.exp2(scores * scaling / softcap * (2.0 * LOG2_E))
-        return softcap * (1.0 - 2.0 / (squared + 1.0)) * LOG2_E  # tanh
-    return scores * (scaling * LOG2_E)
-
-
-@triton.jit
-def _accumulate(best, total, acc, scores, seen, values, ALL_SEEN: tl.constexpr, DOT_DTYPE: tl.constexpr):
-    """Add one tile of keys to a running softmax (online softmax; Milakov and Gimelshein 2018); return its new state.
-
-    The state per row is the highest score `best`, total = Σ 2^(score - best), and acc = Σ 2^(score - best) · value. A
-    row that sees no key of the tile keeps its state. With ALL_SEEN, every row sees every key, and `seen` is not used.
-    """
-    if not ALL_SEEN:
-        scores = tl.where(seen, scores, LOWEST)
-    highest = tl.maximum(best, tl.max(scores, axis=1))
-    weights = tl.exp2(scores - highest[:, None])
-    if not ALL_SEEN:
-        weights = tl.where(seen, weights, 0.0)
-    shrink = tl.exp2(best - highest)
-    total = total * shrink + tl.sum(weights, axis=1)
-    product = tl.dot(weights.to(values.dtype).to(DOT_DTYPE), values.to(DOT_DTYPE), input_precision="ieee")
-    acc = acc * shrink[:, None] + product
-    return highest, total, acc
-
-
-@triton.jit
-def _load_tile(
-    slots,
-    table,
-    positions,
-    is_key,
-    kv_head,
-    num_slots,
-    ALL_KEYS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-):
-    """Return the keys and values at `positions` (keys,) of the context with this block table: (keys, PADDED_DIM) each.
-
-    With ALL_KEYS, every position has a key, and `is_key` is not used; zeros are in the place of other keys.
-    """
-    dims = tl.arange(0, PADDED_DIM)
-    if ALL_KEYS:
-        block = tl.load(table + positions // BLOCK_SIZE)
-    else:
-        block = tl.load(table + positions // BLOCK_SIZE, mask=is_key, other=0)
-    slot = kv_head.to(tl.int64) * num_slots + block * BLOCK_SIZE + positions % BLOCK_SIZE
-    keys_at = slots + slot[:, None] * HEAD_DIM + dims[None, :]
-    values_at = keys_at + KV_HEADS * num_slots.to(tl.int64) * HEAD_DIM
-    if ALL_KEYS and HEAD_DIM == PADDED_DIM:
-        return tl.load(keys_at), tl.load(values_at)
-    mask = dims[None, :] < HEAD_DIM
-    if not ALL_KEYS:
-        mask = mask & is_key[:, None]
-    return tl.load(keys_at, mask=mask, other=0.0), tl.load(values_at, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -107,6 +39,7 @@ def _split_size(length, window, num_splits, TILE: tl.constexpr, MIN_SPLIT: tl.co
 def decode_split_kernel(
     query,  # (rows, heads, head_dim), strided
     slots,  # (2 × kv_heads × slots, head_dim)
+    scales,  # (2 × kv_heads × slots,), float32; unused without IS_FP8
     block_table,  # (rows, blocks), int64
     context_lens,  # (rows,), int64: 0 for a row that only pads a captured graph
     sinks,  # (heads,); unused without HAS_SINKS
@@ -131,6 +64,7 @@ def decode_split_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    IS_FP8: tl.constexpr,
     DOT_DTYPE: tl.constexpr,  # dtype of the operands of matrix products
 ):
     """Compute one split of one row's context: acc = Σ 2^(score - best) · value and the state (best, total).
@@ -157,11 +91,26 @@ def decode_split_kernel(
         for tile in range(first, last, TILE):
             positions = tile + tl.arange(0, TILE)
             is_key = (positions < last) & (positions >= visible)
-            keys, values = _load_tile(
-                slots, table, positions, is_key, kv_head, num_slots, False, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, KV_HEADS
+            keys, values, key_scales, value_scales = load_tile(
+                slots,
+                scales,
+                table,
+                positions,
+                is_key,
+                kv_head,
+                num_slots,
+                False,
+                BLOCK_SIZE,
+                HEAD_DIM,
+                PADDED_DIM,
+                KV_HEADS,
+                IS_FP8,
+                DOT_DTYPE,
             )
-            scores = _score(queries, keys, scaling, softcap, HAS_SOFTCAP, DOT_DTYPE)
-            best, total, acc = _accumulate(best, total, acc, scores, is_key[None, :], values, False, DOT_DTYPE)
+            scores = score(queries, keys, key_scales, scaling, softcap, HAS_SOFTCAP, IS_FP8, DOT_DTYPE)
+            best, total, acc = accumulate(
+                best, total, acc, scores, is_key[None, :], values, value_scales, False, IS_FP8, DOT_DTYPE
+            )
         head = row * (KV_HEADS * GROUP) + kv_head * GROUP + heads
         if num_splits == 1:
             if HAS_SINKS:
@@ -231,6 +180,7 @@ def decode_merge_kernel(
 def prefill_kernel(
     query,  # (rows, heads, head_dim), strided
     slots,  # (2 × kv_heads × slots, head_dim)
+    scales,  # (2 × kv_heads × slots,), float32; unused without IS_FP8
     block_tables,  # int64: the block tables of all chunks, end to end
     extents,  # (chunks, 4), int64: first row, tokens, first token's position, index of its block table
     sinks,  # (heads,); unused without HAS_SINKS
@@ -252,6 +202,7 @@ def prefill_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    IS_FP8: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
     """Compute the causal attention of each chunk's tokens to their own context: out = softmax(scores) · values.
@@ -288,23 +239,53 @@ def prefill_kernel(
             whole = (first_position + 1) // TILE * TILE
             for tile in range(start, whole, TILE):
                 positions = tile + tl.arange(0, TILE)
-                keys, values = _load_tile(
-                    slots, table, positions, True, kv_head, num_slots, True, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, KV_HEADS
+                keys, values, key_scales, value_scales = load_tile(
+                    slots,
+                    scales,
+                    table,
+                    positions,
+                    True,
+                    kv_head,
+                    num_slots,
+                    True,
+                    BLOCK_SIZE,
+                    HEAD_DIM,
+                    PADDED_DIM,
+                    KV_HEADS,
+                    IS_FP8,
+                    DOT_DTYPE,
                 )
-                scores = _score(queries, keys, scaling, softcap, HAS_SOFTCAP, DOT_DTYPE)
-                best, total, acc = _accumulate(best, total, acc, scores, True, values, True, DOT_DTYPE)
+                scores = score(queries, keys, key_scales, scaling, softcap, HAS_SOFTCAP, IS_FP8, DOT_DTYPE)
+                best, total, acc = accumulate(
+                    best, total, acc, scores, True, values, value_scales, True, IS_FP8, DOT_DTYPE
+                )
             start = whole
         for tile in range(start, last, TILE):
             positions = tile + tl.arange(0, TILE)
             is_key = positions < last
-            keys, values = _load_tile(
-                slots, table, positions, is_key, kv_head, num_slots, False, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, KV_HEADS
+            keys, values, key_scales, value_scales = load_tile(
+                slots,
+                scales,
+                table,
+                positions,
+                is_key,
+                kv_head,
+                num_slots,
+                False,
+                BLOCK_SIZE,
+                HEAD_DIM,
+                PADDED_DIM,
+                KV_HEADS,
+                IS_FP8,
+                DOT_DTYPE,
             )
             seen = is_key[None, :] & (positions[None, :] <= position[:, None])
             if HAS_WINDOW:
                 seen = seen & (positions[None, :] > position[:, None] - window)
-            scores = _score(queries, keys, scaling, softcap, HAS_SOFTCAP, DOT_DTYPE)
-            best, total, acc = _accumulate(best, total, acc, scores, seen, values, False, DOT_DTYPE)
+            scores = score(queries, keys, key_scales, scaling, softcap, HAS_SOFTCAP, IS_FP8, DOT_DTYPE)
+            best, total, acc = accumulate(
+                best, total, acc, scores, seen, values, value_scales, False, IS_FP8, DOT_DTYPE
+            )
         attended = acc / tl.where(total > 0, total, 1.0)[:, None]
         where = ((first_row + token) * (KV_HEADS * GROUP) + head) * HEAD_DIM
         tl.store(out + where[:, None] + dims[None, :], attended.to(out.dtype.element_ty), mask=is_query)

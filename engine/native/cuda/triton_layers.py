@@ -94,10 +94,40 @@ def _normed_pairs(x, y, weight, dims, partners, eps, dtype, HEAD_DIM: tl.constex
     return normed_x, normed_y
 
 
+@triton.jit
+def _to_fp8(numbers):
+    """Return the codes of float8_e4m3fn (uint8) nearest to `numbers` (float32, at most 448); ties go to the even one.
+
+    Numbers from 2⁻⁶ on keep 3 bits of their mantissa, with the exponent moved from bias 127 to bias 7. Smaller ones are
+    multiples of 2⁻⁹, which is the step of float32 from 2¹⁴ on.
+    """
+    bits = numbers.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    code = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3)
+    small = (tl.abs(numbers) + 16384.0).to(tl.int32, bitcast=True) & 0xF
+    code = tl.where(tl.abs(numbers) < 0.015625, small, code) & 0x7F
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def _write(slots, scales, slot, numbers, is_stored, dims, HEAD_DIM: tl.constexpr, IS_FP8: tl.constexpr):
+    """Write `numbers` (rows, dims) to the rows `slot` (rows, 1) of a layer's cache, as `LayerCache.write` does."""
+    mask = is_stored & (dims < HEAD_DIM)
+    if IS_FP8:
+        numbers = tl.where(mask, numbers.to(tl.float32), 0.0)
+        scale = tl.maximum(tl.max(tl.abs(numbers), axis=1, keep_dims=True) / 448.0, 1.1754943508222875e-38)
+        scale += tl.sum(numbers * 0.0, axis=1, keep_dims=True)  # NaN if a number is: a maximum leaves NaN out
+        tl.store(scales + slot, scale, mask=is_stored)
+        tl.store(slots + slot * HEAD_DIM + dims, _to_fp8(numbers / scale), mask=mask)
+    else:
+        tl.store(slots + slot * HEAD_DIM + dims, numbers, mask=mask)
+
+
 @triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["slot_ids"])
 def rotate_and_write_kernel(
     qkv,  # (rows, (heads + 2 × kv_heads) × head_dim): queries and keys are changed in place
     slots,  # (2 × kv_heads × slots, head_dim)
+    scales,  # (2 × kv_heads × slots,), float32; unused without IS_FP8
     slot_ids,  # (rows,), int64
     cosines,  # (rows, rotary)
     sines,  # (rows, rotary)
@@ -116,6 +146,7 @@ def rotate_and_write_kernel(
     HAS_KEY_NORM: tl.constexpr,
     ROUNDS: tl.constexpr,
     IN_PAIRS: tl.constexpr,
+    IS_FP8: tl.constexpr,
 ):
     """Normalise queries and keys, rotate them in place, and write keys and values to the KV cache.
 
@@ -155,8 +186,8 @@ def rotate_and_write_kernel(
     sine = tl.load(sines + row * ROTARY + angles, mask=is_turned, other=0.0).to(tl.float32)
     turned = (x * cosine + tl.where(is_first, -y, y) * sine).to(dtype)
     tl.store(first + dims, turned, mask=is_dim)
-    is_stored = is_key & is_dim
-    slot = ((head - HEADS).to(tl.int64) * num_slots + tl.load(slot_ids + row)) * HEAD_DIM
-    tl.store(slots + slot + dims, turned, mask=is_stored)
-    value = tl.load(first + KV_HEADS * HEAD_DIM + dims, mask=is_stored, other=0.0)
-    tl.store(slots + KV_HEADS * num_slots.to(tl.int64) * HEAD_DIM + slot + dims, value, mask=is_stored)
+    is_stored = is_key & (head < HEADS + KV_HEADS)
+    slot = (head - HEADS).to(tl.int64) * num_slots + tl.load(slot_ids + row)
+    _write(slots, scales, slot, turned, is_stored, dims, HEAD_DIM, IS_FP8)
+    value = tl.load(first + KV_HEADS * HEAD_DIM + dims, mask=is_stored & is_dim, other=0.0)
+    _write(slots, scales, slot + KV_HEADS * num_slots.to(tl.int64), value, is_stored, dims, HEAD_DIM, IS_FP8)

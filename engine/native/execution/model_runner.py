@@ -49,7 +49,7 @@ class ModelRunner:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the model and of the KV cache."""
+        """The dtype of the model."""
         return self._cache.dtype
 
     @property

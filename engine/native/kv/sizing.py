@@ -15,6 +15,15 @@ _CUDA_SHARE = 0.92  # share for KV of the memory that the weights and the larges
 _GIB = 1 << 30
 
 
+def check_kv_cache_dtype(config: EngineConfig, device: torch.device) -> None:
+    """Raises `EngineStartError` if the engine would not use the configured dtype of the KV cache on `device`."""
+    if config.kv_cache_dtype == "fp8" and device.type == "cpu" and config.optimize:
+        raise EngineStartError(
+            "--kv-cache-dtype fp8 has no kernels on a CPU: leave it out, or let torch's operators compute it, which is "
+            "slower (--no-optimize)"
+        )
+
+
 def wanted_model_len(config: EngineConfig, limit: int | None) -> int:
     """Return the configured `max_model_len`, or the model's own `limit` in tokens if no length is configured.
 

@@ -51,9 +51,9 @@ class SwapSpace:
         self._cache = cache
         self._device = device
         self.num_blocks = num_blocks
-        shapes = [(num_blocks, *block.shape[1:]) for block in cache.read_blocks(self._ids([0]))]
+        blocks, pins = cache.read_blocks(self._ids([0])), device.type == "cuda"
         try:
-            self._host = [torch.empty(shape, dtype=cache.dtype, pin_memory=device.type == "cuda") for shape in shapes]
+            self._host = [torch.empty((num_blocks, *b.shape[1:]), dtype=b.dtype, pin_memory=pins) for b in blocks]
         except RuntimeError as error:
             raise EngineStartError(f"not enough host memory to swap {num_blocks} KV blocks") from error
 

@@ -66,9 +66,11 @@ class FusedDecoderLayer(nn.Module):
         if rotation is None:
             cosines, sines, rotation = torch.ones_like(cosines), torch.zeros_like(sines), Rotation()
         cosines, sines = (rotation.twice(t).contiguous() for t in (cosines, sines))
-        slots, slot_ids = attention.layer(form.layer_idx).slots, attention.step.slot_ids
+        cache, slot_ids = attention.layer(form.layer_idx), attention.step.slot_ids
         norms = (form.query_norm, form.key_norm)
-        self._kernels.rotate_and_write(qkv, shape, slots, slot_ids, cosines, sines, *norms, rotation.in_pairs)
+        self._kernels.rotate_and_write(
+            qkv, shape, cache.slots, slot_ids, cosines, sines, *norms, rotation.in_pairs, cache.scales
+        )
         widths = (shape.query_width, shape.kv_width, shape.kv_width)
         query, key, value = (
             part.unflatten(1, (-1, shape.head_dim)).transpose(0, 1) for part in qkv.split(widths, dim=1)

@@ -76,6 +76,7 @@ class LayerKernels(Protocol):
         query_norm: Norm | None,
         key_norm: Norm | None,
         in_pairs: bool = False,
+        scales: Tensor | None = None,
     ) -> None:
         """Normalise and rotate queries and keys in place, and copy keys and values to the KV cache.
 
@@ -83,6 +84,7 @@ class LayerKernels(Protocol):
         of each KV head of `slots` (2 × kv_heads × slots, head_dim). `cosines` and `sines` are (rows, rotary_dim): each
         angle's twice, one half after the other. Numbers are rotated with the one half of rotary_dim away, or with
         `in_pairs` with the one beside them. A norm has as many numbers as a head, which it normalises alone, or as all
-        its heads; if it is None, its heads are rotated without being normalised.
+        its heads; if it is None, its heads are rotated without being normalised. `scales` are those of `LayerCache`:
+        with them, `slots` gets codes of FP8.
         """
         ...

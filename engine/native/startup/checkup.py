@@ -12,6 +12,7 @@ from engine.config import EngineConfig
 from engine.native.cpu.build import library_or_reason
 from engine.native.device import choose_device, choose_dtype, free_bytes
 from engine.native.kv.cache import LayerShape
+from engine.native.kv.sizing import check_kv_cache_dtype
 from engine.native.model.loader import load_config, weight_bytes
 from engine.native.startup.cuda_bring_up import kernels_or_fault
 from engine.native.startup.probe import LayerSpec
@@ -39,6 +40,7 @@ class Checkup:
 def examine(config: EngineConfig) -> Checkup:
     """Return what the engine of `config` would use. Raises `EngineStartError` if it could not start."""
     device = choose_device(config.device)
+    check_kv_cache_dtype(config, device)
     dtype = choose_dtype(config.dtype, device)
     hf_config = load_config(config)
     is_gpu = device.type == "cuda"
@@ -49,7 +51,7 @@ def examine(config: EngineConfig) -> Checkup:
         dtype=str(dtype).removeprefix("torch."),
         free_bytes=free_bytes(device),
         weight_bytes=weights,
-        no_kernels=_why_no_kernels(device, dtype) if config.optimize else "--no-optimize",
+        no_kernels=_why_no_kernels(config, device, dtype) if config.optimize else "--no-optimize",
         torch_build=f"torch {torch.__version__} for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPUs'}",
         for_vllm=reason_for_vllm(hf_config, weights) if is_gpu else "",
     )
@@ -67,9 +69,10 @@ def reason_for_vllm(config: PretrainedConfig, weights: int | None) -> str:
     return ""
 
 
-def _why_no_kernels(device: torch.device, dtype: torch.dtype) -> str:
+def _why_no_kernels(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> str:
     if device.type == "cuda":
-        kernels: object = kernels_or_fault([LayerSpec(TRIAL_SHAPE, None)], TRIAL_HEADS, dtype, device)
+        fp8, specs = config.kv_cache_dtype == "fp8", [LayerSpec(TRIAL_SHAPE, None)]
+        kernels: object = kernels_or_fault(specs, TRIAL_HEADS, dtype, device, fp8=fp8)
     else:
         kernels = library_or_reason()
     return kernels if isinstance(kernels, str) else ""

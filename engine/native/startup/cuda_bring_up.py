@@ -35,13 +35,19 @@ _WORKSPACE_BYTES = 64 << 20  # device memory that libraries take for the stream 
 
 
 def working_kernels(
-    specs: Sequence[LayerSpec], num_query_heads: int, dtype: torch.dtype, device: torch.device, *, exact: bool = False
+    specs: Sequence[LayerSpec],
+    num_query_heads: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    exact: bool = False,
+    fp8: bool = False,
 ) -> AttentionKernels | None:
-    """Return the Triton attention kernels; `exact` as in `TritonKernels`.
+    """Return the Triton attention kernels; `exact` as in `TritonKernels`, `fp8` as in `KVCache`.
 
     Return None if they do not run on `device` or do not agree with torch's operators; the reason is logged.
     """
-    kernels = kernels_or_fault(specs, num_query_heads, dtype, device, exact=exact)
+    kernels = kernels_or_fault(specs, num_query_heads, dtype, device, exact=exact, fp8=fp8)
     if not isinstance(kernels, str):
         return kernels
     structlog.get_logger(__name__).warning("no attention kernels: torch's operators are used", reason=kernels)
@@ -49,7 +55,13 @@ def working_kernels(
 
 
 def kernels_or_fault(
-    specs: Sequence[LayerSpec], num_query_heads: int, dtype: torch.dtype, device: torch.device, *, exact: bool = False
+    specs: Sequence[LayerSpec],
+    num_query_heads: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    exact: bool = False,
+    fp8: bool = False,
 ) -> AttentionKernels | str:
     """Return the Triton attention kernels, or why they cannot be used."""
     try:
@@ -58,7 +70,7 @@ def kernels_or_fault(
         num_processors = torch.cuda.get_device_properties(device).multi_processor_count
         kernels = TritonKernels(num_processors, exact=exact)
         with torch.cuda.device(device):
-            fault = find_fault(kernels, specs, num_query_heads, dtype, device)
+            fault = find_fault(kernels, specs, num_query_heads, dtype, device, fp8=fp8)
             torch.cuda.empty_cache()
     except Exception as error:  # compiler, driver or architecture may fail in any way
         return first_line(error)

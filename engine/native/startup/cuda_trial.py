@@ -42,13 +42,15 @@ def find_fault(
     num_query_heads: int,
     dtype: torch.dtype,
     device: torch.device,
+    *,
+    fp8: bool = False,
 ) -> str | None:
     """Return a text that says for which layers `kernels` are wrong; None if they are right for all layers.
 
     Exceptions of the kernels pass through.
     """
     for shape, has_window in dict.fromkeys((spec.shape, spec.window is not None) for spec in specs):
-        error = _error(kernels, shape, _WINDOW if has_window else None, num_query_heads, dtype, device)
+        error = _error(kernels, shape, _WINDOW if has_window else None, num_query_heads, dtype, device, fp8=fp8)
         if not error <= _TOLERANCES[dtype]:
             return f"they are {error:.2g} off for KV heads of {shape.head_dim}{', with a window' * has_window}"
     return None
@@ -76,11 +78,15 @@ def _error(
     num_query_heads: int,
     dtype: torch.dtype,
     device: torch.device,
+    *,
+    fp8: bool = False,
 ) -> float:
     """Return the largest absolute difference from torch's operators, on a layer of random keys and values."""
-    cache = KVCache([shape], _NUM_BLOCKS, _BLOCK_SIZE, dtype, device)
+    cache = KVCache([shape], _NUM_BLOCKS, _BLOCK_SIZE, dtype, device, fp8=fp8)
     generator = torch.Generator().manual_seed(0)
-    cache.layers[0].slots.copy_(torch.randn(cache.layers[0].slots.shape, generator=generator))
+    rows = torch.randn(cache.layers[0].slots.shape, generator=generator).to(device, dtype)
+    key, value = rows.view(2, 1, shape.num_kv_heads, -1, shape.head_dim)
+    cache.layers[0].write(key, value, torch.arange(len(rows), device=device))
     step = _trial_step(device)
     heads = max(1, num_query_heads // shape.num_kv_heads) * shape.num_kv_heads
     size = (heads, step.token_ids.shape[1], shape.head_dim)

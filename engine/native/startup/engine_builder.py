@@ -22,10 +22,11 @@ from engine.native.cpu.build import load_library
 from engine.native.cpu.kernels import CpuKernels
 from engine.native.cpu.sampler import CpuSampler
 from engine.native.cuda.graph_sizes import GraphSize, graph_sizes
+from engine.native.device import choose_device
 from engine.native.execution.model_runner import ModelRunner
 from engine.native.execution.torch_engine import TorchEngine
 from engine.native.kv.cache import KVCache, block_bytes
-from engine.native.kv.sizing import fitting_model_len, num_kv_blocks
+from engine.native.kv.sizing import check_kv_cache_dtype, fitting_model_len, num_kv_blocks
 from engine.native.kv.swap import SwapSpace, make_swap_space
 from engine.native.model.loader import eos_token_ids, is_quantised
 from engine.native.startup.cpu_optimize import optimize_for_cpu
@@ -46,6 +47,7 @@ from engine.sampling.sampler import DeviceSampler, on_host, sample_ids
 def build_native_engine(config: EngineConfig, progress: Progress) -> TorchEngine:
     """Build an engine whose steps run on the caller's thread. Raises `EngineStartError` if the engine cannot start."""
     _check_sizes(config)
+    check_kv_cache_dtype(config, choose_device(config.device))
     loaded = load(config, progress)
     kernels = _choose_kernels(config, loaded, progress)
     memory = _divide_memory(config, loaded, kernels)
@@ -70,7 +72,7 @@ def build_native_engine(config: EngineConfig, progress: Progress) -> TorchEngine
     # Torch's operators also read the slots of a draft that was rejected, and a NaN in them would spread.
     verifies_drafts = is_in_turn and config.speculate and runner.attention.in_kernels
     info = replace(info, suspends_steps=is_in_turn, verifies_drafts=verifies_drafts)
-    _log(info, loaded, memory, runner.is_exact)
+    _log(info, loaded, memory, config.kv_cache_dtype, runner.is_exact)
     on_device = _device_sampler(info, loaded, kernels)
     if config.exact and loaded.device.type == "cuda" and on_device is sample_ids:
         raise EngineStartError("--exact needs the sampling kernel, which does not work here (see the log)")
@@ -122,7 +124,8 @@ def _attention_kernels(config: EngineConfig, loaded: Loaded, library: ctypes.CDL
     if loaded.device.type == "cuda" and config.optimize:
         num_heads = getattr(loaded.hf_config.get_text_config(decoder=True), "num_attention_heads", None)
         num_heads = num_heads if isinstance(num_heads, int) else 1
-        return working_kernels(loaded.specs, num_heads, loaded.dtype, loaded.device, exact=config.exact)
+        fp8 = config.kv_cache_dtype == "fp8"
+        return working_kernels(loaded.specs, num_heads, loaded.dtype, loaded.device, exact=config.exact, fp8=fp8)
     return CpuKernels(library, loaded.dtype) if library is not None and CpuKernels.supports(loaded.dtype) else None
 
 
@@ -144,17 +147,18 @@ def _divide_memory(config: EngineConfig, loaded: Loaded, kernels: _Kernels) -> _
     sizes = kernels.graph_sizes
     max_blocks = blocks_for(loaded.wanted_len, config.block_size)  # blocks of the longest sequence
     for_graphs = graph_bytes(sizes, max_blocks, loaded.step_bytes) if sizes else 0
-    one_block = block_bytes(loaded.layers, config.block_size, loaded.dtype)
+    fp8 = config.kv_cache_dtype == "fp8"
+    one_block = block_bytes(loaded.layers, config.block_size, loaded.dtype, fp8=fp8)
     num_blocks = num_kv_blocks(config, loaded.wanted_len, one_block, loaded.step_bytes + for_graphs, loaded.device)
     # If a step has fewer rows than its graph, the padding rows write to one extra block, unknown to the block pool.
-    cache = _make_cache(loaded, num_blocks + bool(sizes), config.block_size)
+    cache = _make_cache(loaded, num_blocks + bool(sizes), config.block_size, fp8=fp8)
     swap = make_swap_space(config, cache, one_block, loaded.device)
     return _Memory(num_blocks, one_block, for_graphs, cache, swap)
 
 
-def _make_cache(loaded: Loaded, num_blocks: int, block_size: int) -> KVCache:
+def _make_cache(loaded: Loaded, num_blocks: int, block_size: int, *, fp8: bool) -> KVCache:
     try:
-        return KVCache(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device)
+        return KVCache(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device, fp8=fp8)
     except (torch.OutOfMemoryError, MemoryError, OSError) as error:
         raise EngineStartError(f"not enough memory for {num_blocks} KV blocks") from error
 
@@ -184,7 +188,7 @@ def _describe(config: EngineConfig, loaded: Loaded, kernels: _Kernels, memory: _
     )
 
 
-def _log(info: EngineInfo, loaded: Loaded, memory: _Memory, is_exact: bool) -> None:
+def _log(info: EngineInfo, loaded: Loaded, memory: _Memory, kv_cache_dtype: str, is_exact: bool) -> None:
     structlog.get_logger(__name__).info(
         "engine ready",
         model=info.model_path,
@@ -195,6 +199,7 @@ def _log(info: EngineInfo, loaded: Loaded, memory: _Memory, is_exact: bool) -> N
         max_model_len=info.max_model_len,
         kv_blocks=info.num_blocks,
         block_size=info.block_size,
+        kv_cache_dtype=kv_cache_dtype,
         kv_cache_mib=round(info.num_blocks * memory.block_bytes / (1 << 20)),
         swap_blocks=info.num_swap_blocks,
         cpu_threads=torch.get_num_threads(),

@@ -22,10 +22,11 @@ _COPIES = {
     *("empty_like", "empty_strided", "floor_divide", "full_like", "gather", "index", "index_copy_", "index_select"),
     *("lift_fresh", "new_empty", "ones", "ones_like", "polar", "repeat", "stack", "type_as", "zeros", "zeros_like"),
 }
-# Operators that sum over a row alone, by an algorithm that depends on the row's length only.
+# Operators that sum over a row alone, by an algorithm that depends on the row's length only; or take its maximum.
 _OF_A_ROW = {
     "cpu": {"mean.dim", "native_layer_norm"},
-    "cuda": {"mm", "addmm", "bmm", "mean.dim", "native_layer_norm"},  # some of them replaced: see `exact_operators`
+    # Some of them are replaced: see `exact_operators`.
+    "cuda": {"mm", "addmm", "bmm", "mean.dim", "native_layer_norm", "amax"},
 }
 
 

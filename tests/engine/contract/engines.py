@@ -16,7 +16,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 
-from engine.config import EngineConfig, Quantization
+from engine.config import EngineConfig, KVCacheDtype, Quantization
 from engine.factory import build_engine
 from engine.interface import Engine, EngineInfo
 from engine.modeled.engine import ModeledEngine
@@ -107,8 +107,14 @@ def build_modeled_ahead(directory: Path) -> Engine:
     return ModeledEngine(make_info(directory, steps_ahead=1), lambda seconds: asyncio.sleep(0), prefix_cache=True)
 
 
-def build_native(directory: Path, quantize: Quantization | None = None, steps_ahead: Literal[0, 1] = 1) -> Engine:
-    block_bytes = 4 * 2 * 2 * 2 * 32 * 4  # tokens, keys and values, layers, heads, numbers a head, bytes a number
+def build_native(
+    directory: Path,
+    quantize: Quantization | None = None,
+    steps_ahead: Literal[0, 1] = 1,
+    kv_cache_dtype: KVCacheDtype = "auto",
+) -> Engine:
+    # Tokens, keys and values, layers, heads; numbers a head, with one scale or of 4 bytes each.
+    block_bytes = 4 * 2 * 2 * 2 * (32 + 4 if kv_cache_dtype == "fp8" else 32 * 4)
     return build_engine(
         EngineConfig(
             str(directory),
@@ -119,6 +125,8 @@ def build_native(directory: Path, quantize: Quantization | None = None, steps_ah
             max_model_len=CONTEXT_BLOCKS * 4,
             max_step_tokens=STEP_BLOCKS * 4,
             kv_cache_bytes=NUM_BLOCKS * block_bytes,
+            kv_cache_dtype=kv_cache_dtype,
+            optimize=kv_cache_dtype == "auto",  # on a CPU only torch's operators know FP8
             swap_bytes=NUM_BLOCKS * block_bytes,
             num_threads=1,
             steps_ahead=steps_ahead,
@@ -149,6 +157,7 @@ def build_vllm(directory: Path) -> Engine:
 
 # By name: the function that builds the engine, and the marks of its tests.
 MADE_UP = ("modeled", "modeled-ahead", "scripted")  # engines that make their tokens up; the others compute a model
+ROUNDED = ("fp8",)  # engines that round what transformers does not
 ENGINES: dict[str, tuple[Callable[[Path], Engine], tuple[pytest.MarkDecorator, ...]]] = {
     "modeled": (build_modeled, ()),
     "modeled-ahead": (build_modeled_ahead, ()),
@@ -156,5 +165,6 @@ ENGINES: dict[str, tuple[Callable[[Path], Engine], tuple[pytest.MarkDecorator, .
     "native": (build_native, ()),
     "int8": (partial(build_native, quantize="int8"), ()),
     "in-turn": (partial(build_native, steps_ahead=0), ()),  # as usually on a CPU
+    "fp8": (partial(build_native, kv_cache_dtype="fp8"), ()),
     "vllm": (build_vllm, (NEEDS_VLLM,)),
 }

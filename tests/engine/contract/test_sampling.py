@@ -49,11 +49,11 @@ PROCESSORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_greedy_tokens_are_those_of_generate(
-    computing_engine: CheckedEngine, model: Model, new: MakeNew, name: str
+    transformers_engine: CheckedEngine, model: Model, new: MakeNew, name: str
 ) -> None:
     ours, theirs = PROCESSORS[name]
     prompts = random_prompts(5)
-    driven = drive(computing_engine, [new(k, p, max_tokens=12, **ours) for k, p in prompts.items()])
+    driven = drive(transformers_engine, [new(k, p, max_tokens=12, **ours) for k, p in prompts.items()])
     for seq_id, prompt in prompts.items():
         ids = torch.tensor([prompt])
         settings = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, **theirs}
@@ -64,7 +64,7 @@ def test_greedy_tokens_are_those_of_generate(
 
 @pytest.mark.parametrize("chunk", [100, 3, 1])
 def test_logprobs_are_those_of_the_unaltered_logits(
-    computing_engine: CheckedEngine, model: Model, new: MakeNew, chunk: int
+    transformers_engine: CheckedEngine, model: Model, new: MakeNew, chunk: int
 ) -> None:
     """Sampling options do not change log probabilities, of prompts and outputs, in chunks of any size."""
     options: list[dict[str, Any]] = [
@@ -77,7 +77,7 @@ def test_logprobs_are_those_of_the_unaltered_logits(
     prompts = random_prompts(len(options), chunk)
     news = [new(k, prompts[k], max_tokens=6, **chosen) for k, chosen in zip(prompts, options, strict=True)]
     reported = Reported()
-    driven = drive(computing_engine, news, chunk=lambda s: chunk, after_step=reported)
+    driven = drive(transformers_engine, news, chunk=lambda s: chunk, after_step=reported)
     for sequence in news:
         tokens = [*sequence.prompt_token_ids, *driven[sequence.seq_id].output]
         with torch.no_grad():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.native.attention.kernels import AttentionKernels, HeadShape, PagedChunks, PagedRows, Scoring
+from engine.native.kv.cache import from_fp8, to_fp8
 from engine.native.model.layer_kernels import Activation, LayerKernels, Norm
 
 # Largest allowed difference by dtype: kernels round less often than the definitions, or sum in another order.
@@ -49,13 +50,23 @@ class RandomCache:
     """A KV cache of random numbers, with a block table for each context."""
 
     def __init__(
-        self, shape: HeadShape, block_size: int, num_blocks: int, dtype: torch.dtype, device: str, lengths: list[int]
+        self,
+        shape: HeadShape,
+        block_size: int,
+        num_blocks: int,
+        dtype: torch.dtype,
+        device: str,
+        lengths: list[int],
+        *,
+        fp8: bool = False,
     ) -> None:
         self.shape, self.block_size, self.num_blocks, self.lengths = shape, block_size, num_blocks, lengths
         self.device = device
         generator = torch.Generator().manual_seed(3)
         size = (2 * shape.num_kv_heads * num_blocks * block_size, shape.head_dim)
-        self.slots = torch.randn(size, generator=generator).to(device, dtype)
+        self.slots, self.scales = torch.randn(size, generator=generator).to(device, dtype), None
+        if fp8:  # rows of different sizes
+            self.slots, self.scales = to_fp8(self.slots * torch.rand(size[0], 1, generator=generator).to(device, dtype))
         rng = random.Random(5)
         self.blocks = [rng.sample(range(num_blocks), -(-length // block_size)) for length in lengths]
         # A strided part of wider rows, like the output of a fused projection.
@@ -65,21 +76,24 @@ class RandomCache:
 
     def context(self, sequence: int) -> Tensor:
         """Return keys and values of a context: (2, kv_heads, length, head_dim), float32."""
-        pool = self.slots.view(2, self.shape.num_kv_heads, self.num_blocks, self.block_size, self.shape.head_dim)
+        numbers = self.slots if self.scales is None else from_fp8(self.slots, self.scales, torch.float32)
+        pool = numbers.view(2, self.shape.num_kv_heads, self.num_blocks, self.block_size, self.shape.head_dim)
         return pool[:, :, self.blocks[sequence]].flatten(2, 3)[:, :, : self.lengths[sequence]].float()
 
     def rows(self) -> PagedRows:
         """Return the last token of each context."""
         longest = max(map(len, self.blocks))
         table = torch.tensor([own + [0] * (longest - len(own)) for own in self.blocks], device=self.device)
-        return PagedRows(self.slots, table, torch.tensor(self.lengths, device=self.device), self.block_size)
+        lengths = torch.tensor(self.lengths, device=self.device)
+        return PagedRows(self.slots, table, lengths, self.block_size, self.scales)
 
     def chunks(self, starts: list[int]) -> PagedChunks:
         """Return the tokens of each context from its start on."""
         counts = [end - start for start, end in zip(starts, self.lengths, strict=True)]
         lines = [(sum(counts[:i]), counts[i], starts[i], sum(map(len, self.blocks[:i]))) for i in range(len(counts))]
         tables = torch.tensor(sum(self.blocks, []), device=self.device)
-        return PagedChunks(self.slots, tables, torch.tensor(lines, device=self.device), self.block_size, max(counts))
+        extents = torch.tensor(lines, device=self.device)
+        return PagedChunks(self.slots, tables, extents, self.block_size, max(counts), scales=self.scales)
 
 
 def randn(*size: int, dtype: torch.dtype, device: str) -> Tensor:
@@ -110,17 +124,27 @@ def check_activate_and_mul(kernels: LayerKernels, dtype: torch.dtype, device: st
 
 
 def check_rotate_and_write(
-    kernels: LayerKernels, dtype: torch.dtype, device: str, shape: HeadShape, rotary: int, norms_of: str
+    kernels: LayerKernels,
+    dtype: torch.dtype,
+    device: str,
+    shape: HeadShape,
+    rotary: int,
+    norms_of: str,
+    *,
+    fp8: bool = False,
 ) -> None:
     """Check the queries, keys and values of five rows, and that nothing is written to other slots.
 
-    `norms_of` is what norms take together: nothing, "a head" or "all heads". With the latter, pairs are rotated.
+    `norms_of` is what norms take together: nothing, "a head" or "all heads". With the latter, pairs are rotated. With
+    `fp8`, codes and scales must be those of the definition for the rotated keys.
     """
     in_pairs = norms_of == "all heads"
     slot_ids = torch.tensor([9, 3, NUM_SLOTS - 1, 0, 17], device=device)
     rows, heads = len(slot_ids), shape.num_query_heads
     qkv = randn(rows, shape.query_width + 2 * shape.kv_width, dtype=dtype, device=device)
-    slots = torch.zeros(2 * shape.num_kv_heads * NUM_SLOTS, shape.head_dim, dtype=dtype, device=device)
+    stored = torch.uint8 if fp8 else dtype
+    slots = torch.zeros(2 * shape.num_kv_heads * NUM_SLOTS, shape.head_dim, dtype=stored, device=device)
+    scales = torch.zeros(len(slots), device=device) if fp8 else None
     angles = 3 * randn(rows, rotary // 2, dtype=torch.float32, device=device).repeat(1, 2)
     cosines, sines = angles.cos().to(dtype), angles.sin().to(dtype)
     sizes = (shape.query_width, shape.kv_width) if norms_of == "all heads" else (shape.head_dim, shape.head_dim)
@@ -131,10 +155,19 @@ def check_rotate_and_write(
     queries = rotate(before[:, :heads], query_norm, cosines, sines, in_pairs)
     keys = rotate(before[:, heads : heads + shape.num_kv_heads], key_norm, cosines, sines, in_pairs)
     values = before[:, heads + shape.num_kv_heads :]
-    kernels.rotate_and_write(qkv, shape, slots, slot_ids, cosines, sines, query_norm, key_norm, in_pairs)
+    kernels.rotate_and_write(qkv, shape, slots, slot_ids, cosines, sines, query_norm, key_norm, in_pairs, scales)
     assert_close(qkv, torch.cat((queries, keys, values), dim=1).flatten(1), dtype)
     written = slots.view(2, shape.num_kv_heads, -1, shape.head_dim)[:, :, slot_ids]
-    assert_close(written, torch.stack((keys, values)).transpose(1, 2), dtype)
+    if scales is None:
+        assert_close(written, torch.stack((keys, values)).transpose(1, 2), dtype)
+    else:
+        rotated = qkv.unflatten(1, (-1, shape.head_dim))[:, heads:].unflatten(1, (2, -1)).permute(1, 2, 0, 3)
+        codes, expected = to_fp8(rotated)
+        # Compiled for a GPU, the quotients round otherwise: a few may get the code beside.
+        is_same = written == codes
+        assert is_same.all() if device == "cpu" else is_same.float().mean() > 0.9
+        torch.testing.assert_close(scales.view(2, shape.num_kv_heads, -1)[:, :, slot_ids], expected)
+        assert int((scales != 0).sum()) == rows * 2 * shape.num_kv_heads
     assert int((slots != 0).any(-1).sum()) == rows * 2 * shape.num_kv_heads
 
 
@@ -161,12 +194,13 @@ def check_prefill(kernels: AttentionKernels, cache: RandomCache, starts: list[in
         first += end - start
 
 
-def check_nan(kernels: AttentionKernels, dtype: torch.dtype, device: str) -> None:
+def check_nan(kernels: AttentionKernels, dtype: torch.dtype, device: str, *, fp8: bool = False) -> None:
     """Check that a NaN in a context affects its own row only, and one after a context's end none."""
-    cache = RandomCache(HeadShape(2, 1, 16), 16, 40, dtype, device, [20, 20, 20])
+    cache = RandomCache(HeadShape(2, 1, 16), 16, 40, dtype, device, [20, 20, 20], fp8=fp8)
     cache.blocks = [[0, 1], [2, 3], [4, 5]]
-    cache.slots[3 * 16] = float("nan")
-    cache.slots.view(2, 40, 16, 16)[:, 5, 4:] = float("nan")  # left by a former owner
+    numbers = cache.slots if cache.scales is None else cache.scales[:, None]
+    numbers[3 * 16] = float("nan")
+    numbers.view(2, 40, 16, -1)[:, 5, 4:] = float("nan")  # left by a former owner
     attended = kernels.paged_decode(cache.query[:, :3], 1, cache.rows(), Scoring(1.0))
     assert attended[[0, 2]].isfinite().all()
     assert attended[1].isnan().all()

@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 SHARED_BYTES = 227 << 10  # shared memory of a streaming multiprocessor on sm_90
-HEADS = {"BLOCK_SIZE": 16, "HEAD_DIM": 128, "PADDED_DIM": 128, "GROUP": 4, "KV_HEADS": 8, "TILE": 64}
+HEADS = {"BLOCK_SIZE": 16, "HEAD_DIM": 128, "PADDED_DIM": 128, "GROUP": 4, "KV_HEADS": 8, "TILE": 64, "IS_FP8": False}
 # Types of the arguments that are not pointers to numbers of the model's dtype.
 KINDS = {
     **dict.fromkeys(("block_table", "block_tables", "context_lens", "extents", "slot_ids"), "*i64"),
@@ -40,13 +40,17 @@ def compile_for_sm90(
     constants: dict[str, Any],
     num_stages: int = 3,
     capability: int = 90,
+    *,
+    fp8: bool = False,
 ) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    kinds = {name: "constexpr" if name in constants else KINDS.get(name, f"*{element}") for name in kernel.arg_names}
+    types = {**KINDS, "slots": "*u8"} if fp8 else KINDS
+    kinds = {name: "constexpr" if name in constants else types.get(name, f"*{element}") for name in kernel.arg_names}
     # Large tensors are aligned to 16 bytes.
-    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(kinds.values()) if kind == f"*{element}"}
+    large = (f"*{element}", "*u8")
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(kinds.values()) if kind in large}
     source = ASTSource(fn=kernel, signature=kinds, constexprs=constants, attrs=aligned)
     options = {"num_warps": num_warps, "num_stages": num_stages}
     return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -89,10 +93,36 @@ def test_layers() -> None:
         constants = {"N": 14336, "TILE": 1024, "ACTIVATION": int(activation)}
         assert compile_for_sm90(kernels.activate_and_mul_kernel, "bf16", 4, constants).asm["cubin"]
     rotate = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "PADDED_DIM": 128, "ROTARY": 128, "TILE": 8}
-    rotate |= {"HAS_QUERY_NORM": True, "HAS_KEY_NORM": False, "ROUNDS": True}
+    rotate |= {"HAS_QUERY_NORM": True, "HAS_KEY_NORM": False, "ROUNDS": True, "IS_FP8": False}
     for in_pairs in (False, True):
         constants = {**rotate, "IN_PAIRS": in_pairs}
         assert compile_for_sm90(kernels.rotate_and_write_kernel, "bf16", 4, constants).asm["cubin"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "shared_kib"), mostly_full([(80, 163), (89, 99), (90, 227), (100, 227)], (89, 99))
+)
+@pytest.mark.parametrize("element", mostly_full(["bf16", "fp16", "fp32"], "bf16"))
+def test_fp8(element: str, capability: int, shared_kib: int) -> None:
+    """For GPUs with and without instructions for FP8: the kernels need none."""
+    from engine.native.cuda import triton_kernels as kernels
+    from engine.native.cuda.kernels import DECODE_STAGES
+    from engine.native.cuda.triton_layers import rotate_and_write_kernel
+
+    dot_dtype = {"bf16": kernels.tl.bfloat16, "fp16": kernels.tl.float16, "fp32": kernels.tl.float32}[element]
+    keys, on = 32 if element == "fp32" else 64, {"capability": capability, "fp8": True}
+    heads = {**HEADS, "TILE": keys, "IS_FP8": True, "DOT_DTYPE": dot_dtype}
+    heads |= {"HAS_SOFTCAP": True, "HAS_WINDOW": True, "HAS_SINKS": True}
+    split = {**heads, "PADDED_GROUP": 16, "MIN_SPLIT": 128}
+    compiled = compile_for_sm90(kernels.decode_split_kernel, element, 4, split, DECODE_STAGES, **on)
+    assert 0 < compiled.metadata.shared <= shared_kib << 10
+    for has_window in (True, False):
+        prefill = {**heads, "HAS_WINDOW": has_window, "TOKENS": keys // 4, "ROWS": keys}
+        compiled = compile_for_sm90(kernels.prefill_kernel, element, 4, prefill, **on)
+        assert 0 < compiled.metadata.shared <= shared_kib << 10
+    rotate = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "PADDED_DIM": 128, "ROTARY": 128, "TILE": 8}
+    rotate |= {"HAS_QUERY_NORM": True, "HAS_KEY_NORM": False, "ROUNDS": True, "IN_PAIRS": False, "IS_FP8": True}
+    assert compile_for_sm90(rotate_and_write_kernel, element, 4, rotate, **on).asm["cubin"]
 
 
 @pytest.mark.parametrize(("bits", "group", "has_offsets"), [(8, 32, False), (8, 16, False), (4, 32, True)])

@@ -77,19 +77,21 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("fp8", mostly_full((False, True), False), ids=("plain", "fp8"))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("shape", "softcap", "window", "has_sinks"), CASES)
 def test_attention_is_the_same_in_any_chunks(
-    dtype: torch.dtype, shape: HeadShape, softcap: float | None, window: int | None, has_sinks: bool
+    fp8: bool, dtype: torch.dtype, shape: HeadShape, softcap: float | None, window: int | None, has_sinks: bool
 ) -> None:
     """A context in one chunk, in several, and token by token, beside padding rows."""
     from engine.native.cuda.kernels import TritonKernels
 
     generator = torch.Generator().manual_seed(4)
-    cache = KVCache(
-        [LayerShape(shape.num_kv_heads, shape.head_dim)], NUM_BLOCKS, BLOCK_SIZE, dtype, torch.device(DEVICE)
-    )
-    cache.layers[0].slots.copy_(torch.randn(cache.layers[0].slots.shape, generator=generator))
+    own_shape, device = LayerShape(shape.num_kv_heads, shape.head_dim), torch.device(DEVICE)
+    cache = KVCache([own_shape], NUM_BLOCKS, BLOCK_SIZE, dtype, device, fp8=fp8)
+    numbers = torch.randn(cache.layers[0].slots.shape, generator=generator).to(device, dtype)
+    key_value = numbers.view(2, 1, shape.num_kv_heads, -1, shape.head_dim)
+    cache.layers[0].write(*key_value, torch.arange(len(numbers), device=device))
     query = torch.randn(shape.num_query_heads, CONTEXT, shape.head_dim, generator=generator).to(DEVICE, dtype)
     sinks = torch.randn(shape.num_query_heads, generator=generator).to(DEVICE) if has_sinks else None
     attention = PagedAttention(cache, [window], TritonKernels(num_processors=2, min_split=32, exact=True))
@@ -150,13 +152,14 @@ def bits_of(engine: TorchEngine, rng: random.Random | None) -> Bits:
 
 
 @pytest.fixture
-def rebuilt(make_engine: MakeEngine) -> Callable[[bool], TorchEngine]:
+def rebuilt(make_engine: MakeEngine) -> Callable[..., TorchEngine]:
     """Return a function that makes an engine with our kernels and graphs, exact or not."""
     from engine.native.cuda.kernels import TritonKernels
     from engine.native.cuda.layers import TritonLayerKernels
 
-    def make(exact: bool) -> TorchEngine:
-        plain = make_engine("qwen3", optimize=False, kv_cache_bytes=1 << 19, prefix_cache=False)
+    def make(exact: bool, kv_cache_dtype: str = "auto") -> TorchEngine:
+        memory = {"kv_cache_bytes": 1 << 19, "kv_cache_dtype": kv_cache_dtype}
+        plain = make_engine("qwen3", optimize=False, prefix_cache=False, **memory)
         kernels = TritonKernels(num_processors=2, min_split=32, exact=exact)
         sizes = [GraphSize(4), GraphSize(1), GraphSize(2, 16)]
         engine, _, _ = with_graphs(plain, sizes, kernels, layers=TritonLayerKernels(), exact=exact)
@@ -167,11 +170,12 @@ def rebuilt(make_engine: MakeEngine) -> Callable[[bool], TorchEngine]:
 
 @pytest.mark.full
 @pytest.mark.skipif(HAS_GPU, reason="test_on_gpu.py has it on the GPU")
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 def test_an_engines_rows_are_the_same_in_any_schedule(
-    rebuilt: Callable[[bool], TorchEngine], exact_operators: None
+    kv_cache_dtype: str, rebuilt: Callable[..., TorchEngine], exact_operators: None
 ) -> None:
-    alone = bits_of(rebuilt(True), None)
-    assert bits_of(rebuilt(True), random.Random(1)) == alone
+    alone = bits_of(rebuilt(True, kv_cache_dtype), None)
+    assert bits_of(rebuilt(True, kv_cache_dtype), random.Random(1)) == alone
 
 
 @pytest.mark.full

@@ -49,6 +49,30 @@ def test_kernels_fused_layers_and_graphs_are_used(name: str, make_engine: MakeEn
     assert not [entry for entry in logs.values() if entry["log_level"] == "warning"]
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_fp8_kv_is_attended_by_the_kernels_in_any_schedule(exact: bool, make_engine: MakeEngine) -> None:
+    """With kernels, fused layers and graphs; with `exact`, the bits are the same, too."""
+    settings = {"dtype": "bfloat16", "exact": exact, "kv_cache_dtype": "fp8", "prefix_cache": False}
+    engine, logs = build(make_engine, "qwen3", **settings)
+    assert engine.info.attention_backend == "own Triton kernels"
+    assert logs["engine ready"]["kv_cache_dtype"] == "fp8"
+    assert logs["model optimized"]["fused_layers"] == 2
+    assert logs["CUDA graphs captured"]["decodes"]
+    news = [make_new(k, p, max_tokens=MAX_TOKENS, logprobs=0) for k, p in PROMPTS.items()]
+    alone, reported = Reported(), Reported()
+    for new in news:
+        drive(engine, [new], after_step=alone)
+    rng = random.Random(4)
+    preempt = random_preemption(rng, 0.2, *map(PreemptionMode, engine.info.preemption_modes))
+    driven = drive(engine, news, random_chunks(rng, 9), preempt, arrivals_a_step=2, after_step=reported)
+    assert all(len(d.output) == MAX_TOKENS or d.finish_reason for d in driven.values())
+    if exact:
+        assert reported.output == alone.output
+    else:  # the first tokens come of the same prompts
+        first = [(reported.output[k][0].token_id, alone.output[k][0].token_id) for k in PROMPTS]
+        assert sum(one == other for one, other in first) >= MIN_AGREEMENT * len(first)
+
+
 @pytest.fixture
 def expected(request: pytest.FixtureRequest, model_directory: ModelDirectory) -> dict[str, tuple[int, ...]]:
     """The tokens of `generate` in fp32 on the CPU."""

@@ -15,7 +15,8 @@ from engine.interface import SamplingParams
 from engine.native.attention.kernels import AttentionKernels, HeadShape, Scoring
 from engine.native.batch.tensors import to_cpu
 from engine.native.cuda.graph_sizes import GraphSize
-from engine.native.kv.cache import LayerShape
+from engine.native.execution.torch_engine import TorchEngine
+from engine.native.kv.cache import LayerShape, to_fp8
 from engine.native.model.grouped_weight import GroupedWeight, rounded
 from engine.native.model.layer_kernels import LayerKernels
 from engine.native.model.quantized import QuantizedLinear
@@ -24,6 +25,7 @@ from engine.native.startup.cuda_trial import find_fault, sampler_fault
 from engine.native.startup.probe import LayerSpec
 from engine.sampling.sampler import SamplingRow, sample_ids
 from tests.engine.conftest import MakeEngine, ModelDirectory
+from tests.engine.contract.reported import Reported, assert_alike
 from tests.engine.drive import drive, make_new, random_chunks
 from tests.engine.models import VOCAB_SIZE, generate
 from tests.engine.native.cuda.rebuilt import with_graphs, with_kernels
@@ -78,19 +80,22 @@ def layer_kernels() -> LayerKernels:
     return TritonLayerKernels()
 
 
+@pytest.mark.parametrize("fp8", [False, True], ids=("plain", "fp8"))
 @pytest.mark.parametrize("case", FEW, ids=name_of)
-def test_attention(kernels: AttentionKernels, case: Any) -> None:
+def test_attention(kernels: AttentionKernels, case: Any, fp8: bool) -> None:
     """The chunks are a whole prompt, the end of a longer prompt and the middle of another."""
     shape, softcap, window, has_sinks, block_size, dtype = case
     assert kernels.can_attend(shape)
-    cache = RandomCache(shape, block_size, NUM_BLOCKS, dtype, DEVICE, [1, block_size, 0, 33, 500])
+    cache = RandomCache(shape, block_size, NUM_BLOCKS, dtype, DEVICE, [1, block_size, 0, 33, 500], fp8=fp8)
     scoring = Scoring(0.2, softcap, window, cache.sinks if has_sinks else None)
     assert (check_decode(kernels, cache, scoring)[2] == 0).all(), "a row of length 0"
-    check_prefill(kernels, RandomCache(shape, block_size, NUM_BLOCKS, dtype, DEVICE, [5, 83, 69]), [0, 70, 30], scoring)
+    chunks = RandomCache(shape, block_size, NUM_BLOCKS, dtype, DEVICE, [5, 83, 69], fp8=fp8)
+    check_prefill(kernels, chunks, [0, 70, 30], scoring)
 
 
-def test_a_nan_in_a_context_affects_its_own_row_only(kernels: AttentionKernels) -> None:
-    check_nan(kernels, torch.float32, DEVICE)
+@pytest.mark.parametrize("fp8", [False, True], ids=("plain", "fp8"))
+def test_a_nan_in_a_context_affects_its_own_row_only(kernels: AttentionKernels, fp8: bool) -> None:
+    check_nan(kernels, torch.float32, DEVICE, fp8=fp8)
 
 
 SAMPLING = [
@@ -158,6 +163,38 @@ def test_rotate_and_write(layer_kernels: LayerKernels, dtype: torch.dtype, rotar
     check_rotate_and_write(layer_kernels, dtype, DEVICE, HeadShape(4, 2, 20), rotary, norms_of)
 
 
+@pytest.mark.parametrize("dtype", mostly_full((*DTYPES, torch.float16), torch.bfloat16), ids=str)
+def test_rotate_and_write_fp8(layer_kernels: LayerKernels, dtype: torch.dtype) -> None:
+    check_rotate_and_write(layer_kernels, dtype, DEVICE, HeadShape(4, 2, 20), 8, "a head", fp8=True)
+
+
+def test_codes_of_fp8_are_torchs(layer_kernels: LayerKernels) -> None:
+    """Of numbers of each size, of ties, zeros, rows that are too small for a scale, and a NaN, which its row keeps."""
+    numbers = (torch.arange(-448, 448) * 2.0 ** -torch.arange(16)[:, None]).view(-1, 16)
+    rows = torch.cat((numbers, torch.linspace(-448, 448, 4000).view(-1, 16))).to(DEVICE)
+    rows[:, 0] = 448.0  # a scale of 1
+    rows[3], rows[5, 4], rows[6] = 0.0, torch.nan, 1e-42
+    values = rows.flip(0)
+    slots = torch.zeros(2 * len(rows), 16, dtype=torch.uint8, device=DEVICE)
+    scales, zeros = torch.zeros(len(slots), device=DEVICE), torch.zeros(len(rows), 16, device=DEVICE)
+    layer_kernels.rotate_and_write(
+        torch.cat((rows, rows, values), dim=1),
+        HeadShape(1, 1, 16),
+        slots,
+        torch.arange(len(rows), device=DEVICE),
+        zeros + 1,
+        zeros,
+        None,
+        None,
+        scales=scales,
+    )
+    codes, expected = to_fp8(torch.cat((rows, values)))
+    torch.testing.assert_close(scales, expected, equal_nan=True)
+    is_number = ~expected.isnan()
+    assert int((~is_number).sum()) == 2
+    assert torch.equal(slots[is_number], codes[is_number])
+
+
 def test_what_does_not_fit_is_refused(kernels: AttentionKernels, layer_kernels: LayerKernels) -> None:
     cache = RandomCache(HeadShape(2, 1, 16), 16, NUM_BLOCKS, torch.float32, DEVICE, [20])
     with pytest.raises(ValueError, match="3 rows of queries, but 1 context lengths"):
@@ -170,14 +207,11 @@ def test_what_does_not_fit_is_refused(kernels: AttentionKernels, layer_kernels: 
     assert not kernels.can_attend(HeadShape(2, 2, 512))
 
 
+@pytest.mark.parametrize("fp8", [False, True], ids=("plain", "fp8"))
 @pytest.mark.parametrize("dtype", mostly_full(TOLERANCES, torch.bfloat16), ids=str)
-def test_the_trial_accepts_the_kernels(kernels: AttentionKernels, dtype: torch.dtype) -> None:
-    assert (
-        find_fault(
-            kernels, [LayerSpec(LayerShape(2, 24), window) for window in (None, 9)], 4, dtype, torch.device(DEVICE)
-        )
-        is None
-    )
+def test_the_trial_accepts_the_kernels(kernels: AttentionKernels, dtype: torch.dtype, fp8: bool) -> None:
+    specs = [LayerSpec(LayerShape(2, 24), window) for window in (None, 9)]
+    assert find_fault(kernels, specs, 4, dtype, torch.device(DEVICE), fp8=fp8) is None
 
 
 @pytest.mark.full
@@ -218,6 +252,33 @@ def test_fused_layers_give_the_tokens_of_generate(
     driven = drive(engine, [make_new(seq_id, prompt, max_tokens=3) for seq_id, prompt in prompts.items()])
     expected = {seq_id: generate(model_directory(name)[1], prompt, 3) for seq_id, prompt in prompts.items()}
     assert {seq_id: tuple(d.output) for seq_id, d in driven.items()} == expected
+
+
+@pytest.mark.full
+@pytest.mark.skipif(HAS_GPU, reason="test_on_gpu.py has them on the GPU")
+@pytest.mark.parametrize("is_fused", [False, True], ids=("attention", "fused layers and graphs"))
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_an_fp8_engine_with_the_kernels_computes_what_torchs_operators_do(
+    name: str, is_fused: bool, kernels: AttentionKernels, layer_kernels: LayerKernels, make_engine: MakeEngine
+) -> None:
+    """And not what it computes with keys and values in float32, or the test would pass without FP8."""
+    prompts = {"a": tuple(range(3, 22)), "b": (5, 9, 2), "c": (7,)}
+    news = [make_new(k, p, max_tokens=6, logprobs=1) for k, p in prompts.items()]
+
+    def logprobs(engine: TorchEngine) -> list[Any]:
+        reported = Reported()
+        drive(engine, news, random_chunks(random.Random(3), 9), arrivals_a_step=2, after_step=reported)
+        return sum((reported.output[k] for k in prompts), [])
+
+    plain, expected = (make_engine(name, optimize=False, kv_cache_dtype="fp8") for _ in range(2))
+    sizes = [GraphSize(3), GraphSize(1), GraphSize(2, 6)]
+    layers = layer_kernels if name == "llama" else None
+    engine = with_graphs(plain, sizes, kernels, layers=layers)[0] if is_fused else with_kernels(plain, kernels)
+    right = logprobs(expected)
+    assert_alike(logprobs(engine), right)
+    assert engine._runner.attention.in_kernels
+    with pytest.raises(AssertionError):
+        assert_alike(logprobs(make_engine(name, optimize=False)), right)
 
 
 @pytest.mark.parametrize("rows", mostly_full([1, 16, 33, 64, 65], 33))

@@ -12,11 +12,12 @@ from tests.engine.conftest import MakeEngine
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def make_cache(num_blocks: int = 200, device: torch.device = CPU) -> KVCache:
+def make_cache(num_blocks: int = 200, device: torch.device = CPU, *, fp8: bool = False) -> KVCache:
     """Return a cache of three layers in two shapes, filled with random numbers."""
-    cache = KVCache([LayerShape(2, 8), LayerShape(1, 4), LayerShape(2, 8)], num_blocks, 4, torch.float32, device)
+    shapes = [LayerShape(2, 8), LayerShape(1, 4), LayerShape(2, 8)]
+    cache = KVCache(shapes, num_blocks, 4, torch.float32, device, fp8=fp8)
     blocks = torch.arange(num_blocks, device=device)
-    cache.write_blocks(blocks, [torch.rand_like(c) for c in cache.read_blocks(blocks)])
+    cache.write_blocks(blocks, [(200 * torch.rand(c.shape)).to(c) for c in cache.read_blocks(blocks)])
     return cache
 
 
@@ -29,8 +30,9 @@ def block(cache: KVCache, number: int) -> list[torch.Tensor]:
     [CPU, pytest.param(CUDA, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))],
     ids=str,
 )
-def test_blocks_come_back_unchanged_to_any_place(device: torch.device) -> None:
-    cache = make_cache(device=device)
+@pytest.mark.parametrize("fp8", [False, True], ids=("plain", "fp8"))
+def test_blocks_come_back_unchanged_to_any_place(device: torch.device, fp8: bool) -> None:
+    cache = make_cache(device=device, fp8=fp8)
     space = SwapSpace(cache, 150, device)
     assert all(host.is_pinned() == (device == CUDA) for host in space._host)
     copies = list(zip(range(10, 140), [*range(40, 100), *range(39, -1, -1), *range(120, 150)], strict=True))
