@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
+from engine.imports import without_collections
 from engine.interface import Engine
 from engine.progress import NO_PROGRESS, Progress
 from engine.thread import EngineThread, Stepper
@@ -28,7 +29,7 @@ def build_engine(config: EngineConfig, progress: Progress = NO_PROGRESS) -> Engi
 
     `progress` is told how far it is, partly on that thread.
     """
-    with progress.phase("loading PyTorch"):
+    with progress.phase("loading PyTorch"), without_collections():
         builder = _builder_of(config)
     return EngineThread(partial(builder, config, progress))
 
@@ -38,7 +39,7 @@ def build_torch_engine(config: EngineConfig, progress: Progress = NO_PROGRESS) -
 
     Raises `EngineStartError` if the engine cannot start.
     """
-    with progress.phase("loading PyTorch"):
+    with progress.phase("loading PyTorch"), without_collections():
         builder = _load_builder(config.device)
     return builder(config, progress)
 

@@ -44,8 +44,8 @@ HOUSES = {
     " → maintenance → service → message_batches retry",
     "scheduler": "clock routing → config request virtual_time → store → queue events registry reload"
     " → request_state tasks → deadlines → client control → holdings → planning worker → drivers",
-    "engine": "interface → config progress closing suspension → gguf grammar step_time sequences streaming thread"
-    " → sampling → modeled native static upstream vllm → embedding → factory",
+    "engine": "interface → config imports progress closing suspension → gguf grammar step_time sequences streaming"
+    " thread → sampling → modeled native static upstream vllm → embedding → factory",
     "loadtest": "machine progress random_weights traffic → client model_shapes"
     " → estimates running locustfile serving → reporting → checks commands simulation"
     " → calibration measure",

@@ -14,6 +14,7 @@ from pydantic_settings import CliApp, SettingsError
 
 from engine import gguf
 from engine.config import EngineStartError
+from engine.imports import without_collections
 from tidegate.logs import configure_logging
 from tidegate.settings import base, commands
 from tidegate.settings.base import CONFIG_VARIABLE, CommonSettings
@@ -84,7 +85,8 @@ def _run(name: str, *args: str) -> int:
         return EX_USAGE
     if isinstance(settings, WorkerSettings) and settings.engine == "static" and name == "worker":
         function = "tidegate.worker.static_worker:run_static_worker"
-    run: Callable[[CommonSettings], int] = resolve_name(function)
+    with without_collections():
+        run: Callable[[CommonSettings], int] = resolve_name(function)
     return run(settings)
 
 
