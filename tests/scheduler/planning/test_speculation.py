@@ -1,7 +1,7 @@
 """Which steps have drafts, of which tokens, and how many of them."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.interface import Run, StepPlan
-from engine.step_time.cost import StepCost
+from engine.step_time.cost import StepCost, StepWork
 from scheduler.planning.kv_budget import EngineView
 from scheduler.planning.speculation import LONGEST_DRAFT, USUAL_RATE, Repetition, Speculation
-from scheduler.request_state import RequestState
+from scheduler.request_state import RequestState, Status
 from tests.scheduler.builders import FAST, expected_tokens, make_core, make_info, make_request, make_tiers
 from tests.scheduler.stepped_core import SteppedCore
 from tests.scheduler.world import World, run_world
@@ -23,9 +23,11 @@ SPECULATING = make_info(verifies_drafts=True)
 DEAR = replace(FAST, decode_s=FAST.step_s)  # a step of two decodes takes nearly twice as long as one of one
 
 
-def state_of(prompt: Sequence[int], output: Sequence[int] = (), **sampling: Any) -> RequestState:
-    request = make_request(prompt=prompt, **{"max_tokens": 100, **sampling})
-    state = RequestState(request, make_tiers().tiers["realtime"], 1, 0.0, 0.0)
+def state_of(
+    prompt: Sequence[int], output: Sequence[int] = (), tier: str = "realtime", **sampling: Any
+) -> RequestState:
+    request = make_request(tier=tier, prompt=prompt, **{"max_tokens": 100, **sampling})
+    state = RequestState(request, make_tiers().tiers[tier], 1, 0.0, 0.0)
     state.output_token_ids.extend(output)
     return state
 
@@ -87,13 +89,14 @@ def drafts(
     cost: StepCost = FAST,
     limit_s: float = 1.0,
     speculation: Speculation | None = None,
+    returning: Collection[RequestState] = (),
     **capacity: Any,
 ) -> list[int]:
-    """Return the lengths of the drafts in a step of these decodes."""
+    """Return the lengths of the drafts in a step of these decodes. Those that are `returning` were swapped."""
     core = make_core(info=SPECULATING)
     for i, state in enumerate(states):
         state.id = f"s{i}"
-        state._status = type(state._status).RUNNING
+        state._status = Status.SWAPPED if state in returning else Status.RUNNING
         state.num_computed_tokens = state.num_tokens - 1
         core.held.table.update(state)
     plan = StepPlan(0, run=tuple(Run(state.id, 1) for state in states))
@@ -141,6 +144,25 @@ def test_others_are_not_slowed_down_for_one_that_repeats_itself() -> None:
 def test_many_that_repeat_themselves_share_the_time() -> None:
     lengths = drafts(*(repeating() for _ in range(8)))
     assert max(lengths) - min(lengths) <= 1 and 0 < max(lengths) <= drafts(repeating())[0]
+
+
+def test_bulk_counts_for_what_fits_and_not_for_what_drafts_are_worth() -> None:
+    def beside(num_bulk: int, limit_s: float = 1.0) -> list[int]:
+        bulk = (state_of(range(30, 60), [5, 6], "bulk") for _ in range(num_bulk))
+        return drafts(repeating(), *bulk, limit_s=limit_s)
+
+    (alone,) = beside(0)
+    assert beside(60) == [alone, *[0] * 60] and alone > 2
+    work = StepWork()
+    for context in (14, *[31] * 60):
+        work.add(1, context)
+    assert beside(60, FAST.of(work) + 2.5 * FAST.decode(14))[0] == 2
+    back = state_of(range(30, 60), [5, 6], "bulk")  # with 32 tokens in 16 blocks
+    assert [drafts(repeating(), back, returning=[back], block_size=2, free_blocks=n)[0] for n in (16, 17, 18)] == [
+        0,
+        1,
+        3,
+    ]
 
 
 def test_a_draft_leaves_room_for_the_token_after_it() -> None:
