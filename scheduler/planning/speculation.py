@@ -71,11 +71,18 @@ class Speculation:
         self._known[state].note(num_drafted, num_accepted)
 
     def with_drafts(
-        self, plan: StepPlan, table: RequestTable, view: EngineView, cost: StepCost, limits_s: Mapping[str, float]
+        self,
+        plan: StepPlan,
+        table: RequestTable,
+        view: EngineView,
+        cost: StepCost,
+        mixed_cost: StepCost,
+        limits_s: Mapping[str, float],
     ) -> StepPlan:
         """Return the plan with drafts, if all interactive requests that yield to nobody decode in it.
 
-        `cost` is that of steps without prefills, and `limits_s` the longest time of a step, by tier.
+        `cost` is that of steps without prefills, `mixed_cost` that of steps with them, and `limits_s` the longest time
+        of a step, by tier.
         """
         running = {run.seq_id for run in plan.run}
         states = [state for state in table.interactive() if state.is_protected]
@@ -83,7 +90,8 @@ class Speculation:
             return plan
         free_blocks = BlockBudget(view, cost, table.reserved(), table.any_resident).unreserved
         limit_s = min(limits_s[state.tier.name] for state in states)
-        choice = _Choice(states, plan, table, replace(view, free_blocks=free_blocks), cost, limit_s)
+        plan_cost = mixed_cost if any(run.num_tokens > 1 for run in plan.run) else cost
+        choice = _Choice(states, plan, table, replace(view, free_blocks=free_blocks), cost, plan_cost, limit_s)
         offers = {state.id: self._offer(state, choice, view) for state in states}
         choice.take(list(offers.values()))
         for offer in offers.values():
@@ -138,28 +146,28 @@ class _Choice:
         table: RequestTable,
         view: EngineView,
         cost: StepCost,
+        plan_cost: StepCost,
         limit_s: float,
     ) -> None:
         size = view.block_size
-        all_s, needs = 0.0, 0
+        self._plan_s, needs = 0.0, 0
         for run in plan.run:
             state = table.states[run.seq_id]
-            all_s += cost.run(run.num_tokens, state.num_computed_tokens)
+            self._plan_s += plan_cost.run(run.num_tokens, state.num_computed_tokens)
             needs += blocks_for(state.num_computed_tokens + run.num_tokens, size) - state.blocks_held(size)
-        self._cost = cost
+        self._cost, self._plan_cost = cost, plan_cost
         self._limit_s = limit_s
         self._num_sequences = len(states)
         self._runs_s = sum(cost.decode(state.num_computed_tokens) for state in states)
-        self._others_s = all_s - self._runs_s
         self._tokens_left = view.max_step_tokens - plan.num_tokens
         self._block_size = size
         self._blocks_left = view.free_blocks - needs
 
     def pays(self, offer: _Offer) -> bool:
         """Return whether the next token of a draft makes one sequence faster by more than it makes all slower."""
-        runs_s = self._runs_s + self._token_s(offer)
-        step_s, longer_s = self._cost.step(self._runs_s), self._cost.step(runs_s)
-        if self._cost.step(runs_s + self._others_s) > self._limit_s or not step_s or self._tokens_left < 1:
+        step_s, longer_s = (self._cost.step(s) for s in (self._runs_s, self._runs_s + self._token_s(offer)))
+        planned_s = self._plan_cost.step(self._plan_s + self._plan_cost.decode(offer.state.num_computed_tokens))
+        if planned_s > self._limit_s or not step_s or self._tokens_left < 1:
             return False  # also while no cost is known
         return 1 + offer.gain / offer.num_expected > (longer_s / step_s) ** self._num_sequences
 
@@ -176,6 +184,7 @@ class _Choice:
             self._blocks_left -= needs_block
             self._tokens_left -= 1
             self._runs_s += self._token_s(offer)
+            self._plan_s += self._plan_cost.decode(offer.state.num_computed_tokens)
             offer.take()
             if offer.length < len(offer.text):
                 heappush(heap, (-offer.gain / offer.num_expected, place))

@@ -85,7 +85,7 @@ class Planner:
             return plan
         limits_s = {name: budget.limit.base_s for name, budget in budgets.tiers.items()}
         view = self._engine_state.view()
-        return self.speculation.with_drafts(plan, self._table, view, budgets.decode_cost, limits_s)
+        return self.speculation.with_drafts(plan, self._table, view, budgets.decode_cost, budgets.cost, limits_s)
 
     def _suspended_next(
         self, step: TrackedStep, tiers: Sequence[Tier], budgets: Budgets, now: float

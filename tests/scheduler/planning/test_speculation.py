@@ -90,18 +90,22 @@ def drafts(
     limit_s: float = 1.0,
     speculation: Speculation | None = None,
     returning: Collection[RequestState] = (),
+    prefilling: Collection[RequestState] = (),
+    mixed_cost: StepCost | None = None,
     **capacity: Any,
 ) -> list[int]:
-    """Return the lengths of the drafts in a step of these decodes. Those that are `returning` were swapped."""
+    """Return the lengths of the drafts in a step of these decodes. Those that are `returning` were swapped.
+
+    Those that are `prefilling` compute all of their tokens instead."""
     core = make_core(info=SPECULATING)
     for i, state in enumerate(states):
         state.id = f"s{i}"
         state._status = Status.SWAPPED if state in returning else Status.RUNNING
-        state.num_computed_tokens = state.num_tokens - 1
+        state.num_computed_tokens = 0 if state in prefilling else state.num_tokens - 1
         core.held.table.update(state)
-    plan = StepPlan(0, run=tuple(Run(state.id, 1) for state in states))
+    plan = StepPlan(0, run=tuple(Run(state.id, state.num_uncomputed) for state in states))
     found = (speculation or Speculation()).with_drafts(
-        plan, core.held.table, view(**capacity), cost, {"realtime": limit_s}
+        plan, core.held.table, view(**capacity), cost, mixed_cost or cost, {"realtime": limit_s}
     )
     assert [run.seq_id for run in found.run] == [run.seq_id for run in plan.run]
     return [len(run.draft) for run in found.run]
@@ -157,6 +161,11 @@ def test_bulk_counts_for_what_fits_and_not_for_what_drafts_are_worth() -> None:
     for context in (14, *[31] * 60):
         work.add(1, context)
     assert beside(60, FAST.of(work) + 2.5 * FAST.decode(14))[0] == 2
+    slow = replace(FAST, prefill_token_s=0.01)  # 32 tokens beside: 0.32 s, known only of steps with prefills
+    for limit_s, expected in ((0.3, 0), (0.5, alone)):
+        prefill = state_of(range(30, 60), [5, 6], "bulk")
+        with_prefill = drafts(repeating(), prefill, prefilling=[prefill], mixed_cost=slow, limit_s=limit_s)
+        assert with_prefill == [expected, 0]
     back = state_of(range(30, 60), [5, 6], "bulk")  # with 32 tokens in 16 blocks
     assert [drafts(repeating(), back, returning=[back], block_size=2, free_blocks=n)[0] for n in (16, 17, 18)] == [
         0,
