@@ -34,20 +34,8 @@ _GRAPH_BYTES = 8 << 20  # device memory of a captured graph besides its tensors
 _WORKSPACE_BYTES = 64 << 20  # device memory that libraries take for the stream of the captures
 
 
-def working_kernels(
-    specs: Sequence[LayerSpec],
-    num_query_heads: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    exact: bool = False,
-    fp8: bool = False,
-) -> AttentionKernels | None:
-    """Return the Triton attention kernels; `exact` as in `TritonKernels`, `fp8` as in `KVCache`.
-
-    Return None if they do not run on `device` or do not agree with torch's operators; the reason is logged.
-    """
-    kernels = kernels_or_fault(specs, num_query_heads, dtype, device, exact=exact, fp8=fp8)
+def working_kernels(kernels: AttentionKernels | str) -> AttentionKernels | None:
+    """Return what `kernels_or_fault` has found; None if that is a reason, which is logged."""
     if not isinstance(kernels, str):
         return kernels
     structlog.get_logger(__name__).warning("no attention kernels: torch's operators are used", reason=kernels)
@@ -63,7 +51,10 @@ def kernels_or_fault(
     exact: bool = False,
     fp8: bool = False,
 ) -> AttentionKernels | str:
-    """Return the Triton attention kernels, or why they cannot be used."""
+    """Return the Triton attention kernels; `exact` as in `TritonKernels`, `fp8` as in `KVCache`.
+
+    Return the reason instead if they do not run on `device` or do not agree with torch's operators.
+    """
     try:
         from engine.native.cuda.kernels import TritonKernels  # only CUDA builds of torch include triton
 

@@ -33,6 +33,7 @@ from engine.native.startup.cpu_optimize import optimize_for_cpu
 from engine.native.startup.cuda_bring_up import (
     capture_graphs,
     graph_bytes,
+    kernels_or_fault,
     optimize_for_cuda,
     working_kernels,
     working_sampler,
@@ -125,7 +126,8 @@ def _attention_kernels(config: EngineConfig, loaded: Loaded, library: ctypes.CDL
         num_heads = getattr(loaded.hf_config.get_text_config(decoder=True), "num_attention_heads", None)
         num_heads = num_heads if isinstance(num_heads, int) else 1
         fp8 = config.kv_cache_dtype == "fp8"
-        return working_kernels(loaded.specs, num_heads, loaded.dtype, loaded.device, exact=config.exact, fp8=fp8)
+        where = loaded.dtype, loaded.device
+        return working_kernels(kernels_or_fault(loaded.specs, num_heads, *where, exact=config.exact, fp8=fp8))
     return CpuKernels(library, loaded.dtype) if library is not None and CpuKernels.supports(loaded.dtype) else None
 
 

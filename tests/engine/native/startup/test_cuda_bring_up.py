@@ -8,7 +8,7 @@ from torch import Tensor
 from engine.native.attention.kernels import AttentionKernels, HeadShape, PagedChunks, PagedRows, Scoring
 from engine.native.cuda.graph_sizes import GraphSize
 from engine.native.kv.cache import LayerShape
-from engine.native.startup.cuda_bring_up import capture_graphs, graph_bytes, working_kernels
+from engine.native.startup.cuda_bring_up import capture_graphs, graph_bytes, kernels_or_fault, working_kernels
 from engine.native.startup.cuda_trial import find_fault
 from engine.native.startup.probe import LayerSpec
 from tests.engine.conftest import MakeEngine
@@ -53,7 +53,7 @@ def test_wrong_results_are_found() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they work on a GPU")
 def test_without_a_working_device_there_are_no_kernels() -> None:
     with capture_logs() as logs:
-        assert working_kernels(SPECS, 4, torch.float32, torch.device("cuda", 0)) is None
+        assert working_kernels(kernels_or_fault(SPECS, 4, torch.float32, torch.device("cuda", 0))) is None
     (entry,) = logs
     assert entry["log_level"] == "warning"
     assert entry["reason"]
