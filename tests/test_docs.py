@@ -318,11 +318,11 @@ def test_every_key_of_a_tier_is_explained_and_no_other() -> None:
     assert {key for key in documented if re.fullmatch(r"[a-z_.0-9]+", key)} - {"key"} == expected
 
 
-@pytest.mark.parametrize("recipe", range(4))
+@pytest.mark.parametrize("recipe", range(5))
 def test_recipes_change_the_shipped_tiers(recipe: int) -> None:
     section = text_of(ROOT / "docs" / "tiers.md").partition("\n## Recipes\n")[2].partition("\n## ")[0]
     blocks = re.findall(r"^```yaml\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     shipped = yaml.safe_load(text_of(ROOT / "tiers.yaml"))
     changed = _merged(shipped, yaml.safe_load(blocks[recipe]))
     assert config.parse_tiers(changed) != config.parse_tiers(shipped)

@@ -144,8 +144,9 @@ class SimulatedClients:
         )
 
     async def _receive(self, generation: TokenStream, records: dict[str, RequestRecord]) -> None:
-        tier = self._tiers[next(iter(records.values())).tier]
-        patience_s = None if tier.timeout_ms is None else tier.timeout_ms / 1000
+        first = next(iter(records.values()))
+        tier, timeout_ms = self._tiers[first.tier], self._tiers[first.served_tier].timeout_ms
+        patience_s = None if timeout_ms is None else timeout_ms / 1000
         target_ms = tier.slo.itl_p99_ms
         target_s = float("inf") if target_ms is None else target_ms / 1000
         loop = asyncio.get_running_loop()
