@@ -135,13 +135,15 @@ class SLAController:
         """Return `budget` without the limits that keep SLOs, as far as they cannot be kept.
 
         If a first token is late, the batch size does not hold it back. If the tier is overloaded, its prefills run in
-        order, and may make the step longer.
+        order. In both an overload and a step that makes all next tokens late in any case, they may make it longer.
         """
         if any(s.tier.name == tier.name and deadline_s(s) < now for s in work.awaiting):
             budget = replace(budget, max_num_seqs=tier.pinned.batch_size or tier.batch_size.max)
-        if tier.name in self._overloaded:
+        is_overloaded = tier.name in self._overloaded
+        all_are_late = bool(work.decoding) and not budget.limit.base_s
+        if is_overloaded or all_are_late:
             limit = replace(budget.limit, extra_s=self._overload_extra_s(tier))
-            budget = replace(budget, overloaded=True, limit=limit)
+            budget = replace(budget, overloaded=is_overloaded, limit=limit)
         return budget
 
     def _overload_extra_s(self, tier: Tier) -> float:

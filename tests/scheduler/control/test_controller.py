@@ -1,6 +1,7 @@
 """The controller as a whole: min shares, dry run and pins, new tiers, and what it shows."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from scheduler.config import ControllerSwitches
 from scheduler.control.controller import SLAController
 from scheduler.control.knobs import TierKnobs
 from tests.scheduler.builders import make_decode, make_state, make_tiers
-from tests.scheduler.control.builders import BULK, OuterLoop, budgets_of, make_load, observe
+from tests.scheduler.control.builders import BULK, COST, OuterLoop, budgets_of, make_load, observe
 
 BULK_WAITS = make_load(held={"bulk": 64}, bulk=100)
 
@@ -135,6 +136,17 @@ def test_an_overload_is_shown_while_it_lasts() -> None:
         budgets_of(controller, states)
         assert [name for name, output in controller.outputs(0.0).items() if output.is_overloaded] == shown
         assert controller.explain(0.0)["overloaded"] == shown
+
+
+def test_prefills_make_a_step_longer_where_all_next_tokens_are_late_in_any_case() -> None:
+    """Short steps would only delay first tokens: with 100 decodes, no step is short enough for an ITL of 100 ms."""
+    controller, ttft_s = SLAController(make_tiers()), make_tiers()["realtime"].slo.ttft_p99_ms / 1000  # type: ignore[operator]
+    cost = replace(COST, step_s=0.01, decode_s=0.002)
+    extra_s = []
+    for count in (10, 100):
+        decodes = [make_decode(f"c{i}", "realtime", last_token_s=0.0) for i in range(count)]
+        extra_s.append(budgets_of(controller, decodes, cost=cost)["realtime"].limit.extra_s)
+    assert extra_s == [0.0, ttft_s]
 
 
 def test_outputs_show_what_was_observed() -> None:
