@@ -52,6 +52,7 @@ class _Step:
     started_s: float  # when it began or was continued
     done_s: float = 0.0
     is_dropped: bool = False
+    late_s: float = 0.0
 
     @property
     def ends_s(self) -> float:
@@ -114,6 +115,7 @@ class ModeledEngine:
         self._table = SequenceTable(self.info, prefix_cache=prefix_cache)
         self._running: _Step | None = None
         self._next: _Step | None = None  # begins when the running step ends; only with `info.steps_ahead`
+        self._ended_s = 0.0  # when the newest step ended
         self._suspended: _Step | None = None
 
     @property
@@ -154,6 +156,7 @@ class ModeledEngine:
         else:
             await self._timer.wait_until(step.ends_s)
         self._running, self._next = self._next, None
+        self._ended_s = step.ends_s
         elapsed_s, step.done_s = step.until_s - step.done_s, step.until_s
         if step.is_dropped:
             return self._result(step, 0.0, self._table.drop_suspended(), StepEnd.DROPPED)
@@ -178,9 +181,10 @@ class ModeledEngine:
         self._running = self._next = self._suspended = None
 
     def _begin(self, plan: StepPlan) -> _Step:
-        started_s = 0.0 if self._timer is None else self._timer.now()
-        if self._running is not None:
-            started_s = max(started_s, self._running.ends_s)
+        now = 0.0 if self._timer is None else self._timer.now()
+        ended_s = self._ended_s if self._running is None else self._running.ends_s
+        started_s = now if self._running is None else max(now, ended_s)
+        late_s = max(0.0, now - ended_s) if plan.ahead else 0.0
         chunks = self._table.begin(plan)
         copying_s = len(self._table.copies) * self.info.swap_block_s
         slowdown = max(0.1, self._random.gauss(1.0, self._noise)) if chunks else 1.0
@@ -190,7 +194,7 @@ class ModeledEngine:
         if self.info.steps_ahead:  # as long as the step is in flight, it has its tokens already
             for chunk in chunks:
                 self._table.launch(chunk, _UNKNOWN_TOKEN if chunk.samples else None)
-        return _Step(plan.step_id, chunks, duration_s, duration_s, started_s)
+        return _Step(plan.step_id, chunks, duration_s, duration_s, started_s, late_s=late_s)
 
     def _computing_s(self, chunks: list[Chunk]) -> float:
         if not chunks:
@@ -224,6 +228,7 @@ class ModeledEngine:
             outputs,
             free_blocks=self._table.pool.num_free,
             elapsed_s=elapsed_s,
+            late_s=step.late_s,
             free_swap_blocks=self._table.swap_pool.num_free,
             shared_blocks=self._table.pool.take_changes(),
             end=end,

@@ -53,6 +53,20 @@ def on_bench(scenario: Callable[[Bench], Awaitable[T]], info: EngineInfo = INFO,
     return run_virtual(main())
 
 
+def test_a_plan_that_comes_after_the_end_of_the_step_before_is_late() -> None:
+    async def scenario(bench: Bench) -> list[float]:
+        engine = bench.engine
+        engine.submit(START)
+        engine.submit(StepPlan(1, run=(Run("a", 1),), ahead=True))
+        results = [await engine.collect(), await engine.collect()]
+        await asyncio.sleep(0.25)
+        engine.submit(StepPlan(2, run=(Run("a", 1),), ahead=True))
+        return [result.late_s for result in (*results, await engine.collect())]
+
+    ahead = replace(INFO, suspends_steps=False, steps_ahead=1)
+    assert on_bench(scenario, ahead) == pytest.approx([0.0, 0.0, 0.25])
+
+
 def test_a_step_is_suspended_at_the_next_layer_and_takes_no_longer_in_all() -> None:
     async def scenario(bench: Bench) -> list[StepResult]:
         return [
