@@ -1,6 +1,9 @@
 """The promise of `max_slowdown`: beside bulk, whole answers take that many times as long as alone."""
 
+import math
+import random
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -50,17 +53,21 @@ BULK = {
 }
 
 
-def answers(card: CostCard, slowdown: float, seed: int, duration_s: float, **bulk: object) -> dict[str, RequestRecord]:
-    scenario = Scenario.model_validate({"classes": {"chat": CHAT, **bulk}})
+def answers(
+    card: CostCard, slowdown: float, seed: int, duration_s: float, chat: object = CHAT, **bulk: object
+) -> dict[str, RequestRecord]:
+    scenario = Scenario.model_validate({"classes": {"chat": chat, **bulk}})
     tiers = make_tiers(realtime={"max_slowdown": slowdown}, bulk={"batch_size": {"min": 1, "start": 64, "max": 64}})
     observation = run_scenario(scenario, duration_s, tiers=tiers, card=card, seed=seed)
     return {record.id: record for record in chats(observation)}
 
 
-def measured(card: str, slowdown: float, seed: int, duration_s: float) -> float:
+def measured(
+    card: CostCard, slowdown: float, seed: int, duration_s: float, chat: object = CHAT, bulk: object = BULK
+) -> float:
     """Return how many times as long the chats take beside bulk as alone, all together."""
-    alone = answers(CARDS[card], slowdown, seed, duration_s)
-    beside = answers(CARDS[card], slowdown, seed, duration_s, bulk=BULK)
+    alone = answers(card, slowdown, seed, duration_s, chat)
+    beside = answers(card, slowdown, seed, duration_s, chat, bulk=bulk)
     assert alone.keys() == beside.keys()
     times_s = [[r.ended_s - r.arrived_s for r in of.values() if r.ended_s is not None] for of in (beside, alone)]
     return sum(times_s[0]) / sum(times_s[1])
@@ -68,7 +75,7 @@ def measured(card: str, slowdown: float, seed: int, duration_s: float) -> float:
 
 @pytest.mark.parametrize("card", ["linear", "gpu"])
 def test_answers_take_as_long_as_promised(card: str) -> None:
-    assert measured(card, 1.25, seed=1, duration_s=30) == pytest.approx(1.25, abs=0.1)
+    assert measured(CARDS[card], 1.25, seed=1, duration_s=30) == pytest.approx(1.25, abs=0.1)
 
 
 @pytest.mark.full
@@ -76,7 +83,41 @@ def test_answers_take_as_long_as_promised(card: str) -> None:
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize(("card", "slowdown"), [(card, slowdown) for card in CARDS for slowdown in (1.05, 1.25, 1.5)])
 def test_answers_take_as_long_as_promised_whatever_the_promise(card: str, slowdown: float, seed: int) -> None:
-    assert measured(card, slowdown, seed, duration_s=60) == pytest.approx(slowdown, abs=0.1)
+    assert measured(CARDS[card], slowdown, seed, duration_s=60) == pytest.approx(slowdown, abs=0.1)
+
+
+def load_of(card: CostCard, rng: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return chats that take 15 to 60 % of the engine's time alone, and bulk, both of any lengths."""
+
+    def span(least: float, most: float) -> dict[str, int]:
+        low = math.exp(rng.uniform(math.log(least), math.log(most)))
+        return {"min": int(low), "max": int(low * rng.uniform(1.2, 4)) + 1}
+
+    prompts, outputs = span(16, 400), span(6, 100)
+    cost, prompt = card.step_cost(False), prompts["max"] // 2
+    alone_s = card.step_cost(True).step(cost.prefill(prompt, 0)) + outputs["max"] * cost.step(cost.decode(prompt))
+    rate = {"rate_per_s": rng.uniform(0.15, 0.6) / alone_s, "cv": rng.choice((1.0, 2.0))}
+    chat = {**CHAT, "arrivals": rate, "prompt_tokens": prompts, "output_tokens": outputs}
+    streams = rng.randint(8, 128)
+    return chat, {
+        **BULK,
+        "arrivals": {"streams": streams},
+        "prompt_tokens": span(16, 400),
+        "output_tokens": span(4, 100),
+    }
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("card", CARDS)
+def test_no_load_makes_answers_take_longer_than_promised(card: str, seed: int) -> None:
+    """Bulk may be too little to use what is promised, so there is no lower bound."""
+    rng = random.Random(f"{card} {seed}")
+    slowdown = rng.choice((1.05, 1.25, 1.5, 2.0))
+    chat, bulk = load_of(CARDS[card], rng)
+    duration_s = min(150.0, max(40.0, 30 / chat["arrivals"]["rate_per_s"]))
+    assert measured(CARDS[card], slowdown, seed, duration_s, chat, bulk) <= slowdown + 0.1
 
 
 @pytest.mark.full
