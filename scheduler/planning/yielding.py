@@ -9,8 +9,9 @@ Knows requests and what their runs cost; does not know how plans treat those tha
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
+from scheduler.clock import NEVER_S
 from scheduler.config import Tier
 from scheduler.control.min_share import MAX_DUE_S
 from scheduler.holdings.request_table import RequestTable
@@ -21,9 +22,11 @@ OWN_REQUESTS = 4
 
 
 class Yielding:
-    """What the keys of each interactive tier have used for each unit of their weights. Owned by the planner."""
+    """What the keys of each interactive tier have used for each unit of their weights. Owned by a driver."""
 
-    def __init__(self) -> None:
+    def __init__(self, spared: int = 0) -> None:
+        """`spared` requests of each lower tier, the first in its order, yield to no higher one."""
+        self._spared = spared
         self._used_s: defaultdict[str, dict[str, float]] = defaultdict(dict)  # by tier and key: engine time
 
     def charge(self, state: RequestState, seconds: float) -> None:
@@ -31,28 +34,35 @@ class Yielding:
         used_s = self._used_s[state.tier.name]
         used_s[state.request.owner] = used_s.get(state.request.owner, 0.0) + seconds / state.request.weight
 
-    def find(self, tiers: Sequence[Tier], table: RequestTable) -> set[str]:
-        """Return the ids of the requests that yield now. `tiers` are sorted from the highest priority to the lowest."""
+    def find(
+        self, tiers: Sequence[Tier], table: RequestTable, expected: Mapping[str, Collection[str]] | None = None
+    ) -> set[str]:
+        """Return the ids of the requests that yield now. `tiers` are sorted from the highest priority to the lowest.
+
+        `expected` holds, by tier, keys that count as there although the table may have no request of theirs.
+        """
         found: set[str] = set()
         is_highest = True
         for tier in tiers:
-            if not tier.is_interactive or not table.count(tier.name):
+            owners = (expected or {}).get(tier.name, ())
+            if not tier.is_interactive or not (table.count(tier.name) or owners):
                 continue
             if not is_highest:
-                found.update(state.id for state in table.of_tier(tier.name))
-            elif table.num_owners(tier.name) > 1:
-                found.update(self._beyond_shares(tier.name, table))
+                states = sorted(table.of_tier(tier.name), key=lambda s: s.edf_key)
+                found.update(state.id for state in states[self._spared :])
+            elif table.num_owners(tier.name) + len(owners) > 1:
+                found.update(self._beyond_shares(tier.name, table, owners))
             is_highest = False
         return found
 
-    def _beyond_shares(self, tier: str, table: RequestTable) -> list[str]:
-        of_key = defaultdict[str, list[RequestState]](list)
+    def _beyond_shares(self, tier: str, table: RequestTable, expected: Collection[str]) -> list[str]:
+        of_key = defaultdict[str, list[RequestState]](list, {owner: [] for owner in expected})
         for state in table.of_tier(tier):
             of_key[state.request.owner].append(state)
         used_s = self._used_by(tier, of_key)
         found: list[str] = []
         for owner, states in of_key.items():
-            others_s = min(seconds for other, seconds in used_s.items() if other in of_key and other != owner)
+            others_s = min((s for other, s in used_s.items() if other in of_key and other != owner), default=NEVER_S)
             if len(states) > OWN_REQUESTS and others_s <= used_s[owner]:
                 found += (s.id for s in sorted(states, key=lambda s: s.edf_key)[OWN_REQUESTS:])
         return found

@@ -27,10 +27,10 @@ from scheduler.clock import NEVER_S
 from scheduler.config import TierSet
 from scheduler.control.budget import Budgets
 from scheduler.control.controller import SLAController
-from scheduler.control.delay_account import DelayAccounts
 from scheduler.control.knobs import Decision
 from scheduler.drivers.streams.in_flight_limit import InFlightLimit
 from scheduler.drivers.streams.policy import MAX_TOKENS, RECOMPUTE_SHARE, Decisions, TokenBucket, View, decide
+from scheduler.drivers.streams.precedence import Precedence
 from scheduler.drivers.streams.retries import Retries
 from scheduler.drivers.streams.server_state import ServerState
 from scheduler.drivers.streams.step_times import SeenStep, UpstreamStepTimes
@@ -86,7 +86,7 @@ class StreamCore:
         self.recomputed: Counter[str] = Counter()  # tokens of streams that were hung up, by tier
         self._bulk_total_s = 0.0
         self._hang_up_from_s = -NEVER_S
-        self._accounts = DelayAccounts(self._step_times.model)
+        self._precedence = Precedence(self._table, self._step_times.model)
 
     # -- readings ----------------------------------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ class StreamCore:
 
     @property
     def is_busy(self) -> bool:
-        return len(self._streams) > 0
+        return self.num_in_flight > 0
 
     @property
     def awaits_first_token(self) -> bool:
@@ -134,16 +134,16 @@ class StreamCore:
         budgets = self._budgets(now)
         for tier in self.held.tiers:
             if not tier.is_interactive:
-                held = self._table.num_resident(tier.name) + BULK_PREFETCH
-                budget = replace(budgets.tiers[tier.name], decodes_only=False)
-                most = min(budget.max_num_seqs, held)
-                budgets = replace(budgets, tiers={**budgets.tiers, tier.name: replace(budget, max_num_seqs=most)})
+                most = self._table.num_resident(tier.name) + BULK_PREFETCH
+                budget = budgets.tiers[tier.name]
+                budget = replace(budget, max_num_seqs=min(budget.max_num_seqs, most), decodes_only=False)
+                budgets = replace(budgets, tiers={**budgets.tiers, tier.name: budget})
         held_back = self._retries.busy.num_waiting(now)
         return claim_limits(self.held.tiers, self._table, budgets, held_back=held_back)
 
     def _begin(self, state: RequestState) -> None:
         state.bulk_seen_s = self._bulk_total_s
-        self._accounts.open(state, 0.0, 0.0)
+        self._precedence.begin(state)
 
     def _drop(self, state: RequestState) -> None:
         """Forget a request that ends here. If it has a stream, the driver must hang up."""
@@ -182,6 +182,7 @@ class StreamCore:
         return self.server.is_in_doubt or self.limit.is_paused(now)
 
     def _view(self, now: float) -> View:
+        self._precedence.update(self.held.tiers, now)
         return View(
             tiers=self.held.tiers,
             table=self._table,
@@ -193,7 +194,7 @@ class StreamCore:
             hang_up_from_s=self._hang_up_from_s,
             held_back=self._retries.busy.waiting(now),
             kept=self._streams.kept,
-            left_s=self._accounts.left_s(self._table.interactive()),
+            left_s=self._precedence.left_s(),
         )
 
     def _budgets(self, now: float) -> Budgets:
@@ -247,18 +248,14 @@ class StreamCore:
         self.held.add_used(seen.used_s)
         bulk_s = sum(seen.used_s.get(t.name, 0.0) for t in self.held.tiers if not t.is_interactive)
         self._bulk_total_s += bulk_s
-        if bulk_s:
-            self._accounts.add_shared_step(seen.runs, seen.elapsed_s, 0.0)
-        else:
-            self._accounts.add_step(seen.runs, seen.elapsed_s, 0.0, is_typical=False)
+        self._precedence.note_step(seen, sum(seen.used_s.values()) - bulk_s, self._step_times.cost())
         report = Report(sequences=seen.sequences, used_s=seen.used_s, planned_s=seen.predicted_s)
         self.held.inputs.tell_step(report, seen.elapsed_s, 0.0, now)
 
     def end_stream(self, request_id: str, error: UpstreamError, now: float) -> tuple[Report, list[Lease]]:
         """Handle the end of a stream whose request is not finished.
 
-        Return the report, and the leases to give back to the queue: another worker may have a place for a request that
-        this server refuses at present.
+        Return the report, and the leases to give back to the queue: another worker may have a place for the request.
         """
         report, state = Report(), self._table.states.get(request_id)
         if state is None or request_id not in self._streams:
@@ -288,8 +285,7 @@ class StreamCore:
     def give_back(self, now: float) -> list[Lease]:
         """Release the requests that another worker can serve as well, because the server is down. Return their leases.
 
-        Requests with tokens that can be continued stay, because only this worker knows their tokens. Those with which
-        nobody can go on are given up.
+        Requests with tokens that can be continued stay: only this worker has them. Those that nobody can continue end.
         """
         if not self.server.is_down(now):
             return []

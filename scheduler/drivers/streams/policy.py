@@ -2,7 +2,8 @@
 
 A server that plans its own steps cannot be told to leave a sequence out of a step. What is left:
 
-- Interactive requests are sent at once, the earliest deadline first, as long as the server has places.
+- Interactive requests are sent at once, the earliest deadline first, as long as the server has places. Those that yield
+  (`scheduler.drivers.streams.precedence`) are sent and hung up as bulk is, before all bulk tiers.
 - Bulk is sent only while no interactive request awaits its first token, one prefill or a few at a time, and as many
   streams as may lengthen each step of an interactive answer: by `max_slowdown`, and inside of the SLO. While answers
   are under way, a prefill must also fit into what their delay accounts have left. Without interactive traffic, only
@@ -56,15 +57,17 @@ class Decisions:
 
 def decide(view: View, now: float) -> Decisions:
     """Return what to do now. Requests that were hung up before count as requests to start."""
-    draft = _Draft(view, now)
+    draft, budgets = _Draft(view, now), view.budgets
     for tier in view.tiers:
         if tier.is_interactive:
             draft.start_interactive(tier)
     hang_up = draft.victims()
     if not hang_up:  # what is hung up now must not come back in the same moment
-        for tier in sorted(view.tiers, key=lambda t: not view.budgets.tiers[t.name].min_share_due):
+        for tier in sorted(view.tiers, key=lambda t: not budgets.tiers[t.name].min_share_due):
             if not tier.is_interactive:
-                draft.start_bulk(tier)
+                draft.start_bulk(tier, budgets.tiers[tier.name])
+            elif budgets.yielding:
+                draft.start_bulk(tier, budgets.yielding[tier.name])
     return Decisions(tuple(draft.started), tuple(hang_up))
 
 
@@ -82,9 +85,10 @@ class _Draft:
         self._streams_s = sum(self._cost.decode(s.num_tokens) for s in residents)
         prefills = [s for s in residents if not s.is_decode]
         self._prefill_tokens = sum(self._num_uncached(s) for s in prefills)
-        self._interactive_prefill_tokens = sum(self._num_uncached(s) for s in prefills if s.tier.is_interactive)
-        self._bulk_prefills_s = sum(self._prefill_s(s) for s in prefills if not s.tier.is_interactive)
-        self._interactive = list(view.table.interactive())
+        self._interactive_prefill_tokens = sum(self._num_uncached(s) for s in prefills if s.is_protected)
+        self._bulk_prefills_s = sum(self._prefill_s(s) for s in prefills if not s.is_protected)
+        self._has_bulk = not all(s.is_protected for s in residents)
+        self._interactive = [s for s in view.table.interactive() if not s.yields]
         # Whether interactive requests are here, or have arrived lately.
         self._has_traffic = any(
             view.table.count(tier.name) or view.budgets.tiers[tier.name].arrival_gap_s <= QUIET_S
@@ -107,11 +111,11 @@ class _Draft:
         ttft_s = min(t.slo.ttft_p99_ms or NEVER_S for t in tiers) / 1000
         return max(min(slowdown * alone_s, itl_s, FIRST_STEP_SHARE * ttft_s), alone_s)
 
-    def _startable(self, tier: Tier) -> Iterator[RequestState]:
-        """Return the requests of a tier without a stream, in the order in which they are sent."""
+    def _startable(self, tier: Tier, *, protected: bool) -> Iterator[RequestState]:
+        """Return the requests of a tier without a stream that yield, or do not, in the order in which they are sent."""
         table = self._view.table
         for state in chain(table.preempted(tier.name), table.waiting(tier.name)):
-            if state.id not in self._view.held_back:
+            if state.id not in self._view.held_back and state.is_protected == protected:
                 yield state
 
     def _num_uncached(self, state: RequestState) -> int:
@@ -127,9 +131,11 @@ class _Draft:
         self._num_of[state.tier.name] += 1
         self._streams_s += self._cost.decode(state.num_tokens)
         self._prefill_tokens += self._num_uncached(state)
-        if state.tier.is_interactive:
+        if state.is_protected:
             self._interactive_prefill_tokens += self._num_uncached(state)
-        if not (state.tier.is_interactive or self._view.kept(state)):
+            return
+        self._has_bulk = True
+        if not self._view.kept(state):
             self._bulk_prefills_s += self._prefill_s(state)
 
     def _fits_step(self, state: RequestState) -> bool:
@@ -137,15 +143,15 @@ class _Draft:
 
         An interactive request does not wait for prompts of bulk, which the server has already.
         """
-        before = self._interactive_prefill_tokens if state.tier.is_interactive else self._prefill_tokens
+        before = self._interactive_prefill_tokens if state.is_protected else self._prefill_tokens
         return before == 0 or before + self._num_uncached(state) <= self._view.max_prefill_tokens
 
     # -- interactive tiers -----------------------------------------------------------------------------------------
 
     def start_interactive(self, tier: Tier) -> None:
-        budget = self._view.budgets.tiers[tier.name]
-        for state in self._startable(tier):
-            if self._num_of[tier.name] >= budget.max_num_seqs or not self._fits_step(state):
+        slots = self._view.budgets.tiers[tier.name].max_num_seqs + self._view.table.num_yielding(tier.name)
+        for state in self._startable(tier, protected=True):
+            if self._num_of[tier.name] >= slots or not self._fits_step(state):
                 return
             if self._num_in_flight >= self._view.max_in_flight:
                 self._unplaced.append(state)
@@ -157,7 +163,7 @@ class _Draft:
     def victims(self) -> list[RequestState]:
         """Return the streams to hang up: as many as first tokens at risk need, within the budget."""
         view = self._view
-        lowest = min((s.tier.priority for s in (*self._unplaced, *self._at_risk())), default=None)
+        lowest = min((s.priority for s in (*self._unplaced, *self._at_risk())), default=None)
         if lowest is None or self._now < view.hang_up_from_s:
             return []
         below = [s for s in view.evictable if s.priority < lowest]
@@ -188,9 +194,9 @@ class _Draft:
 
     # -- bulk tiers ------------------------------------------------------------------------------------------------
 
-    def start_bulk(self, tier: Tier) -> None:
-        budget = self._view.budgets.tiers[tier.name]
-        for state in self._startable(tier):
+    def start_bulk(self, tier: Tier, budget: TierBudget) -> None:
+        """Start requests of a bulk tier, or those of an interactive tier that yield."""
+        for state in self._startable(tier, protected=False):
             if not self._may_start(state, budget):
                 return
             self._start(state)
@@ -219,8 +225,8 @@ class _Draft:
             return True
         if not budget.min_share_due and (budget.decodes_only or prefill_s > max(0.0, self._view.left_s)):
             return False
-        has_bulk = any(self._num_of[t.name] for t in self._view.tiers if not t.is_interactive)
-        return not has_bulk or self._cost.step(self._streams_s + self._cost.decode(state.num_tokens)) <= self._window_s
+        step_s = self._cost.step(self._streams_s + self._cost.decode(state.num_tokens))
+        return step_s <= self._window_s or not self._has_bulk
 
 
 class TokenBucket:

@@ -15,7 +15,8 @@ from scheduler.holdings.request_table import RequestTable
 from scheduler.request import Request
 from scheduler.request_state import RequestState, Status
 
-# Output tokens for which bulk is sent at a time, where a server caches prefixes: afterwards, others may go first.
+# Output tokens for which bulk, or what yields, is sent at a time, where a server caches prefixes: then others may go
+# first.
 QUANTUM = 64
 # Steps of the server after which a request without a token waits for a place, and not only for the next step.
 QUEUED_STEPS = 2
@@ -60,9 +61,9 @@ class StreamTable:
 
     @property
     def awaits_first_token(self) -> bool:
-        """Whether an interactive request has a stream and no token yet."""
+        """Whether an interactive request that yields to nobody has a stream and no token yet."""
         states = self._table.states
-        return any(states[i].tier.is_interactive and states[i].awaits_first_token for i in self._streams)
+        return any(states[i].is_protected and states[i].awaits_first_token for i in self._streams)
 
     @property
     def num_queued(self) -> int:
@@ -107,7 +108,7 @@ class StreamTable:
     def _until(self, state: RequestState) -> int:
         """Return how many output tokens the request has at the end of its next stream."""
         max_tokens = state.request.sampling.max_tokens
-        in_parts = self._is_kept(state) and not state.tier.is_interactive and self.can_continue(state)
+        in_parts = self._is_kept(state) and not state.is_protected and self.can_continue(state)
         return min(max_tokens, len(state.output_token_ids) + QUANTUM) if in_parts else max_tokens
 
     def _is_kept(self, state: RequestState) -> bool:
@@ -212,9 +213,12 @@ class StreamTable:
         return [self._table.states[i] for i, s in self._streams.items() if now - s.progress_s > stall_s]
 
     def evictable(self) -> list[RequestState]:
-        """Return the streams of bulk that may be hung up: each has grown by a KV block, and can be continued."""
+        """Return the streams of bulk, and of what yields, that may be hung up.
+
+        Each has grown by a KV block, and can be continued.
+        """
         states = [self._table.states[request_id] for request_id in self._streams]
-        found = [state for state in states if not state.tier.is_interactive and self._may_hang_up(state)]
+        found = [state for state in states if not state.is_protected and self._may_hang_up(state)]
         return sorted(found, key=lambda s: (s.priority, -self._streams[s.id].begun_s, s.id))
 
     def can_continue(self, state: RequestState) -> bool:

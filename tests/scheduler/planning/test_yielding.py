@@ -67,6 +67,19 @@ def test_what_a_key_has_used_counts_by_its_weight() -> None:
     assert find(yielding, *a, *b) == {a[-1].id}
 
 
+def test_a_key_that_is_expected_counts_as_there() -> None:
+    """A driver that cannot leave a flood out of a step looks ahead."""
+    yielding, flood, table = Yielding(), of_key("a", OWN_REQUESTS + 1), RequestTable(TIERS.by_priority)
+    for state in flood:
+        table.update(state)
+    yielding.charge(flood[0], 1.0)
+    assert yielding.find(TIERS.by_priority, table, {"realtime": ["a"]}) == set()
+    assert yielding.find(TIERS.by_priority, table, {"realtime": ["a", "b"]}) == {flood[-1].id}
+    assert yielding.find(TIERS.by_priority, table, {"gold": ["b"]}) == {state.id for state in flood}
+    spared = Yielding(spared=OWN_REQUESTS)
+    assert spared.find(TIERS.by_priority, table, {"gold": ["b"]}) == {flood[-1].id}
+
+
 def test_a_request_that_yields_runs_without_limits_of_steps_too() -> None:
     """A tier whose steps are not limited (`feed_forward: false`) leaves those of a flood what others leave."""
 

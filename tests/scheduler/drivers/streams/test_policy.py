@@ -124,3 +124,35 @@ def test_bulk_is_hung_up_for_a_first_token_that_would_be_late() -> None:
     victims = hung_up(of, now=0.45)
     assert victims and victims == [f"b{i:02}" for i in range(len(victims))], "in the given order"
     assert len(victims) < 20, "until a step is as short as traffic allows"
+
+
+def yielding(*states: RequestState) -> list[RequestState]:
+    for state in states:
+        state.yields = True
+    return list(states)
+
+
+def test_what_yields_is_sent_and_hung_up_as_bulk_is_and_goes_before_it() -> None:
+    late = yielding(*(waiting(f"y{i}", prompt=200) for i in range(3)))
+    beside = [waiting("chat"), *late, waiting("w", "bulk", prompt=200)]
+    assert started(_with_yielding(view(*beside, *decodes(2)), decodes_only=True)) == ["chat"]
+    assert started(_with_yielding(view(*late, waiting("w", "bulk"), make_decode("chat", "realtime")))) == ["y0"]
+    running = yielding(*(make_decode(f"y{i}", "realtime") for i in range(8)))
+    of = _with_yielding(view(waiting("chat"), *running, *decodes(2), max_in_flight=10))
+    assert hung_up(replace(of, evictable=[*decodes(1), *running])) == ["b00"], "bulk first"
+    assert hung_up(replace(of, evictable=running)) == ["y0"]
+    alone = view(waiting("c"), *running, max_in_flight=8, evictable=[])
+    assert started(alone) == [] and started(replace(alone, max_in_flight=9)) == ["c"]
+
+
+def test_what_yields_takes_no_slot_of_its_tier_from_others() -> None:
+    flood = [make_decode(f"y{i}", "realtime") for i in range(64)]
+    of = view(waiting("chat"), *flood)
+    assert started(of) == []
+    of.table.set_yielding([state.id for state in flood])
+    assert started(_with_yielding(of)) == ["chat"]
+
+
+def _with_yielding(of: View, **changes: Any) -> View:
+    budgets = {name: replace(budget, **changes) for name, budget in of.budgets.tiers.items()}
+    return replace(of, budgets=replace(of.budgets, yielding=budgets))
