@@ -24,13 +24,17 @@ if TYPE_CHECKING:
 SPIN_COUNT = 2000
 
 
-def build_engine(config: EngineConfig, progress: Progress = NO_PROGRESS) -> Engine:
+def build_engine(
+    config: EngineConfig, progress: Progress = NO_PROGRESS, when_imported: Callable[[], None] = lambda: None
+) -> Engine:
     """Build an engine that runs on its own thread. Raises `EngineStartError` if the engine cannot start.
 
-    `progress` is told how far it is, partly on that thread.
+    `progress` is told how far it is, partly on that thread. `when_imported` is called once all modules are imported,
+    before any garbage collection looks through them.
     """
     with progress.phase("loading PyTorch"), without_collections():
         builder = _builder_of(config)
+        when_imported()
     return EngineThread(partial(builder, config, progress))
 
 

@@ -1,6 +1,7 @@
 """The command `tidegate`: reads the settings of a subcommand and runs it.
 
-Heavy modules are imported only after a subcommand is chosen.
+The modules of a subcommand, also those of its settings, are imported only after it is chosen: `serve` starts two more
+such processes, and what they import takes most of their start.
 """
 
 import os
@@ -16,11 +17,8 @@ from engine import gguf
 from engine.config import EngineStartError
 from engine.imports import without_collections
 from tidegate.logs import configure_logging
-from tidegate.settings import base, commands
+from tidegate.settings import base
 from tidegate.settings.base import CONFIG_VARIABLE, CommonSettings
-from tidegate.settings.commands import BackupSettings, DemoSettings, DoctorSettings, RestoreSettings, ServeSettings
-from tidegate.settings.gateway import GatewaySettings
-from tidegate.settings.worker import WorkerSettings
 from tidegate.supervision.keeper import EX_CONFIG
 from tidegate.supervision.process import keep_files_private
 
@@ -74,16 +72,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _run(name: str, *args: str) -> int:
     """Run a command with its arguments. Return its exit code."""
-    function, kind = COMMANDS[name]
-    if kind is None:
+    function, kind_name = COMMANDS[name]
+    if kind_name is None:
         run_with_arguments: Callable[[list[str]], int] = resolve_name(function)
         return run_with_arguments(list(args))
+    with without_collections():
+        kind: type[CommonSettings] = resolve_name(f"tidegate.settings.{kind_name}")
     settings = _load(kind, name, list(args))
     if name in ("gateway", "worker") and not settings.redis_url:
         needed = "this command needs a store: set --redis-url redis://HOST:PORT (or unix:///PATH)"
         print(f"tidegate: {needed}", file=sys.stderr)
         return EX_USAGE
-    if isinstance(settings, WorkerSettings) and settings.engine == "static" and name == "worker":
+    if name == "worker" and getattr(settings, "engine", "") == "static":
         function = "tidegate.worker.static_worker:run_static_worker"
     with without_collections():
         run: Callable[[CommonSettings], int] = resolve_name(function)
@@ -98,17 +98,18 @@ def run_simulate(args: list[str]) -> int:
     return run_loadtest(["simulate", *args])
 
 
-# The function of each command, which is imported when it is needed, and the settings that it gets. None: it gets the
-# arguments.
-COMMANDS: dict[str, tuple[str, type[CommonSettings] | None]] = {
-    "serve": ("tidegate.serve:run_serve", ServeSettings),
-    "gateway": ("tidegate.gateway.process:run_gateway", GatewaySettings),
-    "worker": ("tidegate.worker.engine_worker:run_worker", WorkerSettings),
-    "doctor": ("tidegate.doctor.command:run_doctor", DoctorSettings),
-    "demo": ("tidegate.demo.command:run_demo", DemoSettings),
-    "adopt": ("tidegate.adopt:run_adopt", ServeSettings),  # whoever adopts has the flags of `serve` or of `gateway`
-    "backup": ("tidegate.backup.command:run_backup", BackupSettings),
-    "restore": ("tidegate.backup.command:run_restore", RestoreSettings),
+# The function of each command, and the settings that it gets, in tidegate.settings. Both are imported when they are
+# needed. None: the function gets the arguments.
+COMMANDS: dict[str, tuple[str, str | None]] = {
+    "serve": ("tidegate.serve:run_serve", "commands:ServeSettings"),
+    "gateway": ("tidegate.gateway.process:run_gateway", "gateway:GatewaySettings"),
+    "worker": ("tidegate.worker.engine_worker:run_worker", "worker:WorkerSettings"),
+    "doctor": ("tidegate.doctor.command:run_doctor", "commands:DoctorSettings"),
+    "demo": ("tidegate.demo.command:run_demo", "commands:DemoSettings"),
+    # Whoever adopts has the flags of `serve` or of `gateway`.
+    "adopt": ("tidegate.adopt:run_adopt", "commands:ServeSettings"),
+    "backup": ("tidegate.backup.command:run_backup", "commands:BackupSettings"),
+    "restore": ("tidegate.backup.command:run_restore", "commands:RestoreSettings"),
     "keys": ("tidegate.keys:run_keys", None),
     "batch": ("tidegate.batch.command:run_batch", None),
     "top": ("tidegate.top.command:run_top", None),
@@ -180,7 +181,9 @@ def _take_config(args: list[str]) -> list[str]:
         if not os.environ[CONFIG_VARIABLE]:
             raise base.SettingsError("--config needs a FILE")
     if os.environ.get(CONFIG_VARIABLE):
-        commands.check_file(Path(os.environ[CONFIG_VARIABLE]))
+        from tidegate.settings.commands import check_file  # with the settings of all commands
+
+        check_file(Path(os.environ[CONFIG_VARIABLE]))
     return rest
 
 

@@ -1,6 +1,7 @@
 """`--model FILE.gguf`: commands get the directory of what the file holds, and clients its name."""
 
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -29,7 +30,11 @@ def unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Unpacked:
 def settings_of(command: str, monkeypatch: pytest.MonkeyPatch, *flags: str) -> CommonSettings:
     """Return the settings with which `command` would run."""
     seen: list[Any] = []
-    monkeypatch.setattr(cli, "resolve_name", lambda name: lambda settings: seen.append(settings) or 0)
+
+    def resolve(name: str) -> Any:
+        return resolve_name(name) if "Settings" in name else lambda settings: seen.append(settings) or 0
+
+    monkeypatch.setattr(cli, "resolve_name", resolve)
     with pytest.raises(SystemExit):
         cli.main([command, "--model", "/models/mine.Q8_0.gguf", *flags])
     settings: CommonSettings = seen[0]

@@ -11,7 +11,7 @@ from pydantic_settings import CliApp
 
 from tidegate import cli
 from tidegate.cli import main
-from tidegate.settings.base import CONFIG_VARIABLE, SettingsError
+from tidegate.settings.base import CONFIG_VARIABLE, CommonSettings, SettingsError
 from tidegate.settings.commands import ServeSettings, check_file
 from tidegate.settings.gateway import GatewaySettings
 from tidegate.settings.worker import WorkerSettings
@@ -186,8 +186,10 @@ def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
-def test_every_command_has_a_function(command: str) -> None:
-    assert callable(resolve_name(cli.COMMANDS[command][0]))
+def test_every_command_has_a_function_and_settings(command: str) -> None:
+    function, kind = cli.COMMANDS[command]
+    assert callable(resolve_name(function))
+    assert kind is None or issubclass(resolve_name(f"tidegate.settings.{kind}"), CommonSettings)
 
 
 def test_compose_waits_longer_than_drain_and_kill_grace() -> None:

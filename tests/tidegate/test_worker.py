@@ -252,7 +252,7 @@ def test_an_engine_that_breaks_in_its_first_steps_cannot_start(
     error: Exception, settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     engine = NoEngine(error)
-    monkeypatch.setattr(worker, "build_engine", lambda config, progress: engine)
+    monkeypatch.setattr(worker, "build_engine", lambda config, progress, when_imported: engine)
     assert run_worker(settings) == EX_CONFIG
     assert engine.is_closed
     said = capfd.readouterr()
@@ -272,7 +272,7 @@ def test_a_worker_whose_id_is_taken_cannot_start(settings: WorkerSettings, capfd
 def test_an_interrupt_while_the_model_loads_is_an_ordinary_end(
     settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(config: object, progress: object) -> None:
+    def interrupted(config: object, progress: object, when_imported: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(worker, "build_engine", interrupted)
