@@ -11,14 +11,14 @@ import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
 from gateway.identity import ApiKey, Keyring
 from gateway.keys.edit import new_secret
 from gateway.keys.file import EMPTY, ID_DIGITS, KeyEntry, KeyringError, KeysFile, read_file
-from gateway.keys.prices import PriceList
+from gateway.keys.prices import Price, PriceList
 from gateway.keys.stored import KeysInStore, Record, StoredKey, StoredKeys
 from scheduler.clock import Clock
 from scheduler.config import TierSet
@@ -30,7 +30,8 @@ POLL_S = 1.0  # seconds between two looks at the file's time of change
 OPERATOR = "operator"  # name of the key or keys from the environment
 UNREADABLE = "a record of another version"
 
-OnChange = Callable[[str], Awaitable[None]]
+OnChange = Callable[[str, str], Awaitable[None]]
+Item = TypeVar("Item")
 Stamp = tuple[int, int, int]  # inode, size and time of change: another stamp means that the file has changed
 
 
@@ -61,7 +62,7 @@ class KeySource:
         self._operator = [_operator_key(secret) for secret in operator_keys]
         self._tiers = tiers
         self._clock = clock
-        self.on_change: OnChange | None = None  # is told which keys have come and gone with the file
+        self.on_change: OnChange | None = None  # is told what a changed file changes, as action and subject of an audit
         self._lock = asyncio.Lock()  # one reading at a time, so that an older one never replaces a newer one
         self._seen = self._stamp()
         self.loaded_ms = clock.wall_ms()
@@ -176,14 +177,20 @@ class KeySource:
             await self._use(file)
 
     async def _use(self, file: KeysFile) -> None:
-        self.prices.replace([entry.to_price() for entry in file.prices])
         self._file, self.loaded_ms = file, self._clock.wall_ms()
-        before, keys = self.keyring.keys, self._all_keys()
-        if tuple(keys) != before:
+        old_prices, prices = self.prices.prices, tuple(entry.to_price() for entry in file.prices)
+        old_keys, keys = self.keyring.keys, tuple(self._all_keys())
+        self.prices.replace(prices)
+        if keys != old_keys:
             self.keyring.replace(keys)
             log.info("the API keys have changed", keys=len(keys))
-            if self.on_change is not None:
-                await self.on_change(_difference(before, keys))
+            await self._report("keys.change", _difference(old_keys, keys, _label))
+        if prices != old_prices:
+            await self._report("prices.change", _difference(old_prices, prices, _price_label))
+
+    async def _report(self, action: str, subject: str) -> None:
+        if self.on_change is not None:
+            await self.on_change(action, subject)
 
     def _read(self) -> KeysFile:
         file = read_file(self.path, self._tiers()) if self.path is not None else EMPTY
@@ -214,9 +221,9 @@ class KeySource:
         return (status.st_ino, status.st_size, status.st_mtime_ns) if status is not None else None
 
 
-def _difference(before: Sequence[ApiKey], after: Sequence[ApiKey]) -> str:
-    """Return which keys were added, removed or changed, by name and id. A key's options are not named."""
-    old, new = ({_label(key): key for key in keys} for keys in (before, after))
+def _difference(before: Sequence[Item], after: Sequence[Item], label_of: Callable[[Item], str]) -> str:
+    """Return which items were added, removed or changed, by their labels. What an item has beside it is not named."""
+    old, new = ({label_of(item): item for item in items} for items in (before, after))
     parts = {
         "added": new.keys() - old.keys(),
         "removed": old.keys() - new.keys(),
@@ -228,6 +235,10 @@ def _difference(before: Sequence[ApiKey], after: Sequence[ApiKey]) -> str:
 
 def _label(key: ApiKey) -> str:
     return f"{key.name} {key.sha256.hex()[:ID_DIGITS]}"
+
+
+def _price_label(price: Price) -> str:
+    return f"{price.model or 'all models'} in {price.tier or 'all tiers'}"
 
 
 def _operator_key(secret: str) -> ApiKey:

@@ -84,11 +84,7 @@ async def test_a_changed_keys_file_names_what_has_come_and_gone(redis_client: Re
     path = tmp_path / "keys.yaml"
     path.write_text("keys: [{name: a, key: one}, {name: b, key: two}, {name: c, key: three}]")
     source, log = KeySource(path, [], make_tiers, SystemClock()), AuditLog(redis_client, SystemClock(), "gateway 1")
-
-    async def on_change(what: str) -> None:
-        await log.add("keys.change", what)
-
-    source.on_change = on_change
+    source.on_change = log.add
     await source.reload()
     path.write_text("keys: [{name: a, key: four}, {name: b, key: two, role: read}, {name: c, key: three}]")
     await source.reload()
@@ -98,3 +94,24 @@ async def test_a_changed_keys_file_names_what_has_come_and_gone(redis_client: Re
     ids = {k.name: k.sha256.hex()[:8] for k in source.keyring.keys}
     assert found.subject == f"added: a {ids['a']}; removed: a 7692c3ad; changed: b {ids['b']}"
     assert "four" not in found.subject
+
+
+async def test_a_changed_price_list_names_the_prices(redis_client: Redis, tmp_path: Path) -> None:
+    keys, path = "keys: [{name: a, key: one}]\n", tmp_path / "keys.yaml"
+    path.write_text(keys + "prices: [{input: 1, output: 2}, {model: m, input: 1, output: 2}]")
+    source, log = KeySource(path, [], make_tiers, SystemClock()), AuditLog(redis_client, SystemClock(), "gateway 1")
+    source.on_change = log.add
+    await source.reload()
+    path.write_text(keys + "prices: [{input: 1, output: 3}, {tier: bulk, input: 1, output: 2}]")
+    await source.reload()
+    (found,) = await log.page(10)
+    assert found.action == "prices.change"
+    assert found.subject == "added: all models in bulk; removed: m in all tiers; changed: all models in all tiers"
+
+
+async def test_the_gateway_writes_down_what_its_keys_file_changes(redis_client: Redis) -> None:
+    async with running_stand(redis=redis_client, keyring=KEYS) as stand:
+        on_change = stand.gateway.key_source.on_change
+        assert on_change is not None
+        await on_change("prices.change", "added: m in bulk")
+        assert told(await entries(stand)) == [(None, "prices.change", "added: m in bulk")]

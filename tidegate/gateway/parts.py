@@ -106,7 +106,7 @@ def build_gateway(
     key_source = KeySource(settings.api_keys, settings.operator_keys, lambda: main.tiers, clock, StoredKeys(redis))
     keyring = key_source.keyring
     audit = AuditLog(redis, clock, part)
-    key_source.on_change = partial(audit.add, "keys.change")
+    key_source.on_change = audit.add
     limits = KeyLimits(redis, clock, metrics.count_rate_limited)
     usage = UsageMeter(redis, metrics, clock)
     dead_letters = DeadLetters(redis)

@@ -16,7 +16,7 @@ router = APIRouter()
 async def read_audit(
     request: Request, limit: Annotated[int, Query(ge=1, le=1000)] = 100, after: str | None = None
 ) -> dict[str, Any]:
-    """List what was changed, the newest first: tiers, API keys, dead letters."""
+    """List what was changed, the newest first: tiers, API keys, prices, dead letters."""
     if after is not None and not ENTRY_ID.fullmatch(after):
         raise invalid_value("after", "Invalid value for 'after': it must be the id of an entry.")
     found = await gateway_of(request).audit.page(limit + 1, after)
