@@ -6,6 +6,7 @@ torch, because the gateway has to start within one or two seconds, and also on m
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -26,6 +27,8 @@ _PLAIN_CHAT: Mapping[str, Any] = {}  # the values of a chat that has only messag
 _TEMPLATE_FAULTS = (TemplateError, TypeError, ValueError, KeyError, RecursionError)
 MAX_IDS = 2**20  # token ids of one text; to return them takes 20 ms, in which no other thread runs
 CUT_MARGIN = 64  # tokens beside a cut, which may not be those of the whole text
+# Names of files in a model's directory that hold no tokenizer, as in one of a configuration alone.
+_NO_TOKENIZER = re.compile(r"(generation_)?config\.json|.*\.safetensors(\.index\.json)?")
 
 
 class ChatTemplateError(Exception):
@@ -272,6 +275,8 @@ def _template_message(error: Exception) -> str:
 def _load_pretrained(model: str) -> Any:
     directory = Path(model)
     if directory.is_dir() and not (directory / "tokenizer.json").exists():
+        if all(_NO_TOKENIZER.fullmatch(path.name) for path in directory.iterdir()):
+            raise OSError("it has no file of a tokenizer")
         from transformers import AutoTokenizer  # can convert older formats, but imports torch
 
         return AutoTokenizer.from_pretrained(model)

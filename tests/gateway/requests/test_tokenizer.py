@@ -145,6 +145,14 @@ async def test_load_from_a_directory(directory: Path, config: dict[str, Any] | N
     assert pretrained().chat_template == TEMPLATE
 
 
+def test_a_directory_without_a_tokenizer_is_refused_before_anything_is_imported_for_it(tmp_path: Path) -> None:
+    for name in ("config.json", "generation_config.json", "model-00001-of-00002.safetensors"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(OSError, match="no file of a tokenizer"):
+        Tokenizer.load(str(tmp_path))
+
+
 @pytest.mark.full
 def test_no_torch(directory: Path) -> None:
     code = (
