@@ -81,7 +81,7 @@ class SchedulerClient:
     async def start(self) -> None:
         await self._events.open(self.gateway_id)
         await self.live.read()
-        await self._refresh()
+        await self.refresh()
         work = (self._receive(), self._keep_fresh(), self._watch_workers())
         self._tasks = [asyncio.create_task(task) for task in work]
 
@@ -144,6 +144,12 @@ class SchedulerClient:
         now = self._clock.now()
         predicted = {t.name: self._admission.predicted_ttft_s(t, backlogs, now) for t in self.tiers.tiers.values()}
         return {tier: seconds for tier, seconds in predicted.items() if seconds is not None}
+
+    async def refresh(self) -> None:
+        """Read the heartbeats and the waiting work, for admission and `scale_signal`. Happens each `REFRESH_S`."""
+        workers, backlogs = await self.live.reporting(), await self.backlogs()
+        self._reported = workers, backlogs
+        self._admission.on_heartbeat(workers, backlogs, self._clock.now(), self._clock.wall_ms())
 
     def scale_signal(self, due: Sequence[DueWork], *, has_more: bool) -> ScaleSignal:
         """Return how many workers are wanted, as of the last refresh. `due` is the work of batches.
@@ -251,7 +257,7 @@ class SchedulerClient:
             rounds += 1
             try:
                 await self._cancellations.probe()
-                await self._refresh()
+                await self.refresh()
                 if rounds % CHECK_EVERY == 0:
                     await self._fail_lost()
             except Exception as error:  # the store may be restarting: keep the last data and try again
@@ -265,11 +271,6 @@ class SchedulerClient:
                 self._fail_unserved()
             except Exception as error:  # as above
                 log.warning("worker list not refreshed", error=str(error))
-
-    async def _refresh(self) -> None:
-        workers, backlogs = await self.live.reporting(), await self.backlogs()
-        self._reported = workers, backlogs
-        self._admission.on_heartbeat(workers, backlogs, self._clock.now(), self._clock.wall_ms())
 
     def _fail_unserved(self) -> None:
         """Fail the open interactive requests that have been without a worker for too long."""

@@ -35,4 +35,8 @@ async def show_scale(request: Request, served: OfModel) -> dict[str, Any]:
 async def read_scale(gateway: Gateway, served: ServedModel) -> ScaleSignal:
     """Return how many workers of a model are wanted. Raises the errors of the store."""
     due, num_batches = await gateway.batches.forecasts.due_work(served.name)
+    signal = served.client.scale_signal(due, has_more=num_batches > 0)
+    if signal.serving:
+        return signal
+    await served.client.refresh()  # a worker may have come since the last time
     return served.client.scale_signal(due, has_more=num_batches > 0)

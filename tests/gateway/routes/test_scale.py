@@ -41,6 +41,12 @@ async def test_work_that_waits_wants_a_worker() -> None:
     assert (found["workers_wanted"], found["workers_serving"]) == (1, 1)
 
 
+async def test_a_worker_that_has_just_come_serves() -> None:
+    async with running_stand() as stand:
+        stand.gateway.models.main.client._reported = (), {}  # as before the first refresh that finds a worker
+        assert (await scale_of(stand))["workers_serving"] == 1
+
+
 async def test_without_a_store_there_is_no_answer_and_the_metric_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(_model: str) -> Any:
         raise ConnectionError("no store")
