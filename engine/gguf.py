@@ -10,8 +10,11 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,6 +26,7 @@ SUFFIX = ".gguf"
 WEIGHTS = "model.safetensors"
 TENSORS = "tensors.json"  # where each tensor of the file is: reading the file's own list takes seconds
 ROUTER = ".ffn_gate_inp"  # in the names of routers' matrices, which are F32 in every file
+ORPHAN_S = 30 * 86_400  # seconds after its last use for which the copy of a file that is gone is kept
 _SOURCE = "source.json"  # says of which file a directory was made
 _PACKAGES = ("gguf", "accelerate")  # what transformers needs to read such files
 _ONE_OF_SEVERAL = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.gguf$")
@@ -47,6 +51,7 @@ def unpacked(file: Path, *, with_weights: bool) -> Path:
         with (directory / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # gateway and worker may start at the same time
             if not _is_there(file, directory, with_weights):
+                remove_orphans(time.time() - ORPHAN_S)
                 _unpack(file, directory, with_weights)
     except OSError as error:
         raise EngineStartError(f"{file} cannot be unpacked to {directory}: {error}") from error
@@ -60,6 +65,14 @@ def source_of(directory: str) -> Path | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return file if file.is_file() else None
+
+
+def remove_orphans(before_s: float) -> None:
+    """Remove the copies of files that are gone, unless a command has used the copy since `before_s` (Unix time)."""
+    for lock in _cache().glob("*/lock"):  # each use writes it anew
+        with suppress(OSError):  # another process removes it just now
+            if lock.stat().st_mtime < before_s and source_of(str(lock.parent)) is None:
+                shutil.rmtree(lock.parent)
 
 
 def _is_there(file: Path, directory: Path, with_weights: bool) -> bool:

@@ -1,5 +1,6 @@
 """GGUF files: every command finds a model's directory, and the engine computes what the file holds."""
 
+import json
 import os
 import random
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from tokenizers import Tokenizer
 
 from engine.config import EngineConfig, EngineStartError
 from engine.factory import build_torch_engine
-from engine.gguf import WEIGHTS, unpacked
+from engine.gguf import WEIGHTS, remove_orphans, unpacked
 from engine.native.model.quantized import QuantizedLinear
 from engine.native.model.weights import CannotKeepError
 from gateway.requests.tokens.model_files import read_max_model_len
@@ -181,3 +182,26 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     damaged.write_bytes(b"version https://git-lfs.github.com/spec/v1")
     with pytest.raises(EngineStartError, match=r"damaged\.gguf is no GGUF file"):
         unpacked(damaged, with_weights=True)
+
+
+def test_copies_of_files_that_are_gone_are_removed_some_time_after_their_last_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    copies, file = tmp_path / "tidegate" / "gguf", tmp_path / "there.gguf"
+    file.touch()
+    for name, source, used_s in (("used", "gone", 200), ("old", "gone", 99), ("kept", str(file), 99)):
+        (copies / name).mkdir(parents=True)
+        (copies / name / "source.json").write_text(json.dumps({"file": source}))
+        (copies / name / "lock").touch()
+        os.utime(copies / name / "lock", (used_s, used_s))
+    remove_orphans(100)
+    assert sorted(path.name for path in copies.iterdir()) == ["kept", "used"]
+
+
+def test_a_use_of_a_copy_is_noted(made: Made) -> None:
+    file, _ = made
+    lock = unpacked(file, with_weights=False) / "lock"
+    os.utime(lock, (99, 99))
+    unpacked(file, with_weights=False)
+    assert lock.stat().st_mtime > 100
