@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from engine.native.attention.paged import PagedAttention
 from engine.native.batch.tensors import StepTensors
+from engine.native.cpu.huge_pages import Keep
 from engine.native.cpu.kernels import CpuKernels, NormArguments, norm_arguments
 from engine.native.cpu.products import PANEL, LinearArguments, PackedWeight, fits_panels
 from engine.native.model.grouped_weight import GROUP
@@ -131,20 +132,23 @@ class NativeDecoderLayer(nn.Module):
     The residual stream is changed in place.
     """
 
-    def __init__(self, parts: LayerParts, attention: PagedAttention, library: ctypes.CDLL, step: SharedStep) -> None:
+    def __init__(
+        self, parts: LayerParts, attention: PagedAttention, library: ctypes.CDLL, step: SharedStep, keep: Keep
+    ) -> None:
         super().__init__()
         self.attention_type = parts.form.attention_type
         self._attention = attention
         self._step = step
         self._form = parts.form  # also keeps the weights of norms alive: C++ has only their addresses
-        self._weights = {"qkv": PackedWeight(parts.qkv), "out": PackedWeight([parts.out])}
+        self._weights = {"qkv": PackedWeight(parts.qkv, keep), "out": PackedWeight([parts.out], keep)}
         self.has_experts = isinstance(parts.mlp, Experts)
         if isinstance(parts.mlp, Mlp):
-            self._weights |= {"gate_up": PackedWeight(parts.mlp.gate_up), "down": PackedWeight([parts.mlp.down])}
+            self._weights["gate_up"] = PackedWeight(parts.mlp.gate_up, keep)
+            self._weights["down"] = PackedWeight([parts.mlp.down], keep)
         elif isinstance(parts.mlp, Experts):
-            self._gate_ups = [PackedWeight([linear]) for linear in parts.mlp.gate_ups()]
-            self._downs = [PackedWeight([linear]) for linear in parts.mlp.downs()]
-            self._weights["router"] = PackedWeight([_padded(parts.mlp.router_linear())])
+            self._gate_ups = [PackedWeight([linear], keep) for linear in parts.mlp.gate_ups()]
+            self._downs = [PackedWeight([linear], keep) for linear in parts.mlp.downs()]
+            self._weights["router"] = PackedWeight([_padded(parts.mlp.router_linear())], keep)
         self._arguments = self._describe(parts.form)
         self._describe_mlp(parts.mlp)
         self._compute = library.decoder_layer_bfloat16

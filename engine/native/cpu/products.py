@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.native.cpu.huge_pages import Keep
 from engine.native.model.grouped_weight import GROUP, GroupedWeight
 from engine.native.model.quantized import QuantizedLinear, concatenate_linears
 
@@ -48,13 +49,17 @@ class LinearArguments(ctypes.Structure):
 class PackedWeight:
     """The concatenated weights (out, in) of linear layers, bfloat16 or quantised, packed in panels (see linear.h)."""
 
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        """Concatenate and pack the weights of `layers`. Raises `ValueError` if they do not fit panels."""
+    def __init__(self, layers: Sequence[nn.Linear], keep: Keep = Tensor.contiguous) -> None:
+        """Concatenate and pack the weights of `layers`, into the memory that `keep` returns.
+
+        Raises `ValueError` if they do not fit panels.
+        """
         joined = concatenate_linears(layers)
         self.out_features, self.in_features = joined.out_features, joined.in_features
         if not fits_panels(*layers) or joined.weight.dtype is not torch.bfloat16:
             raise ValueError(f"a {joined.weight.dtype} weight of {tuple(joined.weight.shape)} does not fit panels")
         self._bias = None if joined.bias is None else joined.bias.detach()
+        self._keep_in_memory = keep
         self._kept: list[Tensor] = []  # keeps the packed weight alive: C++ has only its address
         weight, parts = None, []
         if isinstance(joined, QuantizedLinear):
@@ -78,7 +83,7 @@ class PackedWeight:
         return parts
 
     def _keep(self, tensor: Tensor) -> int:
-        self._kept.append(tensor.contiguous())
+        self._kept.append(self._keep_in_memory(tensor))
         return self._kept[-1].data_ptr()
 
 
@@ -127,9 +132,9 @@ class Products:
 class PanelLinear(nn.Module):
     """A linear layer that replaces `layer`, and computes the same result from a weight packed in panels."""
 
-    def __init__(self, layer: nn.Linear, products: Products) -> None:
+    def __init__(self, layer: nn.Linear, products: Products, keep: Keep = Tensor.contiguous) -> None:
         super().__init__()
-        self._weight = PackedWeight([layer])
+        self._weight = PackedWeight([layer], keep)
         self._products = products
         self.in_features, self.out_features = layer.in_features, layer.out_features
         # This weight has only shape and dtype, which modeling code may read. A product with it fails at once.

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from engine.interface import EngineInfo
+from engine.native.cpu.huge_pages import HugePages, Keep
 from engine.native.cpu.kernels import CpuKernels
 from engine.native.cpu.native_layer import NativeDecoderLayer, SharedStep
 from engine.native.cpu.packed_linear import PackedLinear, can_pack
@@ -32,17 +33,17 @@ def optimize_for_cpu(model: nn.Module, runner: ModelRunner, library: ctypes.CDLL
     """
     record = record_trial_step(model, runner, info)
     dtype = next(model.parameters()).dtype
-    num_fused = 0
+    num_fused, keep = 0, HugePages().keep
     if library is not None and CpuKernels.supports(dtype):
-        num_fused = fuse_layers(model, runner, _cpu_layers(runner, library, dtype), record.layers)
-    num_packed = _replace_linears(model, record.linears, _packing(library, dtype))
+        num_fused = fuse_layers(model, runner, _cpu_layers(runner, library, dtype, keep), record.layers)
+    num_packed = _replace_linears(model, record.linears, _packing(library, dtype, keep))
     with_experts = sum(isinstance(m, NativeDecoderLayer) and m.has_experts for m in model.modules())
     structlog.get_logger().info(
         "model optimized", fused_layers=num_fused, fused_experts=with_experts, packed_linears=num_packed
     )
 
 
-def _cpu_layers(runner: ModelRunner, library: ctypes.CDLL, dtype: torch.dtype) -> Replacement:
+def _cpu_layers(runner: ModelRunner, library: ctypes.CDLL, dtype: torch.dtype, keep: Keep) -> Replacement:
     """Return a function that makes the replacement of a decoder layer.
 
     The replacement is one C++ call if the library has matrix products for the layer. Otherwise it is eight to ten.
@@ -57,13 +58,13 @@ def _cpu_layers(runner: ModelRunner, library: ctypes.CDLL, dtype: torch.dtype) -
 
     def fuse(parts: LayerParts) -> nn.Module:
         if has_products and NativeDecoderLayer.supports(parts):
-            return NativeDecoderLayer(parts, runner.attention, library, step)
+            return NativeDecoderLayer(parts, runner.attention, library, step, keep)
         return FusedDecoderLayer(parts, runner.attention, kernels, join)
 
     return fuse
 
 
-def _packing(library: ctypes.CDLL | None, dtype: torch.dtype) -> LinearReplacement:
+def _packing(library: ctypes.CDLL | None, dtype: torch.dtype, keep: Keep) -> LinearReplacement:
     """Return a function that packs a linear layer.
 
     The function returns the packed layer, or None if the layer cannot be packed.
@@ -73,7 +74,7 @@ def _packing(library: ctypes.CDLL | None, dtype: torch.dtype) -> LinearReplaceme
 
     def pack(linear: nn.Linear) -> nn.Module | None:
         if products is not None and fits_panels(linear):
-            return PanelLinear(linear, products)
+            return PanelLinear(linear, products, keep)
         return PackedLinear([linear]) if has_onednn and not isinstance(linear, QuantizedLinear) else None
 
     return pack

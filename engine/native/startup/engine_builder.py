@@ -19,6 +19,7 @@ from engine.config import EngineConfig, EngineStartError
 from engine.interface import EngineInfo, blocks_for
 from engine.native.attention.kernels import AttentionKernels
 from engine.native.cpu.build import load_library
+from engine.native.cpu.huge_pages import return_free_memory
 from engine.native.cpu.kernels import CpuKernels
 from engine.native.cpu.sampler import CpuSampler
 from engine.native.cuda.graph_sizes import GraphSize, graph_sizes
@@ -219,6 +220,7 @@ def _optimize(runner: ModelRunner, info: EngineInfo, loaded: Loaded, kernels: _K
     before, routes = trial_logits(runner, info), has_router(loaded.model)
     if loaded.device.type == "cpu":
         optimize_for_cpu(loaded.model, runner, kernels.library, info)
+        return_free_memory()
     elif kernels.attention is not None:
         optimize_for_cuda(loaded.model, runner, info, exact=exact)
     if not is_same_model(before, trial_logits(runner, info), runner.dtype, routes=routes):
