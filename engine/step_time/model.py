@@ -112,6 +112,11 @@ class StepTimeModel:
         return self.num_observed > WARM_STEPS
 
     @property
+    def knows_decodes(self) -> bool:
+        """Whether enough decode-only steps have been observed to predict them."""
+        return self._kinds[False].is_known
+
+    @property
     def mean_absolute_error(self) -> float:
         """The mean of |predicted ÷ measured − 1| over the newest steps; 0 before the first prediction.
 

@@ -62,15 +62,18 @@ class DelayAccounts:
     def left_s(self, states: Iterable[RequestState]) -> float:
         """Return the time that bulk may add to the next step; inf if no request limits it.
 
-        It is negative where bulk has delayed a request too much. It is at most 0 where a request has not run yet.
-        Requests that await their grammars wait for the host.
+        It is negative where bulk has delayed a request too much. It is at most 0 where a request has not run yet, and,
+        as long as few decodes without bulk are known, where it has not decoded yet. Requests that await their grammars
+        wait for the host.
         """
-        left_s = NEVER_S
+        left_s, learns_decodes = NEVER_S, not self.step_time.knows_decodes
         for state in states:
             if state.tier.max_slowdown is not None and not state.awaits_grammar:
                 alone_s = self._fixed_s - state.fixed_seen_s + state.own_s
                 delay_s = self._delay_s - state.delay_seen_s
                 left_s = min(left_s, (state.tier.max_slowdown - 1) * alone_s - delay_s)
+                if learns_decodes and state.num_new_tokens <= 1:
+                    left_s = min(left_s, 0.0)
         return left_s
 
     def left_after_s(

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import pytest
 
 from engine.step_time.cost import StepCost
+from engine.step_time.kind import KNOWN_STEPS
+from engine.step_time.regression import WARM_STEPS
 from scheduler.clock import NEVER_S
 from scheduler.control.delay_account import DelayAccounts
 from scheduler.request_state import RequestState
@@ -48,6 +50,23 @@ def test_an_answer_takes_max_slowdown_times_as_long_as_alone(slowdown: float, er
         else:
             found.add_step(runs, alone_s(runs), 0.0, is_typical=True)
     assert taken_s / without_s == pytest.approx(slowdown, abs=0.02)
+
+
+def test_first_decodes_have_no_bulk_until_enough_of_them_are_known() -> None:
+    """Else prompts alone would tell what a decode takes, since bulk is beside all others."""
+    found = DelayAccounts()
+    may_add = []
+    for _ in range(2 * KNOWN_STEPS):
+        state = chat()
+        found.open(state, 0.0, 0.0)
+        found.add_step([(state, PROMPT, 0)], alone_s([(state, PROMPT, 0)]), 0.0, is_typical=True)
+        state.output_token_ids.append(7)
+        may_add.append(found.left_s([state]) > 0)
+        decode = [(state, 1, PROMPT)]
+        found.add_step(decode, alone_s(decode), 0.0, is_typical=True)
+        state.output_token_ids.append(7)
+        assert found.left_s([state]) > 0, "further decodes may have bulk"
+    assert may_add.index(True) in range(KNOWN_STEPS, KNOWN_STEPS + WARM_STEPS) and may_add[-1]
 
 
 @pytest.mark.parametrize("has_bulk", [False, True])

@@ -43,10 +43,11 @@ def test_bulk_pauses_with_its_kv_on_the_device_and_resumes_in_order() -> None:
     for _ in range(3):
         stepped.step()
     used = stepped.engine.num_used_blocks
-    stepped.accept(make_request("rt", prompt=16, max_tokens=3))
+    stepped.accept(make_request("rt", prompt=16, max_tokens=4))
     stepped.step()
     assert stepped.core.status(stepped.now).held["bulk"].paused == 4
     assert stepped.engine.num_used_blocks == used + 1, "nothing of bulk was freed"
+    assert ran(stepped.step()) == {"rt": 1}, "few decodes without bulk are known yet"
     plan = stepped.step()
     assert plan.resume == ("b0", "b1", "b2", "b3")
     assert ran(plan) == {"rt": 1, "b0": 1, "b1": 1, "b2": 1, "b3": 1}
