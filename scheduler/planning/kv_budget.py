@@ -18,7 +18,7 @@ from engine.step_time.cost import StepCost
 from scheduler.request_state import RequestState, Status
 
 # Share of all KV blocks that a bulk sequence leaves free when it starts: what starts without it is soon preempted.
-KV_RESERVE = 0.1
+KV_RESERVE = 0.25
 
 
 @dataclass(frozen=True, slots=True)

@@ -311,9 +311,9 @@ def test_lower_tiers_start_nothing_while_a_higher_one_waits_for_blocks() -> None
     assert list(ran(form(states, view={"free_blocks": 3}))) == ["d"]
 
 
-@pytest.mark.parametrize(("free_blocks", "starts"), [(13, True), (12, False)])
+@pytest.mark.parametrize(("free_blocks", "starts"), [(28, True), (27, False)])
 def test_bulk_starts_only_if_it_leaves_the_reserve_free(free_blocks: int, starts: bool) -> None:
-    """It needs 3 blocks, and the reserve is 10 of 100. A chat, and a min share, may take all that is free."""
+    """It needs 3 blocks, and the reserve is 25 of 100. A chat, and a min share, may take all that is free."""
     states = [make_decode("rt", "realtime", prompt=24), make_state("b", prompt=48, tier="bulk")]
     view = {"free_blocks": free_blocks}
     assert ("b" in ran(form(states, view=view, bulk=budget(leaves_reserve=True)))) == starts

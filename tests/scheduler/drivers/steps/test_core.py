@@ -193,12 +193,12 @@ def test_cached_tokens_are_reported_and_count_as_no_work() -> None:
 
 def test_the_kv_reserve_is_reported_in_blocks() -> None:
     core = make_core(info=make_info(num_blocks=18))
-    assert core.status(0.0).kv_reserve_blocks == core.explain(0.0)["kv_reserve_blocks"] == 2
+    assert core.status(0.0).kv_reserve_blocks == core.explain(0.0)["kv_reserve_blocks"] == 5
 
 
 def test_shared_blocks_of_cancelled_sequences_do_not_count_as_free() -> None:
-    """Two bulk sequences hold 10 of 20 blocks: they share 8, and have one each."""
-    stepped = SteppedCore(make_core(info=make_info(num_blocks=20, max_model_len=288)), prefix_cache=True)
+    """Two bulk sequences hold 10 of 24 blocks: they share 8, and have one each."""
+    stepped = SteppedCore(make_core(info=make_info(num_blocks=24, max_model_len=288)), prefix_cache=True)
     stepped.accept(make_request("b0", "bulk", prompt=130, max_tokens=14))
     while stepped.core.life("b0").awaits_first_token:
         stepped.step()
@@ -206,7 +206,7 @@ def test_shared_blocks_of_cancelled_sequences_do_not_count_as_free() -> None:
     stepped.submit()
     stepped.core.held.cancel(["b0"])  # during the step in which the other one begins to share
     stepped.collect()
-    stepped.accept(make_request("rt", prompt=192, max_tokens=2, cache_salt="x"))
+    stepped.accept(make_request("rt", prompt=256, max_tokens=2, cache_salt="x"))
     plan = stepped.step()
     assert plan.abort == ("b0",)
     assert preempted(plan) == {"b1": "recompute"}
