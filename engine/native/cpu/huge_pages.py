@@ -4,7 +4,6 @@ A decode step reads all weights once, and looks up the address of each page on t
 that asks for them, unless they are switched off. Knows memory and tensors; does not know layers.
 """
 
-import ctypes
 import mmap
 from collections.abc import Callable
 from contextlib import suppress
@@ -40,10 +39,3 @@ def _new_region(size: int) -> Tensor:
     with suppress(OSError, AttributeError):  # a kernel without huge pages, or another system than Linux
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def return_free_memory() -> None:
-    """Give the free memory of the C library back to the system: copies of weights that packing has left."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only in GNU's
-    if trim is not None:
-        trim(0)

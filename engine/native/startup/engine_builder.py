@@ -19,7 +19,6 @@ from engine.config import EngineConfig, EngineStartError
 from engine.interface import EngineInfo, blocks_for
 from engine.native.attention.kernels import AttentionKernels
 from engine.native.cpu.build import load_library
-from engine.native.cpu.huge_pages import return_free_memory
 from engine.native.cpu.kernels import CpuKernels
 from engine.native.cpu.sampler import CpuSampler
 from engine.native.cuda.graph_sizes import GraphSize, graph_sizes
@@ -220,11 +219,18 @@ def _optimize(runner: ModelRunner, info: EngineInfo, loaded: Loaded, kernels: _K
     before, routes = trial_logits(runner, info), has_router(loaded.model)
     if loaded.device.type == "cpu":
         optimize_for_cpu(loaded.model, runner, kernels.library, info)
-        return_free_memory()
+        _return_free_memory()
     elif kernels.attention is not None:
         optimize_for_cuda(loaded.model, runner, info, exact=exact)
     if not is_same_model(before, trial_logits(runner, info), runner.dtype, routes=routes):
         raise EngineStartError(f"{info.model_path} computes something else with faster layers: use --no-optimize")
+
+
+def _return_free_memory() -> None:
+    """Give the free memory of the C library back to the system: copies of weights that packing has left."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only in GNU's
+    if trim is not None:
+        trim(0)
 
 
 def _capture_graphs(runner: ModelRunner, info: EngineInfo, loaded: Loaded, kernels: _Kernels, memory: _Memory) -> None:

@@ -23,7 +23,10 @@ from scheduler.request_state import RequestState
 
 
 class Precedence:
-    """Who yields, by what the keys have used, and the delay accounts of interactive requests."""
+    """Decides which interactive requests yield, and keeps the delay accounts of all of them.
+
+    It remembers how much of the server each key has used.
+    """
 
     def __init__(self, table: RequestTable, step_time: StepTimeModel) -> None:
         self._table = table

@@ -26,6 +26,20 @@ def test_what_does_not_fit_begins_another_region() -> None:
     assert len({copy.untyped_storage().data_ptr() for copy in kept}) == 4
 
 
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="the system has no huge pages")
+def test_the_system_is_asked_for_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Seen(mmap.mmap):
+        def madvise(self, *advice: int) -> None:
+            asked.append(advice)
+            super().madvise(*advice)
+
+    monkeypatch.setattr(mmap, "mmap", Seen)
+    HugePages().keep(torch.arange(5))
+    assert asked == [(mmap.MADV_HUGEPAGE,)]
+
+
 def test_a_system_without_huge_pages_has_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
     assert HugePages().keep(torch.arange(5)).tolist() == [0, 1, 2, 3, 4]

@@ -34,6 +34,7 @@ from engine.config import EngineConfig, Quantization
 from engine.factory import build_torch_engine
 from engine.interface import NewSequence, Run, SamplingParams, StepPlan
 from engine.native.batch.packing import pack_step
+from engine.native.cpu.huge_pages import HugePages
 from engine.native.cpu.native_layer import NativeDecoderLayer
 from engine.native.model.quantized import QuantizedLinear
 from engine.sequences.sequence_table import SequenceTable
@@ -159,6 +160,20 @@ def test_a_layer_in_one_call_computes_the_same(
     allowed = 0.06 if quantize is None else 0.12  # a step of a byte is larger than one of bfloat16
     errors = torch.cat([(a - b).norm(dim=1) / b.norm(dim=1) for a, b in zip(actual, expected, strict=True)])
     assert (errors.median() if name in WITH_EXPERTS else errors.max()) < allowed  # routers' near ties may differ
+
+
+def test_the_weights_of_all_layers_are_in_huge_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model(tmp_path, CONFIGS["llama"]())
+    plain, keep, sizes = logits_of_steps(tmp_path, False)[0], HugePages.keep, []
+
+    def keep_and_count(self: HugePages, tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(tensor.nbytes)
+        return keep(self, tensor)
+
+    monkeypatch.setattr(HugePages, "keep", keep_and_count)
+    logits_of_steps(tmp_path)
+    expected = sum(weight.nbytes for name, weight in plain.named_parameters() if name.endswith("proj.weight"))
+    assert sum(sizes) >= expected > 0
 
 
 def test_quantised_experts_of_other_sizes_are_left_to_their_module(tmp_path: Path) -> None:

@@ -153,6 +153,18 @@ def test_what_yields_takes_no_slot_of_its_tier_from_others() -> None:
     assert started(_with_yielding(of)) == ["chat"]
 
 
+def test_prompts_that_yield_are_in_nobodys_way() -> None:
+    beside = yielding(*(at_server(f"y{i}", prompt=500) for i in range(10)))
+    assert started(_with_yielding(view(waiting("chat"), *beside))) == ["chat"]
+
+
+def test_streams_that_yield_do_not_make_a_step_of_others_longer() -> None:
+    short = yielding(*(waiting(f"w{i:02}", prompt=2) for i in range(40)))
+    running = yielding(*(make_decode(f"y{i:02}", "realtime") for i in range(20)))
+    of = _with_yielding(replace(view(*short, *running, make_decode("chat", "realtime")), kept=lambda state: 1))
+    assert len(started(of)) <= 6, "with the 20 that run, 0.6 of the 20 ms that the chat's step takes alone"
+
+
 def _with_yielding(of: View, **changes: Any) -> View:
     budgets = {name: replace(budget, **changes) for name, budget in of.budgets.tiers.items()}
     return replace(of, budgets=replace(of.budgets, yielding=budgets))
