@@ -12,6 +12,7 @@ to `Admission.settle`.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,7 @@ from msgspec import structs
 
 from scheduler.client import rejection
 from scheduler.client.affinity import PrefixAffinity
+from scheduler.client.fair_order import FairOrder
 from scheduler.client.inflight import InFlight
 from scheduler.client.rejection import Rejected
 from scheduler.client.ttft_forecast import (
@@ -56,6 +58,7 @@ class Ticket:
 class Admission:
     def __init__(self, tiers: TierSet) -> None:
         self._in_flight = InFlight()
+        self._fair_orders: defaultdict[str, FairOrder] = defaultdict(FairOrder)  # by bulk tier
         self._heartbeats = Heartbeats()
         self._backlogs: Mapping[str, Backlog] = {}
         self._correction = ForecastCorrection()
@@ -85,15 +88,14 @@ class Admission:
         tier = self._tiers.tiers.get(requests[0].tier)
         if tier is None:
             return rejection.tier_gone(requests[0].tier)
-        requests = self._in_order(tier, requests)
         forecast = self._forecast(tier, requests, now, wall_ms)
-        owner, count = requests[0].owner, len(requests)
-        has_few = tier.is_interactive and self._has_few(tier, owner, count)
-        if forecast is not None and has_few:
+        has_few = self._has_few(tier, requests[0].owner, len(requests))
+        if forecast is not None and has_few and tier.is_interactive:
             forecast = forecast.behind_own_requests()  # keys with many make room at the workers
         rejected = self._check_local(tier, forecast, requests, now) if forecast is not None else None
         if rejected is not None:
             return rejected
+        requests = self._in_order(tier, requests, has_few=has_few, now=now)
         if forecast is not None:
             self._expect_first_token(tier, requests, forecast, now)
         self._in_flight.add(requests, are_passed=forecast is not None and _is_too_long(tier, requests, forecast))
@@ -122,6 +124,8 @@ class Admission:
     def forget(self, request_id: str) -> None:
         """Remove a request that has ended or was never enqueued."""
         self._in_flight.remove(request_id)
+        for order in self._fair_orders.values():
+            order.remove(request_id)
         self._correction.forget(request_id)
         self._affinity.forget(request_id)
 
@@ -129,6 +133,8 @@ class Admission:
         """Process an event of one of this gateway's requests."""
         self._in_flight.on_event(event)
         self._affinity.on_event(event)
+        for order in self._fair_orders.values():
+            order.on_event(event)
         if event.token_ids:
             self._correction.first_token(event.request_id, now)
         if event.is_last:
@@ -140,6 +146,9 @@ class Admission:
         """Store the newest status of every live worker, and the waiting requests and tokens of each tier."""
         self._heartbeats.update(workers, now, wall_ms)
         self._backlogs = backlogs
+        for name, order in self._fair_orders.items():
+            if name in backlogs and not backlogs[name].requests and name in self._tiers.tiers:
+                order.note_empty(wall_ms + self._tiers.tiers[name].deadline_ms)
 
     def output_shares(self) -> dict[str, float]:
         """Return the part of `max_tokens` that answers usually take, by tier. A tier without answers has none."""
@@ -273,19 +282,33 @@ class Admission:
         mine = self._in_flight.num_open(tier.name, owner)
         return mine + count <= FEW_REQUESTS and mine < self._in_flight.num_open(tier.name)
 
-    def _in_order(self, tier: Tier, requests: Sequence[Request]) -> Sequence[Request]:
+    def _in_order(self, tier: Tier, requests: Sequence[Request], *, has_few: bool, now: float) -> Sequence[Request]:
         """Return the requests with their places in the queue.
 
-        In a bulk tier, requests of a key with few go before those that others have already put there, but not the parts
-        of jobs, which have shares of their own. In an interactive tier, the first few of a key have their deadlines as
-        scores. Each further one counts as due one `deadline_ms`, divided by the key's weight, later than the one
-        before, so that of two keys of one weight the one with fewer open requests goes first. A key's own requests stay
-        in order.
+        In a bulk tier, the first few of a key are before all that others have put there. Of the others, one with a
+        deadline of its own is as much earlier as its deadline is. The parts of jobs have shares of their own.
+        """
+        if tier.is_interactive:
+            return self._by_number(tier, requests)
+        if requests[0].job_part:
+            return requests
+        order, costs = self._fair_orders[tier.name], self._heartbeats.token_costs(tier.name, now)
+        placed = []
+        for request in requests:
+            due_ms = request.arrival_ms + tier.deadline_ms
+            start_ms = order.place(request, due_ms, costs)
+            score_ms = order.now_ms - tier.deadline_ms if has_few else start_ms - due_ms + request.deadline_ms
+            placed.append(structs.replace(request, order_ms=score_ms))
+        return placed
+
+    def _by_number(self, tier: Tier, requests: Sequence[Request]) -> Sequence[Request]:
+        """Return the requests of an interactive tier with their places.
+
+        Each one of a key beyond the first few counts as due one `deadline_ms`, divided by the key's weight, later than
+        the one before, so that of two keys of one weight the one with fewer open requests goes first. A key's own
+        requests stay in order.
         """
         owner = requests[0].owner
-        if not tier.is_interactive:
-            goes_first = not requests[0].job_part and self._has_few(tier, owner, len(requests))
-            return [structs.replace(r, order_ms=r.arrival_ms) for r in requests] if goes_first else requests
         num_open, last_ms = self._in_flight.num_open(tier.name, owner), self._in_flight.last_ms(tier.name, owner)
         placed = []
         for number, request in enumerate(requests, num_open + 1):

@@ -16,8 +16,8 @@ DECAY = 31 / 32
 
 
 @dataclass(slots=True)
-class _Share:
-    """A share, stored as the sums of the part and of the whole over recent requests. Only `InFlight` changes it."""
+class RecentRatio:
+    """A part of a whole, as the sums of both over recent requests."""
 
     part: float = 0.0
     whole: float = 0.0
@@ -54,8 +54,8 @@ class InFlight:
         self._requests: dict[str, Request] = {}
         self._unanswered: set[str] = set()  # ids of the requests that have no first token yet
         self._open: defaultdict[str, dict[str, _OpenOfKey]] = defaultdict(dict)  # by tier and key
-        self._cached: defaultdict[str, _Share] = defaultdict(_Share)
-        self._output: defaultdict[str, _Share] = defaultdict(_Share)
+        self._cached: defaultdict[str, RecentRatio] = defaultdict(RecentRatio)
+        self._output: defaultdict[str, RecentRatio] = defaultdict(RecentRatio)
 
     def add(self, requests: Iterable[Request], *, are_passed: bool = False) -> None:
         """Count `requests` as open. If they `are_passed` by newer requests, their prompts are ahead of nobody."""

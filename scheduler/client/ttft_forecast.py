@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from scheduler.client.fair_order import TokenCosts
 from scheduler.client.inflight import TierUsage
 from scheduler.queue.base import AheadLimit, Backlog
 from scheduler.registry.worker_status import TierCapacity, WorkerStatus
@@ -175,6 +176,13 @@ class Heartbeats:
             parts.append(_aged(status.capacity, status.batch_size, age_s))
         return _sum(parts) if parts else None
 
+    def token_costs(self, tier: str, now: float) -> TokenCosts:
+        """Return the engine time of the tokens of a tier that has all workers; any time where it is not known."""
+        capacity = self.capacity(tier, now)
+        if capacity is None or not (capacity.whole_prefill_tokens_per_s and capacity.whole_output_tokens_per_s):
+            return TokenCosts()
+        return TokenCosts(1000 / capacity.whole_prefill_tokens_per_s, 1000 / capacity.whole_output_tokens_per_s)
+
     def slots(self, tier: str) -> int:
         """Return the batch slots of all workers for `tier`."""
         statuses = [worker.tiers.get(tier) for worker in self.workers()]
@@ -208,6 +216,8 @@ def _sum(parts: Sequence[TierCapacity]) -> TierCapacity:
         drain_per_s=sum(part.drain_per_s for part in parts) if knows_drain else 0.0,
         prefill_tokens_per_s=sum(part.prefill_tokens_per_s for part in parts),
         output_tokens_per_s=sum(part.output_tokens_per_s for part in parts),
+        whole_prefill_tokens_per_s=sum(part.whole_prefill_tokens_per_s for part in parts),
+        whole_output_tokens_per_s=sum(part.whole_output_tokens_per_s for part in parts),
     )
 
 

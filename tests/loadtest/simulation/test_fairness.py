@@ -14,6 +14,7 @@ from loadtest.simulation.observation import RequestRecord
 from loadtest.simulation.run import simulate
 from loadtest.simulation.traffic import OfferedRequest, Traffic
 from loadtest.traffic.scenario import Scenario
+from scheduler.clock import NEVER_S
 from scheduler.config import TierSet, parse_tiers
 from tests.loadtest.simulation.builders import add, chats, run_scenario, share_in_time
 
@@ -73,6 +74,20 @@ def test_two_floods_share_the_engine_by_the_weights_of_their_keys() -> None:
     classes = {"heavy": heavy, "light": traffic("b", output_tokens=64, streams=40)}
     done = {name: sum(r.is_done for r in served(classes, name)) for name in classes}
     assert 2.2 <= done["heavy"] / done["light"] <= 4.0
+
+
+def test_a_bulk_flood_leaves_a_later_one_its_share() -> None:
+    """Alone, the engine serves 290 of them a second: 400 in 1.4 s, and in 2.8 s beside as many others."""
+
+    def jobs(key: str, count: int, at_s: float) -> list[OfferedRequest]:
+        return [OfferedRequest(f"{key}{i}", key, "bulk", at_s, (7,) * 100, 50, i, owner=key) for i in range(count)]
+
+    traffic = add(*jobs("a", 3000, 0.0), *jobs("b", 400, 2.0))(Traffic({}, [], (), shares_prefixes=False))
+    setting = Setting(find_tiers(""), load_cost_card("8b-h200"))
+    records = simulate(setting, traffic, 5.0, drain_s=30.0).requests
+    took_s = {key: max(r.ended_s or NEVER_S for r in records if r.traffic_class == key) for key in "ab"}
+    assert took_s["b"] - 2.0 <= 2 * 1.4 + 1.5, "and as long as it takes until the first running ones end"
+    assert took_s["a"] <= 13.0, "whole work: 11.7 s"
 
 
 def two_tiers() -> TierSet:

@@ -255,19 +255,45 @@ def test_a_queue_full_of_one_keys_requests_is_that_keys_limit() -> None:
         assert rejected is not None and rejected.reason is reason
 
 
+def place_bulk(admission: Admission, *requests: Request) -> list[int]:
+    """Return the scores of requests of the bulk tier, minus the deadline of one that arrives at `EPOCH_MS`."""
+    ticket = admission.begin(requests, 0.0, EPOCH_MS)
+    assert isinstance(ticket, Ticket)
+    return [request.score_ms - EPOCH_MS - ticket.tier.deadline_ms for request in ticket.requests]
+
+
 def test_a_few_bulk_requests_of_a_key_go_before_what_others_have_put() -> None:
+    tiers = make_tiers()
+    admission, deadline_ms = make_admission(tiers), tiers.tiers["bulk"].deadline_ms
+    line = of_key("b", "line", tier="bulk", job_part="line", deadline_ms=EPOCH_MS + deadline_ms)
+    flood = [
+        score
+        for number in range(20)
+        for score in place_bulk(admission, of_key("a", str(number), tier="bulk", deadline_ms=EPOCH_MS + deadline_ms))
+    ]
+    assert flood == sorted(set(flood)) and flood[0] == 0
+    assert place_bulk(admission, line) == [0], "batches have shares of their own"
+    few = [place_bulk(admission, of_key("b", str(number), tier="bulk"))[0] for number in range(3)]
+    assert few == [-deadline_ms] * 3
+
+
+def test_two_bulk_floods_take_turns_and_a_deadline_of_its_own_brings_a_request_forward() -> None:
+    tiers = make_tiers()
+    admission, due_ms = make_admission(tiers), EPOCH_MS + tiers.tiers["bulk"].deadline_ms
+    flood = place_bulk(admission, *(of_key("a", str(n), tier="bulk", deadline_ms=due_ms) for n in range(20)))
+    others = place_bulk(admission, *(of_key("b", str(n), tier="bulk", deadline_ms=due_ms) for n in range(20)))
+    assert flood == others
+    sooner = of_key("b", "sooner", tier="bulk", deadline_ms=due_ms - 3000)
+    assert place_bulk(admission, sooner)[0] == 2 * others[-1] - others[-2] - 3000
+
+
+def test_a_bulk_queue_that_another_key_has_filled_takes_a_few_all_the_same() -> None:
     admission = make_admission(make_tiers())
-
-    def place(request: Request) -> int:
-        ticket = admission.begin([request], 0.0, EPOCH_MS)
-        assert isinstance(ticket, Ticket)
-        return ticket.requests[0].score_ms
-
-    flood = [place(of_key("a", str(n), tier="bulk")) for n in range(20)]
-    assert place(of_key("b", "part", tier="bulk", job_part="line")) == flood[0], "batches have shares of their own"
-    few = [place(of_key("b", str(n), tier="bulk")) for n in range(5)]
-    assert few[:3] == [EPOCH_MS] * 3 and min(flood) > EPOCH_MS and few[4] == flood[0]
-    assert flood == [flood[0]] * 20, "a key alone is served in the order of its deadlines"
+    for number in range(9):
+        assert isinstance(submit(admission, of_key("a", str(number), tier="bulk")), Ticket)
+    for owner, has_few in (("a", False), ("b", True)):
+        ticket = admission.begin([of_key(owner, "next", tier="bulk")], 0.0, EPOCH_MS)
+        assert isinstance(ticket, Ticket) and ticket.has_few is has_few
 
 
 def test_further_requests_of_a_key_are_placed_by_its_weight() -> None:

@@ -1,0 +1,92 @@
+"""The order in which the keys of a bulk tier take turns: start-time fair queueing (Goyal, Vin and Cheng, 1996).
+
+Each request has a virtual start time, from which its score in the tier's queue follows. A request of a key starts where
+the key's request before it ends: later by its engine time, divided by the key's weight. But none starts before the
+present virtual time, which is the latest start of a request that has begun. So a key that comes later gets its share at
+once, whatever the others have put there before, and a key alone gets everything, in order.
+
+Whenever nothing waits, virtual time becomes the deadline that a request has which arrives now. So scores compare with
+those of other gateways, and with the deadlines of requests that have no place here. Does no I/O and reads no clock.
+"""
+
+from dataclasses import dataclass
+
+from scheduler.client.inflight import RecentRatio
+from scheduler.request import EventKind, Request, TokenEvent
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCosts:
+    """The engine time of a token in ms, where many requests run together."""
+
+    prompt_ms: float = 1.0
+    output_ms: float = 1.0
+
+
+@dataclass(slots=True)
+class _Place:
+    owner: str
+    start_ms: float  # virtual, as are all times below
+    length_ms: float
+    has_begun: bool = False
+
+
+class FairOrder:
+    """The places of the open requests of one tier."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, _Place] = {}  # by request id
+        self._now_ms = 0.0  # 0: not known yet
+        self._ends_ms: dict[str, float] = {}  # by key, where the place of its newest request ends
+        # Output tokens for each request: of each key, and of all.
+        self._outputs: dict[str, RecentRatio] = {}
+        self._output = RecentRatio()
+
+    def note_empty(self, due_ms: int) -> None:
+        """Note that nothing waits in the tier. `due_ms` is the deadline of a request that arrives now."""
+        self._now_ms = due_ms
+        self._ends_ms.clear()
+        for place in self._places.values():
+            place.start_ms, place.has_begun = 0.0, True
+
+    @property
+    def now_ms(self) -> int:
+        """The present virtual time."""
+        return int(self._now_ms)
+
+    def place(self, request: Request, due_ms: int, costs: TokenCosts) -> int:
+        """Give a request its place and return its start, in ms. `due_ms` is its deadline by the tier."""
+        self._now_ms = self._now_ms or due_ms
+        start_ms = max(self._now_ms, self._ends_ms.get(request.owner, 0.0))
+        output = self._expected_output(request)
+        length_ms = (len(request.prompt_token_ids) * costs.prompt_ms + output * costs.output_ms) / request.weight
+        self._places[request.id] = _Place(request.owner, start_ms, length_ms)
+        self._ends_ms[request.owner] = start_ms + length_ms
+        return int(start_ms)
+
+    def on_event(self, event: TokenEvent) -> None:
+        """Process an event. Those of unknown requests change nothing."""
+        place = self._places.get(event.request_id)
+        if place is None:
+            return
+        num_output_tokens = event.index + len(event.token_ids)
+        if num_output_tokens:
+            place.has_begun = True
+            self._now_ms = max(self._now_ms, place.start_ms)
+        if event.kind is EventKind.FINISHED:
+            self._outputs.setdefault(place.owner, RecentRatio()).add(num_output_tokens, 1)
+            self._output.add(num_output_tokens, 1)
+        if event.is_last:
+            self.remove(event.request_id)
+
+    def remove(self, request_id: str) -> None:
+        """Forget a request, if it is known. If it has never run, its key may have the time for another one."""
+        place = self._places.pop(request_id, None)
+        if place is not None and not place.has_begun and place.owner in self._ends_ms:
+            self._ends_ms[place.owner] -= place.length_ms
+
+    def _expected_output(self, request: Request) -> float:
+        """Return how many tokens the request will probably generate: few callers mean their `max_tokens`."""
+        mean = self._outputs.get(request.owner, self._output).value
+        most = request.sampling.max_tokens
+        return most if mean is None else min(most, mean)
