@@ -7,6 +7,10 @@ from engine.step_time.cost import StepCost
 from scheduler.clock import NEVER_S
 from scheduler.control.step_limit import StepLimit
 
+# Share of all KV blocks that a bulk sequence leaves free when it starts: what starts without it is soon preempted. As
+# long as less is free, bulk's batch size shrinks.
+KV_RESERVE = 0.25
+
 
 @dataclass(frozen=True, slots=True)
 class TierBudget:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 from scheduler.config import Tier
 from scheduler.control import max_wait
+from scheduler.control.budget import KV_RESERVE
 from scheduler.control.knobs import Decision, Knob, TierKnobs
 from scheduler.control.tier_stats import MISS_TARGET, TierStats
 
-KV_HIGH, KV_LOW = 0.85, 0.70  # shares of all KV blocks: bulk shrinks above KV_HIGH, and may grow below KV_LOW
 GROWTH = 2  # number of sequences by which a batch size grows at a time
 BULK_CUT = 0.5  # factor that a batch size is multiplied by when it shrinks
 DEAD_BAND = 0.1  # share of max-wait's upper bound: max-wait does not move if its goal is nearer than this
@@ -125,7 +125,7 @@ def _move_bulk_size(
         return _resize(knobs, *cut)
     wants_more = load.waiting.get(tier.name, 0) > 0 or held >= size
     harms_none = interactive.is_absent or _below(interactive.miss_share, MISS_TARGET / 2)
-    if wants_more and load.kv_usage < KV_LOW and harms_none:
+    if wants_more and not _uses_kv_reserve(load) and harms_none:
         return _resize(knobs, size + GROWTH, "queue", "work waits and bulk harms nobody above")
     return []
 
@@ -137,9 +137,13 @@ def _bulk_cut(held: int, size: float, load: Load, interactive: InteractiveLoad) 
     many_missed = interactive.miss_share is not None and interactive.miss_share > 2 * MISS_TARGET
     if many_missed and not interactive.is_absent:
         return size * BULK_CUT, "slo_misses", "interactive tiers miss their targets"
-    if load.kv_usage > KV_HIGH:
+    if _uses_kv_reserve(load):
         return min(size, held) * BULK_CUT, "kv_usage", "KV blocks run out"
     return None
+
+
+def _uses_kv_reserve(load: Load) -> bool:
+    return load.kv_usage > 1 - KV_RESERVE
 
 
 def _resize(knobs: TierKnobs, size: float, signal: str, reason: str) -> list[Decision | None]:

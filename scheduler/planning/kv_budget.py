@@ -15,10 +15,8 @@ from dataclasses import dataclass
 
 from engine.interface import PreemptionMode, blocks_for
 from engine.step_time.cost import StepCost
+from scheduler.control.budget import KV_RESERVE
 from scheduler.request_state import RequestState, Status
-
-# Share of all KV blocks that a bulk sequence leaves free when it starts: what starts without it is soon preempted.
-KV_RESERVE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
