@@ -42,6 +42,9 @@ class FairOrder:
         self._outputs: dict[str, RecentRatio] = {}
         self._output = RecentRatio()
 
+    def __len__(self) -> int:
+        return len(self._places)
+
     def note_empty(self, due_ms: int) -> None:
         """Note that nothing waits in the tier. `due_ms` is the deadline of a request that arrives now."""
         self._now_ms = due_ms

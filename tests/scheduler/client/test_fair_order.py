@@ -91,13 +91,23 @@ def test_where_nothing_waits_places_are_deadlines_and_nobody_is_behind() -> None
     """Else those of a key that is always there, and asks for little, would go before what is due sooner."""
     order = FairOrder()
     running = [of_key("a", n) for n in range(9)]
-    for request in running:
-        place(order, request)
-    order.note_empty(EPOCH_MS + DEADLINE_MS + 5000)
-    assert place(order, of_key("a", 9, at_ms=5001)) == 5000
+    assert [place(order, request) for request in running][-1] == 800
+    order.note_empty(EPOCH_MS + DEADLINE_MS + 500)
+    assert place(order, of_key("a", 9, at_ms=501)) == 500
     for request in running:
         finish(order, request)
-    assert place(order, of_key("b", 0, at_ms=5001)) == 5000
+    assert len(order) == 1
+    assert place(order, of_key("b", 0, at_ms=501)) == 500
+
+
+def test_a_key_that_was_away_has_saved_nothing() -> None:
+    order, once = FairOrder(), of_key("b", 0)
+    flood = [of_key("a", n) for n in range(50)]
+    for request in (once, *flood):
+        place(order, request)
+    for request in (once, *flood[:20]):
+        finish(order, request)
+    assert place(order, of_key("b", 1)) == 1900
 
 
 def test_a_request_that_never_ran_costs_its_key_nothing() -> None:
@@ -126,3 +136,5 @@ def test_answers_count_as_long_as_they_usually_are() -> None:
     assert place(order, of_key("a", 4), costs) == ends_ms + 50 + 20
     known = place(order, of_key("c", 1, max_tokens=3000), costs)
     assert place(order, of_key("c", 2), costs) == known + 50 // 3, "another key is taken to be like the others"
+    finish(order, anchor, num_tokens=350)
+    assert place(order, of_key("a", 5, max_tokens=4000), costs) - place(order, of_key("a", 6), costs) == -50
