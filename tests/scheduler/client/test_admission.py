@@ -287,6 +287,25 @@ def test_two_bulk_floods_take_turns_and_a_deadline_of_its_own_brings_a_request_f
     assert place_bulk(admission, sooner)[0] == 2 * others[-1] - others[-2] - 3000
 
 
+def test_whenever_nothing_waits_places_in_a_bulk_tier_begin_with_the_present_deadline() -> None:
+    admission = make_admission(make_tiers())
+    flood = place_bulk(admission, *(of_key("a", str(n), tier="bulk") for n in range(20)))
+    for waiting, begins_anew in ((Backlog(3, 300), False), (Backlog(), True)):
+        heartbeat(admission, {}, second=5, backlogs={"bulk": waiting})
+        [score] = place_bulk(admission, of_key("a", f"after {waiting.requests}", tier="bulk"))
+        wanted = 5000 - EPOCH_MS + flood[0] if begins_anew else 2 * flood[-1] - flood[-2]
+        assert score == wanted
+
+
+def test_bulk_that_was_refused_or_cancelled_in_the_queue_costs_its_key_no_turn() -> None:
+    admission = make_admission(make_tiers())
+    first = place_bulk(admission, of_key("a", "first", tier="bulk"))
+    for number in range(5):
+        place_bulk(admission, of_key("a", str(number), tier="bulk"))
+        admission.forget(f"a-{number}")
+    assert place_bulk(admission, of_key("a", "next", tier="bulk"))[0] == first[0] + 108, "its prompt and output tokens"
+
+
 def test_a_bulk_queue_that_another_key_has_filled_takes_a_few_all_the_same() -> None:
     admission = make_admission(make_tiers())
     for number in range(9):
