@@ -6,8 +6,8 @@ the label `model`. The main families have a second name, that of vLLM, with the 
 
 import asyncio
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
-import httpx
 import structlog
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
@@ -17,6 +17,9 @@ from prometheus_client.registry import Collector
 from gateway.http.vllm_names import PREFIX, vllm_families
 from scheduler.registry.worker_status import WorkerStatus
 
+if TYPE_CHECKING:
+    import httpx  # imported by the first page that is read: few gateways read any
+
 log = structlog.get_logger(__name__)
 
 PAGE_TIMEOUT_S = 1.0  # seconds for a worker to show its metrics
@@ -25,7 +28,7 @@ PAGE_TIMEOUT_S = 1.0  # seconds for a worker to show its metrics
 class WorkerPages:
     """Reads the metrics of the workers `worker_ids`, which are on this machine, from their own ports."""
 
-    def __init__(self, worker_ids: Collection[str] = (), transport: httpx.AsyncBaseTransport | None = None) -> None:
+    def __init__(self, worker_ids: Collection[str] = (), transport: "httpx.AsyncBaseTransport | None" = None) -> None:
         self._worker_ids = worker_ids
         self._transport = transport
 
@@ -34,13 +37,17 @@ class WorkerPages:
         wanted = {w.worker_id: w.page for w in workers if w.worker_id in self._worker_ids and w.page}
         if not wanted:
             return {}
+        import httpx
+
         client = httpx.AsyncClient(transport=self._transport, trust_env=False, verify=False, timeout=PAGE_TIMEOUT_S)
         async with client as http:
             texts = await asyncio.gather(*(_read(http, page) for page in wanted.values()))
         return {worker_id: text for worker_id, text in zip(wanted, texts, strict=True) if text is not None}
 
 
-async def _read(http: httpx.AsyncClient, page: str) -> str | None:
+async def _read(http: "httpx.AsyncClient", page: str) -> str | None:
+    import httpx
+
     try:
         async with asyncio.timeout(PAGE_TIMEOUT_S):
             return (await http.get(page)).raise_for_status().text

@@ -8,9 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llguidance import LLMatcher, StructTag
-from llguidance.gbnf_to_lark import any_to_lark
-
 from gateway.output.grammar import Source, checked, json_source, lark_source
 from gateway.output.json_schema import GrammarError, check_size
 from gateway.protocol.bodies.output_format import (
@@ -121,12 +118,16 @@ def _structured(param: str, wanted: StructuredOutputs) -> Source:
 
 
 def _lark_of_regex(text: str) -> Source:
+    from llguidance import LLMatcher  # imported by the first grammar, as in grammar.py
+
     source: Source = json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]
     return {"lark_grammar": source["lark_grammar"]}
 
 
 def _lark(text: str) -> str:
     """Return a grammar in Lark's syntax. `text` is in Lark's or in GBNF's syntax."""
+    from llguidance.gbnf_to_lark import any_to_lark  # as above
+
     try:
         return any_to_lark(text)
     except Exception as error:  # the converter has no errors of its own
@@ -134,6 +135,8 @@ def _lark(text: str) -> str:
 
 
 def _structural_tag(wanted: StructuralTagFormat) -> Source:
+    from llguidance import StructTag  # as above
+
     tags = []
     for structure in wanted.structures:
         check_size(structure.schema_)

@@ -7,13 +7,15 @@ up to its first mask of tokens: this finds what cannot be compiled, what is too 
 import json
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import regex
-from llguidance import LLMatcher, LLTokenizer
 
 from gateway.output.json_schema import GrammarError, check_size, closed
 from gateway.output.text_grammar import as_terminals
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer  # imported by the first grammar, because most gateways have none
 
 # JSON without free white space: weak models would never end it. One space may follow each comma and colon.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
@@ -134,6 +136,8 @@ def _fault(grammar: str) -> str | None:
     """Return why `grammar` cannot be used; None if it can."""
     if len(grammar) > MAX_GRAMMAR_LENGTH:
         return f"it has {len(grammar)} characters, {MAX_GRAMMAR_LENGTH} at most"
+    from llguidance import LLMatcher
+
     matcher = LLMatcher(_byte_tokenizer(), grammar, log_level=0)
     if not matcher.is_error():
         matcher.compute_bitmask()
@@ -144,5 +148,7 @@ def _fault(grammar: str) -> str | None:
 
 
 @lru_cache(1)
-def _byte_tokenizer() -> LLTokenizer:
+def _byte_tokenizer() -> "LLTokenizer":
+    from llguidance import LLTokenizer
+
     return LLTokenizer("byte")

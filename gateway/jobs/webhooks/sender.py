@@ -8,8 +8,6 @@ import asyncio
 import ssl
 from urllib.parse import urlsplit
 
-import httpx
-
 from gateway.jobs.webhooks.lookups import Lookups
 from gateway.keys.webhooks import Address, TargetPolicy
 
@@ -49,6 +47,8 @@ class WebhookSender:
         Of several allowed addresses, the number of the attempt chooses one. Raises `LookupsBusy` if the host's name
         cannot be looked up at the moment.
         """
+        import httpx  # by the first webhook: most gateways send none
+
         parts = urlsplit(url)
         host = (parts.hostname or "").rstrip(".")
         port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -70,6 +70,8 @@ class WebhookSender:
         allowed = [address for address in found if self._policy.allows(address, parts.scheme)]
         if not allowed:
             raise WebhookFailed("its address is not one that may be called")
+        import httpx
+
         target = httpx.URL(url).copy_with(host=str(allowed[attempt % len(allowed)]), fragment=None)
         async with httpx.AsyncClient(verify=await self._tls(), trust_env=False, timeout=self._timeout_s) as client:
             request = client.build_request(
