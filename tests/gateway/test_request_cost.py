@@ -110,7 +110,7 @@ async def calls_of_a_request(stand: Stand, text: str, *, stream: bool) -> int:
     return min(found)
 
 
-@pytest.mark.parametrize(("stream", "most", "most_of_token"), [(False, 904, 78), (True, 908, 94)])
+@pytest.mark.parametrize(("stream", "most", "most_of_token"), [(False, 843, 78), (True, 848, 94)])
 async def test_a_request_and_a_token_make_few_calls(stream: bool, most: int, most_of_token: int) -> None:
     async with running_stand() as stand:
         short = await calls_of_a_request(stand, SHORT, stream=stream)

@@ -68,14 +68,20 @@ def keep_files_private() -> None:
     os.umask(0o077)
 
 
+# New objects after which a collection looks for garbage among them. With Python's own number, 700, which a few requests
+# have, a gateway with 64 open requests spends 4 % of its CPU time on collections.
+YOUNG_OBJECTS = 10_000
+
+
 def freeze_heap() -> None:
-    """Let garbage collections leave out all objects that exist now. Call it at the end of a start.
+    """Let garbage collections leave out all objects that exist now, and be few. Call it at the end of a start.
 
     A collection that looks through all that torch and transformers have made takes 140 ms, in which no token is
     computed.
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
 
 
 def ignore_hangup() -> None:

@@ -132,7 +132,7 @@ class Account:
     async def cancel(self, tier: str) -> None:
         self._end()
         if self.reservation is not None:
-            await asyncio.shield(self._settle(tier, Use(), 0))
+            await self._settle(tier, Use(), 0)
 
     async def close(self, tier: str, used: Usage, events: Sequence[TokenEvent]) -> None:
         """Count what the answer has used, correct the reservation, and keep the output for the cache.
@@ -143,19 +143,23 @@ class Account:
         price = FREE if self.is_hit else self._price_of(tier)
         cost_nano = price.cost_nano(used.prompt_tokens, used.cached_tokens, used.completion_tokens)
         tokens = 0 if self.is_hit else used.prompt_tokens + used.completion_tokens
-        await asyncio.shield(self._settle(tier, _use(used, self.is_hit, cost_nano), tokens))
+        await self._settle(tier, _use(used, self.is_hit, cost_nano), tokens)
         if self._cache is not None and self.lookup is not None and self.keeps_events and events:
             await self._cache.store(self.lookup, events)
 
     async def _settle(self, tier: str, use: Use, tokens: int) -> None:
-        """Write down what was used, of which `tokens` count for limits, before the caller has the end of the answer."""
+        """Write down what was used, of which `tokens` count for limits, before the caller has the end of the answer.
+
+        A cancelled caller does not cancel what is being written.
+        """
         if self._usage is None or self._limits is None:
             return
         charge = None if self.reservation is None else self.reservation.charge
         self._usage.record(self.owner, tier, use, charge, tokens)
         settled = [] if self.reservation is None else [self._limits.settle(self.reservation, tokens)]
         written = [] if self.owner.key is None else [self._usage.try_flush()]  # nobody is charged for open access
-        await asyncio.gather(*written, *settled)
+        if written or settled:
+            await asyncio.shield(asyncio.gather(*written, *settled))
 
 
 UNMETERED = Account()

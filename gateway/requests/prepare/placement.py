@@ -54,9 +54,10 @@ def place(
     `rule` is the routing rule that the request meets. It chooses the tier of a request that asks for none.
     """
     cache_ttl_s = _cache_ttl_s(headers.get(CACHE_HEADER))
-    usual = resolve_tier(None, key, tiers).tier
-    wished = wished_service_tier(asked.service_tier, asked.priority, headers.get(TTFT_HEADER), usual, tiers)
-    resolved = resolve_tier(wished, key, tiers)
+    resolved = resolve_tier(None, key, tiers)
+    wished = wished_service_tier(asked.service_tier, asked.priority, headers.get(TTFT_HEADER), resolved.tier, tiers)
+    if wished is not None:
+        resolved = resolve_tier(wished, key, tiers)
     if rule is not None and (wished not in (None, "auto") or rule.tier not in tiers.tiers):
         rule = None
     if rule is not None:
@@ -94,14 +95,13 @@ def wished_service_tier(
     `usual` is the tier of requests that ask for none. A named tier goes before `priority`, and `priority` before the
     header, whose value is `slo_ttft_ms`. Raises `ApiError` 400 if this value is not a positive number.
     """
-    if service_tier not in (None, "auto"):
+    if service_tier not in (None, "auto") or not (priority or slo_ttft_ms is not None):
         return service_tier
     nameable = [tier for tier in tiers.by_priority if _name_of(tier) is not None]
     if priority:
         return _name_of(_moved(usual, priority, nameable))
-    if slo_ttft_ms is not None:
-        return _name_of(_for_ttft(_parse_ms(slo_ttft_ms), nameable))
-    return service_tier
+    assert slo_ttft_ms is not None
+    return _name_of(_for_ttft(_parse_ms(slo_ttft_ms), nameable))
 
 
 def _moved(usual: Tier, priority: int, nameable: list[Tier]) -> Tier | None:

@@ -105,10 +105,11 @@ class Preparation:
         """
         arrival_ms = self.clock.wall_ms()
         describe_request(CURRENT_TRACE.get(), request)
-        self._check(request, placement.tier)
+        limits = self.limits()
+        self._check(request, placement.tier, limits)
         run = self._threads.of(placement.tier, placement.owner)
         output = await self._plan_output(request, run)
-        tokenised = await self._tokenise(request, output, run)
+        tokenised = await self._tokenise(request, output, limits, run)
         await self.let_others_run(request.num_sequences * len(tokenised.prompts), placement.owner)
         check_prompt_logprobs(request, tokenised.prompts)
         return self._build(request, placement, output, tokenised, arrival_ms, answer_as)
@@ -117,7 +118,7 @@ class Preparation:
         """Return the tokens of the one prompt of `request`. Raises `ApiError` 400 if there is none."""
         run = self._threads.of(tier, owner)
         output = await self._plan_output(request, run)
-        [ids] = await self._encoded(request, output, run)
+        [ids] = await self._encoded(request, output, self.limits(), run)
         return ids
 
     async def let_others_run(self, num_choices: int, owner: str | None) -> None:
@@ -136,10 +137,10 @@ class Preparation:
         if self.model.kind != kind:
             raise wrong_kind(name, self.model.kind, kind)
 
-    def _check(self, request: AnyRequest, tier: Tier) -> None:
+    def _check(self, request: AnyRequest, tier: Tier, limits: ModelLimits) -> None:
         self.check_model(request.model, "chat")
         _check_choices(request, tier)
-        check_token_ids(request, self.limits().vocab_size)
+        check_token_ids(request, limits.vocab_size)
 
     async def _plan_output(self, request: AnyRequest, run: RunInThread) -> OutputPlan:
         """Return how the output is constrained and parsed. Raises `ApiError` 400 if it cannot be."""
@@ -152,18 +153,22 @@ class Preparation:
         plan = partial(plan_output, request, model.format, prompt_of, values, text_grammars=enforces)
         return await run(plan, is_long=False) if has_grammar(request) else plan()
 
-    async def _tokenise(self, request: AnyRequest, output: OutputPlan, run: RunInThread) -> _Tokenised:
+    async def _tokenise(
+        self, request: AnyRequest, output: OutputPlan, limits: ModelLimits, run: RunInThread
+    ) -> _Tokenised:
         constraints = await constraints_of(request, output.grammar, self.model.tokenizer, run)
-        prompts = fitting(request, await self._encoded(request, output, run), self.limits())
+        prompts = fitting(request, await self._encoded(request, output, limits, run), limits)
         if not (isinstance(request, ChatCompletionRequest) and image_places(request)):
             return _Tokenised(prompts, constraints)
         write = partial(passed_on, request, output.template_values, prompts[0].max_tokens)
         return _Tokenised(prompts, constraints, await run(write, is_long=True))
 
-    async def _encoded(self, request: AnyRequest, output: OutputPlan, run: RunInThread) -> list[list[int]]:
+    async def _encoded(
+        self, request: AnyRequest, output: OutputPlan, limits: ModelLimits, run: RunInThread
+    ) -> list[list[int]]:
         """Return the tokens of each prompt. Raises `ApiError` 400 as `encode` and `check_images` do."""
         num_beside = check_images(request, self.model.image_tokens)
-        encoded = await encode(request, self.model.tokenizer, self.limits(), output.template_values, run)
+        encoded = await encode(request, self.model.tokenizer, limits, output.template_values, run)
         return [ids + [STANDS_FOR_IMAGE] * num_beside for ids in encoded] if num_beside else encoded
 
     def _build(
