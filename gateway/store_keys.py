@@ -78,7 +78,7 @@ class GatewayKeys(Namespace):
 
     audit = Name("audit")  # stream of the newest entries of the audit log; how many is in gateway/audit.py
 
-    # Cached answers and dead letters.
+    # Cached answers, whose index and sizes expire with the last of them; and dead letters.
     cached = Name("cache:")  # by a hash of the request: the output of an answer, for as long as the request asked
     cache_index = Name("cache:index")  # sorted set of the keys of cached outputs, by their expiry in ms
     cache_sizes = Name("cache:sizes")  # hash: the bytes of each of them by its key, and their sum as `total`

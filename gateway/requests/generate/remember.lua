@@ -1,4 +1,5 @@
--- Store a value of the answer cache, and make room for it: the values that would expire first go first.
+-- Store a value of the answer cache, and make room for it: the values that would expire first go first. The index and the
+-- sizes expire with the last value.
 -- KEYS: index (sorted set of the values' keys, with their expiry in ms), sizes (hash: bytes of each value by its key,
 -- and their sum as `total`), key of the value.
 -- ARGV: now in ms; milliseconds until the value expires; most bytes of all values; value.
@@ -31,4 +32,8 @@ end
 redis.call('SET', key, value, 'PX', ttl_ms)
 redis.call('ZADD', index, now_ms + ttl_ms, key)
 redis.call('HSET', sizes, key, #value)
-return redis.call('HINCRBY', sizes, 'total', #value)
+local sum = redis.call('HINCRBY', sizes, 'total', #value)
+local left_ms = tonumber(redis.call('ZRANGE', index, -1, -1, 'WITHSCORES')[2]) - now_ms
+redis.call('PEXPIRE', index, left_ms)
+redis.call('PEXPIRE', sizes, left_ms)
+return sum

@@ -276,6 +276,14 @@ async def test_the_size_stays_right_when_answers_are_replaced_or_expire(redis_cl
     assert total == str(await redis_client.strlen(last)).encode()
 
 
+async def test_the_index_and_the_sizes_expire_with_the_last_answer(redis_client: Redis) -> None:
+    cache, keys = cache_on(redis_client), GatewayKeys.of(redis_client)
+    for number, ttl_s, longest_s in ((1, 50, 50), (2, 90, 90), (3, 10, 90)):
+        await keep(cache, number, ttl_s)
+        for key in (keys.cache_index, keys.cache_sizes):
+            assert longest_s - 30 < await redis_client.pttl(key) / 1000 <= longest_s
+
+
 def test_a_models_revision_changes_with_its_files(tmp_path: Any) -> None:
     (tmp_path / "config.json").write_text("{}")
     weights = tmp_path / "model.safetensors"
