@@ -15,7 +15,7 @@ from tests.system.nonces import ask, ask_streamed, make_nonce
 from tests.system.server import Server, make_client, running, wait_for
 from tests.system.test_deaths import batch_answers, expected, submit_batch
 
-pytestmark = [pytest.mark.full, NEEDS_VLLM, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.full, NEEDS_VLLM, pytest.mark.timeout(600)]  # two starts
 
 START_TIMEOUT_S = 240.0  # vLLM's imports take most of it on a busy machine
 FLAGS = f"--enforce-eager --gpu-memory-utilization 0.2 --tensor-parallel-size {VLLM_PROCESSES}"
@@ -68,7 +68,7 @@ async def test_chats_are_right_beside_a_batch(server: Server) -> None:
 
 async def test_a_dead_executor_loses_nothing(server: Server) -> None:
     """The worker ends with its executor, starts again, and finishes the bulk requests that were under way."""
-    async with make_client(server) as client:
+    async with make_client(server, timeout_s=START_TIMEOUT_S) as client:
         sent, before = nonces(40, seed=4), server.pid_of("worker")
         executor = executor_of(before)
         async with asyncio.timeout(60):
