@@ -31,7 +31,6 @@ def test_a_missing_package_is_named_before_anything_runs(capsys: pytest.CaptureF
     assert "needs matplotlib: " in said.err and "pip install 'tidegate[loadtest]'" in said.err
 
 
-@pytest.mark.full
 def test_reports_without_plots_need_no_plotting_library() -> None:
     """Modules that every run imports: with them alone, matplotlib is not loaded."""
     program = "import loadtest.__main__, loadtest.calibration.report, sys\nsys.exit('matplotlib' in sys.modules)"

@@ -167,7 +167,7 @@ def test_gateways_that_end_at_any_moment_change_no_output(
         assert answer.events[-1].kind is EventKind.FINISHED
 
 
-@pytest.mark.parametrize("delivery", [Delivery.EACH_STEP, pytest.param(Delivery.AT_END, marks=pytest.mark.full)])
+@pytest.mark.parametrize("delivery", [Delivery.EACH_STEP, Delivery.AT_END])
 def test_a_gateways_death_costs_no_token_of_a_job_that_the_next_one_asks_for_later(delivery: Delivery) -> None:
     async def story(world: World, workers: Succession) -> tuple[int, int]:
         gateways = Gateways(world)
@@ -222,7 +222,7 @@ async def ask_deadly(world: World, name: str = "poison", tier: str = "batch", **
     return await world.ask(name, tier, (POISON, 5, 6), 200, delivery=Delivery.AT_END, **more)
 
 
-@pytest.mark.parametrize("num_output", [pytest.param(0, marks=pytest.mark.full), 90])
+@pytest.mark.parametrize("num_output", [0, 90])
 def test_a_deadly_request_is_given_up_and_innocents_are_not(num_output: int) -> None:
     """It runs in company three times, and alone the fourth time. At most a cohort runs alone with it."""
 

@@ -60,7 +60,7 @@ def overload(predict: bool, rate_per_s: float, prompt: int, max_tokens: int) -> 
 
 @pytest.mark.parametrize(
     ("rate_per_s", "prompt", "max_tokens"),
-    [(40.0, 400, 2), pytest.param(40.0, 20, 60, marks=pytest.mark.full)],
+    [(40.0, 400, 2), (40.0, 20, 60)],
     ids=["prompts are the bottleneck", "slots are the bottleneck"],
 )
 def test_requests_admitted_under_overload_are_served_in_time(rate_per_s: float, prompt: int, max_tokens: int) -> None:

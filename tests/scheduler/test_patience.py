@@ -111,7 +111,7 @@ def ratios(load: Load, cost: StepCost, tiers: TierSet, warm_s: float = 0.0) -> l
 
 @pytest.mark.parametrize(
     ("load", "cost"),
-    [(streams(64), CPU), pytest.param(burst(200), GPU, marks=pytest.mark.full)],
+    [(streams(64), CPU), (burst(200), GPU)],
     ids=["64 streams, cpu", "200 at once, gpu"],
 )
 def test_a_benchmark_of_a_fresh_server_sees_no_error(load: Load, cost: StepCost) -> None:
@@ -123,7 +123,7 @@ def test_a_benchmark_of_a_fresh_server_sees_no_error(load: Load, cost: StepCost)
     [
         (streams(32), 0.0, 0.9),
         pytest.param(streams(128, 10.0), 5.0, 0.9, marks=pytest.mark.full),
-        pytest.param(arrivals(36), 0.0, 0.7, marks=pytest.mark.full),
+        (arrivals(36), 0.0, 0.7),
     ],
     ids=["32 streams", "128 streams", "1.2 x capacity"],
 )
@@ -137,7 +137,7 @@ def test_most_predictions_are_right_within_a_factor_of_two(load: Load, warm_s: f
     assert sum(0.5 <= ratio <= 2 for ratio in predicted) >= share * len(predicted) > 0
 
 
-@pytest.mark.parametrize("cost", [CPU, pytest.param(GPU, marks=pytest.mark.full)], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("cost", [CPU, GPU], ids=["cpu", "gpu"])
 def test_the_waits_of_a_burst_are_predicted_without_bias(cost: StepCost) -> None:
     """Short prompts among those that come together go first, so the median is predicted too long."""
     assert 0.5 <= median(ratios(burst(200, behind=8), cost, PATIENT)) <= 2.5

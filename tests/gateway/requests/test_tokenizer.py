@@ -153,7 +153,6 @@ def test_a_directory_without_a_tokenizer_is_refused_before_anything_is_imported_
         Tokenizer.load(str(tmp_path))
 
 
-@pytest.mark.full
 def test_no_torch(directory: Path) -> None:
     code = (
         "import sys; from gateway.requests.tokens.tokenizer import Tokenizer; import gateway.app;"

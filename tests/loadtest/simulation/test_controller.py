@@ -6,7 +6,7 @@ without a min share, and then the test must complain about what suffers: this sh
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -184,26 +184,18 @@ LOADS: dict[Load, set[str]] = {
 }
 
 
-SOME = (impulse, scarce_kv, poison_among_chats)
-LONG = (faster_steps, hardly_anything, poison_of_bulk)
-
-
-def only_in_full(loads: Iterable[Load]) -> list[Any]:
-    return [pytest.param(load, marks=pytest.mark.full) if load in loads else load for load in LOADS]
-
-
 def name_of(load: Load) -> str:
     return load.__name__
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("load", only_in_full(LONG), ids=name_of)
+@pytest.mark.parametrize("load", LOADS, ids=name_of)
 def test_what_must_come_of_a_load_does(load: Load, seed: int) -> None:
     assert load(seed, make_tiers()).complaints == set()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("load", only_in_full(set(LOADS) - set(SOME)), ids=name_of)
+@pytest.mark.parametrize("load", LOADS, ids=name_of)
 def test_with_the_controller_switched_off_it_does_not(load: Load, seed: int) -> None:
     assert load(seed, make_tiers(FROZEN)).complaints >= LOADS[load]
 

@@ -3,6 +3,7 @@
 import math
 import random
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from loadtest.simulation.cost_card import CostCard, load_cost_card
 from loadtest.simulation.observation import RequestRecord
 from loadtest.traffic.scenario import Scenario
 from tests.loadtest.simulation.builders import chats, make_card, make_tiers, run_scenario
+from tests.marks import mostly_full
 
 LINEAR = {"step_s": 0.006, "prefill_token_s": 4e-4, "attend_s": 1e-8, "context_token_s": 1e-6, "decode_s": 8e-4}
 GPU = {"step_s": 0.0095, "prefill_token_s": 4e-5, "attend_s": 1e-10, "context_token_s": 2e-8, "decode_s": 2e-5}
@@ -78,10 +80,10 @@ def test_answers_take_as_long_as_promised(card: str) -> None:
     assert measured(CARDS[card], 1.25, seed=1, duration_s=30) == pytest.approx(1.25, abs=0.1)
 
 
-@pytest.mark.full
 @pytest.mark.timeout(600)  # computes for half a minute, and longer beside others
-@pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.parametrize(("card", "slowdown"), [(card, slowdown) for card in CARDS for slowdown in (1.05, 1.25, 1.5)])
+@pytest.mark.parametrize(
+    ("card", "slowdown", "seed"), mostly_full(product(CARDS, (1.05, 1.25, 1.5), (1, 2, 3)), ("concave", 1.05, 2))
+)
 def test_answers_take_as_long_as_promised_whatever_the_promise(card: str, slowdown: float, seed: int) -> None:
     assert measured(CARDS[card], slowdown, seed, duration_s=60) == pytest.approx(slowdown, abs=0.1)
 
@@ -107,10 +109,10 @@ def load_of(card: CostCard, rng: random.Random) -> tuple[dict[str, Any], dict[st
     }
 
 
-@pytest.mark.full
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize(
+    ("card", "seed"), mostly_full(product(CARDS, range(4)), ("linear", 2), ("linear", 3), ("concave", 1))
+)
 def test_no_load_makes_answers_take_longer_than_promised(card: str, seed: int) -> None:
     """Bulk may be too little to use what is promised, so there is no lower bound."""
     rng = random.Random(f"{card} {seed}")

@@ -78,7 +78,7 @@ def test_a_few_requests_at_a_time_want_no_more_workers_for_steps_that_are_nearly
     assert numbers(observation)[-30:] == [1] * 30
 
 
-@pytest.mark.parametrize("seed", mostly_full((1, 2), 1))
+@pytest.mark.parametrize("seed", [1, 2])
 def test_workers_leave_when_the_load_does_and_nothing_is_lost(seed: int) -> None:
     observation = run(0.1, seed, with_bulk=True)
     workers = numbers(observation)

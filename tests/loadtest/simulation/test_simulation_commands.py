@@ -105,7 +105,6 @@ def test_a_users_mistake_is_one_sentence(
     assert said in error and error.count("\n") == 1
 
 
-@pytest.mark.full
 def test_tidegate_simulate_prints_the_same_whatever_the_interpreters_hash_seed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

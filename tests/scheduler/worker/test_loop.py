@@ -406,7 +406,7 @@ async def _bulk_share_under_a_flood(world: World, bulk: list[asyncio.Task[Answer
     return used_s["bulk"] / sum(used_s.values())
 
 
-@pytest.mark.parametrize("min_share", [pytest.param(0.0, marks=pytest.mark.full), 0.02])
+@pytest.mark.parametrize("min_share", [0.0, 0.02])
 def test_paused_bulk_gets_its_min_share_also_when_its_queue_is_empty(min_share: float) -> None:
     """What is due grows for held requests, too, not only for queued ones. Bulk prefills do not run beside interactive
     prefills as decodes do."""
@@ -422,7 +422,7 @@ def test_paused_bulk_gets_its_min_share_also_when_its_queue_is_empty(min_share: 
     assert share == pytest.approx(min_share, abs=0.005)
 
 
-@pytest.mark.parametrize("min_share", [pytest.param(0.05, marks=pytest.mark.full), 0.2])
+@pytest.mark.parametrize("min_share", [0.05, 0.2])
 def test_bulk_decodes_get_their_min_share_though_every_step_could_be_full_of_prompts(min_share: float) -> None:
     """A token per sequence and step is very little time beside prompts that take a tenth of a second: what is due is
     served in steps that prompts do not fill."""
