@@ -7,6 +7,8 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from bench.engines.same_bits import has_same_bits
 from engine.config import EngineConfig
 from engine.factory import build_torch_engine
@@ -14,6 +16,7 @@ from loadtest.model_shapes import write_shape
 from tests.engine.native.cpu.compiled import library_with_products
 
 
+@pytest.mark.timeout(330)
 def test_every_kind_of_step_has_a_time() -> None:
     command = [sys.executable, "-m", "bench.engines.step_times", "--shape", "tiny", "--device", "cpu"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
