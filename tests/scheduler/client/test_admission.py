@@ -297,6 +297,14 @@ def test_whenever_nothing_waits_places_in_a_bulk_tier_begin_with_the_present_dea
         assert score == wanted
 
 
+def test_a_later_bulk_flood_begins_where_the_one_before_it_runs() -> None:
+    admission = make_admission(make_tiers())
+    flood = place_bulk(admission, *(of_key("a", str(n), tier="bulk") for n in range(20)))
+    for number in range(10):
+        admission.on_event(TokenEvent(f"a-{number}", EventKind.TOKENS, 0, (5,)), 0.0)
+    assert place_bulk(admission, *(of_key("b", str(n), tier="bulk") for n in range(10)))[0] == flood[9]
+
+
 def test_bulk_that_was_refused_or_cancelled_in_the_queue_costs_its_key_no_turn() -> None:
     admission = make_admission(make_tiers())
     first = place_bulk(admission, of_key("a", "first", tier="bulk"))

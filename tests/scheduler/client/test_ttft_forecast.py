@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scheduler.client.fair_order import TokenCosts
 from scheduler.client.inflight import TierUsage
 from scheduler.client.ttft_forecast import STALE_S, Forecast, Heartbeats, completion, first_token
 from scheduler.queue.base import Backlog
@@ -137,6 +138,14 @@ def test_rates_of_several_workers_add_up() -> None:
     assert (capacity.prompt_tokens, capacity.slots_free, capacity.step_s) == (400, 6, 0.02)
     assert (capacity.prefill_tokens_per_s, capacity.output_tokens_per_s, capacity.drain_per_s) == (2000, 1000, 8)
     assert together.slots("realtime") == 16
+
+
+def test_the_costs_of_tokens_are_those_of_a_tier_that_has_all_workers() -> None:
+    whole = replace(CAPACITY, whole_prefill_tokens_per_s=4000.0, whole_output_tokens_per_s=500.0)
+    both = heartbeats(status("a", whole), status("b", whole))
+    assert both.token_costs("realtime", now=0.0) == TokenCosts(prompt_ms=0.125, output_ms=1.0)
+    for unknown in (heartbeats(status()), heartbeats()):
+        assert unknown.token_costs("realtime", now=0.0) == TokenCosts()
 
 
 @pytest.mark.trap(8)
