@@ -6,7 +6,7 @@ of each running sequence, and whole prompts of those that start. So a test sees 
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from engine.interface import EngineInfo, FinishReason, SamplingParams, SequenceOutput
@@ -24,6 +24,17 @@ from scheduler.clock import Clock
 from tests.scheduler.builders import FAST, VOCAB, make_info
 
 
+BLOCK = 16  # tokens
+
+
+def _digests(tokens: Sequence[int], salt: str) -> Iterator[tuple[int, int]]:
+    """Return the ends of the whole blocks of `tokens`, each with a digest of all tokens up to there."""
+    digest = hash(salt)
+    for end in range(BLOCK, len(tokens) + 1, BLOCK):
+        digest = hash((digest, *tokens[end - BLOCK : end]))
+        yield end, digest
+
+
 def token_at(prompt: tuple[int, ...], position: int) -> int:
     return (prompt[0] * 31 + len(prompt) + position * 7) % VOCAB
 
@@ -35,6 +46,10 @@ class _Sequence:
     num_done: int = 0
     num_cached: int = 0
     is_started: bool = False
+    known: list[int] = field(default_factory=list)  # the tokens that it was sent, and those it has generated
+
+    def __post_init__(self) -> None:
+        self.known = [*self.request.prompt_token_ids, *self.request.output_token_ids]
 
 
 class ModeledUpstream:
@@ -60,7 +75,7 @@ class ModeledUpstream:
         self._random = random.Random(seed)
         self.places = places
         self.caches_prefixes = caches_prefixes
-        self._cached: dict[tuple[int, ...], int] = {}  # number of tokens that were computed, by prompt
+        self._cached: set[int] = set()  # digests of what whole blocks were computed for: all tokens up to their ends
         self.repeats = True  # whether an answer that begins again is the same
         self.refuses = False  # answer 503 instead of letting requests wait
         self.is_up = True
@@ -140,23 +155,39 @@ class ModeledUpstream:
             self.running.append(self.waiting.pop(0))
         work, batch = StepWork(), list(self.running)
         for sequence in batch:
-            tokens, prompt = sequence.request.num_tokens + sequence.num_done, sequence.request.prompt_token_ids
+            tokens = sequence.request.num_tokens + sequence.num_done
             if not sequence.is_started and self.caches_prefixes:
-                sequence.num_cached = min(self._cached.get(prompt, 0), tokens - 1) // 16 * 16
+                sequence.num_cached = self._find(sequence)
             computed = 1 if sequence.is_started else tokens - sequence.num_cached
             work.add(computed, tokens - computed if sequence.is_started or sequence.num_cached else 0)
             self.num_computed += computed
-            self._cached[prompt] = max(self._cached.get(prompt, 0), tokens)
+            if self.caches_prefixes:
+                self._keep(sequence)
             sequence.is_started = True
         await self._clock.sleep(self._cost.of(work) * self._random.lognormvariate(0.0, self._noise))
         for sequence in batch:
             if sequence in self.running:
                 self._emit(sequence)
 
+    def _find(self, sequence: _Sequence) -> int:
+        """Return how many of the known tokens are cached; the last one is computed in any case."""
+        num_cached = 0
+        for end, digest in _digests(sequence.known, sequence.request.cache_salt):
+            if digest not in self._cached or end >= len(sequence.known):
+                break
+            num_cached = end
+        return num_cached
+
+    def _keep(self, sequence: _Sequence) -> None:
+        """Cache the whole blocks of the tokens that were computed."""
+        if not sequence.is_started or len(sequence.known) % BLOCK == 0:
+            self._cached.update(digest for _, digest in _digests(sequence.known, sequence.request.cache_salt))
+
     def _emit(self, sequence: _Sequence) -> None:
         request = sequence.request
         position = len(request.output_token_ids) + sequence.num_done
         sequence.num_done += 1
+        sequence.known.append(token_at(request.prompt_token_ids, position))
         is_last = position + 1 >= request.sampling.max_tokens
         output = SequenceOutput(
             request.seq_id,

@@ -79,11 +79,16 @@ async def closed_loop(world: World, name: str, seconds: float, **request: Any) -
     return answers
 
 
+def prompt(number: int, length: int) -> tuple[int, ...]:
+    """Return a prompt that begins like no other one."""
+    return number + 3, *range(3, 2 + length)
+
+
 async def chats(world: World, count: int, every_s: float = 0.5) -> list[Answer]:
     """Ask `count` chats at a fixed rate, whether the earlier ones have ended or not."""
     asked = []
     for number in range(count):
-        request = world.ask(f"chat-{number}", prompt=32 + 13 * number % 96, max_tokens=32)
+        request = world.ask(f"chat-{number}", prompt=prompt(number, 32 + 13 * number % 96), max_tokens=32)
         asked.append(asyncio.create_task(request))
         await world.clock.sleep(every_s * (0.7 + 0.6 * (number * 37 % 100) / 100))
     return await asyncio.gather(*asked)
@@ -91,7 +96,9 @@ async def chats(world: World, count: int, every_s: float = 0.5) -> list[Answer]:
 
 async def bulk(world: World, streams: int, seconds: float) -> list[Answer]:
     loops = [
-        closed_loop(world, f"bulk-{i}", seconds, tier="bulk", prompt=64 + 31 * i % 192, max_tokens=128, temperature=0.0)
+        closed_loop(
+            world, f"bulk-{i}", seconds, tier="bulk", prompt=prompt(i, 64 + 31 * i % 192), max_tokens=128, temperature=0.0
+        )
         for i in range(streams)
     ]
     return [answer for answers in await asyncio.gather(*loops) for answer in answers]
