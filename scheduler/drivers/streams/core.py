@@ -175,7 +175,8 @@ class StreamCore:
         decisions = Decisions() if self._is_held_back(now) else decide(self._view(now), now)
         for state in decisions.hang_up:
             self._hang_up(state, now)
-        opened = [self._streams.open(s, now) for s in decisions.start if not self._streams.is_hung_up(s.id)]
+        start, parts = decisions.start, decisions.parts
+        opened = [self._streams.open(s, now, parts.get(s.id)) for s in start if not self._streams.is_hung_up(s.id)]
         return opened, self._streams.pop_hung_up()
 
     def _is_held_back(self, now: float) -> bool:
@@ -194,6 +195,9 @@ class StreamCore:
             hang_up_from_s=self._hang_up_from_s,
             held_back=self._retries.busy.waiting(now),
             kept=self._streams.kept,
+            sent=self._streams.num_sent,
+            may_cut=self._streams.may_cut,
+            block_size=self._engine.block_size,
             left_s=self._precedence.left_s(),
         )
 
@@ -225,6 +229,10 @@ class StreamCore:
         if seen is not None:
             self._note_step(seen, now)
         self._note_cached(state, output)
+        if self._streams.is_prompt_part(state.id):  # nobody gets its token
+            if output.finish_reason is not None:
+                self._streams.pause(state, now)
+            return report
         is_part = self._streams.is_part(state, output)
         if is_part:
             output = structs.replace(output, finish_reason=None)
@@ -241,7 +249,8 @@ class StreamCore:
         num_lost = self._streams.lost_tokens(state, output)
         self._recompute.spend(num_lost)
         self.recomputed[state.tier.name] += max(0, num_lost)
-        if output.finish_reason is not None and state.num_cached_tokens == 0:  # some servers say it only then
+        is_first = self._streams.is_first(state.id)  # later ones find what the earlier ones have computed
+        if is_first and output.finish_reason is not None and not state.num_cached_tokens:  # or only then
             state.num_cached_tokens = min(output.num_cached_tokens, len(state.request.prompt_token_ids))
 
     def _note_step(self, seen: SeenStep, now: float) -> None:

@@ -6,13 +6,14 @@ A server that plans its own steps cannot be told to leave a sequence out of a st
   (`scheduler.drivers.streams.precedence`) are sent and hung up as bulk is, before all bulk tiers.
 - Bulk is sent only while no interactive request awaits its first token, one prefill or a few at a time, and as many
   streams as may lengthen each step of an interactive answer: by `max_slowdown`, and inside of the SLO. While answers
-  are under way, a prefill must also fit into what their delay accounts have left. Without interactive traffic, only
-  the tier's batch size and the server's places limit bulk.
+  are under way, a prefill must also fit into what their delay accounts have left. Where the server keeps prefixes, a
+  long prompt is sent in parts: growing beginnings, each computed from where the one before ended. Without interactive
+  traffic, prompts are sent whole, and only the tier's batch size and the server's places limit bulk.
 - If a first token is at risk, streams of bulk are hung up, the youngest first, within a budget of recomputed tokens.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 
 from scheduler.clock import NEVER_S
@@ -29,6 +30,9 @@ INTERACTIVE_PLACES = 2  # places of the server that bulk leaves free while there
 # Share of the TTFT SLO: a first token that is predicted to come later than the rest of the SLO is at risk.
 RISK_SHARE = 0.2
 RECOMPUTE_SHARE = 0.05  # share of all computed tokens that may be computed a second time
+# Parts of bulk's prompts at a time: a server begins its next step before the part that follows has come. With one,
+# every second step has no prompt.
+PARTS_IN_FLIGHT = 2
 MAX_TOKENS = 8192.0  # size of the bucket, which bounds the hang-ups at one time
 
 
@@ -46,6 +50,9 @@ class View:
     hang_up_from_s: float = -NEVER_S  # no stream is hung up before this time, because the last ones take effect first
     held_back: Collection[str] = ()  # ids of requests that are not sent now
     kept: Callable[[RequestState], int] = lambda state: 0  # tokens of a request that the server's prefix cache has
+    sent: Callable[[RequestState], int] = lambda state: state.num_tokens  # tokens that its stream has at the server
+    may_cut: Callable[[RequestState], bool] = lambda state: False  # whether its prompt may be sent in parts
+    block_size: int = 16  # tokens of a KV block of the server: parts of prompts are whole blocks
     left_s: float = NEVER_S  # what bulk may add by the delay accounts of the answers that are under way
 
 
@@ -53,6 +60,7 @@ class View:
 class Decisions:
     start: tuple[RequestState, ...] = ()
     hang_up: tuple[RequestState, ...] = ()
+    parts: Mapping[str, int] = field(default_factory=dict)  # by id: tokens that are sent now, if these are not all
 
 
 def decide(view: View, now: float) -> Decisions:
@@ -68,7 +76,7 @@ def decide(view: View, now: float) -> Decisions:
                 draft.start_bulk(tier, budgets.tiers[tier.name])
             elif budgets.yielding:
                 draft.start_bulk(tier, budgets.yielding[tier.name])
-    return Decisions(tuple(draft.started), tuple(hang_up))
+    return Decisions(tuple(draft.started), tuple(hang_up), draft.parts)
 
 
 class _Draft:
@@ -79,6 +87,7 @@ class _Draft:
         self._now = now
         self._cost = view.budgets.cost
         self.started: list[RequestState] = []
+        self.parts: dict[str, int] = {}
         residents = list(view.table.residents())
         self._num_in_flight = len(residents)
         self._num_of = {tier.name: view.table.num_resident(tier.name) for tier in view.tiers}
@@ -120,7 +129,7 @@ class _Draft:
 
     def _num_uncached(self, state: RequestState) -> int:
         """Return how many tokens the server computes before the next one of the request."""
-        return state.num_tokens - self._view.kept(state)
+        return self.parts.get(state.id, self._view.sent(state)) - self._view.kept(state)
 
     def _prefill_s(self, state: RequestState) -> float:
         return self._cost.prefill(self._num_uncached(state), self._view.kept(state))
@@ -135,7 +144,7 @@ class _Draft:
             self._interactive_prefill_tokens += self._num_uncached(state)
             return
         self._has_bulk = True
-        if not self._view.kept(state):
+        if not self._is_rest(state):
             self._bulk_prefills_s += self._prefill_s(state)
 
     def _fits_step(self, state: RequestState) -> bool:
@@ -197,9 +206,31 @@ class _Draft:
     def start_bulk(self, tier: Tier, budget: TierBudget) -> None:
         """Start requests of a bulk tier, or those of an interactive tier that yield."""
         for state in self._startable(tier, protected=False):
+            self._cut(state, budget)
             if not self._may_start(state, budget):
+                self.parts.pop(state.id, None)
                 return
             self._start(state)
+
+    def _cut(self, state: RequestState, budget: TierBudget) -> None:
+        """Send only the beginning of a prompt, of whole KV blocks, if all of it would delay a chat for too long."""
+        token_s, size = self._cost.prefill_token_s, self._view.block_size
+        if not (self._has_traffic and token_s and self._view.may_cut(state)):
+            return
+        num_uncached = self._num_uncached(state)
+        left_s = min(self._part_s(budget), self._view.left_s - self._bulk_prefills_s)
+        num_tokens = max(size, int(min(num_uncached, max(0.0, left_s) / token_s)) // size * size)
+        if num_tokens < num_uncached - size:
+            self.parts[state.id] = self._view.kept(state) + num_tokens
+
+    def _part_s(self, budget: TierBudget) -> float:
+        """Return how long a part of a prompt may take, so that a chat that arrives waits no longer than it may."""
+        return budget.beside_s - self._cost.step_s
+
+    def _is_rest(self, state: RequestState) -> bool:
+        """Return whether less than a KV block is computed: what is left of a request behind its cached blocks."""
+        is_behind = state.id not in self.parts and self._view.kept(state) > 0
+        return is_behind and self._num_uncached(state) <= self._view.block_size
 
     def _max_prefills_s(self) -> float:
         """Return the time that bulk's prefills in flight may take together: beside chats, a step's fixed cost."""
@@ -218,12 +249,16 @@ class _Draft:
         if self._num_in_flight >= self._view.max_in_flight - reserved:
             return False
         # What is left of a prompt behind its cached blocks hardly lengthens a step.
-        prefill_s = 0.0 if self._view.kept(state) else self._prefill_s(state)
-        if self._bulk_prefills_s and self._bulk_prefills_s + prefill_s > self._max_prefills_s():
+        prefill_s = 0.0 if self._is_rest(state) else self._prefill_s(state)
+        most_s = self._max_prefills_s()
+        if state.id in self.parts:
+            most_s = max(most_s, PARTS_IN_FLIGHT * self._part_s(budget))
+        if self._bulk_prefills_s and self._bulk_prefills_s + prefill_s > most_s:
             return False
         if not self._has_traffic:
             return True
-        if not budget.min_share_due and (budget.decodes_only or prefill_s > max(0.0, self._view.left_s)):
+        left_s = max(0.0, self._view.left_s - self._bulk_prefills_s)
+        if not budget.min_share_due and (budget.decodes_only or prefill_s > left_s):
             return False
         step_s = self._cost.step(self._streams_s + self._cost.decode(state.num_tokens))
         return step_s <= self._window_s or not self._has_bulk

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from engine.interface import FinishReason, SequenceOutput
+from engine.interface import FinishReason, SamplingParams, SequenceOutput
 from engine.streaming import StreamRequest, Upstream
 from scheduler.drivers.streams.step_times import SeenStep, UpstreamStepTimes
 from scheduler.holdings.request_table import RequestTable
@@ -40,6 +40,7 @@ class Stream:
     until: int  # output tokens of the request at which this stream ends
     is_alone: bool  # whether no other stream has run since this one began
     begun_step: int  # number of the server's steps that were seen before
+    part: int | None = None  # tokens of the beginning of a prompt that are sent to be cached; None: all are sent
     has_tokens: bool = False
 
 
@@ -52,6 +53,7 @@ class StreamTable:
         self._num_steps = 0  # steps of the server that were seen
         self._hung_up: list[str] = []  # ids whose streams the driver must hang up
         self._kept: dict[str, int] = {}  # by request without a stream: its tokens that a prefix cache should have
+        self._whole: set[str] = set()  # ids whose prompts are sent whole: the server did not keep a beginning
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -77,7 +79,12 @@ class StreamTable:
 
     # -- begin and end -----------------------------------------------------------------------------------------
 
-    def open(self, state: RequestState, now: float) -> StreamRequest:
+    def open(self, state: RequestState, now: float, part: int | None = None) -> StreamRequest:
+        """Begin a stream of a request.
+
+        With `part`, only so many of its tokens are sent, and one token is asked for that nobody gets: what the server
+        then has in its prefix cache is not computed again by the next stream.
+        """
         request = state.request
         state.move(Status.RUNNING)
         state.resume(now)
@@ -88,10 +95,20 @@ class StreamTable:
             other.is_alone = False
         num_before = len(state.output_token_ids)
         until = self._until(state)
+        is_alone = not self._streams
         stream = Stream(
-            now, now, num_before, state.num_tokens, self.kept(state), until, not self._streams, self._num_steps
+            now, now, num_before, state.num_tokens, self.kept(state), until, is_alone, self._num_steps, part
         )
         self._streams[state.id] = stream
+        if part is not None:
+            return StreamRequest(
+                seq_id=state.id,
+                prompt_token_ids=(*request.prompt_token_ids, *state.output_token_ids)[:part],
+                sampling=SamplingParams(max_tokens=1, temperature=0.0),
+                cache_salt=request.cache_salt,
+                priority=state.tier.priority,
+                traceparent=request.traceparent,
+            )
         return StreamRequest(
             seq_id=state.id,
             prompt_token_ids=request.prompt_token_ids,
@@ -122,13 +139,17 @@ class StreamTable:
         """Remove the stream of a request, which has ended."""
         self._streams.pop(request_id, None)
         self._kept.pop(request_id, None)
+        self._whole.discard(request_id)
 
     def interrupt(self, state: RequestState, now: float) -> None:
         """Record that a request has lost its stream, and keeps its tokens."""
-        self.forget(state.id)
+        stream = self._streams.pop(state.id)
+        num_cached = stream.num_kept
+        if stream.has_tokens:
+            num_cached = state.num_tokens if stream.part is None else stream.part
         if self._is_kept(state):  # whole blocks, without the last token
             size = self._upstream.info.block_size
-            self._kept[state.id] = (state.num_tokens - 1) // size * size
+            self._kept[state.id] = min(num_cached, state.num_tokens - 1) // size * size
         state.stop(now)
         state.lose_blocks(Status.PREEMPTED)
         self._table.update(state)
@@ -139,6 +160,23 @@ class StreamTable:
         num_output = len(state.output_token_ids) + len(output.token_ids)
         is_whole = until >= state.request.sampling.max_tokens
         return output.finish_reason is FinishReason.LENGTH and num_output >= until and not is_whole
+
+    def is_prompt_part(self, request_id: str) -> bool:
+        """Return whether the stream of a request is only to have the beginning of its prompt cached."""
+        return self._streams[request_id].part is not None
+
+    def is_first(self, request_id: str) -> bool:
+        """Return whether no earlier stream of a request has left anything in the server's prefix cache."""
+        return self._streams[request_id].num_kept == 0
+
+    def may_cut(self, state: RequestState) -> bool:
+        """Return whether the prompt of a request without a stream may be sent in parts."""
+        return self._is_kept(state) and not state.request.chat and state.id not in self._whole
+
+    def num_sent(self, state: RequestState) -> int:
+        """Return how many tokens the server computes or has for a request: all, if it has no stream."""
+        stream = self._streams.get(state.id)
+        return state.num_tokens if stream is None or stream.part is None else stream.part
 
     def pause(self, state: RequestState, now: float) -> None:
         """Record that a part of an answer is there. This is no loss of KV blocks, of which a request bears few."""
@@ -188,7 +226,7 @@ class StreamTable:
             return 0, None
         num_new, num_prefilled = len(output.token_ids), 0
         if not stream.has_tokens:
-            num_prefilled = max(1, state.num_tokens - max(output.num_cached_tokens, stream.num_kept))
+            num_prefilled = max(1, self.num_sent(state) - max(output.num_cached_tokens, stream.num_kept))
             if stream.is_alone:
                 self._step_times.note_alone(num_prefilled, now - stream.begun_s)
         stream.has_tokens = True
@@ -202,6 +240,9 @@ class StreamTable:
         It is negative if there were fewer. The first or the last output of a stream says it.
         """
         stream = self._streams[state.id]
+        if stream.part is not None and output.num_cached_tokens < stream.num_kept:
+            self._whole.add(state.id)  # each further part would compute all before it again
+            return stream.num_kept - output.num_cached_tokens
         if not (stream.num_before and output.num_cached_tokens):
             return 0
         return stream.num_kept - min(output.num_cached_tokens, stream.num_known)

@@ -23,7 +23,6 @@ from engine.upstream.bodies import can_continue
 from scheduler.clock import Clock
 from tests.scheduler.builders import FAST, VOCAB, make_info
 
-
 BLOCK = 16  # tokens
 
 
@@ -76,6 +75,7 @@ class ModeledUpstream:
         self.places = places
         self.caches_prefixes = caches_prefixes
         self._cached: set[int] = set()  # digests of what whole blocks were computed for: all tokens up to their ends
+        self.forgets = False  # whether what is computed is cached no longer
         self.repeats = True  # whether an answer that begins again is the same
         self.refuses = False  # answer 503 instead of letting requests wait
         self.is_up = True
@@ -161,7 +161,7 @@ class ModeledUpstream:
             computed = 1 if sequence.is_started else tokens - sequence.num_cached
             work.add(computed, tokens - computed if sequence.is_started or sequence.num_cached else 0)
             self.num_computed += computed
-            if self.caches_prefixes:
+            if self.caches_prefixes and not self.forgets:
                 self._keep(sequence)
             sequence.is_started = True
         await self._clock.sleep(self._cost.of(work) * self._random.lognormvariate(0.0, self._noise))

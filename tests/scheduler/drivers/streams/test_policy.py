@@ -168,3 +168,22 @@ def test_streams_that_yield_do_not_make_a_step_of_others_longer() -> None:
 def _with_yielding(of: View, **changes: Any) -> View:
     budgets = {name: replace(budget, **changes) for name, budget in of.budgets.tiers.items()}
     return replace(of, budgets=replace(of.budgets, yielding=budgets))
+
+
+def test_beside_chats_a_long_prompt_is_sent_in_parts_where_the_server_keeps_them() -> None:
+    """A chat may wait for 60 ms of it, so 60 tokens; the next part goes before the server has begun the first one."""
+
+    def parts(*states: RequestState, **changes: Any) -> dict[str, int]:
+        of = view(*states, **{"may_cut": lambda state: True, "left_s": 0.2} | changes)
+        budgets = {**of.budgets.tiers, "bulk": replace(of.budgets.tiers["bulk"], beside_s=COST.step_s + 0.06)}
+        return dict(decide(replace(of, budgets=replace(of.budgets, tiers=budgets)), 0.0).parts)
+
+    chat, long = make_decode("chat", "realtime"), waiting("long", "bulk", prompt=300)
+    assert parts(chat, long) == {"long": 48}
+    assert parts(chat, long, kept=lambda state: 48 * (state is long)) == {"long": 96}
+    assert parts(chat, waiting("short", "bulk", prompt=60)) == {}
+    assert parts(chat, long, may_cut=lambda state: False) == {}
+    assert parts(chat, long, left_s=0.035) == {"long": 32}, "the accounts of the answers have no more"
+    assert parts(long, traffic=False) == {}, "nobody can be delayed"
+    two = parts(chat, *(waiting(name, "bulk", prompt=300) for name in ("l1", "l2", "l3")))
+    assert two == {"l1": 48, "l2": 48}

@@ -14,6 +14,7 @@ from scheduler.config import TierSet
 from scheduler.control.controller import SLAController
 from scheduler.drivers.streams.core import StreamCore
 from scheduler.drivers.streams.driver import StreamDriver
+from scheduler.drivers.streams.policy import QUIET_S
 from scheduler.queue.memory_state import Output
 from scheduler.request import Delivery, EventKind
 from scheduler.worker.checkpoints import CHECKPOINT_S
@@ -97,7 +98,13 @@ async def chats(world: World, count: int, every_s: float = 0.5) -> list[Answer]:
 async def bulk(world: World, streams: int, seconds: float) -> list[Answer]:
     loops = [
         closed_loop(
-            world, f"bulk-{i}", seconds, tier="bulk", prompt=prompt(i, 64 + 31 * i % 192), max_tokens=128, temperature=0.0
+            world,
+            f"bulk-{i}",
+            seconds,
+            tier="bulk",
+            prompt=prompt(i, 64 + 31 * i % 192),
+            max_tokens=128,
+            temperature=0.0,
         )
         for i in range(streams)
     ]
@@ -185,6 +192,53 @@ def test_bulk_comes_in_parts_where_the_server_keeps_them() -> None:
 
     num_computed = play(story, caches_prefixes=True)
     assert num_computed <= 4 * (40 + 150) + 2 * 16, "of each part, less than a block is computed again"
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_bulk_prompts_come_in_parts_beside_chats_and_the_answers_are_the_same(keeps: bool) -> None:
+    async def story(world: World) -> None:
+        asked = asyncio.create_task(chats(world, 10))
+        await world.clock.sleep(1.0)
+        world.engine.forgets = not keeps
+        long = {"tier": "bulk", "prompt": prompt(500, 400), "max_tokens": 20}
+        whole, penal = await asyncio.gather(
+            world.ask("long", **long), world.ask("penal", **long | {"prompt": prompt(600, 400)}, presence_penalty=0.5)
+        )
+        assert all(is_right(answer) for answer in (whole, penal, *await asked))
+        assert whole.events[-1].cached_tokens == 0, "its own parts are no prefix that another request has left"
+        for name in ("long", "penal"):
+            sent = [(len(s.prompt_token_ids), s.sampling.max_tokens) for s in world.engine.opened if s.seq_id == name]
+            assert sent[-1] == (400, 20)
+            assert all(n % 16 == 0 and max_tokens == 1 for n, max_tokens in sent[:-1])
+            assert sent == sorted(sent)
+            assert len(sent) >= 4 if keeps else len(sent) == 3, "what is not kept is sent whole after the second part"
+        assert keeps == (world.core.recomputed.total() == 0)
+        world.engine.opened.clear()
+        await world.clock.sleep(QUIET_S * 4)
+        assert is_right(await world.ask("later", "bulk", prompt(700, 400)))
+        assert len(world.engine.opened) == 1, "nobody is delayed, so it is sent whole"
+
+    play(story, cost=CPU, caches_prefixes=True)
+
+
+def test_a_chat_waits_for_no_long_prompt_of_bulk() -> None:
+    async def alone(world: World) -> list[Answer]:
+        return await chats(world, 40)
+
+    async def beside(world: World) -> list[Answer]:
+        loops = [
+            closed_loop(world, f"bulk-{i}", 24.0, tier="bulk", prompt=prompt(i + 200, 300 + i * 5), max_tokens=64)
+            for i in range(32)
+        ]
+        flood = asyncio.gather(*loops)
+        asked = await chats(world, 40)
+        await flood
+        return asked[4:]  # nobody expected the first ones
+
+    tiers = make_tiers(realtime={"max_slowdown": 1.25})
+    mixed, single = (play(story, tiers=tiers, cost=CPU, noise=0.1, caches_prefixes=True) for story in (beside, alone))
+    assert at(mixed, 0.5) <= 1.3 * at(single, 0.5)
+    assert at(mixed, 0.99) <= 1.8 * at(single, 0.99)
 
 
 def test_the_servers_own_queue_stays_empty_once_its_places_are_known() -> None:
