@@ -36,7 +36,7 @@ REFUSED = (400, 413, 422)  # the fault is in the request
 TIMED_OUT = 408
 TRIAL_PRIORITY = 1000  # above all tiers: while a trial runs, nothing else may be sent
 USAGE_S = 1.0  # seconds for the event after the last token
-TRIAL_TOKENS = 64  # of the prompt that tells whether prefixes are cached: some KV blocks
+TRIAL_TOKENS = 512  # at most, of the prompt that tells whether prefixes are cached: some KV blocks of any server
 TRIAL_S = 120.0  # a server may compile kernels for its first tokens
 
 
@@ -147,14 +147,20 @@ class HttpUpstream:
         except TimeoutError:
             raise UpstreamLost("The server sent no token within two minutes.") from None
 
-    async def try_cache(self) -> bool:
-        """Return whether the server finds the KV of an earlier prompt again, and says so."""
+    async def try_cache(self) -> None:
+        """Find out whether the server finds the KV of an earlier prompt again and says so, and how large a block is.
+
+        Of a prompt of whole blocks, it computes the last block again, because it always computes the last token.
+        """
         first = self.info.eos_token_ids[0] if self.info.eos_token_ids else 0
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
-        trial = StreamRequest("trial", (first,) * TRIAL_TOKENS, sampling, priority=TRIAL_PRIORITY)
+        num_tokens = min(TRIAL_TOKENS, 1 << (self.info.max_model_len - 1).bit_length() - 1)
+        trial = StreamRequest("trial", (first,) * num_tokens, sampling, priority=TRIAL_PRIORITY)
         for _ in range(2):
-            cached = [output.num_cached_tokens async for output in self.stream(trial)]
-        return any(cached)
+            num_cached = max([output.num_cached_tokens async for output in self.stream(trial)])
+        self.caches_prefixes = num_cached > 0
+        if self.caches_prefixes:
+            self.info = replace(self.info, block_size=max(self.info.block_size, num_tokens - num_cached))
 
     def _body(self, request: StreamRequest) -> dict[str, object]:
         if self._dialect.is_chat:

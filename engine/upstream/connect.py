@@ -29,7 +29,7 @@ log = structlog.get_logger()
 
 PAUSE_S = 1.0  # seconds between two attempts to reach the server
 SAY_EVERY = 15  # attempts after which it is said again that the server does not answer
-BLOCK_SIZE = 16  # tokens; a guess at the server's KV blocks, by which progress is measured
+BLOCK_SIZE = 16  # tokens; the server's KV blocks have at least so many, as far as progress is measured by them
 MAX_STEP_TOKENS = 2048  # a guess at the prompt tokens that the server computes in one step
 DEFAULT_CONTEXT = 4096  # tokens, if neither the server nor the model's config says it
 
@@ -133,7 +133,7 @@ async def _tried(
     try:
         if not await upstream.try_out():
             return None
-        upstream.caches_prefixes = await upstream.try_cache()
+        await upstream.try_cache()
         return upstream
     except (UpstreamRefused, UpstreamUnusable) as error:
         if not (with_priority and dialect.priority and "priority" in str(error)):

@@ -69,7 +69,7 @@ class ScriptedServer:
     token_offset: int = 0  # is added to each token
     priorities: bool = True
     returns_ids: bool = True
-    caches: bool = False  # whether it finds prompts again, and says so
+    cached_block: int = 0  # tokens of the blocks of prompts that it finds again, and says so; 0: it finds none
     key: str = ""
     metrics: str = ""
     gate: asyncio.Event = field(default_factory=asyncio.Event)  # tokens wait until it is set
@@ -183,7 +183,8 @@ class ScriptedServer:
             await writer.drain()
             await asyncio.sleep(0)
         if body.get("stream_options"):
-            cached = len(prompt) - 1 if self.caches and body in self.bodies[:-1] else 0
+            is_known = self.cached_block and body in self.bodies[:-1]
+            cached = (len(prompt) - 1) // self.cached_block * self.cached_block if is_known else 0
             usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": {"cached_tokens": cached}}
             self._event(writer, json.dumps({"choices": [], "usage": usage}))
         self._event(writer, "[DONE]")

@@ -54,10 +54,12 @@ async def test_a_server_that_still_loads_is_waited_for() -> None:
     assert len(server.bodies) == 4, "the second for one token, the others for the prefix cache"
 
 
-@pytest.mark.parametrize("caches", [True, False])
-async def test_it_is_tried_whether_the_server_caches_prefixes(caches: bool) -> None:
-    async with scripted_server(caches=caches) as server:
-        assert (await connect(config(server))).caches_prefixes is caches
+@pytest.mark.parametrize(("cached_block", "block_size"), [(0, 16), (1, 16), (16, 16), (128, 128)])
+async def test_it_is_tried_whether_the_server_caches_prefixes(cached_block: int, block_size: int) -> None:
+    """vLLM's blocks have 16 tokens on GPUs and 128 on CPUs; llama.cpp finds every token again."""
+    async with scripted_server(cached_block=cached_block) as server:
+        upstream = await connect(config(server))
+        assert (upstream.caches_prefixes, upstream.info.block_size) == (cached_block > 0, block_size)
 
 
 async def test_without_token_ids_the_server_gets_texts() -> None:
