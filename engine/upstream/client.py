@@ -121,6 +121,8 @@ class HttpUpstream:
             with suppress(UpstreamLost, TimeoutError):  # the answer is whole in any case
                 async with asyncio.timeout(USAGE_S):
                     async for piece in pieces:
+                        if piece.finish_reason is not None:  # some servers send it by itself
+                            continue
                         num_prompt = piece.prompt_tokens if self._dialect.is_chat else 0
                         counted = {"num_cached_tokens": piece.cached_tokens, "num_prompt_tokens": num_prompt}
                         return structs.replace(last, **counted)
@@ -157,7 +159,7 @@ class HttpUpstream:
         num_tokens = min(TRIAL_TOKENS, 1 << (self.info.max_model_len - 1).bit_length() - 1)
         trial = StreamRequest("trial", (first,) * num_tokens, sampling, priority=TRIAL_PRIORITY)
         for _ in range(2):
-            num_cached = max([output.num_cached_tokens async for output in self.stream(trial)])
+            num_cached = max([output.num_cached_tokens async for output in self.stream(trial)], default=0)
         self.caches_prefixes = num_cached > 0
         if self.caches_prefixes:
             self.info = replace(self.info, block_size=max(self.info.block_size, num_tokens - num_cached))

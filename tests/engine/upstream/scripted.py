@@ -70,6 +70,7 @@ class ScriptedServer:
     priorities: bool = True
     returns_ids: bool = True
     cached_block: int = 0  # tokens of the blocks of prompts that it finds again, and says so; 0: it finds none
+    ends_apart: bool = False  # whether the reason of the end has an event of its own, as Tidegate sends it
     key: str = ""
     metrics: str = ""
     gate: asyncio.Event = field(default_factory=asyncio.Event)  # tokens wait until it is set
@@ -177,9 +178,11 @@ class ScriptedServer:
                 choice["delta"] = {"role": "assistant", "content": choice.pop("text")}
             if self.returns_ids and (not isinstance(prompt, str) or body.get("return_token_ids")):
                 choice["token_ids"] = [token]
-            if number == count - 1:
+            if number == count - 1 and not self.ends_apart:
                 choice["finish_reason"] = "length"
             self._event(writer, json.dumps({"choices": [choice]}))
+            if number == count - 1 and self.ends_apart:
+                self._event(writer, json.dumps({"choices": [{"index": 0, "text": "", "finish_reason": "length"}]}))
             await writer.drain()
             await asyncio.sleep(0)
         if body.get("stream_options"):

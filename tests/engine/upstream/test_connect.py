@@ -62,6 +62,11 @@ async def test_it_is_tried_whether_the_server_caches_prefixes(cached_block: int,
         assert (upstream.caches_prefixes, upstream.info.block_size) == (cached_block > 0, block_size)
 
 
+async def test_what_is_cached_is_read_behind_an_end_with_an_event_of_its_own() -> None:
+    async with scripted_server(cached_block=16, ends_apart=True) as server:
+        assert (await connect(config(server))).caches_prefixes
+
+
 async def test_without_token_ids_the_server_gets_texts() -> None:
     async with scripted_server(returns_ids=False) as server:
         upstream = await connect(config(server))
