@@ -106,6 +106,8 @@ def test_the_engine_computes_what_the_file_holds(made: Made, monkeypatch: pytest
     file, model = made
     directory = unpacked(file, with_weights=True)
     check_tokens(directory, model.bfloat16().float())
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    assert config["architectures"] == ["LlamaForCausalLM"], "other programs look here for the model's class"
     monkeypatch.setattr("engine.gguf.find_spec", lambda name: None)  # now it cannot be unpacked again
     assert unpacked(file, with_weights=True) == directory
     assert unpacked(file, with_weights=False) == directory

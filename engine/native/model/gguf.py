@@ -114,10 +114,10 @@ def _write_weights(file: Path, directory: Path, place: dict[str, str], config: A
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model, report = AutoModelForCausalLM.from_pretrained(**place, **options)
     check_report(str(file), report)
-    model.config.save_pretrained(directory)  # with the dtype
     partial = directory / "unpacking"
     model.save_pretrained(partial, max_shard_size="10TB")
-    (partial / "model.safetensors").replace(directory / "model.safetensors")
+    for name in ("config.json", "model.safetensors"):  # the config with the dtype and the architecture
+        (partial / name).replace(directory / name)
     for left in partial.iterdir():
         left.unlink()
     partial.rmdir()
