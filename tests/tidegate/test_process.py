@@ -1,10 +1,13 @@
 """Signals of a process, and its heap."""
 
 import os
+import platform
 import pty
 import signal
 import subprocess
 import sys
+
+import pytest
 
 PROGRAM = """
 import asyncio
@@ -55,7 +58,7 @@ subprocess.run([sys.executable, "-c", {child!r}])
 
 HEAP = """
 import gc, weakref
-from tidegate.supervision.process import freeze_heap
+from tidegate.supervision.process import settle_heap
 
 class Cycle:
     def __init__(self):
@@ -63,12 +66,34 @@ class Cycle:
 
 garbage = weakref.ref(Cycle())
 made = [Cycle() for _ in range(1000)]
-freeze_heap()
+settle_heap()
 print(garbage() is None, not any(isinstance(o, Cycle) for o in gc.get_objects()), gc.isenabled())
 later = weakref.ref(Cycle())
 gc.collect()
 print(later() is None, len(made))
 """
+
+
+FREE_MEMORY = """
+from tidegate.supervision.process import settle_heap
+
+def resident_mb():
+    with open("/proc/self/status") as status:
+        return int(next(line for line in status if line.startswith("VmRSS")).split()[1]) // 1024
+
+made = [bytearray(2000) for _ in range(50_000)]
+end = bytearray(2000)  # above the others, so that they do not go back by themselves
+del made
+before_mb = resident_mb()
+settle_heap()
+print(before_mb - resident_mb() > 80)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only GNU's C library keeps free memory")
+def test_free_memory_goes_back_to_the_system() -> None:
+    said = subprocess.run([sys.executable, "-c", FREE_MEMORY], capture_output=True, text=True, check=True, timeout=60)
+    assert said.stdout == "True\n"
 
 
 def test_collections_leave_out_what_the_start_has_made_and_still_find_later_garbage() -> None:

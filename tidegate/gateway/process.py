@@ -43,12 +43,12 @@ from tidegate.supervision.process import (
     Background,
     CannotStart,
     bind,
-    freeze_heap,
     gateway_name,
     hangup_calls,
     ignore_hangup,
     open_port,
     raise_descriptor_limit,
+    settle_heap,
     signals_call,
 )
 from tidegate.tracing.start import TracingError, traced
@@ -150,7 +150,7 @@ async def _serve(
         await reach(redis, clock)
         await check_storage(gateway.files.tie)
         open_port(listener)
-        freeze_heap()
+        settle_heap()
         log.info("the gateway serves", host=settings.host, port=port, tls=certificate is not None)
         with signals_call(drain), hangup_calls(reload, drain):
             async with background:

@@ -42,11 +42,11 @@ from tidegate.supervision.process import (
     SETTLED_S,
     Background,
     CannotStart,
-    freeze_heap,
     hangup_calls,
     ignore_hangup,
     listen,
     pause_s,
+    settle_heap,
     worker_name,
 )
 from tidegate.tracing.start import TracingError, traced
@@ -131,7 +131,7 @@ async def serve_loops(
 
     `is_stuck` says whether the supervisor should replace this process.
     """
-    freeze_heap()
+    settle_heap()
     settings, clock, runner = process.settings, process.clock, process.runner
     async with connection.connect(settings.store_url) as redis:
         tier_store, name = TierStore(redis), worker_name(process.identity.worker_id)

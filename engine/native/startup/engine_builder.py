@@ -219,18 +219,10 @@ def _optimize(runner: ModelRunner, info: EngineInfo, loaded: Loaded, kernels: _K
     before, routes = trial_logits(runner, info), has_router(loaded.model)
     if loaded.device.type == "cpu":
         optimize_for_cpu(loaded.model, runner, kernels.library, info)
-        _return_free_memory()
     elif kernels.attention is not None:
         optimize_for_cuda(loaded.model, runner, info, exact=exact)
     if not is_same_model(before, trial_logits(runner, info), runner.dtype, routes=routes):
         raise EngineStartError(f"{info.model_path} computes something else with faster layers: use --no-optimize")
-
-
-def _return_free_memory() -> None:
-    """Give the free memory of the C library back to the system: copies of weights that packing has left."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only in GNU's
-    if trim is not None:
-        trim(0)
 
 
 def _capture_graphs(runner: ModelRunner, info: EngineInfo, loaded: Loaded, kernels: _Kernels, memory: _Memory) -> None:
