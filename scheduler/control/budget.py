@@ -24,7 +24,6 @@ class TierBudget:
     added_s: float = NEVER_S  # the time that bulk may add to the interactive part of the step, up to `limit`
     alone_s: float = NEVER_S  # the time of a step with bulk if no interactive request can run in it
     beside_s: float = NEVER_S  # the most that bulk may add to any other step
-    decodes_only: bool = False  # a request of a higher tier awaits its first token: prefills wait
     overloaded: bool = False  # first tokens come much too late: prefills run in order, whether they are late or not
     min_share_due: bool = False  # the tier's min share is due, so that the tier is served first in this step
     leaves_reserve: bool = False  # a sequence of this tier starts only if it leaves the KV reserve free

@@ -35,7 +35,7 @@ from scheduler.control.step_limit import (
 from scheduler.control.tier_stats import NEWEST_WEIGHT, TierStats
 from scheduler.control.windows import SlidingWindow
 from scheduler.deadlines import deadline_s
-from scheduler.request_state import YIELDED, RequestState
+from scheduler.request_state import RequestState
 
 # Share of the time until the next token is due that is kept in reserve. The margin is what would have kept 99 % of the
 # newest steps inside their limits: 1 - 1 / p99 of measured ÷ predicted step times. It is never outside these bounds.
@@ -106,7 +106,7 @@ class SLAController:
         overloaded = (t for t in self._interactive if is_overloaded(t, limits.interactive, work, cost, now))
         self._overloaded = frozenset(tier.name for tier in overloaded)
         self._min_shares.is_overload = bool(self._overloaded)
-        yielding = {t.name: self._bulk_budget(t, limits, work) for t in self._interactive} if any_yield else {}
+        yielding = {t.name: self._bulk_budget(t, limits) for t in self._interactive} if any_yield else {}
         of_tier = {t.name: self._budget(t, limits, work, now) for t in self._tiers}
         return Budgets(of_tier, cost, decode_cost, yielding=yielding)
 
@@ -116,19 +116,17 @@ class SLAController:
             return self._interactive_budget(tier, replace(fixed, limit=limits.interactive), work, now)
         if self._min_shares.is_due(tier.name, limits.min_share.base_s):
             return replace(fixed, limit=limits.min_share, min_share_due=True)
-        budget = self._bulk_budget(tier, limits, work)
+        budget = self._bulk_budget(tier, limits)
         return replace(budget, leaves_reserve=bool(self._interactive))
 
-    def _bulk_budget(self, tier: Tier, limits: StepLimits, work: InteractiveWork) -> TierBudget:
+    def _bulk_budget(self, tier: Tier, limits: StepLimits) -> TierBudget:
         """Return the budget of a bulk tier, or of the requests of an interactive tier that yield."""
-        awaited, own = work.awaited_priority, tier.priority - YIELDED * tier.is_interactive
         return replace(
             self._fixed_budget(tier),
             limit=limits.bulk,
             added_s=limits.added_s(0.0 if tier.is_interactive else self._min_shares.urgency(tier.name)),
             alone_s=limits.alone_s,
             beside_s=limits.beside_s,
-            decodes_only=awaited is not None and awaited > own,
         )
 
     def _interactive_budget(self, tier: Tier, budget: TierBudget, work: InteractiveWork, now: float) -> TierBudget:

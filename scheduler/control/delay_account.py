@@ -2,8 +2,8 @@
 
 With a `max_slowdown` of s, an answer may take s times as long as without bulk. So a request's account earns s − 1 times
 the time that the request would have taken alone, and pays every second by which bulk has made a step longer since its
-arrival. What is left is what bulk may add to the next step. Every error of a prediction is paid back by later steps, so
-that the slowdown is right at the end of the answer.
+arrival. What is left, with what the next step earns in any case, is what bulk may add to that step. Every error of a
+prediction is paid back by later steps, so that the slowdown is right at the end of the answer.
 
 Other interactive requests are left out of the time alone: whoever is slowed down meets more of them, in the same
 proportion. The time that a step would have taken without bulk is learned from the steps that had no bulk.
@@ -59,17 +59,22 @@ class DelayAccounts:
         """Enter time that is a delay for each request that is there."""
         self._delay_s += seconds
 
-    def left_s(self, states: Iterable[RequestState]) -> float:
+    @property
+    def fixed_s(self) -> float:
+        """The fixed cost of a step without bulk, which each request needs: what the next step earns in any case."""
+        return self.step_time.cost(mixed=False).step_s
+
+    def left_s(self, states: Iterable[RequestState], next_s: float = 0.0) -> float:
         """Return the time that bulk may add to the next step; inf if no request limits it.
 
-        It is negative where bulk has delayed a request too much. It is at most 0 where a request has not run yet, and,
-        as long as few decodes without bulk are known, where it has not decoded yet. Requests that await their grammars
-        wait for the host.
+        It is negative where bulk has delayed a request too much. `next_s` counts as time alone already: without it, a
+        request that has not run yet leaves nothing. As long as few decodes without bulk are known, this also holds for
+        one that has not decoded yet. Requests that await their grammars wait for the host.
         """
         left_s, learns_decodes = NEVER_S, not self.step_time.knows_decodes
         for state in states:
             if state.tier.max_slowdown is not None and not state.awaits_grammar:
-                alone_s = self._fixed_s - state.fixed_seen_s + state.own_s
+                alone_s = self._fixed_s - state.fixed_seen_s + state.own_s + next_s
                 delay_s = self._delay_s - state.delay_seen_s
                 left_s = min(left_s, (state.tier.max_slowdown - 1) * alone_s - delay_s)
                 if learns_decodes and state.num_new_tokens <= 1:
@@ -77,7 +82,13 @@ class DelayAccounts:
         return left_s
 
     def left_after_s(
-        self, states: Iterable[RequestState], runs: Sequence[InteractiveRun], elapsed_s: float, *, is_protected: bool
+        self,
+        states: Iterable[RequestState],
+        runs: Sequence[InteractiveRun],
+        elapsed_s: float,
+        next_s: float = 0.0,
+        *,
+        is_protected: bool,
     ) -> float:
         """Return what `left_s` will be after a step with these `runs`, if it takes `elapsed_s` seconds.
 
@@ -88,7 +99,7 @@ class DelayAccounts:
             self._enter(runs, elapsed_s, 0.0)
         else:
             self.add_shared_step(runs, elapsed_s, 0.0)
-        left_s = self.left_s(states)
+        left_s = self.left_s(states, next_s)
         self._fixed_s, self._delay_s = fixed_s, delay_s
         for (state, _, _), before_s in zip(runs, own_s, strict=True):
             state.own_s = before_s

@@ -100,11 +100,6 @@ class InteractiveWork:
         decodes_s = cost.step(sum(cost.decode(s.num_computed_tokens) for s in decoding))
         return cls(decoding, [s for s in states if s.awaits_first_token], decodes_s)
 
-    @property
-    def awaited_priority(self) -> int | None:
-        """The highest priority among the requests that await their first token; None if there are none."""
-        return max((s.tier.priority for s in self.awaiting), default=None)
-
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:

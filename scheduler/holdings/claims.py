@@ -16,9 +16,6 @@ from scheduler.request import Claimed, Request
 # Number of interactive requests that are claimed in addition to the free slots. If a sequence ends in one step, a
 # request that is claimed already fills its slot in the next step.
 PREFETCH = 4
-# Waiting requests that the worker holds of a tier that may start no prefills now but whose requests can become urgent:
-# only a request that was claimed can be seen to be urgent.
-KNOWN_WAITING = 2
 
 
 def due_limits(tiers: Sequence[Tier], table: RequestTable, wall_ms: int) -> dict[str, DueLimit]:
@@ -70,8 +67,6 @@ def _claim_limit(tier: Tier, table: RequestTable, budget: TierBudget, num_ending
     if tier.is_interactive:
         # A few are always claimed, so that the worker notices when they are late.
         return PREFETCH + max(free, -num_waiting)
-    if budget.decodes_only:
-        return min(free, KNOWN_WAITING - num_waiting) if tier.can_be_urgent else 0
     return free
 
 

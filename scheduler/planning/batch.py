@@ -99,11 +99,10 @@ class _Batch(Draft):
         """Add the requests of a bulk tier, or those of an interactive tier that yield, as far as they may.
 
         While interactive requests wait for blocks, decodes that may not be preempted have their priority: they go on
-        until they end, whatever bulk may add to the step. While a higher tier awaits a first token, no prefill runs,
-        unless the step holds no work yet: the engine must not stand idle.
+        until they end, whatever bulk may add to the step.
         """
         self._yielding = tier.is_interactive
-        decodes_only, hard_s = budget.decodes_only and self.has_work, budget.limit.base_s
+        is_beside, hard_s = self.has_work, budget.limit.base_s
         if self._are_blocked:
             self._add_blocking(tier.name, hard_s)
         # The time of the next decode, rounded up.
@@ -112,11 +111,10 @@ class _Batch(Draft):
         if not self._is_full:
             slots = budget.max_num_seqs - self._num_run[tier.name]
             self.add_decodes(tier.name, budget, budget.limit.base_s, slots, hard_s)
-        if decodes_only:
-            if not self._num_run[tier.name]:
-                self.pause(tier.name)
-        elif not self._is_full:
+        if not self._is_full:
             self.add_prefills(tier, budget)
+        if is_beside and not self._num_run[tier.name]:
+            self.pause(tier.name)
         if budget.min_share_due:
             self.note_min_share()
 

@@ -56,11 +56,11 @@ class RunningStep:
 
         With `is_ahead`, the step that runs counts as if it had ended as expected.
         """
-        step = self._oldest
+        step, next_s = self._oldest, self.accounts.fixed_s
         if not is_ahead or step is None:
-            return self.accounts.left_s(states)
+            return self.accounts.left_s(states, next_s)
         runs = step.planned_interactive()
-        return self.accounts.left_after_s(states, runs, step.expected_s, is_protected=step.is_protected)
+        return self.accounts.left_after_s(states, runs, step.expected_s, next_s, is_protected=step.is_protected)
 
     @property
     def is_any(self) -> bool:

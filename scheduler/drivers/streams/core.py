@@ -136,7 +136,7 @@ class StreamCore:
             if not tier.is_interactive:
                 most = self._table.num_resident(tier.name) + BULK_PREFETCH
                 budget = budgets.tiers[tier.name]
-                budget = replace(budget, max_num_seqs=min(budget.max_num_seqs, most), decodes_only=False)
+                budget = replace(budget, max_num_seqs=min(budget.max_num_seqs, most))
                 budgets = replace(budgets, tiers={**budgets.tiers, tier.name: budget})
         held_back = self._retries.busy.num_waiting(now)
         return claim_limits(self.held.tiers, self._table, budgets, held_back=held_back)

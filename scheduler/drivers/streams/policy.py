@@ -258,10 +258,14 @@ class _Draft:
         if not self._has_traffic:
             return True
         left_s = max(0.0, self._view.left_s - self._bulk_prefills_s)
-        if not budget.min_share_due and (budget.decodes_only or prefill_s > left_s):
+        if not budget.min_share_due and (self._is_awaited_above(state) or prefill_s > left_s):
             return False
         step_s = self._cost.step(self._streams_s + self._cost.decode(state.num_tokens))
         return step_s <= self._window_s or not self._has_bulk
+
+    def _is_awaited_above(self, state: RequestState) -> bool:
+        """Return whether a request of a higher priority that yields to nobody awaits its first token."""
+        return any(s.awaits_first_token and s.priority > state.priority for s in self._interactive)
 
 
 class TokenBucket:

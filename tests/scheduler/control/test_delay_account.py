@@ -86,10 +86,13 @@ def test_what_will_be_left_after_a_step_is_what_is_left_then(has_bulk: bool) -> 
     assert found.left_s([state]) == expected_s != before_s
 
 
-def test_bulk_adds_nothing_to_the_first_step_of_a_request() -> None:
+def test_bulk_adds_to_the_first_step_of_a_request_by_its_fixed_cost() -> None:
+    """Else bulk would wait for ever where some request has always just come, as on a GPU with many chats."""
     found, state = accounts(), chat()
     found.open(state, 0.0, 0.0)
     assert found.left_s([state]) == 0
+    assert found.fixed_s == pytest.approx(TRUE.step_s, rel=0.01)
+    assert found.left_s([state], found.fixed_s) == pytest.approx(0.25 * TRUE.step_s, rel=0.01)
 
 
 def test_a_request_pays_for_what_was_left_of_the_step_that_it_found() -> None:

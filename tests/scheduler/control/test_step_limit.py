@@ -10,7 +10,7 @@ from scheduler.config import ControllerSwitches
 from scheduler.control.budget import TierBudget
 from scheduler.control.controller import SLAController
 from scheduler.control.step_limit import StepLimit
-from scheduler.request_state import RequestState, Status
+from scheduler.request_state import RequestState
 from tests.scheduler.builders import make_decode, make_state, make_tiers
 from tests.scheduler.control.builders import COST, QUICK, budgets_of, observe
 
@@ -61,20 +61,6 @@ def test_guaranteed_work_has_time_for_a_step_even_if_noise_hides_its_fixed_cost(
 
 
 @pytest.mark.trap(11)
-@pytest.mark.parametrize(
-    ("states", "pauses"),
-    [
-        ([make_state("rt")], True),
-        ([make_state("rt", status=Status.RUNNING)], True),
-        ([make_decode("rt", "realtime")], False),
-        ([], False),
-    ],
-)
-def test_bulk_pauses_while_a_first_token_is_awaited_above(states: list[RequestState], pauses: bool) -> None:
-    of = budgets_of(SLAController(make_tiers()), states)
-    assert {name: b.decodes_only for name, b in of.items()} == {"realtime": False, "bulk": pauses, "batch": pauses}
-
-
 def test_beside_decodes_the_step_ends_before_the_earliest_next_token_is_due() -> None:
     """0.1 s after the last token, and not much earlier."""
     decoding = [make_decode("a", "realtime", last_token_s=0.97), make_decode("b", "realtime", last_token_s=0.918)]
@@ -197,5 +183,5 @@ def test_tiers_without_an_slo_alone_have_no_limit() -> None:
 def test_without_feed_forward_tiers_are_strict_priorities_with_fixed_budgets() -> None:
     strict = make_tiers().model_copy(update={"controller": ControllerSwitches(feed_forward=False)})
     of = budgets_of(SLAController(strict), [make_state("rt"), make_decode("b")])
-    assert not any(b.decodes_only or b.min_share_due for b in of.values())
+    assert not any(b.min_share_due for b in of.values())
     assert {b.limit.base_s for b in of.values()} == {NEVER_S}

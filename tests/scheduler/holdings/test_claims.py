@@ -44,20 +44,6 @@ def test_without_a_free_slot_a_few_interactive_requests_are_claimed() -> None:
     assert limits([*full, *(make_state(f"w{i}") for i in range(8))])["realtime"] == 0
 
 
-def test_nothing_is_claimed_from_a_paused_tier() -> None:
-    paused = TierBudget(max_num_seqs=8, decodes_only=True)
-    assert set(limits([], bulk=paused)) == {"realtime", "batch"}
-
-
-def test_a_few_requests_are_claimed_from_a_paused_tier_that_can_be_urgent() -> None:
-    tiers = make_tiers(bulk={"urgent_ms": 1000})
-    paused = TierBudget(max_num_seqs=8, decodes_only=True)
-    claims = limits([], tiers, bulk=paused)
-    assert 0 < claims["bulk"] < 8
-    known = [make_state(f"k{i}", "bulk", tiers=tiers) for i in range(claims["bulk"])]
-    assert "bulk" not in limits(known, tiers, bulk=paused)
-
-
 def test_who_is_due_is_claimed_without_a_free_slot() -> None:
     """A request of a key that has few has its deadline as its score; a flood's requests have later ones."""
     wall_ms = EPOCH_MS

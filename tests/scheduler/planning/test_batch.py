@@ -200,7 +200,7 @@ def test_prompts_that_can_be_in_time_go_before_a_huge_one_that_cannot() -> None:
 
 # -- pausing -------------------------------------------------------------------------------------------------------
 
-PAUSED = budget(decodes_only=True, added_s=0.0)
+PAUSED = budget(added_s=0.0)
 
 
 def test_decodes_beside_a_first_token_add_what_they_may_and_make_no_interactive_token_late() -> None:
@@ -208,7 +208,7 @@ def test_decodes_beside_a_first_token_add_what_they_may_and_make_no_interactive_
     states = [make_state("rt", prompt=200), *(make_decode(f"b{i}") for i in range(9))]
     full_s = 0.111
     for limit_s, run in ((NEVER_S, {"rt": 101, "b0": 1, "b1": 1, "b2": 1}), (full_s, {"rt": 101})):
-        bulk = budget(limit_s, decodes_only=True, added_s=0.0035)
+        bulk = budget(limit_s, added_s=0.0035)
         assert ran(form(states, realtime=budget(full_s), bulk=bulk)) == run
 
 
@@ -301,7 +301,7 @@ def test_bulk_that_blocks_a_higher_tier_and_may_not_be_preempted_runs_on() -> No
     states = [make_state("big", prompt=160), make_decode("d", "realtime", prompt=30)]
     states += [make_decode("b", prompt=150, preempted=3), make_decode("young", prompt=31)]
     for free_blocks, run in ((3, ["d", "b"]), (20, ["d", "big"])):
-        plan = form(states, view={"free_blocks": free_blocks}, bulk=budget(added_s=0.0, decodes_only=True))
+        plan = form(states, view={"free_blocks": free_blocks}, bulk=PAUSED)
         assert sorted(ran(plan)) == sorted(run)
 
 

@@ -376,14 +376,6 @@ def test_claims_stay_shallow_and_n_counts_as_n() -> None:
     assert stepped.core.claim_limits(0.0)["realtime"] == 0
 
 
-def test_bulk_is_not_claimed_while_a_first_token_is_awaited_above_it() -> None:
-    stepped = SteppedCore()
-    stepped.accept(make_request("rt"))
-    assert set(stepped.core.claim_limits(0.0)) == {"realtime"}
-    stepped.step()
-    assert set(stepped.core.claim_limits(0.0)) == {"realtime", "bulk", "batch"}
-
-
 @pytest.mark.trap(7)
 def test_a_bulk_tier_at_its_limits_never_stops_interactive_claims() -> None:
     """Trap 7."""

@@ -15,12 +15,8 @@ TIERS = make_tiers(realtime={"max_slowdown": 1.6})
 
 def view(*states: RequestState, tiers: TierSet = TIERS, traffic: bool = True, **changes: Any) -> View:
     table = make_table(tiers, states)
-    awaiting = any(s.tier.is_interactive and s.awaits_first_token for s in states)
     gap_s = 1.0 if traffic else NEVER_S
-    budgets = {
-        t.name: TierBudget(64, arrival_gap_s=gap_s, decodes_only=awaiting and not t.is_interactive)
-        for t in tiers.by_priority
-    }
+    budgets = {t.name: TierBudget(64, arrival_gap_s=gap_s) for t in tiers.by_priority}
     evictable = sorted((s for s in states if s.is_decode and not s.tier.is_interactive), key=lambda s: s.id)
     usual = View(tiers.by_priority, table, Budgets(budgets, COST, COST), NEVER_S, 2048, evictable, 1e6)
     return replace(usual, **changes)
@@ -135,7 +131,7 @@ def yielding(*states: RequestState) -> list[RequestState]:
 def test_what_yields_is_sent_and_hung_up_as_bulk_is_and_goes_before_it() -> None:
     late = yielding(*(waiting(f"y{i}", prompt=200) for i in range(3)))
     beside = [waiting("chat"), *late, waiting("w", "bulk", prompt=200)]
-    assert started(_with_yielding(view(*beside, *decodes(2)), decodes_only=True)) == ["chat"]
+    assert started(_with_yielding(view(*beside, *decodes(2)))) == ["chat"]
     assert started(_with_yielding(view(*late, waiting("w", "bulk"), make_decode("chat", "realtime")))) == ["y0"]
     running = yielding(*(make_decode(f"y{i}", "realtime") for i in range(8)))
     of = _with_yielding(view(waiting("chat"), *running, *decodes(2), max_in_flight=10))
