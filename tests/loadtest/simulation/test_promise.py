@@ -80,6 +80,12 @@ def test_answers_take_as_long_as_promised(card: str) -> None:
     assert measured(CARDS[card], 1.25, seed=1, duration_s=30) == pytest.approx(1.25, abs=0.1)
 
 
+def test_many_chats_leave_bulk_what_they_promise() -> None:
+    """At a GPU's costs, and in nearly each step a chat that has just come: it has earned no delay yet."""
+    chat = {**CHAT, "arrivals": {"rate_per_s": 80}}
+    assert 1.15 <= measured(CARDS["gpu"], 1.25, seed=1, duration_s=6, chat=chat) <= 1.3
+
+
 @pytest.mark.timeout(600)  # computes for half a minute, and longer beside others
 @pytest.mark.parametrize(
     ("card", "slowdown", "seed"), mostly_full(product(CARDS, (1.05, 1.25, 1.5), (1, 2, 3)), ("concave", 1.05, 2))
