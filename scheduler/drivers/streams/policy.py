@@ -9,7 +9,8 @@ A server that plans its own steps cannot be told to leave a sequence out of a st
   are under way, a prefill must also fit into what their delay accounts have left. Where the server keeps prefixes, a
   long prompt is sent in parts: growing beginnings, each computed from where the one before ended. Without interactive
   traffic, prompts are sent whole, and only the tier's batch size and the server's places limit bulk.
-- If a first token is at risk, streams of bulk are hung up, the youngest first, within a budget of recomputed tokens.
+- If a first token is at risk, or an answer is delayed too much by more streams than may run beside it, streams of bulk
+  are hung up, the youngest first, within a budget of recomputed tokens. So it is with the first chat after a silence.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -170,9 +171,9 @@ class _Draft:
     # -- hanging up ------------------------------------------------------------------------------------------------
 
     def victims(self) -> list[RequestState]:
-        """Return the streams to hang up: as many as first tokens at risk need, within the budget."""
+        """Return the streams to hang up: as many as interactive requests need, within the budget."""
         view = self._view
-        lowest = min((s.priority for s in (*self._unplaced, *self._at_risk())), default=None)
+        lowest = min((s.priority for s in (*self._unplaced, *self._at_risk(), *self._overdrawn())), default=None)
         if lowest is None or self._now < view.hang_up_from_s:
             return []
         below = [s for s in view.evictable if s.priority < lowest]
@@ -182,9 +183,10 @@ class _Draft:
             enough = len(chosen) >= len(self._unplaced) and self._cost.step(streams_s) <= self._window_s
             if chosen and enough:
                 break
-            if state.num_tokens <= tokens_left:
+            num_lost = state.num_tokens - view.kept(state)
+            if num_lost <= tokens_left:
                 chosen.append(state)
-                tokens_left -= state.num_tokens
+                tokens_left -= num_lost
                 streams_s -= self._cost.decode(state.num_tokens)
         return chosen
 
@@ -200,6 +202,12 @@ class _Draft:
             and self._now + step_s + self._prefill_s(state)
             > deadline_s(state) - RISK_SHARE * state.tier.slo.ttft_p99_ms / 1000
         ]
+
+    def _overdrawn(self) -> list[RequestState]:
+        """Return the requests in flight, if bulk has delayed one of them too much and has more streams than it may."""
+        if self._view.left_s >= 0 or self._cost.step(self._streams_s) <= self._window_s:
+            return []
+        return [state for state in self._interactive if state.is_resident]
 
     # -- bulk tiers ------------------------------------------------------------------------------------------------
 
@@ -257,7 +265,7 @@ class _Draft:
             return False
         if not self._has_traffic:
             return True
-        left_s = max(0.0, self._view.left_s - self._bulk_prefills_s)
+        left_s = self._view.left_s - self._bulk_prefills_s
         if not budget.min_share_due and (self._is_awaited_above(state) or prefill_s > left_s):
             return False
         step_s = self._cost.step(self._streams_s + self._cost.decode(state.num_tokens))

@@ -256,7 +256,7 @@ class StreamTable:
     def evictable(self) -> list[RequestState]:
         """Return the streams of bulk, and of what yields, that may be hung up.
 
-        Each has grown by a KV block, and can be continued.
+        Each has brought a token, and can be continued.
         """
         states = [self._table.states[request_id] for request_id in self._streams]
         found = [state for state in states if not state.is_protected and self._may_hang_up(state)]
@@ -267,5 +267,5 @@ class StreamTable:
 
     def _may_hang_up(self, state: RequestState) -> bool:
         grown = len(state.output_token_ids) - self._streams[state.id].num_before
-        is_spared = grown < self._upstream.info.block_size or state.is_preemption_exhausted
+        is_spared = not grown or state.is_preemption_exhausted
         return not is_spared and self.can_continue(state)

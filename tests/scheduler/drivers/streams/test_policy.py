@@ -122,6 +122,18 @@ def test_bulk_is_hung_up_for_a_first_token_that_would_be_late() -> None:
     assert len(victims) < 20, "until a step is as short as traffic allows"
 
 
+def test_bulk_is_hung_up_where_an_answer_is_delayed_too_much_by_more_streams_than_may_run() -> None:
+    of = view(make_decode("chat", "realtime"), *decodes(40))
+    assert hung_up(replace(of, left_s=0.0)) == [], "it may be delayed further"
+    victims = hung_up(replace(of, left_s=-0.01))
+    assert victims == [f"b{i:02}" for i in range(len(victims))] and 14 <= len(victims) <= 20, "24 may stay"
+    few = view(make_decode("chat", "realtime"), waiting("w", "bulk", prompt=9), *decodes(20), left_s=-0.01)
+    assert hung_up(few) == [] and started(few) == [], "the rest may stay, but nothing is added"
+    assert hung_up(replace(of, left_s=-0.01, recompute_tokens=100)) == victims[:3], "the budget is spent"
+    kept = {"kept": lambda state: state.num_tokens - 1, "recompute_tokens": 100}
+    assert hung_up(replace(of, left_s=-0.01, **kept)) == victims, "what is cached is not computed again"
+
+
 def yielding(*states: RequestState) -> list[RequestState]:
     for state in states:
         state.yields = True

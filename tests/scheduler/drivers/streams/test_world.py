@@ -136,6 +136,32 @@ def test_chat_beside_bulk_is_nearly_as_fast_as_alone() -> None:
     assert len(answers) >= 0.7 * len(undisturbed)
 
 
+def test_chats_after_a_silence_do_not_wait_for_the_end_of_bulks_streams() -> None:
+    """A server on which each stream makes a step longer, and a minute in which it had bulk alone."""
+
+    async def beside(world: World) -> list[Answer]:
+        flood = asyncio.create_task(bulk(world, 64, 62.0))
+        await world.clock.sleep(60.0)
+        asked = await chats(world, 3, 1.4)
+        await flood
+        return asked
+
+    async def alone(world: World) -> list[Answer]:
+        return await chats(world, 3, 1.4)
+
+    cost = StepCost(step_s=0.018, prefill_token_s=0.001, attend_s=0.0, context_token_s=0.0, decode_s=0.0016)
+    server = {"cost": cost, "noise": 0.1, "places": 128, "caches_prefixes": True}
+    tiers = make_tiers(realtime={"max_slowdown": 1.25})
+    single, mixed = play(alone, tiers=tiers, **server), play(beside, tiers=tiers, **server)
+
+    def times_s(answers: list[Answer]) -> list[float]:
+        """Return how long the answers came after their first tokens."""
+        return [answer.ended_s - answer.first_token_s for answer in answers if answer.first_token_s is not None]
+
+    slowdowns = [slow_s / fast_s for slow_s, fast_s in zip(times_s(mixed), times_s(single), strict=True)]
+    assert slowdowns[0] <= 2 and max(slowdowns[1:]) <= 1.3
+
+
 def test_first_tokens_before_a_fast_server_are_those_of_its_steps() -> None:
     """A GPU's costs, and bulk in parts: what of a part is cached is no prompt that a chat would wait for."""
 
