@@ -52,6 +52,7 @@ class SLAController:
         self._num_layers = num_layers
         self._tiers: Sequence[Tier] = ()
         self._knobs: dict[str, TierKnobs] = {}
+        self._fixed: dict[str, TierBudget] = {}  # `_fixed_budget` of each tier, since the last change of what it reads
         self._stats: dict[str, TierStats] = {}
         self._min_shares = MinShares(())
         self.reconfigure(tiers)
@@ -77,6 +78,7 @@ class SLAController:
                 self._knobs[tier.name].inherit(knobs[tier.name])
             if slos.get(tier.name) != tier.slo:
                 self._stats[tier.name].retarget(tier)
+        self._fixed = {t.name: self._fixed_budget(t) for t in self._tiers}
 
     # -- the inner loop ----------------------------------------------------------------------------------------
 
@@ -99,8 +101,7 @@ class SLAController:
         protected = [state for state in states if not state.yields]
         any_yield = len(protected) < len(states)
         if not self._switches.feed_forward:
-            fixed = {t.name: self._fixed_budget(t) for t in self._tiers}
-            return Budgets(fixed, cost, decode_cost, yielding=fixed if any_yield else {})
+            return Budgets(self._fixed, cost, decode_cost, yielding=self._fixed if any_yield else {})
         work = InteractiveWork.of(protected, decode_cost)
         limits = step_limits(self._traffic(), work, cost, now, left_s)
         overloaded = (t for t in self._interactive if is_overloaded(t, limits.interactive, work, cost, now))
@@ -111,22 +112,21 @@ class SLAController:
         return Budgets(of_tier, cost, decode_cost, yielding=yielding)
 
     def _budget(self, tier: Tier, limits: StepLimits, work: InteractiveWork, now: float) -> TierBudget:
-        fixed = self._fixed_budget(tier)
         if tier.is_interactive:
-            return self._interactive_budget(tier, replace(fixed, limit=limits.interactive), work, now)
+            return self._interactive_budget(tier, replace(self._fixed[tier.name], limit=limits.interactive), work, now)
         if self._min_shares.is_due(tier.name, limits.min_share.base_s):
-            return replace(fixed, limit=limits.min_share, min_share_due=True)
-        budget = self._bulk_budget(tier, limits)
-        return replace(budget, leaves_reserve=bool(self._interactive))
+            return replace(self._fixed[tier.name], limit=limits.min_share, min_share_due=True)
+        return self._bulk_budget(tier, limits)
 
     def _bulk_budget(self, tier: Tier, limits: StepLimits) -> TierBudget:
         """Return the budget of a bulk tier, or of the requests of an interactive tier that yield."""
         return replace(
-            self._fixed_budget(tier),
+            self._fixed[tier.name],
             limit=limits.bulk,
             added_s=limits.added_s(0.0 if tier.is_interactive else self._min_shares.urgency(tier.name)),
             alone_s=limits.alone_s,
             beside_s=limits.beside_s,
+            leaves_reserve=not tier.is_interactive and bool(self._interactive),
         )
 
     def _interactive_budget(self, tier: Tier, budget: TierBudget, work: InteractiveWork, now: float) -> TierBudget:
@@ -243,8 +243,11 @@ class SLAController:
         error = self._step_errors.p99(now)
         if error is not None:
             self._margin = min(MAX_MARGIN, max(MIN_MARGIN, 1 - 1 / error))
-        if not self._switches.feedback:
-            return []
+        decisions = self._move_knobs(load, now) if self._switches.feedback else []
+        self._fixed = {t.name: self._fixed_budget(t) for t in self._tiers}
+        return decisions
+
+    def _move_knobs(self, load: Load, now: float) -> list[Decision]:
         decisions: list[Decision] = []
         for tier in self._tiers:
             knobs, stats = self._knobs[tier.name], self._stats[tier.name]
