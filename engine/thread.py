@@ -118,7 +118,7 @@ class EngineThread:
             raise EngineDead("the engine has stopped") from self._death
         if not self._pending:
             raise RuntimeError("no step is in flight: submit one first")
-        result = await asyncio.shield(self._pending[0].reply.future)
+        result = await self._pending[0].reply.wait()
         self._pending.popleft()
         if isinstance(result, PlanError):
             raise result
@@ -238,23 +238,33 @@ class EngineThread:
 
 
 class _Reply:
-    """A future of the event loop that the engine's thread resolves."""
+    """A result that the engine's thread sends to the event loop."""
 
-    __slots__ = ("_loop", "future", "late_s", "num_ends")
+    __slots__ = ("_loop", "_result", "_waiter", "late_s", "num_ends")
 
     def __init__(self) -> None:
         self.late_s = 0.0  # of the step, as in its result
         self.num_ends = 0  # launched steps that were seen to have ended when this one was launched
         self._loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[StepResult | BaseException] = self._loop.create_future()
+        self._result: StepResult | BaseException | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def wait(self) -> StepResult | BaseException:
+        """Return the result when it is there. If this call is cancelled, the next one returns it."""
+        while self._result is None:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        return self._result
 
     def send(self, result: StepResult | BaseException) -> None:
         with suppress(RuntimeError):  # the event loop is closed already
             self._loop.call_soon_threadsafe(self._resolve, result)
 
     def _resolve(self, result: StepResult | BaseException) -> None:
-        if not self.future.done():
-            self.future.set_result(result)
+        if self._result is None:
+            self._result = result
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 @dataclass(frozen=True, slots=True)
