@@ -6,7 +6,9 @@ decisions. The registry is injected, so that two workers in one process (tests, 
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import cache
 from itertools import product
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -25,9 +27,15 @@ STEPS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.1, 1.2, 1.35, 1.5, 2.0, 3.0, 5.0, 10.0, 30
 SEQUENCES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
 
 
+def _series(family: Any, *labels: str) -> Any:
+    return family.labels(*labels)
+
+
 class SchedulerMetrics:
     def __init__(self, registry: CollectorRegistry, tiers: TierSet) -> None:
         self._tiers = tiers
+        # The series of counters and histograms, which are never removed. To look one up anew takes as long as to add.
+        self._series = cache(_series)
         tier = ["tier"]
 
         def histogram(name: str, text: str, buckets: tuple[float, ...], labels: list[str]) -> Histogram:
@@ -169,28 +177,28 @@ class SchedulerMetrics:
         """Record one executed step. `ran` holds the number of its sequences, by tier."""
         self._step.observe(elapsed_s)
         for tier, sequences in ran.items():
-            self._batch.labels(tier).observe(sequences)
+            self._series(self._batch, tier).observe(sequences)
 
     def record_report(self, report: Report) -> None:
         for sample in report.samples:
-            self._latency[sample.kind].labels(sample.tier).observe(sample.seconds)
+            self._series(self._latency[sample.kind], sample.tier).observe(sample.seconds)
             if sample.seconds > self._targets_s.get((sample.kind, sample.tier), math.inf):
-                self._missed.labels(sample.tier, sample.kind).inc()
+                self._series(self._missed, sample.tier, sample.kind).inc()
         for tier, count in report.tokens.items():
-            self._generated.labels(tier).inc(count)
+            self._series(self._generated, tier).inc(count)
         for draft in report.drafts:
-            self._drafted.labels(draft.state.tier.name).inc(draft.num_drafted)
-            self._accepted.labels(draft.state.tier.name).inc(draft.num_accepted)
+            self._series(self._drafted, draft.state.tier.name).inc(draft.num_drafted)
+            self._series(self._accepted, draft.state.tier.name).inc(draft.num_accepted)
         for reaction in report.reactions:
-            self._reaction.labels(reaction.tier).observe(reaction.steps)
+            self._series(self._reaction, reaction.tier).observe(reaction.steps)
         for tier, seconds in report.used_s.items():
-            self._used.labels(tier).inc(seconds)
+            self._series(self._used, tier).inc(seconds)
         for end in report.ended:
-            self._finished.labels(end.tier, end.reason).inc()
-            self._prompt.labels(end.tier).inc(end.prompt_tokens)
+            self._series(self._finished, end.tier, end.reason).inc()
+            self._series(self._prompt, end.tier).inc(end.prompt_tokens)
         for lookup in report.lookups:
-            self._queried.labels(lookup.tier).inc(lookup.queried_tokens)
-            self._hit.labels(lookup.tier).inc(lookup.hit_tokens)
+            self._series(self._queried, lookup.tier).inc(lookup.queried_tokens)
+            self._series(self._hit, lookup.tier).inc(lookup.hit_tokens)
 
     def record_cancelled(self, tier: str) -> None:
         self._finished.labels(tier, "cancelled").inc()
