@@ -5,7 +5,7 @@ of tokens, and the window always covers the whole 30 seconds.
 """
 
 import math
-from collections import Counter, deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 from engine.step_time.ewma import Ewma
@@ -27,7 +27,8 @@ class _Slice:
     last_s: float
     count: int = 0
     missed: int = 0
-    buckets: Counter[int] = field(default_factory=Counter)  # number of samples by round(log(seconds) / BUCKET_WIDTH)
+    # Number of samples, by round(log(seconds) / BUCKET_WIDTH).
+    buckets: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
 
 
 class SlidingWindow:
@@ -53,10 +54,11 @@ class SlidingWindow:
 
     def p99(self, now: float, since_s: float = -NEVER_S) -> float | None:
         """Return the p99 in seconds of the lengths since `since_s`; None with fewer than `MIN_SAMPLES` samples."""
-        buckets: Counter[int] = Counter()
+        buckets: defaultdict[int, int] = defaultdict(int)
         for counted in self._since(now, since_s):
-            buckets.update(counted.buckets)
-        total = buckets.total()
+            for bucket, count in counted.buckets.items():
+                buckets[bucket] += count
+        total = sum(buckets.values())
         if total < MIN_SAMPLES:
             return None
         above = 0

@@ -4,7 +4,7 @@ The core makes these plain data, and `scheduler.worker` distributes them. The fu
 from the state of a request. Knows request states; does not know queues or metrics.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -61,7 +61,7 @@ class Report:
     leases: list[Lease] = field(default_factory=list)  # leases of ended requests, to be acknowledged
     checkpoints: list[Checkpoint] = field(default_factory=list)  # of finished parts of jobs
     samples: list[Sample] = field(default_factory=list)
-    tokens: Counter[str] = field(default_factory=Counter)  # number of new tokens, by tier
+    tokens: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # number of new tokens, by tier
     drafts: list[DraftUse] = field(default_factory=list)
     ended: list[Ended] = field(default_factory=list)
     lookups: list[PrefixLookup] = field(default_factory=list)

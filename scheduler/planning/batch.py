@@ -51,7 +51,8 @@ def form_batch(
     for tier in sorted(tiers, key=lambda t: not budgets.tiers[t.name].min_share_due):
         budget = budgets.tiers[tier.name]
         if not tier.is_interactive:
-            draft.add_bulk(tier, budget)
+            if table.count(tier.name):
+                draft.add_bulk(tier, budget)
             continue
         draft.add_interactive(tier, budget)
         if budgets.yielding:

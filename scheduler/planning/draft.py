@@ -5,7 +5,7 @@ matter of `batch`.
 """
 
 from bisect import bisect_right
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Container
 
 from engine.interface import NewSequence, Preempt, PreemptionMode, Run, StepPlan
@@ -45,10 +45,10 @@ class Draft:
         self._run: dict[str, int] = {}  # sequence id → number of tokens
         self._tokens_left = view.max_step_tokens
         # The next four counters are by tier.
-        self._num_tokens: Counter[str] = Counter()
-        self._num_run: Counter[str] = Counter()
-        self._num_started: Counter[str] = Counter()
-        self._num_preempted: Counter[str] = Counter()
+        self._num_tokens: defaultdict[str, int] = defaultdict(int)
+        self._num_run: defaultdict[str, int] = defaultdict(int)
+        self._num_started: defaultdict[str, int] = defaultdict(int)
+        self._num_preempted: defaultdict[str, int] = defaultdict(int)
         self._lacks_blocks = False  # a sequence waits for blocks, so that newcomers after it may not take free blocks
 
     @property

@@ -98,6 +98,8 @@ class Speculation:
             if not offer.length:
                 self._known[offer.state].note(0, 0)
         drafts = {seq_id: offer.text[: offer.length] for seq_id, offer in offers.items() if offer.length}
+        if not drafts:
+            return plan
         return replace(plan, run=tuple(Run(r.seq_id, r.num_tokens, drafts.get(r.seq_id, ())) for r in plan.run))
 
     def _offer(self, state: RequestState, choice: "_Choice", view: EngineView) -> "_Offer":

@@ -106,22 +106,24 @@ class RunningStep:
         interactive: dict[str, Tier] = {}
         runs_s: defaultdict[str, float] = defaultdict(float)
         accounts: list[tuple[RequestState, float]] = []
+        sequences: defaultdict[str, int] = defaultdict(int)
+        num_computed: dict[str, int] = {}
         for run in plan.run:
             state = states[run.seq_id]
             tier = state.tier
             run_s = cost.run(run.num_tokens, state.num_computed_tokens, len(run.draft))
             runs_s[tier.name] += run_s
+            sequences[tier.name] += 1
+            num_computed[run.seq_id] = state.num_computed_tokens
             if state.request.wants_receipt:
                 accounts.append((state, run_s))
             if tier.is_interactive:
                 interactive[tier.name] = tier
             runs[run.seq_id] = TrackedRun(state, run_s, tier.name in protected)
         step_s = cost.step(sum(runs_s.values())) if plan.run else 0.0
-        sequences = Counter(states[run.seq_id].tier.name for run in plan.run)
         itl_s = min((tier.slo.itl_p99_ms or NEVER_S for tier in interactive.values()), default=NEVER_S) / 1000
         swaps = any(p.mode is PreemptionMode.SWAP for p in plan.preempt)
         swaps = swaps or any(states[seq_id].status is Status.SWAPPED for seq_id in plan.resume)
-        num_computed = {run.seq_id: states[run.seq_id].num_computed_tokens for run in plan.run}
         self._steps[plan.step_id] = TrackedStep(
             plan,
             num_computed,
