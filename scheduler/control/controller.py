@@ -69,6 +69,7 @@ class SLAController:
         slos = {tier.name: tier.slo for tier in self._tiers}
         self._tiers, self._switches = tiers.by_priority, tiers.controller
         self._interactive = [t for t in self._tiers if t.is_interactive]
+        self._ttft_slo_s = min((t.slo.ttft_p99_ms or NEVER_S for t in self._interactive), default=NEVER_S) / 1000
         self._knobs = {t.name: TierKnobs(t, tiers.controller.dry_run) for t in self._tiers}
         self._stats = {t.name: stats.get(t.name) or TierStats(t) for t in self._tiers}
         self._min_shares = MinShares(self._tiers)
@@ -165,15 +166,12 @@ class SLAController:
 
     def _traffic(self) -> InteractiveTraffic | None:
         """Return the observations of all interactive tiers together; None if no tier is interactive."""
-        stats = {tier.name: self._stats[tier.name] for tier in self._interactive}
-        if not stats:
+        if not self._interactive:
             return None
-        services_s = ((t.max_slowdown, stats[t.name].service_s) for t in self._interactive)
+        services_s = ((t.max_slowdown, self._stats[t.name].service_s) for t in self._interactive if t.max_slowdown)
         return InteractiveTraffic(
-            ttft_slo_s=min(t.slo.ttft_p99_ms or NEVER_S for t in self._interactive) / 1000,
-            delay_s=min(
-                ((slowdown - 1) * s for slowdown, s in services_s if slowdown and s is not None), default=NEVER_S
-            ),
+            ttft_slo_s=self._ttft_slo_s,
+            delay_s=min(((slowdown - 1) * s for slowdown, s in services_s if s is not None), default=NEVER_S),
             residual=WHOLE_STEP / (self._num_layers if self.suspends_steps else 1),
             margin=self._margin,
             overhead_s=self._overhead_s.value,

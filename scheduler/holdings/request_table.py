@@ -43,7 +43,7 @@ class _TierIndex:
 
     @property
     def num_preempted(self) -> int:
-        return int(self.not_resident.bisect_left((True,)))
+        return int(self.not_resident.bisect_left((True,))) if self.not_resident else 0
 
     def residents(self) -> Iterator[RequestState]:
         yield from self.decodes.values()
@@ -78,7 +78,7 @@ class RequestTable:
 
     def count(self, tier: str) -> int:
         index = self._index[tier]
-        return index.num_resident + len(index.not_resident)
+        return len(index.decodes) + len(index.prefills) + len(index.not_resident)
 
     def num_owners(self, tier: str) -> int:
         """Return how many API keys have requests of the tier in the table."""
@@ -153,7 +153,7 @@ class RequestTable:
 
     @property
     def any_resident(self) -> bool:
-        return any(index.num_resident for index in self._index.values())
+        return any(index.decodes or index.prefills for index in self._index.values())
 
     def residents(self) -> Iterator[RequestState]:
         for index in self._index.values():

@@ -88,27 +88,24 @@ class Speculation:
         states = [state for state in table.interactive() if state.is_protected]
         if not states or not all(state.is_decode and state.id in running for state in states):
             return plan
-        free_blocks = BlockBudget(view, cost, table.reserved(), table.any_resident).unreserved
-        limit_s = min(limits_s[state.tier.name] for state in states)
-        plan_cost = mixed_cost if any(run.num_tokens > 1 for run in plan.run) else cost
-        choice = _Choice(states, plan, table, replace(view, free_blocks=free_blocks), cost, plan_cost, limit_s)
-        offers = {state.id: self._offer(state, choice, view) for state in states}
-        choice.take(list(offers.values()))
-        for offer in offers.values():
+        offers = [self._offer(state, view) for state in states]
+        if any(offer.longest > 0 for offer in offers):
+            free_blocks = BlockBudget(view, cost, table.reserved(), table.any_resident).unreserved
+            limit_s = min(limits_s[state.tier.name] for state in states)
+            plan_cost = mixed_cost if any(run.num_tokens > 1 for run in plan.run) else cost
+            choice = _Choice(states, plan, table, replace(view, free_blocks=free_blocks), cost, plan_cost, limit_s)
+            choice.take(offers)
+        for offer in offers:
             if not offer.length:
-                self._known[offer.state].note(0, 0)
-        drafts = {seq_id: offer.text[: offer.length] for seq_id, offer in offers.items() if offer.length}
+                offer.known.note(0, 0)
+        drafts = {offer.state.id: offer.text[: offer.length] for offer in offers if offer.length}
         if not drafts:
             return plan
         return replace(plan, run=tuple(Run(r.seq_id, r.num_tokens, drafts.get(r.seq_id, ())) for r in plan.run))
 
-    def _offer(self, state: RequestState, choice: "_Choice", view: EngineView) -> "_Offer":
-        known = self._known.setdefault(state, Repetition())
-        offer = _Offer(state, known.rate, gain=known.rate)
-        longest = _longest(state, view)
-        if longest > 0 and choice.pays(offer):
-            offer.text = known.draft(state, longest)
-        return offer
+    def _offer(self, state: RequestState, view: EngineView) -> "_Offer":
+        known = self._known.get(state) or self._known.setdefault(state, Repetition())
+        return _Offer(state, known, _longest(state, view), gain=known.rate)
 
 
 def _longest(state: RequestState, view: EngineView) -> int:
@@ -120,10 +117,11 @@ def _longest(state: RequestState, view: EngineView) -> int:
 
 @dataclass(slots=True)
 class _Offer:
-    """A draft of a sequence, of which the first `length` tokens are taken so far."""
+    """A draft of a sequence, at most `longest` tokens, of which the first `length` tokens are taken so far."""
 
     state: RequestState
-    rate: float
+    known: Repetition
+    longest: int
     text: tuple[int, ...] = ()
     length: int = 0
     gain: float = 0.0  # number of tokens that the next one of the draft is expected to add
@@ -132,7 +130,7 @@ class _Offer:
     def take(self) -> None:
         self.length += 1
         self.num_expected += self.gain
-        self.gain *= self.rate
+        self.gain *= self.known.rate
 
 
 class _Choice:
@@ -175,6 +173,9 @@ class _Choice:
 
     def take(self, offers: Sequence[_Offer]) -> None:
         """Take tokens of the offers for as long as they pay and have KV blocks, the most useful first."""
+        for offer in offers:
+            if offer.longest > 0 and self.pays(offer):
+                offer.text = offer.known.draft(offer.state, offer.longest)
         heap = [(-offer.gain, place) for place, offer in enumerate(offers) if offer.text]
         heapify(heap)
         while heap:

@@ -159,7 +159,8 @@ class Claimer:
         limits = self._core.claim_limits(self._clock.now()) if may_claim else {}
         limits = {tier: limit for tier, limit in limits.items() if tier not in self._gave_back}
         due = due_limits([t for t in held.tiers if t.name in limits], held.table, self._clock.wall_ms())
-        wanted = Counter(limits) + Counter({tier: limit.requests for tier, limit in due.items()})
+        wanted = {tier: limit + (due[tier].requests if tier in due else 0) for tier, limit in limits.items()}
+        wanted = {tier: number for tier, number in wanted.items() if number}
         load = 1 + held.num_interactive if len(held) else 0
         if wanted.keys() == self._waits_for and 2 * load >= self._load:
             return
