@@ -121,7 +121,7 @@ class HttpUpstream:
             with suppress(UpstreamLost, TimeoutError):  # the answer is whole in any case
                 async with asyncio.timeout(USAGE_S):
                     async for piece in pieces:
-                        if piece.finish_reason is not None:  # some servers send it by itself
+                        if piece.finish_reason is not None and not piece.cached_tokens:  # some send it by itself
                             continue
                         num_prompt = piece.prompt_tokens if self._dialect.is_chat else 0
                         counted = {"num_cached_tokens": piece.cached_tokens, "num_prompt_tokens": num_prompt}

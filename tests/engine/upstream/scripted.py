@@ -165,7 +165,9 @@ class ScriptedServer:
         is_chat = "messages" in body
         prompt = json.dumps(body["messages"]) if is_chat else body["prompt"]
         known = [len(prompt)] if isinstance(prompt, str) else list(prompt)
-        count = body.get("max_tokens", UNLIMITED)
+        count = body.get("max_tokens", body.get("n_predict", UNLIMITED))
+        is_known = self.cached_block and body in self.bodies[:-1]
+        cached = (len(prompt) - 1) // self.cached_block * self.cached_block if is_known else 0
         for number in range(count):
             await self.gate.wait()
             if script.after == number:
@@ -173,6 +175,9 @@ class ScriptedServer:
                 return
             token = token_after(known) + self.token_offset
             known.append(token)
+            if "n_predict" in body:  # llama.cpp's own events, the last of which says all
+                self._event(writer, json.dumps({"content": f" w{token}", "tokens": [token], "stop": False}))
+                continue
             choice: dict[str, Any] = {"index": 0, "text": f" w{token}", "finish_reason": None}
             if is_chat:
                 choice["delta"] = {"role": "assistant", "content": choice.pop("text")}
@@ -186,10 +191,10 @@ class ScriptedServer:
             await writer.drain()
             await asyncio.sleep(0)
         if body.get("stream_options"):
-            is_known = self.cached_block and body in self.bodies[:-1]
-            cached = (len(prompt) - 1) // self.cached_block * self.cached_block if is_known else 0
             usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": {"cached_tokens": cached}}
             self._event(writer, json.dumps({"choices": [], "usage": usage}))
+        if "n_predict" in body:
+            self._event(writer, json.dumps({"stop": True, "stop_type": "limit", "timings": {"cache_n": cached}}))
         self._event(writer, "[DONE]")
         writer.write(b"0\r\n\r\n")
         await writer.drain()

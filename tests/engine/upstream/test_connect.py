@@ -67,6 +67,13 @@ async def test_what_is_cached_is_read_behind_an_end_with_an_event_of_its_own() -
         assert (await connect(config(server))).caches_prefixes
 
 
+async def test_what_is_cached_is_read_in_llama_cpps_end() -> None:
+    """The client knows the end by then, since it counts tokens."""
+    async with scripted_server(owned_by="llamacpp", cached_block=1) as server:
+        upstream = await connect(config(server))
+        assert (upstream.info.device, upstream.caches_prefixes) == ("llama.cpp", True)
+
+
 async def test_without_token_ids_the_server_gets_texts() -> None:
     async with scripted_server(returns_ids=False) as server:
         upstream = await connect(config(server))
