@@ -19,7 +19,7 @@ BULK_WAITS = make_load(held={"bulk": 64}, bulk=100)
 
 
 @pytest.mark.trap(9)
-def test_a_starved_tier_is_guaranteed_its_min_share_and_is_then_not_paused() -> None:
+def test_a_starved_tier_is_guaranteed_its_min_share_until_nothing_is_due() -> None:
     """Trap 9."""
     controller = SLAController(make_tiers(bulk={"floor": 0.02}, batch={"floor": 0.0}))
     states = [make_state("rt"), make_decode("b")]
