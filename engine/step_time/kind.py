@@ -4,7 +4,6 @@ A linear model of the work (`StepRegression`) gives the coefficients. No predict
 safety factor raises the coefficients that a planner gets. Knows numbers only.
 """
 
-import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -47,7 +46,7 @@ class StepKind:
         self._ratios: deque[float] = deque(maxlen=SAFETY_WINDOW)  # measured ÷ predicted
         self._num_tracked = 0
         self.safety = 1.0  # the factor by which `cost` is above the mean
-        self._log_ratio = Ewma(USUAL_WEIGHT)
+        self._usual_ratio = Ewma(USUAL_WEIGHT, 1.0)
 
     @property
     def is_known(self) -> bool:
@@ -88,24 +87,23 @@ class StepKind:
             self.safety = min(max(quantile, 1.0), MAX_SAFETY)
 
     def usual_ratio(self, ratio: float) -> float:
-        """Add a step's measured ÷ predicted, and return the usual one, which is no sign of another pace.
-
-        With noise it is above 1, because coefficients with the least relative error predict less than the mean.
-        """
-        return math.exp(self._log_ratio.add(math.log(ratio)))
+        """Add a step's measured ÷ predicted, and return the usual one, which is no sign of another pace."""
+        return self._usual_ratio.add(ratio)
 
     def forget_errors(self) -> None:
         """Compute the next safety factor from the steps that follow only."""
         self._ratios.clear()
 
-    def learn(self, x: Sequence[float], size: int, seconds: float, all_steps: Vector, *, is_own: bool) -> None:
+    def learn(
+        self, x: Sequence[float], size: int, seconds: float, expected_s: float, all_steps: Vector, *, is_own: bool
+    ) -> None:
         """Learn from a step of this kind (`is_own`) or of the other kind. It makes steps of the same `size` fade.
 
         `all_steps` are coefficients learned from the steps of both kinds. They are used for features that the steps of
         this kind have not shown yet.
         """
         if is_own:
-            self._regression.observe(x, seconds, size, all_steps)
+            self._regression.observe(x, seconds, expected_s, size, all_steps)
             self._theta = tuple(self._regression.theta.tolist())
         elif not self._regression.num_observed:
             self._theta = tuple(all_steps.tolist())

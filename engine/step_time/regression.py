@@ -36,19 +36,23 @@ class StepRegression:
     def __init__(self, theta: Vector) -> None:
         self.theta = theta
         self.num_observed = 0
-        self._moments: dict[int, Matrix] = {}  # by size: Σ forgetting^age · x xᵀ / T²
-        self._targets: dict[int, Vector] = {}  # by size: Σ forgetting^age · x / T
-        self._new: dict[int, list[Sequence[float]]] = defaultdict(list)  # by size: x / T, not in the moments yet
+        self._moments: dict[int, Matrix] = {}  # by size: Σ forgetting^age · x xᵀ / E², with E the expected time
+        self._targets: dict[int, Vector] = {}  # by size: Σ forgetting^age · x T / E²
+        self._new: dict[int, list[Sequence[float]]] = defaultdict(list)  # by size: x / E, T / E; not in the sums yet
         self._num_new = 0
 
-    def observe(self, x: Sequence[float], seconds: float, size: int = 0, prior: Vector | None = None) -> None:
+    def observe(
+        self, x: Sequence[float], seconds: float, expected_s: float, size: int = 0, prior: Vector | None = None
+    ) -> None:
         """Learn from a step with features `x` that took `seconds` seconds.
 
+        Its error counts as a share of `expected_s`. If that is `seconds` itself, the coefficients come out below the
+        mean of noisy steps, because a step that happens to be short counts for more than one that happens to be long.
         `size` is any number that steps of about the same size share. `prior` holds the coefficients for features that
         the steps do not show; None: the present θ.
         """
         self.num_observed += 1
-        self._new[size].append([value / seconds for value in x])
+        self._new[size].append([*(value / expected_s for value in x), seconds / expected_s])
         self._num_new += 1
         if self._num_new == SOLVE_EVERY or self.num_observed <= WARM_STEPS:
             for each, steps in self._new.items():
@@ -58,11 +62,11 @@ class StepRegression:
             self.theta = self._solve(self.theta if prior is None else prior)
 
     def _take_in(self, size: int, steps: list[Sequence[float]]) -> None:
-        rows = np.array(steps)
+        rows, ratios = np.array(steps)[:, :-1], np.array(steps)[:, -1]
         weighted = rows * (FORGETTING ** np.arange(len(rows) - 1, -1, -1.0))[:, np.newaxis]
         fade = FORGETTING ** len(rows)
         self._moments[size] = fade * self._moments.get(size, 0.0) + weighted.T @ rows
-        self._targets[size] = fade * self._targets.get(size, 0.0) + weighted.sum(axis=0)
+        self._targets[size] = fade * self._targets.get(size, 0.0) + ratios @ weighted
 
     def _solve(self, prior: Vector) -> Vector:
         moments = np.sum(list(self._moments.values()), axis=0)

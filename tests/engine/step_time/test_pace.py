@@ -169,6 +169,18 @@ def test_following_the_pace_costs_little_where_there_is_only_noise(mix: Mix, noi
     assert sum(error(Engine(mix, seed).run(1200, noise)[200:]) for seed in range(3)) / 3 < 1.05 * without
 
 
+@pytest.mark.parametrize(("noise", "limit"), [(0.1, 0.15), (0.2, 0.5)])
+def test_noise_leaves_the_costs_of_steps_that_do_not_run(noise: float, limit: float) -> None:
+    """The slowdown must not rise for ever while the costs of the steps that run fall."""
+    engine = Engine()
+    engine.run(600)
+    engine.mix = decodes_only
+    ratios = engine.run(6000, noise)
+    assert sum(ratios[-1000:]) / 1000 == pytest.approx(1.0, abs=0.02)
+    engine.mix = mixed_only
+    assert median_error(engine.run(5, noise=0.0)) < limit
+
+
 def test_work_never_seen_before_is_learned_and_is_no_change_of_pace() -> None:
     """All steps of a new kind take twice as long as predicted, for as long as they come."""
 
