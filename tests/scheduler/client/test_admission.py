@@ -323,6 +323,17 @@ def test_a_bulk_queue_that_another_key_has_filled_takes_a_few_all_the_same() -> 
         assert isinstance(ticket, Ticket) and ticket.has_few is has_few
 
 
+def test_a_few_bulk_requests_of_a_key_wait_for_what_workers_hold() -> None:
+    """A worker makes room for interactive requests of a key that has few, not for bulk."""
+    tiers = make_tiers()
+    admission, due_ms = make_admission(tiers), EPOCH_MS + tiers.tiers["bulk"].deadline_ms
+    for number in range(9):
+        assert isinstance(submit(admission, of_key("a", str(number), tier="bulk")), Ticket)
+    heartbeat(admission, {"bulk": TierStatus(batch_size=8, capacity=replace(IDLE, prompt_tokens=10**9))}, second=1)
+    late = attempt(admission, of_key("b", "next", tier="bulk", deadline_ms=due_ms), now=1.0)
+    assert late is not None and late.reason is RejectReason.DEADLINE
+
+
 def test_further_requests_of_a_key_are_placed_by_its_weight() -> None:
     admission = make_admission(make_tiers(realtime={"admission": {"patience_ms": None}}))
     places: dict[str, list[int]] = {}
