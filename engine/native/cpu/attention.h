@@ -154,6 +154,10 @@ constexpr Index kLanes = 16;
 constexpr Index kTileTokens = 32;  // tokens of one job
 constexpr Index kStripe = 16;      // rows whose sums are kept in registers together
 
+// Returns how many of `wide` lanes a row's sums are computed in at once: the most, up to 4, that divide them. Heads of 96
+// numbers have 6 lanes, which 4 would overrun.
+constexpr Index part_of(Index wide) { return wide % 4 == 0 ? 4 : wide % 3 == 0 ? 3 : wide % 2 == 0 ? 2 : 1; }
+
 // A prefill chunk. The rows [first_row, first_row + tokens) of the queries are tokens of one sequence; the first token
 // is at position `start`. The sequence's block table begins at index `table` of all block tables.
 struct Chunk {
@@ -195,7 +199,7 @@ template <typename T, int kDim> struct Tile {
 
     // Computes acc[r] += Σ weights[r][key] · value[key]; `rows` must be a multiple of 4.
     void add_values(Lanes *acc, const Lanes *weights, Index rows) const {
-        constexpr Index kPart = kWide < 4 ? kWide : 4;
+        constexpr Index kPart = part_of(kWide);
         const Lanes *lanes = reinterpret_cast<const Lanes *>(values);
         for (Index r = 0; r < rows; r += 4)
             for (Index c = 0; c < kWide; c += kPart) {
@@ -272,7 +276,7 @@ template <int kDim> struct Tile<bf16, kDim> {
     }
 
     void add_values(Lanes *acc, const Lanes *weights, Index rows) const {
-        constexpr Index kPart = kWide < 4 ? kWide : 4;
+        constexpr Index kPart = part_of(kWide);
         for (Index r = 0; r < rows; r += 4) {
             alignas(64) bf16 own[4][kLanes];
             for (Index i = 0; i < 4; i++)

@@ -15,7 +15,7 @@ from engine.native.model.layer_kernels import Activation, Norm
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _MAX_HEAD_DIM = 512  # the same as kMaxDim in attention.h
 _MAX_GROUP = 64  # query heads per KV head; the same as kMaxGroup in attention.h
-_PREFILL_HEAD_DIMS = (16, 32, 64, 96, 128, 256)  # head sizes for which paged_prefill is compiled
+PREFILL_HEAD_DIMS = (16, 32, 64, 96, 128, 256)  # head sizes for which paged_prefill is compiled
 
 # C types of the kernels' arguments: a pointer, an Index, a float, a number of threads.
 _P, _I, _F, _T = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
@@ -66,7 +66,7 @@ class CpuKernels:
     @staticmethod
     def can_prefill(shape: HeadShape) -> bool:
         """Return whether `paged_prefill` is compiled for layers of this shape."""
-        return shape.head_dim in _PREFILL_HEAD_DIMS and CpuKernels.can_attend(shape)
+        return shape.head_dim in PREFILL_HEAD_DIMS and CpuKernels.can_attend(shape)
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         out = torch.empty_like(x)
@@ -157,7 +157,7 @@ class CpuKernels:
     def paged_prefill(self, query: Tensor, num_kv_heads: int, chunks: PagedChunks, scoring: Scoring) -> Tensor | None:
         """Implements `AttentionKernels.paged_prefill`. Only the last dimension of `query` must be contiguous."""
         heads, rows, head_dim = query.shape
-        if head_dim not in _PREFILL_HEAD_DIMS:
+        if head_dim not in PREFILL_HEAD_DIMS:
             return None
         _check(query, num_kv_heads, chunks.slots)
         sinks = None if scoring.sinks is None else scoring.sinks.float().contiguous()

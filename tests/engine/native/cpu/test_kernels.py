@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.native.attention.kernels import HeadShape, PagedChunks, Scoring
-from engine.native.cpu.kernels import CpuKernels
+from engine.native.cpu.kernels import PREFILL_HEAD_DIMS, CpuKernels
 from tests.engine.native.cpu.compiled import compiled_library
 from tests.engine.native.reference import (
     RandomCache,
@@ -70,6 +70,12 @@ def test_attention(
         cache = make_cache(shape, dtype, [2, 40, 17, 90, 101])
         scoring = Scoring(0.3, softcap, window, cache.sinks if with_sinks else None)
         check_prefill(kernels, cache, [0, 0, 3, 37, 100], scoring)
+
+
+@pytest.mark.parametrize("head_dim", PREFILL_HEAD_DIMS)
+def test_prefill_of_every_compiled_head_size(kernels: CpuKernels, dtype: torch.dtype, head_dim: int) -> None:
+    cache = make_cache(HeadShape(4, 2, head_dim), dtype, [2, 17, 90])
+    check_prefill(kernels, cache, [0, 3, 37], Scoring(0.1))
 
 
 def test_a_nan_in_a_context_affects_its_own_row_only(kernels: CpuKernels, dtype: torch.dtype) -> None:
