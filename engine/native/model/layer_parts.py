@@ -4,6 +4,7 @@ Knows which modules the layers of transformers' models have; does not know how a
 computes is found by trying it on a few numbers: a norm may add 1 to its weight, and a class name tells neither.
 """
 
+import inspect
 import sys
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -102,7 +103,7 @@ def parts_of(layer: Any) -> LayerParts | None:
         return None
     attn, out = layer.self_attn, layer.self_attn.o_proj
     shape, own = _head_shape(attn, qkv), {name: p for name, p in attn.named_parameters(recurse=False)}
-    if shape is None or not own.keys() <= {"sinks"}:
+    if shape is None or not own.keys() <= {"sinks"} or _needs_positions(attn):
         return None
     hidden, dtype = out.weight.shape[0], out.weight.dtype
     norms = [_norm_of(getattr(layer, name), (hidden,), dtype) if name else None for name in norm_names]
@@ -130,6 +131,15 @@ def parts_of(layer: Any) -> LayerParts | None:
     )
     parts = LayerParts(form, qkv, out, layer.mlp, mlp_of(layer.mlp))
     return parts if len(set(map(type, parts.linears))) == 1 else None
+
+
+def _needs_positions(attn: Any) -> bool:
+    """Return whether `attn` computes more with positions than a rotation, such as a scale of queries (Ministral 3).
+
+    A trial may miss it: the scale of its few positions may be within the rounding of bfloat16, or 1.
+    """
+    parameter = inspect.signature(attn.forward).parameters.get("position_ids")
+    return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
 def _head_shape(attn: Any, qkv: Sequence[nn.Linear]) -> HeadShape | None:

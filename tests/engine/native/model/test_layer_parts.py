@@ -62,6 +62,10 @@ def test_sinks() -> None:
     assert parts_of(layer) is None
 
 
+def test_attention_that_scales_queries_by_positions_is_left_to_its_model() -> None:
+    assert parts_of(layer_of(ARCHITECTURES["ministral3"]())) is None
+
+
 def expected_of(experts: Experts, x: Tensor) -> Tensor:
     """Return the sum of a row's experts by definition, for `x` (rows, hidden)."""
     routed = experts.count - experts.always
