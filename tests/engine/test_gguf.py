@@ -156,6 +156,13 @@ def test_the_engine_keeps_blocks_where_it_multiplies_them(dtype: str, tmp_path: 
     assert sum(agree) >= (8 if dtype == "float32" else 6)
 
 
+def test_matrices_of_another_shape_than_the_metadata_say_are_refused(made: Made) -> None:
+    config = tiny("Llama", **{**SIZES, "num_key_value_heads": 4})()
+    shapes = r"k_proj.weight with \(32, 64\) instead of \(64, 64\)"
+    with pytest.raises(EngineStartError, match=f"4 weights have another shape .*{shapes}"):
+        load_blocks(made[0], config)
+
+
 def test_why_blocks_do_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, model = make_file(tmp_path, "F16")
     with pytest.raises(CannotKeepError, match="its matrices are F16"):

@@ -135,6 +135,11 @@ def _numbered(tensors: Sequence[_Tensor]) -> tuple[list[np.ndarray], int]:
     return probes, count
 
 
+def _shape_of(tensors: Sequence[_Tensor]) -> tuple[int, ...]:
+    """Return the shape of one parameter: matrices, or matrices of each expert, whose outputs follow each other."""
+    return (*tensors[0].shape[:-2], sum(tensor.shape[-2] for tensor in tensors), tensors[0].shape[-1])
+
+
 def _rows(data: np.ndarray) -> np.ndarray:
     """Return the bytes of the rows of a matrix, or of a matrix of each expert, below each other."""
     return data.reshape(-1, data.shape[-1])
@@ -153,7 +158,7 @@ def load_kept(
     kept, state = _read(content, hf_config, options["dtype"], phase)
     with without_transformers_log():
         model, report = type(content.skeleton).from_pretrained(
-            None, config=hf_config, state_dict=state, output_loading_info=True, **options
+            None, config=hf_config, state_dict=state, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     check_report(str(file), report)
     module: nn.Module = model
@@ -198,7 +203,7 @@ def _read(
 ) -> tuple[dict[str, list[GroupedWeight]], dict[str, Tensor]]:
     """Return the parts of the matrices that stay, by the names of layers or of experts' parameters, and all parameters.
 
-    Parameters whose matrices stay have a shape and take no memory.
+    Parameters whose matrices stay have the file's shape, which is compared with the model's, and take no memory.
     """
     skeleton = content.skeleton
     names = {module: name for name, module in skeleton.named_modules()}
@@ -214,7 +219,7 @@ def _read(
             state.update(content.unpacked(name, dtype))
         elif path in places:
             kept[path] = parts
-            state[name] = torch.zeros((), dtype=dtype).expand(skeleton.get_parameter(name).shape)
+            state[name] = torch.zeros((), dtype=dtype).expand(_shape_of(content.tensors[name]))
         else:
             state[name] = torch.cat([part.unpacked(dtype) for part in parts])
             if path == table and hf_config.tie_word_embeddings:
