@@ -117,6 +117,7 @@ def test_an_unsupported_architecture_is_refused_by_name(name: str, tmp_path: Pat
     message = refusal(make_config(write_config(tmp_path, getattr(transformers, f"{name}Config")(**settings))))
     assert f"architecture {name}" in message
     assert reason in message
+    assert message.endswith("(--engine vllm may run it, or --engine openai before another server that does)")
 
 
 def test_a_window_that_only_the_cache_applies_limits_the_context(tmp_path: Path) -> None:

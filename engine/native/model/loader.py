@@ -27,6 +27,7 @@ from engine.progress import NO_PHASE, Phase
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 MATRICES = ("gate_up_proj", "down_proj")  # transformers' parameters with a matrix of each expert
 _GIB = 1 << 30
+_WAY_OUT = "--engine vllm may run it, or --engine openai before another server that does"
 # Makes a model of its configuration and options of transformers, and tells the phase how far it is.
 ReadWeights = Callable[[Any, dict[str, Any], Phase], Any]
 
@@ -244,7 +245,7 @@ def _random_model(hf_config: Any, seed: int, device: torch.device, options: dict
 def unsupported(hf_config: Any, reason: str) -> EngineStartError:
     """Return the error for an architecture that this engine does not support."""
     names = getattr(hf_config, "architectures", None) or [type(hf_config).__name__]
-    return EngineStartError(f"architecture {names[0]} is not supported: {reason}")
+    return EngineStartError(f"architecture {names[0]} is not supported: {reason} ({_WAY_OUT})")
 
 
 def first_line(error: Exception) -> str:

@@ -93,7 +93,7 @@ def of_the_future(original: Callable[..., Any]) -> Callable[..., Any]:
         (llama.LlamaRotaryEmbedding, "forward", positions_by_place, "Llama.* mixes the tokens of a step"),
         (llama.LlamaMLP, "forward", shifted_tokens, "Llama.* mixes the tokens of a step"),
         (llama.LlamaAttention, "forward", with_an_unknown_option, "its attention needs block_indices"),
-        (llama.LlamaMLP, "forward", failing, "its forward pass fails on a packed step: no such row$"),
+        (llama.LlamaMLP, "forward", failing, "its forward pass fails on a packed step: no such row \\("),
         (llama, "create_causal_mask", of_every_other_token, "neither causal nor a sliding window"),
         (llama, "create_causal_mask", of_the_future, "not causal"),
     ],
