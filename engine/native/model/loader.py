@@ -47,6 +47,9 @@ def load_config(config: EngineConfig) -> Any:
         hf_config = AutoConfig.from_pretrained(str(path) if path.is_dir() else config.model)
     except (OSError, ValueError, KeyError) as error:
         raise EngineStartError(f"model {config.model}: {first_line(error)}") from error
+    except Exception as error:  # transformers checks the fields of some configurations, with errors of several kinds
+        reason = " ".join(str(error).split())
+        raise EngineStartError(f"model {config.model}: its configuration is not valid: {reason}") from error
     if reason := _unsupported_reason(hf_config):
         raise unsupported(hf_config, reason)
     return hf_config

@@ -235,6 +235,20 @@ def test_fp8_weights_are_unpacked_where_no_gpu_has_them(tmp_path: Path) -> None:
     build_torch_engine(make_config(tmp_path, quantize="int8", kv_cache_bytes=1 << 20))  # plain weights again
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"hidden_size": "x"}, "expected int, got str"),
+        ({"hidden_size": 33}, "not a multiple of the number of attention heads"),
+        ({"num_attention_heads": 0}, "by zero"),
+        ({"quantization_config": "fp8"}, "'str' object"),
+    ],
+)
+def test_a_configuration_that_is_not_valid_is_refused(changes: dict[str, Any], reason: str, llama: Path) -> None:
+    change_config(llama, **changes)
+    assert re.search(f"its configuration is not valid: .*{reason}", refusal(llama))
+
+
 def test_an_unknown_quantisation_is_not_read_as_plain_weights(llama: Path) -> None:
     change_config(llama, quantization_config={"quant_method": "no-such-thing"})
     assert "quantised with no-such-thing, which transformers does not know" in refusal(llama)
