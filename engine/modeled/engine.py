@@ -61,7 +61,7 @@ class _Step:
     def stop_after(self, seconds: float, num_layers: int) -> None:
         """Suspend the step at the first layer boundary `seconds` after it began or was continued."""
         layer_s = self.duration_s / num_layers
-        if 0 < self.done_s + seconds < self.duration_s:
+        if self.done_s + seconds < self.duration_s:
             layers = max(ceil((self.done_s + seconds) / layer_s), round(self.done_s / layer_s) + 1)
             self.until_s = min(self.until_s, layers * layer_s) if layers < num_layers else self.until_s
 

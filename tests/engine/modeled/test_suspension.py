@@ -127,6 +127,18 @@ def test_a_request_in_the_last_layer_is_too_late() -> None:
     assert on_bench(lambda bench: bench.step(START, STEP_S * 0.89)).end is StepEnd.SUSPENDED
 
 
+def test_a_request_that_comes_as_the_step_begins_is_not_missed() -> None:
+    """An answer's end begins a step of bulk, and in virtual time a client's next request comes at the same moment."""
+
+    async def scenario(bench: Bench) -> StepResult:
+        bench.engine.submit(START)
+        bench.engine.suspend()
+        return await bench.engine.collect()
+
+    result = on_bench(scenario)
+    assert (result.end, result.elapsed_s) == (StepEnd.SUSPENDED, pytest.approx(STEP_S / LAYERS))
+
+
 def test_a_request_is_for_one_step() -> None:
     async def scenario(bench: Bench) -> list[StepEnd]:
         bench.engine.suspend()  # before the first step
