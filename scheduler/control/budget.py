@@ -28,13 +28,14 @@ class TierBudget:
     min_share_due: bool = False  # the tier's min share is due, so that the tier is served first in this step
     leaves_reserve: bool = False  # a sequence of this tier starts only if it leaves the KV reserve free
 
-    def beside(self, interactive_s: float, decode_s: float = 0.0) -> "TierBudget":
+    def beside(self, interactive_s: float, next_s: float = 0.0) -> "TierBudget":
         """Return the budget of a bulk tier in a step whose interactive part takes `interactive_s` seconds.
 
-        If there is no such part, a request may wait for what bulk holds, such as KV blocks: then bulk must go on. A
-        decode of bulk, which takes `decode_s` seconds, may be longer than a step of bulk alone: then it runs by itself.
+        If there is no such part, a request may wait for what bulk holds, such as KV blocks: then bulk must go on. The
+        next decode or chunk of bulk, which takes `next_s` seconds, may be longer than a step of bulk alone: then it
+        runs by itself.
         """
-        limit_s = interactive_s + min(self.added_s, max(self.beside_s, decode_s)) if interactive_s else self.alone_s
+        limit_s = interactive_s + min(self.added_s, max(self.beside_s, next_s)) if interactive_s else self.alone_s
         return replace(self, limit=self.limit.at_most(limit_s)) if limit_s < NEVER_S else self
 
 

@@ -22,7 +22,7 @@ from scheduler.control.step_limit import first_limit_s
 from scheduler.deadlines import split_prefills
 from scheduler.holdings.request_table import RequestTable
 from scheduler.planning.batching_delay import is_waiting
-from scheduler.planning.draft import Draft
+from scheduler.planning.draft import MIN_CHUNK, Draft
 from scheduler.planning.kv_budget import EngineView
 from scheduler.planning.prompt_prefixes import PromptPrefixes
 from scheduler.request_state import RequestState
@@ -77,7 +77,7 @@ class _Batch(Draft):
         self.interactive_s = 0.0  # predicted time of the step before bulk adds to it; 0: it holds nothing
         self._min_share_s = 0.0  # predicted time of the runs that serve min shares
         self._are_blocked = False  # interactive requests wait for blocks
-        self._is_full = False  # a bulk decode waits for time, so that no other bulk may take the time that is left
+        self._is_full = False  # a bulk sequence waits for time, so that no other bulk may take the time that is left
 
     def note_min_share(self) -> None:
         """Record that all work added so far serves min shares."""
@@ -106,14 +106,14 @@ class _Batch(Draft):
         is_beside, hard_s = self.has_work, budget.limit.base_s
         if self._are_blocked:
             self._add_blocking(tier.name, hard_s)
-        # The time of the next decode, rounded up.
-        decode_s = next((self._decode_s(state) + 1e-9 for state in self._decodes(tier.name)), 0.0)
-        budget = budget.beside(self.interactive_s, decode_s)
+        decode_s = next((self._decode_s(state) for state in self._decodes(tier.name)), None)
+        next_s = self._first_chunk_s(tier.name) if decode_s is None else decode_s
+        budget = budget.beside(self.interactive_s, next_s + 1e-9)  # rounded up
         if not self._is_full:
             slots = budget.max_num_seqs - self._num_run[tier.name]
             self.add_decodes(tier.name, budget, budget.limit.base_s, slots, hard_s)
         if not self._is_full:
-            self.add_prefills(tier, budget)
+            self.add_prefills(tier, budget, hard_s)
         if is_beside and not self._num_run[tier.name]:
             self.pause(tier.name)
         if budget.min_share_due:
@@ -153,19 +153,20 @@ class _Batch(Draft):
             else:
                 self._lacks_blocks = True
 
-    def add_prefills(self, tier: Tier, budget: TierBudget) -> None:
+    def add_prefills(self, tier: Tier, budget: TierBudget, longest_s: float = NEVER_S) -> None:
         """Add prefill chunks of the tier.
 
         In a bulk tier, prefills that have begun go first, then preempted sequences, then newcomers. Each of these
-        groups is sorted by deadline. In an interactive tier, prefills that can still be in time go before late
-        prefills, but leave a share of the time to the late ones. If the tier is overloaded, all prefills go in order,
-        but prompts that are too long for the SLO in any case count as late. So one huge prompt neither makes all other
-        requests late nor waits for ever.
+        groups is sorted by deadline. Beside interactive work, one that has begun waits until there is time for its next
+        chunk, as decodes do, unless the step would then be longer than `longest_s`. In an interactive tier, prefills
+        that can still be in time go before late prefills, but leave a share of the time to the late ones. If the tier
+        is overloaded, all prefills go in order, but prompts that are too long for the SLO in any case count as late. So
+        one huge prompt neither makes all other requests late nor waits for ever.
         """
         limit_s = budget.limit.prefills_s(self.step_s(), 0.0 if budget.min_share_due else self._min_share_s)
         pending = self._pending(tier, budget)
         if self._yielding or not tier.is_interactive:
-            self._fill(tier.name, pending, budget, limit_s, in_order=True)
+            self._fill(tier.name, pending, budget, limit_s, longest_s, in_order=True)
             return
         pending = islice((state for state in pending if not state.yields), MAX_SORTED)
         first, last = split_prefills(pending, self._budgets.cost, self._now, is_overload=budget.overloaded)
@@ -179,6 +180,7 @@ class _Batch(Draft):
         pending: Iterable[RequestState],
         budget: TierBudget,
         limit_s: float,
+        longest_s: float = NEVER_S,
         *,
         in_order: bool = False,
         is_open: bool = True,
@@ -209,7 +211,21 @@ class _Batch(Draft):
                 slots -= 1
             elif not state.is_resident:
                 is_open = False
+            elif in_order and self.interactive_s and limit_s < self._with_chunk_s(state) <= longest_s:
+                self._is_full = True
+                break
         return is_open
+
+    def _first_chunk_s(self, tier: str) -> float:
+        """Return the time that the smallest chunk of the tier's first prefill adds to the step; 0 without one."""
+        states = (s for s in self._table.prefills(tier) if s.yields == self._yielding and self._may_run(s))
+        return next((self._with_chunk_s(state) - self.step_s() for state in states), 0.0)
+
+    def _with_chunk_s(self, state: RequestState) -> float:
+        """Return the predicted length of the step with the smallest chunk of a prefill added to it."""
+        cost = self._budgets.cost
+        chunk_s = cost.run(min(state.num_uncomputed, MIN_CHUNK), state.num_computed_tokens)
+        return cost.step(cost.runs(self._work) + chunk_s) + self._blocks.swap_s
 
     def _pending(self, tier: Tier, budget: TierBudget) -> Iterable[RequestState]:
         """Return the tier's prefills, then its preempted sequences, then its newcomers unless they must still wait."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from loadtest.simulation.cost_card import CostCard
+from loadtest.simulation.cost_card import CostCard, load_cost_card
 from loadtest.simulation.observation import Observation
 from loadtest.traffic.scenario import Scenario
 from tests.loadtest.simulation.builders import chats, make_card, make_tiers, run_scenario, share_in_time, tokens_ended
@@ -43,6 +43,16 @@ def test_bulk_decodes_behind_long_contexts_beside_a_chat_that_never_ends() -> No
     bulk = traffic("bulk", {"streams": 8}, (2000, 3500), (16, 16))
     observation = play(card, 20, chat=chat, bulk=bulk)
     assert tokens_ended(observation, "bulk", 0, 20) >= 100
+    assert share_in_time(chats(observation)) == 1.0
+
+
+def test_long_prompts_of_bulk_end_one_after_another_beside_chats_that_never_end() -> None:
+    """A chunk behind 2,000 tokens takes 21 ms, and bulk may add a tenth of that to a step. If other prompts took what
+    it waits for, all would grow alike, and none would end within two minutes."""
+    chat = traffic("interactive", {"streams": 2}, (32, 128), (200, 300))
+    bulk = traffic("bulk", {"streams": 12}, (2500, 3000), (4, 4))
+    observation = play(load_cost_card("135m-cpu"), 60, {"floor": 0.0}, chat=chat, bulk=bulk)
+    assert tokens_ended(observation, "bulk", 0, 60) >= 8
     assert share_in_time(chats(observation)) == 1.0
 
 

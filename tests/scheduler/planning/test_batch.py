@@ -121,6 +121,24 @@ def test_bulk_waits_for_the_time_that_its_next_decode_takes() -> None:
         assert list(ran(plan))[1:2] == (["long"] if runs else [])
 
 
+def test_bulk_waits_for_the_time_that_its_next_chunk_takes() -> None:
+    """A chunk of a shorter prompt takes none of this time, or long prompts would wait for one another and never end."""
+    rt = make_decode("rt", "realtime")
+    long = make_state("long", "bulk", Status.RUNNING, prompt=2000, computed=1500, deadline_ms=1)
+    others = [make_state("short", "bulk", Status.RUNNING, prompt=500, computed=16), make_state("batch", "batch")]
+    cost = replace(COST, attend_s=2e-6)  # 16 tokens of the long prompt take 64 ms
+    for added_s, runs in ((0.05, {}), (0.066, {"long": MIN_CHUNK})):
+        bulk, batch = (budget(added_s=added_s, beside_s=0.02) for _ in range(2))
+        assert ran(form([rt, long, *others], bulk=bulk, batch=batch, cost=cost)) == {"rt": 1, **runs}
+
+
+def test_a_chunk_that_no_interactive_deadline_has_time_for_is_left_out() -> None:
+    long = make_state("long", "bulk", Status.RUNNING, prompt=2000, computed=1500, deadline_ms=1)
+    states = [make_decode("rt", "realtime"), long, make_state("short", "bulk", Status.RUNNING, prompt=16)]
+    cost = replace(COST, attend_s=2e-6)
+    assert ran(form(states, bulk=budget(limit_s=0.05), cost=cost)) == {"rt": 1, "short": 16}
+
+
 def test_a_decode_that_no_interactive_deadline_has_time_for_is_left_out() -> None:
     states = [make_decode("rt", "realtime"), make_decode("long", prompt=1000), make_decode("short")]
     cost = replace(COST, context_token_s=1e-4)
