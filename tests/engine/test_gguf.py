@@ -193,6 +193,17 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
         unpacked(damaged, with_weights=True)
 
 
+def test_a_file_that_is_cut_short_or_has_no_tokenizer_is_refused(made: Made, tmp_path: Path) -> None:
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(made[0].read_bytes()[:-2000])
+    with pytest.raises(EngineStartError, match=r"cut\.gguf cannot be read: it is cut short or damaged, so get"):
+        unpacked(cut, with_weights=True)
+    bare = tmp_path / "bare.gguf"
+    bare.write_bytes(made[0].read_bytes().replace(b"tokenizer.ggml.tokens", b"tokenizer.ggml.tokenz"))
+    with pytest.raises(EngineStartError, match="it has no tokenizer; make it again with its model's vocabulary"):
+        unpacked(bare, with_weights=True)
+
+
 def test_copies_of_files_that_are_gone_are_removed_some_time_after_their_last_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,7 +38,10 @@ class _QuickReader(gguf.GGUFReader):  # type: ignore[misc]
 @lru_cache(1)
 def read(file: str) -> gguf.GGUFReader:
     """Return the reader of `file`. transformers reads it twice more, each time from its beginning."""
-    return _QuickReader(file)
+    try:
+        return _QuickReader(file)
+    except (TypeError, ValueError, IndexError, KeyError, OverflowError) as error:
+        raise EngineStartError(f"it is cut short or damaged, so get it again ({error})") from error
 
 
 def unpack(file: Path, directory: Path, with_weights: bool) -> dict[str, Any]:
@@ -85,6 +88,8 @@ def _add_sizes_of_experts(reader: gguf.GGUFReader, config: Any) -> None:
 
 
 def _write_tokenizer(reader: gguf.GGUFReader, directory: Path, place: dict[str, str]) -> None:
+    if reader.get_field("tokenizer.ggml.tokens") is None:
+        raise EngineStartError("it has no tokenizer; make it again with its model's vocabulary")
     tokenizer = AutoTokenizer.from_pretrained(**place)
     tokenizer.chat_template = tokenizer.chat_template or _value(reader, "tokenizer.chat_template")
     tokenizer.save_pretrained(directory)

@@ -45,11 +45,13 @@ def load_config(config: EngineConfig) -> Any:
         raise EngineStartError(f"model directory {path} does not exist")
     try:
         hf_config = AutoConfig.from_pretrained(str(path) if path.is_dir() else config.model)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError) as error:
         raise EngineStartError(f"model {config.model}: {first_line(error)}") from error
     except Exception as error:  # transformers checks the fields of some configurations, with errors of several kinds
         reason = " ".join(str(error).split())
         raise EngineStartError(f"model {config.model}: its configuration is not valid: {reason}") from error
+    if getattr(hf_config.get_text_config(decoder=True), "num_hidden_layers", None) == 0:
+        raise EngineStartError(f"model {config.model}: its configuration is not valid: it has no layers")
     if reason := _unsupported_reason(hf_config):
         raise unsupported(hf_config, reason)
     return hf_config
@@ -85,6 +87,8 @@ def load_model(
         raise EngineStartError(f"not enough memory for the weights of {config.model}") from error
     except EngineStartError:
         raise
+    except KeyError as error:
+        raise EngineStartError(f"model {config.model}: its config.json has {error}, which is not known") from error
     except Exception as error:  # a config.json can break modeling code in any way
         raise EngineStartError(f"model {config.model}: {first_line(error)}") from error
     module: nn.Module = model.eval().requires_grad_(False)

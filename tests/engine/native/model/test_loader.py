@@ -242,11 +242,20 @@ def test_fp8_weights_are_unpacked_where_no_gpu_has_them(tmp_path: Path) -> None:
         ({"hidden_size": 33}, "not a multiple of the number of attention heads"),
         ({"num_attention_heads": 0}, "by zero"),
         ({"quantization_config": "fp8"}, "'str' object"),
+        ({"num_hidden_layers": 0}, "it has no layers"),
     ],
 )
 def test_a_configuration_that_is_not_valid_is_refused(changes: dict[str, Any], reason: str, llama: Path) -> None:
     change_config(llama, **changes)
     assert re.search(f"its configuration is not valid: .*{reason}", refusal(llama))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"hidden_act": "spiral"}, {"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}]
+)
+def test_a_name_that_transformers_does_not_know_is_refused(changes: dict[str, Any], llama: Path) -> None:
+    change_config(llama, **changes)
+    assert "its config.json has 'spiral', which is not known" in refusal(llama)
 
 
 def test_an_unknown_quantisation_is_not_read_as_plain_weights(llama: Path) -> None:
