@@ -48,8 +48,8 @@ def load_config(config: EngineConfig) -> Any:
     except (OSError, ValueError) as error:
         raise EngineStartError(f"model {config.model}: {first_line(error)}") from error
     except Exception as error:  # transformers checks the fields of some configurations, with errors of several kinds
-        reason = " ".join(str(error).split())
-        raise EngineStartError(f"model {config.model}: its configuration is not valid: {reason}") from error
+        said = " ".join(str(error).split())
+        raise EngineStartError(f"model {config.model}: its configuration is not valid: {said}") from error
     if getattr(hf_config.get_text_config(decoder=True), "num_hidden_layers", None) == 0:
         raise EngineStartError(f"model {config.model}: its configuration is not valid: it has no layers")
     if reason := _unsupported_reason(hf_config):
