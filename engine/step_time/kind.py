@@ -4,14 +4,14 @@ A linear model of the work (`StepRegression`) gives the coefficients. No predict
 safety factor raises the coefficients that a planner gets. Knows numbers only.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 import numpy as np
 
 from engine.step_time.cost import StepCost, StepWork
 from engine.step_time.ewma import Ewma
-from engine.step_time.regression import StepRegression, Vector
+from engine.step_time.regression import SOLVE_EVERY, StepRegression, Vector
 
 SHORTEST_S = 1e-6  # seconds; shorter predictions and measurements count as this
 KNOWN_STEPS = 64  # steps of a kind after which a deviation is no longer taken for an error of the coefficients
@@ -45,6 +45,7 @@ class StepKind:
         self._min_step_s = 0.0
         self._ratios: deque[float] = deque(maxlen=SAFETY_WINDOW)  # measured ÷ predicted
         self._num_tracked = 0
+        self._num_of_size: Counter[int] = Counter()
         self.safety = 1.0  # the factor by which `cost` is above the mean
         self._usual_ratio = Ewma(USUAL_WEIGHT, 1.0)
 
@@ -52,6 +53,14 @@ class StepKind:
     def is_known(self) -> bool:
         """Whether the steps learned so far say how long a step takes."""
         return self._num_tracked >= KNOWN_STEPS
+
+    def knows(self, size: int) -> bool:
+        """Whether the steps learned so far say how long one of this size takes.
+
+        Otherwise its deviation is an error of the coefficients: if only single sequences were seen, nothing tells how
+        much longer a step of several takes.
+        """
+        return self.is_known and self._num_of_size[size] >= SOLVE_EVERY
 
     @property
     def is_tracked(self) -> bool:
@@ -76,12 +85,13 @@ class StepKind:
         one_decode_s = self._theta[0] + self._theta[4] * _SCALE[4]
         return min(self._min_step_s, MAX_MIN_STEP * one_decode_s) if one_decode_s > SHORTEST_S else self._min_step_s
 
-    def track(self, x: Sequence[float], seconds: float) -> None:
+    def track(self, x: Sequence[float], size: int, seconds: float) -> None:
         """Record the error of the linear prediction for a step. Call this before the step is learned."""
         linear_s = max(self._linear_s(x), SHORTEST_S)
         self._track_min_step(seconds, linear_s)
         self._ratios.append(seconds / max(linear_s, self.min_step_s))
         self._num_tracked += 1
+        self._num_of_size[size] += 1
         if self._num_tracked % SAFETY_EVERY == 0:
             quantile = sorted(self._ratios)[int(SAFETY_QUANTILE * (len(self._ratios) - 1))]
             self.safety = min(max(quantile, 1.0), MAX_SAFETY)

@@ -6,7 +6,7 @@ to learn the slowdown, while the coefficients take a few hundred steps.
 
 A step far from its prediction is held back until the next steps tell what it was. If they are as far off, the engine
 has another pace: the slowdown changes at once, and the coefficients stay. Otherwise the step is learned, as a step that
-deviates by `PACE_CHANGE`.
+deviates by `PACE_CHANGE`. But a step of a size that was hardly seen yet is learned as it is.
 
 Slowdown and coefficients are learned from the same steps, which show only their product. Whatever moves one of them in
 each step moves the other one the other way, without an end, and the costs of a kind of step that does not run meanwhile
@@ -44,7 +44,7 @@ class _Step:
 
     kind: StepKind
     x: Sequence[float]  # features
-    rows: int
+    size: int  # the same for steps of about as many tokens, up to a factor of two
     elapsed_s: float
     pace: float  # the slowdown with which the prediction would have been exact
 
@@ -98,14 +98,14 @@ class StepTimeModel:
         """Learn from a step that took `elapsed_s` seconds."""
         elapsed_s = max(elapsed_s, SHORTEST_S)
         kind, x = self._kinds[work.is_mixed], features(work)
-        step = _Step(kind, x, work.rows, elapsed_s, elapsed_s / kind.predict(x))
+        step = _Step(kind, x, work.rows.bit_length(), elapsed_s, elapsed_s / kind.predict(x))
         self.num_observed += 1
         self._costs = [None, None]
         if not self.is_warm:
             self._learn(step)
             return
         self._errors.append(self._slowdown / step.pace - 1.0)
-        if not kind.is_known:
+        if not kind.knows(step.size):
             self._track(step)  # even if it deviates: the coefficients may be wrong
         elif self._deviates(step):
             self._hold(step)
@@ -166,15 +166,15 @@ class StepTimeModel:
 
     def _track(self, step: _Step) -> None:
         self._slowdown **= 1 - SLOWDOWN_DECAY
-        step.kind.track(step.x, step.elapsed_s / self._slowdown)
+        step.kind.track(step.x, step.size, step.elapsed_s / self._slowdown)
         self._learn(step)
 
     def _learn(self, step: _Step) -> None:
         seconds = expected_s = step.elapsed_s / self._slowdown
-        if step.kind.is_known:
+        if step.kind.knows(step.size):
             expected_s = step.kind.predict(step.x)
             seconds = expected_s * _limited(seconds / expected_s)
-        size = step.rows.bit_length() if self._remembers_sizes else 0
+        size = step.size if self._remembers_sizes else 0
         self._all_steps.observe(step.x, seconds, expected_s, size)
         for kind in self._kinds:
             kind.learn(step.x, size, seconds, expected_s, self._all_steps.theta, is_own=kind is step.kind)
