@@ -235,20 +235,15 @@ async def test_one_address_cannot_take_every_connection() -> None:
 
 
 async def test_a_client_that_does_not_read_is_closed() -> None:
-    ask = b"GET /openapi.json HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
-    with socket.socket() as narrow:
-        narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        async with serving_stand(limits=replace(LIMITS, send_timeout_s=SOON)) as stand:
+    more_than_the_kernel_holds = bytes(16 * 2**20)
+    async with serving_stand(limits=replace(LIMITS, send_timeout_s=SOON)) as stand:
+        file = await stand.client.files.create(file=("large", more_than_the_kernel_holds), purpose="user_data")
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             host, port = stand.url.removeprefix("http://").split(":")
-            narrow.connect((host, int(port)))
-            narrow.setblocking(False)
-
-            async def is_given_up() -> bool:
-                with suppress(BlockingIOError, ConnectionError):
-                    narrow.send(ask)
-                return closed(stand, "slow_reader") == 1
-
-            await until(is_given_up)
+            client.connect((host, int(port)))
+            client.sendall(f"GET /v1/files/{file.id}/content HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+            await until(lambda: closed(stand, "slow_reader") == 1)
 
 
 @pytest.mark.parametrize("repeated", [HEALTH, post(CHAT)])
