@@ -131,7 +131,12 @@ def test_no_load_makes_answers_take_longer_than_promised(card: str, seed: int) -
 @pytest.mark.full
 def test_first_tokens_wait_for_half_of_a_short_step_where_nothing_can_be_evicted() -> None:
     """At a GPU's costs, where a first token takes 15 ms alone, and a step at least 10 ms."""
-    runs = [answers(CARDS["gpu"], 1.25, 1, 60, **bulk) for bulk in ({"bulk": BULK}, {})]
-    beside, alone = (sorted(r.ttft_s for r in of.values() if r.ttft_s is not None) for of in runs)
-    for share, bound in ((0.5, 1.5), (0.95, 1.5)):
-        assert beside[int(share * len(beside))] <= bound * alone[int(share * len(alone))]
+
+
+    def first_tokens_s(**bulk: Any) -> list[float]:
+        of_seeds = [answers(CARDS["gpu"], 1.25, seed, 60, **bulk) for seed in (1, 2, 3)]
+        return sorted(r.ttft_s for of in of_seeds for r in of.values() if r.ttft_s is not None)
+
+    beside, alone = first_tokens_s(bulk=BULK), first_tokens_s()
+    for share in (0.5, 0.95):
+        assert beside[int(share * len(beside))] <= 1.5 * alone[int(share * len(alone))]
