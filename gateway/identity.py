@@ -249,6 +249,7 @@ def cache_salt(owner: str | None, requested: str | None) -> str:
 
     Requests with different API keys never have the same salt, because the TTFT would reveal to one caller which
     prefixes another caller has used. `owner` is the key's name (None: access is open). `requested` is the `cache_salt`
-    in the request's body.
+    in the request's body. Where access is open and no salt was asked for, it is empty, because not every server before
+    which Tidegate runs can tell salts apart.
     """
-    return json.dumps((owner, requested))
+    return "" if owner is None and requested is None else json.dumps((owner, requested))
