@@ -72,6 +72,7 @@ class UpstreamLoad:
     num_running: int | None = None
     num_waiting: int | None = None  # requests in the server's own queue
     kv_usage: float | None = None  # share of its KV blocks in use
+    num_places: int | None = None  # the most requests that it runs at once
 
 
 class Upstream(Protocol):

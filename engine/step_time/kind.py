@@ -39,9 +39,7 @@ class StepKind:
     All times are without the engine's slowdown, except those of `cost`, which include it.
     """
 
-    def __init__(self, theta: Vector, size_steps: int = SOLVE_EVERY) -> None:
-        """Start with the coefficients `theta`. After `size_steps` steps of about one size, that size is known."""
-        self._size_steps = size_steps
+    def __init__(self, theta: Vector) -> None:
         self._regression = StepRegression(theta)
         self._theta: tuple[float, ...] = tuple(theta.tolist())
         self._min_step_s = 0.0
@@ -62,7 +60,7 @@ class StepKind:
         Otherwise its deviation is an error of the coefficients: if only single sequences were seen, nothing tells how
         much longer a step of several takes.
         """
-        return self.is_known and self._num_of_size[size] >= self._size_steps
+        return self.is_known and self._num_of_size[size] >= SOLVE_EVERY
 
     @property
     def is_tracked(self) -> bool:

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from engine.step_time.cost import StepCost, StepWork
-from engine.step_time.kind import KNOWN_STEPS, SHORTEST_S, StepKind, features, theta_of
-from engine.step_time.regression import SOLVE_EVERY, WARM_STEPS, StepRegression
+from engine.step_time.kind import SHORTEST_S, StepKind, features, theta_of
+from engine.step_time.regression import WARM_STEPS, StepRegression
 
 ERROR_WINDOW = 256  # number of newest steps from which `mean_absolute_error` is computed
 # A step deviates if its measured time is more than `PACE_CHANGE` times its predicted time, or less than the predicted
@@ -66,8 +66,7 @@ class StepTimeModel:
         self._remembers_sizes = remembers_sizes
         theta = theta_of(prior or StepCost())
         self._all_steps = StepRegression(theta)
-        size_steps = KNOWN_STEPS if remembers_sizes else SOLVE_EVERY  # a server's first steps of a size vary most
-        self._kinds = (StepKind(theta, size_steps), StepKind(theta, size_steps))  # decode-only, mixed
+        self._kinds = (StepKind(theta), StepKind(theta))  # decode-only, mixed
         self._slowdown = 1.0
         self._deviating: list[_Step] = []  # the newest steps, if they deviate in the same direction; not learned yet
         self._errors: deque[float] = deque(maxlen=ERROR_WINDOW)

@@ -27,7 +27,7 @@ from engine.upstream.bodies import body_of, can_continue, chat_body_of
 from engine.upstream.chunks import EventSplitter, Piece, reader_of
 from engine.upstream.dialects import CHAT_DIALECTS, Dialect
 from engine.upstream.http import Exchange, HttpSender
-from engine.upstream.status import ModelCard, list_models, load_of
+from engine.upstream.status import ModelCard, list_models, load_of, num_places_of
 from engine.upstream.texts import Texts
 
 MAX_QUOTED = 300  # characters of a server's error message that are passed on
@@ -134,10 +134,17 @@ class HttpUpstream:
                 f"The server at {self._sender.address} has another model than at the start of this worker. "
                 "If it is the right one, start the worker again."
             )
-        if self._dialect.metrics is None:
-            return None
-        status, body = await self._sender.get("/metrics")
-        return load_of(self._dialect.metrics, body.decode(errors="replace")) if status == 200 else None
+        load: UpstreamLoad | None = None
+        if self._dialect.metrics is not None and (page := await self._page("/metrics")) is not None:
+            load = load_of(self._dialect.metrics, page.decode(errors="replace"))
+        if self._dialect.properties and (page := await self._page(self._dialect.properties)) is not None:
+            load = replace(load or UpstreamLoad(), num_places=num_places_of(page))
+        return load
+
+    async def _page(self, path: str) -> bytes | None:
+        """Return what the server answers to a GET; None if it has no such page, or keeps it to itself."""
+        status, body = await self._sender.get(path)
+        return body if status == 200 else None
 
     async def try_out(self) -> bool:
         first = self.info.eos_token_ids[0] if self.info.eos_token_ids else 0

@@ -50,6 +50,7 @@ class Dialect:
     logprobs: str = ""
     takes_ids: bool = True  # whether prompts and outputs are token ids; otherwise they are texts
     metrics: Metrics | None = None
+    properties: str = ""  # path of a JSON object with the server's `total_slots`; empty: there is none
 
     @property
     def is_chat(self) -> bool:
@@ -132,6 +133,7 @@ LLAMA_CPP = Dialect(
     json_schema="json_schema",
     logprobs="n_probs",
     metrics=Metrics("llamacpp:requests_processing", "llamacpp:requests_deferred", "llamacpp:kv_cache_usage_ratio"),
+    properties="/props",
 )
 PLAIN = Dialect(
     name="plain",

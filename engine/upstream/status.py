@@ -3,13 +3,15 @@
 Knows statuses, JSON and metrics; does not know requests.
 """
 
+from typing import Annotated
+
 import msgspec
 
 from engine.streaming import UpstreamBusy, UpstreamLoad, UpstreamUnreachable, UpstreamUnusable
 from engine.upstream.dialects import Metrics
 from engine.upstream.http import HttpSender
 
-LARGEST = 1e9  # no server has more requests
+LARGEST = 10**9  # no server has more requests
 
 
 class _Meta(msgspec.Struct, frozen=True):
@@ -36,6 +38,10 @@ class _ModelList(msgspec.Struct):
     data: list[ModelCard] = []
 
 
+class _Properties(msgspec.Struct):
+    total_slots: Annotated[int, msgspec.Meta(gt=0, le=LARGEST)] | None = None
+
+
 async def list_models(sender: HttpSender) -> list[ModelCard]:
     """Return the models of a server. Raises `UpstreamError`: only this answer tells that the server itself is there."""
     status, body = await sender.get("/v1/models")
@@ -55,6 +61,14 @@ def load_of(metrics: Metrics, text: str) -> UpstreamLoad:
     """Return the load that `text` tells. Any text can be read: what is odd is unknown."""
     running, waiting, kv_usage = (_sum_of(name, text) for name in (metrics.running, metrics.waiting, metrics.kv_usage))
     return UpstreamLoad(_whole(running), _whole(waiting), kv_usage)
+
+
+def num_places_of(properties: bytes) -> int | None:
+    """Return the most requests that a server runs at once, as its properties tell; None if they do not."""
+    try:
+        return msgspec.json.decode(properties, type=_Properties).total_slots
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def _sum_of(name: str, text: str) -> float | None:

@@ -28,7 +28,7 @@ from scheduler.config import TierSet
 from scheduler.control.budget import Budgets
 from scheduler.control.controller import SLAController
 from scheduler.control.knobs import Decision
-from scheduler.drivers.streams.in_flight_limit import InFlightLimit
+from scheduler.drivers.streams.in_flight_limit import InFlightLimit, SlowStart
 from scheduler.drivers.streams.policy import MAX_TOKENS, RECOMPUTE_SHARE, Decisions, TokenBucket, View, decide
 from scheduler.drivers.streams.precedence import Precedence
 from scheduler.drivers.streams.retries import Retries
@@ -76,6 +76,7 @@ class StreamCore:
         self._controller = controller
         self._stall_s = stall_s
         self.limit = InFlightLimit(max_in_flight)
+        self._slow_start = SlowStart()
         self.num_computed = 0  # tokens that the server has computed
         self._recompute = TokenBucket(MAX_TOKENS, RECOMPUTE_SHARE)  # tokens
         self._step_times = UpstreamStepTimes(step_time or StepTimeModel(remembers_sizes=True))
@@ -189,12 +190,14 @@ class StreamCore:
             table=self._table,
             budgets=self._budgets(now),
             max_in_flight=self.limit.value,
+            slow_start=self._slow_start.value,
             max_prefill_tokens=self._engine.max_step_tokens,
             evictable=self._streams.evictable(),
             recompute_tokens=self._recompute.level,
             hang_up_from_s=self._hang_up_from_s,
             held_back=self._retries.busy.waiting(now),
             kept=self._streams.kept,
+            lost=self._streams.lost,
             sent=self._streams.num_sent,
             may_cut=self._streams.may_cut,
             block_size=self._engine.block_size,
@@ -205,8 +208,8 @@ class StreamCore:
         return self._controller.budgets(list(self._table.interactive()), self._step_times.cost(), now)
 
     def _hang_up(self, state: RequestState, now: float) -> None:
+        num_lost = self._streams.lost(state)
         self._streams.interrupt(state, now)
-        num_lost = state.num_tokens - self._streams.kept(state)
         self._recompute.spend(num_lost)
         self.recomputed[state.tier.name] += num_lost
         self._preemptions[state.tier.name, "recompute"] += 1
@@ -247,7 +250,8 @@ class StreamCore:
     def _note_cached(self, state: RequestState, output: SequenceOutput) -> None:
         """Correct what a continued request costs by what the server says."""
         num_lost = self._streams.lost_tokens(state, output)
-        self._recompute.spend(num_lost)
+        bucket = self._streams.parts_recompute if self._streams.follows_part(state.id) else self._recompute
+        bucket.spend(num_lost)
         self.recomputed[state.tier.name] += max(0, num_lost)
         is_first = self._streams.is_first(state.id)  # later ones find what the earlier ones have computed
         if is_first and output.finish_reason is not None and not state.num_cached_tokens:  # or only then
@@ -255,6 +259,7 @@ class StreamCore:
 
     def _note_step(self, seen: SeenStep, now: float) -> None:
         self.held.add_used(seen.used_s)
+        self._slow_start.note_step(seen.num_decodes)
         bulk_s = sum(seen.used_s.get(t.name, 0.0) for t in self.held.tiers if not t.is_interactive)
         self._bulk_total_s += bulk_s
         self._precedence.note_step(seen, sum(seen.used_s.values()) - bulk_s, self._step_times.cost())
@@ -306,4 +311,5 @@ class StreamCore:
 
     def review(self, depths: Mapping[str, int], now: float) -> list[Decision]:
         self.limit.grow(len(self._streams), now)
+        self._slow_start.review(len(self._streams), now)
         return self.held.review(depths, self.server.kv_usage, self._step_times.model, now)

@@ -152,7 +152,7 @@ class StreamDriver:
             if self.core.server.awaits_trial:
                 await self._try_out()
         except UpstreamBusy:  # this tells neither that the server is away nor that it serves us again
-            self.core.server.is_stream_lost = False
+            self.core.server.must_be_asked = False
         except UpstreamError as error:
             self.core.note_unreachable(error, self._clock.now())
         else:

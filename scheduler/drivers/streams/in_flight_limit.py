@@ -10,15 +10,20 @@ from scheduler.clock import NEVER_S
 
 CUT = 0.8  # factor by which the limit falls when the server refuses a request
 GROWTH_PER_S = 1.0  # requests by which the limit rises per second
+# The limit of the slow start doubles after so many decode-only steps of more than half as many streams. If a server
+# shows no steps, because its tokens come several at a time, it doubles after so many seconds.
+DOUBLING_STEPS = 16
+DOUBLING_S = 5.0
 MAX_PAUSE_S = 30.0  # the longest pause after a refusal, whatever the server asks for
 USUAL_PAUSE_S = 0.5  # the pause if the server asks for none
 
 
 class InFlightLimit:
-    """The largest number of requests in flight. `largest` bounds it (None: unbounded)."""
+    """The largest number of requests in flight. `allowed` bounds it (None: unbounded), as do the server's places."""
 
-    def __init__(self, largest: int | None = None) -> None:
-        self._largest = float(largest) if largest else NEVER_S
+    def __init__(self, allowed: int | None = None) -> None:
+        self._allowed = float(allowed) if allowed else NEVER_S
+        self._largest = self._allowed
         self._value = self._largest
         self._paused_until_s = -NEVER_S
         self._grown_s = -NEVER_S
@@ -44,11 +49,13 @@ class InFlightLimit:
         self._paused_until_s = max(self._paused_until_s, now + USUAL_PAUSE_S)
 
     def note_load(self, load: UpstreamLoad, num_in_flight: int, num_stuck: int, now: float) -> None:
-        """Record what the server says of its load.
+        """Record what the server says of its load and its places.
 
         Of the requests in flight, `num_stuck` were sent some steps ago and have no token: what was sent in the last
         moment waits for the next step, and not for a place.
         """
+        self._largest = min(self._allowed, load.num_places or NEVER_S)
+        self._value = min(self._value, self._largest)
         if num_waiting := min(load.num_waiting or 0, num_stuck):
             self._value = max(1.0, min(self._value, num_in_flight) - num_waiting)
             self._grown_s = now
@@ -58,3 +65,35 @@ class InFlightLimit:
         if self._value < self._largest and num_in_flight >= self._value - 1 and self._grown_s > -NEVER_S:
             self._value = min(self._largest, self._value + GROWTH_PER_S * (now - self._grown_s))
         self._grown_s = now
+
+
+class SlowStart:
+    """The number of streams up to which bulk may start more. It doubles while it is in use.
+
+    If bulk took all places of a server at once, steps of a few streams would never be seen, and nothing would tell how
+    much longer each further stream makes a step.
+    """
+
+    def __init__(self) -> None:
+        self.value = 2
+        self._num_steps = 0
+        self._in_use_s: float | None = None  # since when the limit is in use
+
+    def note_step(self, num_decodes: int) -> None:
+        """Record a step of the server that only decoded."""
+        self._num_steps += num_decodes > self.value // 2
+        if self._num_steps >= DOUBLING_STEPS:
+            self._double()
+
+    def review(self, num_in_flight: int, now: float) -> None:
+        """Raise the limit if it has been in use for long. Call this about twice a second."""
+        if num_in_flight < self.value:
+            self._in_use_s = None
+        elif self._in_use_s is None:
+            self._in_use_s = now
+        elif now - self._in_use_s >= DOUBLING_S:
+            self._double()
+
+    def _double(self) -> None:
+        self.value *= 2
+        self._num_steps, self._in_use_s = 0, None

@@ -27,7 +27,9 @@ from scheduler.request_state import RequestState
 
 # Interactive traffic has stopped when its mean gap between arrivals is longer than this, in seconds.
 QUIET_S = 30.0
-INTERACTIVE_PLACES = 2  # places of the server that bulk leaves free while there is interactive traffic
+# Places of the server that bulk leaves free while there is interactive traffic, or if the server would have to compute
+# all of a stream again that is hung up.
+INTERACTIVE_PLACES = 2
 # Share of the TTFT SLO: a first token that is predicted to come later than the rest of the SLO is at risk.
 RISK_SHARE = 0.2
 RECOMPUTE_SHARE = 0.05  # share of all computed tokens that may be computed a second time
@@ -50,10 +52,13 @@ class View:
     recompute_tokens: float  # tokens that may be recomputed at present
     hang_up_from_s: float = -NEVER_S  # no stream is hung up before this time, because the last ones take effect first
     held_back: Collection[str] = ()  # ids of requests that are not sent now
-    kept: Callable[[RequestState], int] = lambda state: 0  # tokens of a request that the server's prefix cache has
+    kept: Callable[[RequestState], int] = lambda state: 0  # tokens that an earlier stream has left in a prefix cache
+    # Tokens of a stream that would be computed again if it were hung up now.
+    lost: Callable[[RequestState], int] = lambda state: state.num_tokens
     sent: Callable[[RequestState], int] = lambda state: state.num_tokens  # tokens that its stream has at the server
     may_cut: Callable[[RequestState], bool] = lambda state: False  # whether its prompt may be sent in parts
     block_size: int = 16  # tokens of a KV block of the server: parts of prompts are whole blocks
+    slow_start: float = NEVER_S  # streams up to which bulk may start more
     left_s: float = NEVER_S  # what bulk may add by the delay accounts of the answers that are under way
 
 
@@ -183,7 +188,7 @@ class _Draft:
             enough = len(chosen) >= len(self._unplaced) and self._cost.step(streams_s) <= self._window_s
             if chosen and enough:
                 break
-            num_lost = state.num_tokens - view.kept(state)
+            num_lost = view.lost(state)
             if num_lost <= tokens_left:
                 chosen.append(state)
                 tokens_left -= num_lost
@@ -251,10 +256,14 @@ class _Draft:
     def _may_start(self, state: RequestState, budget: TierBudget) -> bool:
         if self._num_in_flight == 0:
             return self._view.max_in_flight >= 1  # the server never stands idle while there is work
-        reserved = min(INTERACTIVE_PLACES, self._view.max_in_flight // 4) if self._has_traffic else 0
+        gives_way = self._view.may_cut(state) and not self._has_traffic  # it can be hung up for the first chat
+        reserved = 0 if gives_way else min(INTERACTIVE_PLACES, self._view.max_in_flight // 4)
         if self._num_of[state.tier.name] >= budget.max_num_seqs or not self._fits_step(state):
             return False
         if self._num_in_flight >= self._view.max_in_flight - reserved:
+            return False
+        shows_decodes = state.request.sampling.max_tokens > 1
+        if shows_decodes and self._num_in_flight >= self._view.slow_start:
             return False
         # What is left of a prompt behind its cached blocks hardly lengthens a step.
         prefill_s = 0.0 if self._is_rest(state) else self._prefill_s(state)

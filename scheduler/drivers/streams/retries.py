@@ -57,7 +57,7 @@ class Retries:
             self._rewind(state, str(error), now)
         else:
             self._limit.pause(now)
-            self._server.is_stream_lost = True
+            self._server.must_be_asked = True
             self.retry(state, str(error), now)
         if isinstance(error, UpstreamUnusable):
             self._turned_away.append((state, str(error)))

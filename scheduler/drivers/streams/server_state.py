@@ -14,7 +14,8 @@ class ServerState:
         self._load = UpstreamLoad()
         self._down_since_s: float | None = None
         self.progress_s = -NEVER_S  # time of the newest token of any stream
-        self.is_stream_lost = False  # whether a stream broke off since the server last said anything
+        # Whether the server has not said anything yet, or not since a stream broke off.
+        self.must_be_asked = True
         self.reason = ""  # why the server is away, as a sentence
         self.awaits_trial = False  # whether the server turned us away, so that a trial must say when it serves us
 
@@ -24,8 +25,8 @@ class ServerState:
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether the server may be away, or another one: a stream broke off, and nobody has asked since."""
-        return self._down_since_s is not None or self.is_stream_lost
+        """Whether the server may be away or another one than is known: nobody has asked since a stream broke off."""
+        return self._down_since_s is not None or self.must_be_asked
 
     @property
     def kv_usage(self) -> float:
@@ -42,7 +43,7 @@ class ServerState:
 
     def note_load(self, load: UpstreamLoad | None) -> None:
         """Record that the server serves us, and what it says of its load."""
-        self._down_since_s, self.is_stream_lost, self.awaits_trial = None, False, False
+        self._down_since_s, self.must_be_asked, self.awaits_trial = None, False, False
         if load is not None:
             self._load = load
 

@@ -29,6 +29,7 @@ class SeenStep:
     predicted_s: float
     sequences: dict[str, int]  # number of sequences, by tier
     runs: list[InteractiveRun]
+    num_decodes: int  # 0 if it computed prompts, too
     used_s: dict[str, float]  # the tiers' parts of `elapsed_s`, in proportion to predicted costs
 
 
@@ -133,4 +134,5 @@ class UpstreamStepTimes:
         self._observe(burst.work, elapsed_s)
         total_s = sum(burst.runs_s.values()) or 1.0
         used_s = {tier: elapsed_s * run_s / total_s for tier, run_s in burst.runs_s.items()}
-        return SeenStep(elapsed_s, predicted_s, dict(burst.sequences), burst.runs, used_s)
+        num_decodes = 0 if burst.work.is_mixed else burst.work.decodes
+        return SeenStep(elapsed_s, predicted_s, dict(burst.sequences), burst.runs, num_decodes, used_s)

@@ -10,6 +10,7 @@ import msgspec
 
 from engine.interface import FinishReason, SamplingParams, SequenceOutput
 from engine.streaming import StreamRequest, Upstream
+from scheduler.drivers.streams.policy import MAX_TOKENS, RECOMPUTE_SHARE, TokenBucket
 from scheduler.drivers.streams.step_times import SeenStep, UpstreamStepTimes
 from scheduler.holdings.request_table import RequestTable
 from scheduler.request import Request
@@ -40,6 +41,7 @@ class Stream:
     until: int  # output tokens of the request at which this stream ends
     is_alone: bool  # whether no other stream has run since this one began
     begun_step: int  # number of the server's steps that were seen before
+    follows_part: bool  # whether the stream before it ended by itself, and was not hung up
     part: int | None = None  # tokens of the beginning of a prompt that are sent to be cached; None: all are sent
     has_tokens: bool = False
 
@@ -54,6 +56,10 @@ class StreamTable:
         self._hung_up: list[str] = []  # ids whose streams the driver must hang up
         self._kept: dict[str, int] = {}  # by request without a stream: its tokens that a prefix cache should have
         self._whole: set[str] = set()  # ids whose prompts are sent whole: the server did not keep a beginning
+        self._paused: set[str] = set()  # ids whose last streams brought the part of the answer that was asked for
+        # Tokens of such answers that may be computed again at present. A server may keep less than it found in the
+        # trial: llama.cpp keeps only prompts of a model with sliding windows.
+        self.parts_recompute = TokenBucket(MAX_TOKENS, RECOMPUTE_SHARE)
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -97,9 +103,19 @@ class StreamTable:
         until = self._until(state)
         is_alone = not self._streams
         stream = Stream(
-            now, now, num_before, state.num_tokens, self.kept(state), until, is_alone, self._num_steps, part
+            now,
+            now,
+            num_before,
+            state.num_tokens,
+            self.kept(state),
+            until,
+            is_alone,
+            self._num_steps,
+            state.id in self._paused,
+            part,
         )
         self._streams[state.id] = stream
+        self._paused.discard(state.id)
         if part is not None:
             return StreamRequest(
                 seq_id=state.id,
@@ -126,6 +142,7 @@ class StreamTable:
         """Return how many output tokens the request has at the end of its next stream."""
         max_tokens = state.request.sampling.max_tokens
         in_parts = self._is_kept(state) and not state.is_protected and self.can_continue(state)
+        in_parts = in_parts and self.parts_recompute.level >= 0
         return min(max_tokens, len(state.output_token_ids) + QUANTUM) if in_parts else max_tokens
 
     def _is_kept(self, state: RequestState) -> bool:
@@ -135,21 +152,28 @@ class StreamTable:
         """Return how many tokens of a request without a stream should be in the server's prefix cache."""
         return self._kept.get(state.id, 0)
 
+    def lost(self, state: RequestState) -> int:
+        """Return how many tokens of a stream the server computes again for the next one, if it ends now."""
+        if not self._is_kept(state):
+            return state.num_tokens
+        stream, size = self._streams[state.id], self._upstream.info.block_size
+        num_cached = stream.num_kept
+        if stream.has_tokens:
+            num_cached = state.num_tokens if stream.part is None else stream.part
+        return state.num_tokens - min(num_cached, state.num_tokens - 1) // size * size  # whole blocks are kept
+
     def forget(self, request_id: str) -> None:
         """Remove the stream of a request, which has ended."""
         self._streams.pop(request_id, None)
         self._kept.pop(request_id, None)
         self._whole.discard(request_id)
+        self._paused.discard(request_id)
 
     def interrupt(self, state: RequestState, now: float) -> None:
         """Record that a request has lost its stream, and keeps its tokens."""
-        stream = self._streams.pop(state.id)
-        num_cached = stream.num_kept
-        if stream.has_tokens:
-            num_cached = state.num_tokens if stream.part is None else stream.part
-        if self._is_kept(state):  # whole blocks, without the last token
-            size = self._upstream.info.block_size
-            self._kept[state.id] = min(num_cached, state.num_tokens - 1) // size * size
+        if self._is_kept(state):
+            self._kept[state.id] = state.num_tokens - self.lost(state)
+        del self._streams[state.id]
         state.stop(now)
         state.lose_blocks(Status.PREEMPTED)
         self._table.update(state)
@@ -181,6 +205,7 @@ class StreamTable:
     def pause(self, state: RequestState, now: float) -> None:
         """Record that a part of an answer is there. This is no loss of KV blocks, of which a request bears few."""
         self.interrupt(state, now)
+        self._paused.add(state.id)
         state.num_preemptions -= 1
 
     def rewind(self, state: RequestState, now: float) -> None:
@@ -232,7 +257,12 @@ class StreamTable:
         stream.has_tokens = True
         seen = self._step_times.note_tokens(state, num_new, num_prefilled, now)
         self._num_steps += seen is not None
+        self.parts_recompute.refill(num_new + num_prefilled)
         return num_new + num_prefilled, seen
+
+    def follows_part(self, request_id: str) -> bool:
+        """Return whether the stream continues an answer that was paused, and not one that was hung up."""
+        return self._streams[request_id].follows_part
 
     def lost_tokens(self, state: RequestState, output: SequenceOutput) -> int:
         """Return how many tokens of a continued request the server had to compute again, beyond what was expected.

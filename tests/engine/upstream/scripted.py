@@ -73,6 +73,7 @@ class ScriptedServer:
     ends_apart: bool = False  # whether the reason of the end has an event of its own, as Tidegate sends it
     key: str = ""
     metrics: str = ""
+    properties: str = ""
     gate: asyncio.Event = field(default_factory=asyncio.Event)  # tokens wait until it is set
     num_open: int = 0
     num_hung_up: int = 0  # streams that the client closed before their end
@@ -123,7 +124,8 @@ class ScriptedServer:
             data = [{"id": name, **common} for name in self.models]
             await self._answer(writer, self.models_status, json.dumps({"data": data}))
         else:
-            await self._answer(writer, 200 if self.metrics else 404, self.metrics)
+            page = self.properties if path.endswith("/props") else self.metrics
+            await self._answer(writer, 200 if page else 404, page)
 
     async def _answer(
         self, writer: asyncio.StreamWriter, status: int, text: str, headers: dict[str, str] | None = None

@@ -21,7 +21,7 @@ from engine.streaming import (
 )
 from engine.upstream.client import HttpUpstream
 from engine.upstream.connect import UpstreamConfig, connect
-from engine.upstream.dialects import SGLANG, VLLM
+from engine.upstream.dialects import LLAMA_CPP, SGLANG, VLLM
 from engine.upstream.http import Address, HttpSender
 from engine.upstream.status import ModelCard, load_of
 from tests.engine.upstream.scripted import (
@@ -159,6 +159,21 @@ async def test_the_servers_own_metrics_tell_its_load() -> None:
         assert await client_of(server).load() == UpstreamLoad(None, None, None)
         server.metrics = ""
         assert await client_of(server).load() is None
+
+
+@pytest.mark.parametrize(
+    ("properties", "num_places"),
+    [('{"total_slots": 16, "model_path": "m"}', 16)]
+    + [(text, None) for text in ("{}", "[]", "no", '{"total_slots": 0}', '{"total_slots": "16"}', "[" * 9999)],
+)
+async def test_llama_cpp_tells_its_places_with_and_without_metrics(properties: str, num_places: int | None) -> None:
+    async with scripted_server(properties=properties) as server:
+        upstream = HttpUpstream(server.sender, LLAMA_CPP, CARD, INFO)
+        assert await upstream.load() == UpstreamLoad(num_places=num_places)
+        server.metrics = "llamacpp:requests_deferred 2\n"
+        assert await upstream.load() == UpstreamLoad(num_waiting=2, num_places=num_places)
+        server.properties = ""
+        assert await upstream.load() == UpstreamLoad(num_waiting=2)
 
 
 @pytest.mark.parametrize("status", [404, 500, 502, 503])

@@ -132,7 +132,6 @@ def test_no_load_makes_answers_take_longer_than_promised(card: str, seed: int) -
 def test_first_tokens_wait_for_half_of_a_short_step_where_nothing_can_be_evicted() -> None:
     """At a GPU's costs, where a first token takes 15 ms alone, and a step at least 10 ms."""
 
-
     def first_tokens_s(**bulk: Any) -> list[float]:
         of_seeds = [answers(CARDS["gpu"], 1.25, seed, 60, **bulk) for seed in (1, 2, 3)]
         return sorted(r.ttft_s for of in of_seeds for r in of.values() if r.ttft_s is not None)

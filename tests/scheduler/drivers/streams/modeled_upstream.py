@@ -64,6 +64,7 @@ class ModeledUpstream:
         noise: float = 0.0,
         seed: int = 1,
         caches_prefixes: bool = False,
+        tells_places: bool = False,
     ) -> None:
         """The time of a step is the one of `cost`, times a random factor with the standard deviation `noise`."""
         self.info = info or make_info(num_blocks=1 << 16, takes_images=True)
@@ -74,6 +75,7 @@ class ModeledUpstream:
         self._random = random.Random(seed)
         self.places = places
         self.caches_prefixes = caches_prefixes
+        self._tells_places = tells_places
         self._cached: set[int] = set()  # digests of what whole blocks were computed for: all tokens up to their ends
         self.forgets = False  # whether what is computed is cached no longer
         self.repeats = True  # whether an answer that begins again is the same
@@ -100,7 +102,8 @@ class ModeledUpstream:
     async def load(self) -> UpstreamLoad | None:
         if not self.is_up:
             raise UpstreamUnreachable("nobody listens")
-        return UpstreamLoad(len(self.running), len(self.waiting), 0.1)
+        num_places = self.places if self._tells_places else None
+        return UpstreamLoad(len(self.running), len(self.waiting), 0.1, num_places)
 
     async def try_out(self) -> bool:
         if "" in self.refusals:

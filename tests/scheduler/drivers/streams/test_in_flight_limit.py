@@ -1,6 +1,6 @@
 from engine.streaming import UpstreamLoad
 from scheduler.clock import NEVER_S
-from scheduler.drivers.streams.in_flight_limit import MAX_PAUSE_S, InFlightLimit
+from scheduler.drivers.streams.in_flight_limit import DOUBLING_STEPS, MAX_PAUSE_S, InFlightLimit, SlowStart
 
 
 def test_without_signs_there_is_no_limit_but_the_largest() -> None:
@@ -31,6 +31,26 @@ def test_requests_in_the_servers_queue_lower_the_limit_if_they_stay() -> None:
     assert limit.value == 8
 
 
+def test_the_servers_places_bound_the_limit() -> None:
+    limit = InFlightLimit()
+    limit.note_load(UpstreamLoad(num_places=16), 0, num_stuck=0, now=0.0)
+    assert limit.value == 16
+    for second in range(40):
+        limit.grow(16, now=float(second))
+    assert limit.value == 16
+    limit = InFlightLimit(8)
+    limit.note_load(UpstreamLoad(num_places=16), 0, num_stuck=0, now=0.0)
+    assert limit.value == 8
+
+
+def test_a_server_with_more_places_than_before_gets_more_requests() -> None:
+    limit = InFlightLimit()
+    for second in range(40):
+        limit.note_load(UpstreamLoad(num_places=4 if second < 2 else 8), 0, num_stuck=0, now=float(second))
+        limit.grow(int(limit.value), now=float(second))
+    assert limit.value == 8
+
+
 def test_the_limit_rises_while_it_is_in_use() -> None:
     limit = InFlightLimit(20)
     limit.note_busy(10, None, now=0.0)
@@ -40,3 +60,24 @@ def test_the_limit_rises_while_it_is_in_use() -> None:
     for second in range(2, 40):
         limit.grow(int(limit.value), now=float(second))
     assert limit.value == 20
+
+
+def test_the_slow_start_doubles_when_steps_of_as_many_streams_were_seen() -> None:
+    start = SlowStart()
+    for _ in range(DOUBLING_STEPS * 4):
+        start.note_step(1)
+    assert start.value == 2, "single chats show nothing of two streams"
+    for num_decodes in (2, 4, 7):
+        for _ in range(DOUBLING_STEPS):
+            start.note_step(num_decodes)
+    assert start.value == 16
+
+
+def test_the_slow_start_ends_before_a_server_that_shows_no_steps() -> None:
+    start = SlowStart()
+    for half_second in range(100):
+        start.review(1, now=half_second / 2)
+    assert start.value == 2, "it is not in use"
+    for half_second in range(100):
+        start.review(8, now=half_second / 2)
+    assert start.value == 16

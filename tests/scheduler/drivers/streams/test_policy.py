@@ -100,9 +100,19 @@ def _roomy(of: View) -> Budgets:
 
 def test_the_servers_places_are_not_exceeded_and_some_are_left_for_chats() -> None:
     short = [waiting(f"w{i}", "bulk", prompt=2) for i in range(20)]
-    assert len(started(view(*short, traffic=False, max_in_flight=8))) == 8
+    quiet = view(*short, traffic=False, max_in_flight=8)
+    assert len(started(replace(quiet, may_cut=lambda state: True))) == 8
+    assert len(started(quiet)) == 6, "what is hung up would be computed again"
     assert len(started(view(*short, max_in_flight=8))) == 6
     assert len(started(view(*(waiting(f"c{i}") for i in range(20)), max_in_flight=8))) == 8
+
+
+def test_bulk_starts_slowly_unless_it_shows_no_decodes() -> None:
+    short = [waiting(f"w{i}", "bulk", prompt=2) for i in range(20)]
+    assert len(started(view(*short, traffic=False, slow_start=4))) == 4
+    assert len(started(view(*(waiting(f"c{i}") for i in range(20)), slow_start=4))) == 20
+    vectors = [waiting(f"w{i}", "bulk", prompt=2, max_tokens=1) for i in range(20)]
+    assert len(started(view(*vectors, traffic=False, slow_start=4))) == 20
 
 
 def test_a_chat_without_a_place_gets_that_of_bulk() -> None:
@@ -130,7 +140,7 @@ def test_bulk_is_hung_up_where_an_answer_is_delayed_too_much_by_more_streams_tha
     few = view(make_decode("chat", "realtime"), waiting("w", "bulk", prompt=9), *decodes(20), left_s=-0.01)
     assert hung_up(few) == [] and started(few) == [], "the rest may stay, but nothing is added"
     assert hung_up(replace(of, left_s=-0.01, recompute_tokens=100)) == victims[:3], "the budget is spent"
-    kept = {"kept": lambda state: state.num_tokens - 1, "recompute_tokens": 100}
+    kept = {"lost": lambda state: 1, "recompute_tokens": 100}
     assert hung_up(replace(of, left_s=-0.01, **kept)) == victims, "what is cached is not computed again"
 
 

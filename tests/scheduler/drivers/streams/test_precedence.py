@@ -25,7 +25,7 @@ def precedence_of(*states: RequestState) -> Precedence:
 
 
 def note(precedence: Precedence, state: RequestState, seconds: float) -> None:
-    seen = SeenStep(seconds, seconds, {"realtime": 1}, [(state, 1, 32)], {"realtime": seconds})
+    seen = SeenStep(seconds, seconds, {"realtime": 1}, [(state, 1, 32)], 1, {"realtime": seconds})
     precedence.note_step(seen, seconds, COST)
 
 
