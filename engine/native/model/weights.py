@@ -75,7 +75,9 @@ def quantization_method(hf_config: Any) -> str | None:
     if method == "bitsandbytes" or settings.get("load_in_8bit") or settings.get("load_in_4bit"):
         return "bitsandbytes"
     if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
-        raise EngineStartError(f"the weights are quantised with {method}, which transformers does not know")
+        raise EngineStartError(
+            f"the weights are quantised with {method}, which transformers does not know: name another model, {_WAY_OUT}"
+        )
     return method
 
 

@@ -260,7 +260,9 @@ def test_a_name_that_transformers_does_not_know_is_refused(changes: dict[str, An
 
 def test_an_unknown_quantisation_is_not_read_as_plain_weights(llama: Path) -> None:
     change_config(llama, quantization_config={"quant_method": "no-such-thing"})
-    assert "quantised with no-such-thing, which transformers does not know" in refusal(llama)
+    message = refusal(llama)
+    assert "quantised with no-such-thing, which transformers does not know" in message
+    assert "--engine vllm" in message and "--quantize int8" in message
 
 
 def test_the_memory_check_of_quantised_weights_uses_their_size_on_disk(
