@@ -78,6 +78,7 @@ class ModeledUpstream:
         self._tells_places = tells_places
         self._cached: set[int] = set()  # digests of what whole blocks were computed for: all tokens up to their ends
         self.forgets = False  # whether what is computed is cached no longer
+        self.keeps_answers = True  # whether what it generates is cached, and not only the prompts
         self.repeats = True  # whether an answer that begins again is the same
         self.refuses = False  # answer 503 instead of letting requests wait
         self.is_up = True
@@ -183,7 +184,7 @@ class ModeledUpstream:
 
     def _keep(self, sequence: _Sequence) -> None:
         """Cache the whole blocks of the tokens that were computed."""
-        if not sequence.is_started or len(sequence.known) % BLOCK == 0:
+        if not sequence.is_started or (self.keeps_answers and len(sequence.known) % BLOCK == 0):
             self._cached.update(digest for _, digest in _digests(sequence.known, sequence.request.cache_salt))
 
     def _emit(self, sequence: _Sequence) -> None:

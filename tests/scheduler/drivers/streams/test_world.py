@@ -9,7 +9,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from engine.step_time.cost import StepCost
-from engine.streaming import UpstreamBusy, UpstreamUnusable
+from engine.streaming import UpstreamBusy, UpstreamLoad, UpstreamUnusable
+from scheduler.clock import SystemClock
 from scheduler.config import TierSet
 from scheduler.control.controller import SLAController
 from scheduler.drivers.streams.core import StreamCore
@@ -218,6 +219,41 @@ def test_bulk_comes_in_parts_where_the_server_keeps_them() -> None:
 
     num_computed = play(story, caches_prefixes=True)
     assert num_computed <= 4 * (40 + 150) + 2 * 16, "of each part, less than a block is computed again"
+
+
+def test_answers_come_whole_while_a_server_keeps_less_than_it_showed_and_bulk_is_still_hung_up() -> None:
+    async def story(world: World) -> int:
+        world.engine.keeps_answers = False
+        asked = [world.ask(f"b{i}", "bulk", prompt(i, 64), 128, temperature=0.0) for i in range(400)]
+        flood = asyncio.gather(*asked)
+        await world.clock.sleep(50.0)
+        assert 0.04 <= world.core.recomputed.total() / world.core.num_computed <= 0.07
+        assert all(is_right(answer) for answer in (*await chats(world, 3), *await flood))
+        return world.core.status(0.0).preemptions.total()
+
+    assert play(story, cost=CPU, caches_prefixes=True, places=16, tells_places=True) > 0
+
+
+def test_many_streams_are_hung_up_at_once_where_the_server_keeps_what_they_have() -> None:
+    async def story(world: World) -> int:
+        asked = [world.ask(f"b{i}", "bulk", prompt(i, 200), 128, temperature=0.0) for i in range(100)]
+        flood = asyncio.gather(*asked)
+        await world.clock.sleep(20.0)
+        assert is_right(await world.ask("chat", max_tokens=8))
+        num_hung_up = world.core.status(0.0).preemptions.total()
+        assert all(is_right(answer) for answer in await flood)
+        return num_hung_up
+
+    cost = StepCost(step_s=0.010, prefill_token_s=0.003, attend_s=0.0, context_token_s=0.0, decode_s=0.012)
+    assert play(story, cost=cost, caches_prefixes=True, places=16, tells_places=True) >= 8
+
+
+def test_nothing_is_sent_before_the_servers_first_answer() -> None:
+    tiers = make_tiers()
+    core = StreamCore(tiers, ModeledUpstream(SystemClock()), SLAController(tiers))
+    assert core.claim_limits(0.0) == {}
+    core.note_load(UpstreamLoad(), 0.0)
+    assert core.claim_limits(0.0) != {}
 
 
 @pytest.mark.parametrize("keeps", [True, False])
