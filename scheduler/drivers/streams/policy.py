@@ -8,7 +8,8 @@ A server that plans its own steps cannot be told to leave a sequence out of a st
   streams as may lengthen each step of an interactive answer: by `max_slowdown`, and inside of the SLO. While answers
   are under way, a prefill must also fit into what their delay accounts have left. Where the server keeps prefixes, a
   long prompt is sent in parts: growing beginnings, each computed from where the one before ended. Without interactive
-  traffic, prompts are sent whole, and only the tier's batch size and the server's places limit bulk.
+  traffic, prompts are sent whole, and only the tier's batch size, the server's places and, after the worker's start,
+  the slow start limit bulk.
 - If a first token is at risk, or an answer is delayed too much by more streams than may run beside it, streams of bulk
   are hung up, the youngest first, within a budget of recomputed tokens. So it is with the first chat after a silence.
 """

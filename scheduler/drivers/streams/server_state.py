@@ -25,7 +25,7 @@ class ServerState:
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether the server may be away or another one than is known: nobody has asked since a stream broke off."""
+        """Whether the server may be away or another one: nobody has asked since the start or a broken stream."""
         return self._down_since_s is not None or self.must_be_asked
 
     @property

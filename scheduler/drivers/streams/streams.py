@@ -141,8 +141,8 @@ class StreamTable:
     def _until(self, state: RequestState) -> int:
         """Return how many output tokens the request has at the end of its next stream."""
         max_tokens = state.request.sampling.max_tokens
-        in_parts = self._is_kept(state) and not state.is_protected and self.can_continue(state)
-        in_parts = in_parts and self.parts_recompute.level >= 0
+        can_pause = self._is_kept(state) and not state.is_protected and self.can_continue(state)
+        in_parts = can_pause and self.parts_recompute.level >= 0
         return min(max_tokens, len(state.output_token_ids) + QUANTUM) if in_parts else max_tokens
 
     def _is_kept(self, state: RequestState) -> bool:

@@ -80,6 +80,13 @@ def test_the_cost_of_a_prompt_is_known_when_many_begin_and_end_in_the_same_step(
     assert pace.cost().prefill(100, 0) == pytest.approx(COST.prefill(100, 0), rel=0.15)
 
 
+def test_only_steps_without_prompts_show_what_decodes_take() -> None:
+    server = Server(UpstreamStepTimes(StepTimeModel()), seed=1)
+    server.step(4, (9, 9))
+    seen = [found for num_new in (0, 2, 0, 0) for found in server.step(num_new, (9, 9))]
+    assert [step.num_decodes for step in seen] == [4, 0, 6], "the last one is not over yet"
+
+
 def test_what_any_step_with_a_prompt_takes_counts_to_the_prompt() -> None:
     """Whatever its length, a prompt adds 60 ms here. Prompts that are much alike do not tell that from their tokens."""
     pace, rng, now = UpstreamStepTimes(StepTimeModel(remembers_sizes=True)), random.Random(1), 0.0
