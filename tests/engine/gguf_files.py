@@ -12,10 +12,11 @@ ENDS = ["<|end|>", "<|turn|>"]  # of a text, of a turn
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}<|turn|>{% endfor %}"
 
 
-def write_llama(file: Path, model: Any, kind: str) -> dict[str, torch.Tensor]:
+def write_llama(file: Path, model: Any, kind: str, downs: str = "") -> dict[str, torch.Tensor]:
     """Write a Llama `model` with matrices of `kind` (Q8_0 …) and a tokenizer of letters.
 
-    Return the weights that the file holds, by their names in `model`.
+    `downs` is the kind of MLPs' last matrices, if it is another one. Return the weights that the file holds, by their
+    names in `model`.
     """
     import gguf
 
@@ -26,7 +27,8 @@ def write_llama(file: Path, model: Any, kind: str) -> dict[str, torch.Tensor]:
         numbers = weight.float().numpy()
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
         rows = _interleaved(numbers, heads) if heads else numbers
-        unpacked = _add(writer, names.get_name(name, try_suffixes=(".weight",)), rows, kind)
+        own = downs if downs and "down_proj" in name else kind
+        unpacked = _add(writer, names.get_name(name, try_suffixes=(".weight",)), rows, own)
         held[name] = torch.from_numpy(_apart(unpacked, heads) if heads else unpacked)
     _end(writer)
     return held
@@ -116,7 +118,8 @@ def random_blocks(kind: str, shape: Sequence[int], largest: float = 0.002) -> np
     numbers_of_block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     random = np.random.default_rng(len(kind) + block_bytes)
     blocks = random.integers(0, 256, (int(np.prod(shape)) // numbers_of_block, block_bytes), dtype=np.uint8)
-    for at in {"Q6_K": [208], "Q4_1": [0, 2], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2]}.get(kind, [0]):
+    halves_at = {"Q2_K": [80, 82], "Q3_K": [108], "Q6_K": [208]}
+    for at in halves_at.get(kind, [0, 2] if kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else [0]):
         halves = random.uniform(largest / 1000, largest, len(blocks)).astype(np.float16)
         blocks[:, at : at + 2] = halves[:, None].view(np.uint8)
     return blocks.reshape(*shape[:-1], -1)

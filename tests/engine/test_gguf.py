@@ -133,6 +133,20 @@ def test_blocks_stay_as_they_are(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(400)
+def test_blocks_that_are_not_known_are_rounded_to_eight_bits(tmp_path: Path) -> None:
+    """So a layer that has some of them is computed in one call, too."""
+    model = save_model(tmp_path / "plain", tiny("Llama", **{**SIZES, "intermediate_size": 256})())
+    held = write_llama(tmp_path / "small.gguf", model, "Q8_0", downs="Q2_K")
+    kept = load_blocks(tmp_path / "small.gguf", model.config)
+    quantised = {name: m for name, m in kept.named_modules() if isinstance(m, QuantizedLinear)}
+    assert len(quantised) == 2 * 7 + 1
+    for path, layer in quantised.items():
+        found, expected = layer.unpacked(torch.float32), held[f"{path}.weight"]
+        error = float((found - expected).norm() / expected.norm())
+        assert 0.001 < error < 0.005 if path.endswith("down_proj") else error < 1e-6, path
+
+
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_engine_keeps_blocks_where_it_multiplies_them(dtype: str, tmp_path: Path) -> None:
     if dtype == "bfloat16":

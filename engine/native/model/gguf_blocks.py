@@ -11,6 +11,8 @@ from torch import Tensor
 from engine.native.model.grouped_weight import GroupedWeight, stacked
 
 _AT_ONCE = 1 << 22  # bytes that are read together, which limits the memory of what is made of them
+# The 16 codes of IQ4_NL and IQ4_XS as codes of 8 bits: 128 is 0.
+_UNEVEN = torch.tensor([1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241], dtype=torch.uint8)
 # Codes (rows, groups, group), scales and offsets (rows, groups), and the bits of a code.
 _Parts = tuple[Tensor, Tensor, Tensor | None, int]
 
@@ -89,6 +91,25 @@ def _q6_k(blocks: Tensor) -> _Parts:
     return (low | high << 4) + (128 - 32), scales, None, 8
 
 
+def _q3_k(blocks: Tensor) -> _Parts:
+    low = blocks[:, 32:96].reshape(-1, 2, 1, 32) >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None] & 3
+    high = blocks[:, None, :32] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
+    upper = blocks[:, None, 104:108] >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None] & 3
+    scales = (_nibbles(blocks[:, 96:104]) | upper.flatten(1) << 4).float() - 32
+    return (low.reshape(-1, 8, 32) | high << 2) + (128 - 4), scales * _half(blocks, 108), None, 8
+
+
+def _iq4_nl(blocks: Tensor) -> _Parts:
+    return _UNEVEN[_nibbles(blocks[:, 2:]).int()], _half(blocks, 0), None, 8
+
+
+def _iq4_xs(blocks: Tensor) -> _Parts:
+    lower = torch.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], dim=-1).flatten(1)
+    upper = (blocks[:, 2:4, None] >> torch.arange(0, 8, 2, dtype=torch.uint8) & 3).flatten(1)
+    scales = (lower | upper << 4).float() - 32
+    return _UNEVEN[_nibbles(blocks[:, 8:].reshape(-1, 8, 16)).int()], scales * _half(blocks, 0), None, 8
+
+
 # By kind: the bytes of a block, and what reads blocks (number, bytes). Blocks of a row lie side by side.
 KEPT: dict[str, tuple[int, Callable[[Tensor], _Parts]]] = {
     "Q8_0": (34, _q8_0),
@@ -96,7 +117,10 @@ KEPT: dict[str, tuple[int, Callable[[Tensor], _Parts]]] = {
     "Q4_1": (20, _q4_1),
     "Q5_0": (22, _q5_0),
     "Q5_1": (24, _q5_1),
+    "Q3_K": (110, _q3_k),
     "Q4_K": (144, _q4_k),
     "Q5_K": (176, _q5_k),
     "Q6_K": (210, _q6_k),
+    "IQ4_NL": (18, _iq4_nl),
+    "IQ4_XS": (136, _iq4_xs),
 }

@@ -1,4 +1,4 @@
-"""A model whose matrices stay the blocks of a GGUF file; what cannot stay is unpacked when it is loaded.
+"""A model whose matrices stay the blocks of a GGUF file; what cannot stay is rounded or unpacked when it is loaded.
 
 Knows names of tensors, and what transformers does to them on loading; does not know layouts of blocks. A narrow matrix
 of row numbers shows what transformers would do to a matrix: rows may move; all else needs unpacked numbers.
@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, modeling_gguf_pytorch_utils
 
 from engine.gguf import ROUTER, TENSORS
 from engine.native.model.gguf_blocks import KEPT, weight_of
-from engine.native.model.grouped_weight import GroupedWeight
+from engine.native.model.grouped_weight import GroupedWeight, rounded
 from engine.native.model.loader import MATRICES, expert_modules
 from engine.native.model.quantization import called_modules, replace
 from engine.native.model.quantized import QuantizedLinear, QuantizedStack
@@ -28,6 +28,7 @@ from engine.native.model.weights import CannotKeepError, check_report, without_t
 from engine.progress import NO_PHASE, Phase
 
 _WIDE = {"F32", "F16", "F64"}  # kinds of matrices that bfloat16 would round much
+_NO_BLOCKS = {*_WIDE, "BF16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +74,18 @@ class _File:
             found_together.sort(key=lambda tensor: tensor.name)  # gates before ups
 
     def kept(self, name: str) -> list[GroupedWeight]:
-        """Return the parts of the parameter `name` as they are in the file; none if it must be unpacked.
+        """Return the parts of the parameter `name`; none if it must be unpacked.
 
-        A part of experts has some outputs of each, one expert's after another's.
+        Blocks that are not `KEPT` are rounded to 8 bits, so that layers with some of them are computed as others are. A
+        part of experts has some outputs of each, one expert's after another's.
         """
         tensors = self.tensors[name]
-        if any(tensor.kind not in KEPT or len(tensor.shape) not in (2, 3) for tensor in tensors):
+        if any(tensor.kind in _NO_BLOCKS or len(tensor.shape) not in (2, 3) for tensor in tensors):
             return []
         order = self._row_order(name)
         if order is None:
             return []
-        parts = [weight_of(torch.from_numpy(_rows(np.array(t.data))), t.kind, t.shape[-1]) for t in tensors]
+        parts = [_grouped(tensor) for tensor in tensors]
         if len(tensors) > 1 or np.array_equal(order, np.arange(len(order))):
             return parts
         return [parts[0].rows(torch.from_numpy(order))]
@@ -123,6 +125,13 @@ class _File:
             if result.name is not None:
                 made[self._names.get(result.name, name)] = result.weights
         return {key: value.numpy() if isinstance(value, Tensor) else np.array(value) for key, value in made.items()}
+
+
+def _grouped(tensor: _Tensor) -> GroupedWeight:
+    rows = _rows(np.array(tensor.data))
+    if tensor.kind in KEPT:
+        return weight_of(torch.from_numpy(rows), tensor.kind, tensor.shape[-1])
+    return rounded(torch.from_numpy(dequantize(rows, GGMLQuantizationType[tensor.kind])), bits=8)
 
 
 def _numbered(tensors: Sequence[_Tensor]) -> tuple[list[np.ndarray], int]:
@@ -176,18 +185,18 @@ def load_kept(
         else:
             bias = None if found.bias is None else found.bias.detach()
             module.set_submodule(path, QuantizedLinear(parts, bias, options["dtype"]))
-    unpacked = Counter(
-        tensor.kind
-        for name, tensors in content.tensors.items()
-        for tensor in tensors
-        if len(tensor.shape) > 1 and name.removesuffix(".weight") not in kept
-    )
+    unpacked, narrowed = Counter[str](), Counter[str]()
+    for name, tensors in content.tensors.items():
+        is_kept = name.removesuffix(".weight") in kept
+        unpacked.update(tensor.kind for tensor in tensors if len(tensor.shape) > 1 and not is_kept)
+        narrowed.update(tensor.kind for tensor in tensors if tensor.kind not in KEPT and is_kept)
     structlog.get_logger(__name__).info(
         "weights stay as the blocks of the GGUF file",
         file=str(file),
         linears=len(kept) - len(experts),
         matrices_of_experts=len(experts),
         unpacked=dict(unpacked),
+        rounded_to_8_bits=dict(narrowed),
     )
     return module
 

@@ -18,7 +18,7 @@ def test_blocks_hold_the_numbers_of_the_file(kind: str, rows_at_once: int, monke
     expected = torch.from_numpy(gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind]))
     weight = weight_of(torch.from_numpy(rows), kind, IN)
     found = weight.unpacked(torch.float32)
-    if kind in ("Q4_K", "Q5_K", "Q6_K"):  # their scales are products, which float16 rounds
+    if kind in ("Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"):  # their scales are products, which float16 rounds
         assert ((found - expected).abs() <= 6e-4 * expected.abs().amax()).all()
         assert (found - expected).norm() < 4e-4 * expected.norm()
     else:
@@ -32,7 +32,10 @@ def test_codes_of_four_bits_stay_small() -> None:
         "Q4_1": (4, 32, True),
         "Q5_0": (8, 32, False),
         "Q5_1": (8, 32, True),
+        "Q3_K": (8, 16, False),
         "Q4_K": (4, 32, True),
         "Q5_K": (8, 32, True),
         "Q6_K": (8, 16, False),
+        "IQ4_NL": (8, 32, False),
+        "IQ4_XS": (8, 32, False),
     }
