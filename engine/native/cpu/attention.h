@@ -225,13 +225,13 @@ template <typename T, int kDim> struct Tile {
 
 // The same two products with bfloat16 dot product instructions, which add two products at once. Scores use pairs of
 // numbers of a head, and values use pairs of keys.
-template <int kDim> struct Tile<bf16, kDim> {
+template <int kDim> struct DotTile {
     static constexpr Index kWide = kDim / kLanes, kPairs = kDim / 2;
     std::vector<bf16> queries;
     alignas(64) uint32_t keys[kPairs * kLanes], values[kLanes / 2 * kDim];
     const bf16 *value_rows[kLanes];
 
-    explicit Tile(Index rows) : queries(rows * kDim, 0) {}
+    explicit DotTile(Index rows) : queries(rows * kDim, 0) {}
 
     void set_query(Index r, const bf16 *query) { std::memcpy(&queries[r * kDim], query, kDim * sizeof(bf16)); }
 
@@ -339,13 +339,13 @@ inline float weigh(Lanes &scores, float &best, Lanes &total, Index first, Index 
 
 // Computes causal attention for tokens [first_token, last_token) of a chunk and the query heads of one KV head, in one
 // thread. A row is a pair of token and query head; each tile of 16 keys is computed for all of these rows.
-template <typename T, int kDim>
+template <typename Tile, int kDim, typename T>
 void attend_tile(T *out, const T *query, Index row_stride, Index head_stride, const T *keys, const T *values,
                  const Index *table, Index block_size, Index kv_head, Index query_heads, Index group,
                  const float *sinks, Chunk chunk, Index first_token, Index last_token, Scoring rule) {
     constexpr Index kWide = kDim / kLanes;
     Index rows = (last_token - first_token) * group, padded = (rows + kStripe - 1) / kStripe * kStripe;
-    Tile<T, kDim> products(padded);
+    Tile products(padded);
     std::vector<float> bests(padded, -1e30f);
     Lanes *acc = new (std::align_val_t(64)) Lanes[padded * kWide]();
     Lanes *scores = new (std::align_val_t(64)) Lanes[padded];
@@ -388,6 +388,15 @@ void attend_tile(T *out, const T *query, Index row_stride, Index head_stride, co
     ::operator delete[](totals, std::align_val_t(64));
 }
 
+// Returns attend_tile with the faster products.
+template <typename T, int kDim> auto tile_kernel() {
+#ifdef __AVX512BF16__
+    if constexpr (sizeof(T) == sizeof(bf16))
+        if (!g_multiplies_floats) return attend_tile<DotTile<kDim>, kDim, T>;
+#endif
+    return attend_tile<Tile<T, kDim>, kDim, T>;
+}
+
 // Computes out (rows, heads, dim): the causal attention of each chunk's tokens to their sequence, up to the token's own
 // position. query and sinks are as in paged_decode. `tables` holds the block tables of all chunks, end to end. A job of
 // a thread is kTileTokens tokens and one KV head. Assumes a head size of 16, 32, 64, 96, 128 or 256, and that the
@@ -404,12 +413,12 @@ void paged_prefill(T *out, const T *query, Index row_stride, Index head_stride, 
         for (Index token = 0; token < chunks[c].tokens; token += kTileTokens)
             for (Index h = 0; h < heads.kv; h++) jobs.push_back({c, token, h});
     Index plane = heads.kv * num_slots * heads.dim;
-    auto kernel = heads.dim == 16    ? attend_tile<T, 16>
-                  : heads.dim == 32  ? attend_tile<T, 32>
-                  : heads.dim == 64  ? attend_tile<T, 64>
-                  : heads.dim == 96  ? attend_tile<T, 96>
-                  : heads.dim == 128 ? attend_tile<T, 128>
-                                     : attend_tile<T, 256>;
+    auto kernel = heads.dim == 16    ? tile_kernel<T, 16>()
+                  : heads.dim == 32  ? tile_kernel<T, 32>()
+                  : heads.dim == 64  ? tile_kernel<T, 64>()
+                  : heads.dim == 96  ? tile_kernel<T, 96>()
+                  : heads.dim == 128 ? tile_kernel<T, 128>()
+                                     : tile_kernel<T, 256>();
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (threads > 1)
     for (Index i = 0; i < Index(jobs.size()); i++) {
         Job job = jobs[jobs.size() - 1 - i];  // long jobs first: later tokens attend to more keys

@@ -30,6 +30,9 @@ extern "C" int use_tiles([[maybe_unused]] int wanted) {
 
 #ifdef TIDEGATE_PRODUCTS
 
+// Makes products without tiles multiply floats, or not. By itself, the library chooses what is faster.
+extern "C" void use_floats(int wanted) { g_multiplies_floats = wanted; }
+
 namespace {
 
 // The arguments of a layer that do not change between steps.

@@ -1,8 +1,11 @@
-// Products of a few rows with a packed bfloat16 weight, with bfloat16 dot product instructions (AVX512_BF16).
+// Products of a few rows with a packed bfloat16 weight, with bfloat16 dot product instructions (AVX512_BF16), or with
+// floats where these are faster.
 //
 // The sums of a block of rows × panels stay in registers for all inputs. Knows matrices; does not know layers.
 
 #pragma once
+
+#include <vector>
 
 #include "linear.h"
 
@@ -10,31 +13,67 @@
 
 namespace tidegate {
 
+// Adds to sums[r][p] the products of row r of x with panel p, two inputs at once. The loops must be unrolled completely,
+// so that the sums stay in registers.
+template <int kRows, int kPanels>
+[[gnu::always_inline]] inline void add_dots(__m512 (&sums)[kRows][kPanels], const bf16 *x, const bf16 *weight, Index in) {
+    for (Index k = 0; k < in; k += 2) {
+        __m512bh panel[kPanels];
+#pragma GCC unroll 16
+        for (int p = 0; p < kPanels; p++) panel[p] = (__m512bh)_mm512_loadu_si512(weight + (p * in + k) * kPanel);
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; r++) {
+            int32_t pair;
+            std::memcpy(&pair, x + r * in + k, sizeof pair);
+            const __m512bh inputs = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 16
+            for (int p = 0; p < kPanels; p++) sums[r][p] = _mm512_dpbf16_ps(sums[r][p], inputs, panel[p]);
+        }
+    }
+}
+
+// The same with floats, one input after the other. The rows are widened for all panels, a weight when it is read.
+template <int kRows, int kPanels>
+[[gnu::always_inline]] inline void add_floats(__m512 (&sums)[kRows][kPanels], const bf16 *x, const bf16 *weight, Index in) {
+    thread_local std::vector<float> t_wide;
+    t_wide.resize(kRows * in);
+    float *wide = t_wide.data();
+    for (Index k = 0; k < kRows * in; k++) wide[k] = load(x + k);
+    const __m512i upper = _mm512_set1_epi32(0xffff0000);
+    for (Index k = 0; k < in; k += 2) {
+        __m512 first[kPanels], second[kPanels];
+#pragma GCC unroll 16
+        for (int p = 0; p < kPanels; p++) {
+            const __m512i pairs = _mm512_loadu_si512(weight + (p * in + k) * kPanel);
+            first[p] = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+            second[p] = _mm512_castsi512_ps(_mm512_and_si512(pairs, upper));
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; r++) {
+            const __m512 one = _mm512_set1_ps(wide[r * in + k]), other = _mm512_set1_ps(wide[r * in + k + 1]);
+#pragma GCC unroll 16
+            for (int p = 0; p < kPanels; p++) {
+                sums[r][p] = _mm512_fmadd_ps(one, first[p], sums[r][p]);
+                sums[r][p] = _mm512_fmadd_ps(other, second[p], sums[r][p]);
+            }
+        }
+    }
+}
+
 // Computes kRows rows of out = x · weightᵀ + bias (out += … if kAdd) for the outputs of panels [first, first +
-// kPanels), in one thread. The loops must be unrolled completely, so that the sums stay in registers.
+// kPanels), in one thread.
 template <int kRows, int kPanels, bool kAdd>
 inline void multiply_block(bf16 *out, const bf16 *x, const Linear &linear, Index first) {
     __m512 sums[kRows][kPanels];
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 16
-        for (int p = 0; p < kPanels; p++)
-            sums[r][p] = bias_of(linear, first + p);
-    const Index stride = linear.in * kPanel;
-    const bf16 *weight = linear.weight + first * stride;
-    for (Index k = 0; k < linear.in; k += 2) {
-        __m512bh panel[kPanels];
-#pragma GCC unroll 16
-        for (int p = 0; p < kPanels; p++) panel[p] = (__m512bh)_mm512_loadu_si512(weight + p * stride + k * kPanel);
-#pragma GCC unroll 16
-        for (int r = 0; r < kRows; r++) {
-            int32_t pair;
-            std::memcpy(&pair, x + r * linear.in + k, sizeof pair);
-            const __m512bh inputs = (__m512bh)_mm512_set1_epi32(pair);
-#pragma GCC unroll 16
-            for (int p = 0; p < kPanels; p++) sums[r][p] = _mm512_dpbf16_ps(sums[r][p], inputs, panel[p]);
-        }
-    }
+        for (int p = 0; p < kPanels; p++) sums[r][p] = bias_of(linear, first + p);
+    const bf16 *weight = linear.weight + first * linear.in * kPanel;
+    if (g_multiplies_floats)
+        add_floats(sums, x, weight, linear.in);
+    else
+        add_dots(sums, x, weight, linear.in);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 16
@@ -44,20 +83,14 @@ inline void multiply_block(bf16 *out, const bf16 *x, const Linear &linear, Index
         }
 }
 
-// Computes all rows for kPanels panels in one thread: first blocks of kMost rows, then a block of kMost / 2 rows, then
-// single rows. The panels stay in the processor's cache.
+// Computes all rows for kPanels panels in one thread: blocks of kMost rows, and what is left in blocks of half as many.
+// The panels stay in the processor's cache.
 template <int kMost, int kPanels, bool kAdd>
 inline void multiply_panels(bf16 *out, const bf16 *x, const Linear &linear, Index rows, Index first) {
-    Index r = 0;
-    for (; r + kMost <= rows; r += kMost)
-        multiply_block<kMost, kPanels, kAdd>(out + r * linear.out, x + r * linear.in, linear, first);
+    for (; rows >= kMost; rows -= kMost, out += kMost * linear.out, x += kMost * linear.in)
+        multiply_block<kMost, kPanels, kAdd>(out, x, linear, first);
     if constexpr (kMost > 1) {
-        out += r * linear.out, x += r * linear.in, rows -= r;
-        if (rows >= kMost / 2) {
-            multiply_block<kMost / 2, kPanels, kAdd>(out, x, linear, first);
-            out += kMost / 2 * linear.out, x += kMost / 2 * linear.in, rows -= kMost / 2;
-        }
-        if (rows) multiply_panels<1, kPanels, kAdd>(out, x, linear, rows, first);
+        if (rows) multiply_panels<kMost / 2, kPanels, kAdd>(out, x, linear, rows, first);
     }
 }
 

@@ -8,6 +8,7 @@ import torch
 
 from engine.native.cpu.build import load_library
 
+PRODUCTS = ("dots", "floats", "tiles")
 COMPILERS = ("c++", "g++", "clang++")
 
 
@@ -31,11 +32,12 @@ def library_with_products() -> ctypes.CDLL:
 
 
 def library_with(products: str, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
-    """Make the library use `tiles` for its products, or `dots` as on a processor without AMX, for all callers."""
+    """Make the library use one of `PRODUCTS` for all callers: all but `tiles` as on a processor without AMX."""
     library = library_with_products()
     if products == "tiles" and not library.use_tiles(True):
         pytest.skip("a processor without tiles")
-    if products == "dots":
+    library.use_floats(products == "floats")
+    if products != "tiles":
         library.use_tiles(False)
         capabilities = {**torch.cpu.get_capabilities(), "amx_bf16": False}
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)

@@ -39,7 +39,7 @@ from engine.native.cpu.native_layer import NativeDecoderLayer
 from engine.native.model.quantized import QuantizedLinear
 from engine.sequences.sequence_table import SequenceTable
 from tests.engine.models import POISON, save_model
-from tests.engine.native.cpu.compiled import library_with
+from tests.engine.native.cpu.compiled import PRODUCTS, library_with
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -98,7 +98,7 @@ STEPS = (
 )
 
 
-@pytest.fixture(autouse=True, params=["dots", "tiles"])
+@pytest.fixture(autouse=True, params=PRODUCTS)
 def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     library_with(request.param, monkeypatch)
 

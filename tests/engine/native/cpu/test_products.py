@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from engine.native.cpu.products import PackedWeight, PanelLinear, Products, fits_panels
 from engine.native.model.grouped_weight import GroupedWeight
 from engine.native.model.quantized import QuantizedLinear
-from tests.engine.native.cpu.compiled import library_with
+from tests.engine.native.cpu.compiled import PRODUCTS, library_with
 
 MakeLayer = Callable[..., nn.Linear]
 
 
-@pytest.fixture(params=["dots", "tiles"])
+@pytest.fixture(params=PRODUCTS)
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
     return library_with(request.param, monkeypatch)
 

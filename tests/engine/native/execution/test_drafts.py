@@ -20,7 +20,7 @@ from tests.engine.conftest import MakeEngine
 from tests.engine.contract.reported import Reported
 from tests.engine.drive import Driven, drive, make_new, random_drafts
 from tests.engine.models import family, save_model
-from tests.engine.native.cpu.compiled import library_with
+from tests.engine.native.cpu.compiled import PRODUCTS, library_with
 from tests.engine.native.cpu.test_native_layer import CONFIGS as NATIVE_CONFIGS
 from tests.engine.native.execution.test_oom_split import ScarceMemory
 from tests.marks import mostly_full
@@ -35,7 +35,7 @@ def test_drafts_are_verified_where_own_kernels_attend_and_steps_run_in_turn(make
 
 
 @pytest.mark.parametrize("name", mostly_full(NATIVE_CONFIGS, "qwen3"))
-@pytest.mark.parametrize("kind", ["dots", "tiles"])
+@pytest.mark.parametrize("kind", PRODUCTS)
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_log_probabilities_of_accepted_tokens_are_equal_by_bits(
     name: str, kind: str, quantize: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

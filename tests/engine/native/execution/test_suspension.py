@@ -17,7 +17,7 @@ from tests.engine.conftest import MakeEngine
 from tests.engine.contract.reported import Reported
 from tests.engine.drive import Driven, drive, make_new, random_chunks
 from tests.engine.models import CONFIGS, POISON, family, save_model
-from tests.engine.native.cpu.compiled import library_with
+from tests.engine.native.cpu.compiled import PRODUCTS, library_with
 from tests.engine.native.cpu.test_native_layer import CONFIGS as NATIVE_CONFIGS
 from tests.engine.native.execution.test_oom_split import ScarceMemory
 from tests.engine.suspending import Suspending
@@ -219,7 +219,7 @@ def test_broken_sequences_fail_beside_suspended_ones(tmp_path: Path) -> None:
 # -- decoder layers in one call ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["dots", "tiles"])
+@pytest.fixture(params=PRODUCTS)
 def make_native(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     library_with(request.param, monkeypatch)
 

@@ -20,7 +20,7 @@ from tests.engine.conftest import MakeEngine
 from tests.engine.contract.reported import Reported
 from tests.engine.drive import drive, make_new, random_chunks, random_drafts, random_preemption
 from tests.engine.models import save_model
-from tests.engine.native.cpu.compiled import library_with
+from tests.engine.native.cpu.compiled import PRODUCTS, library_with
 from tests.engine.native.cpu.test_native_layer import CONFIGS
 from tests.engine.native.execution.test_oom_split import ScarceMemory
 from tests.marks import mostly_full
@@ -62,7 +62,7 @@ QUANTIZED = [(name, kind) for name in ("llama", "qwen3", "gemma3", "mixtral") fo
     ("name", "quantize"),
     mostly_full([*((name, None) for name in CONFIGS), *QUANTIZED], ("qwen3", None), ("gpt-oss", None)),
 )
-@pytest.mark.parametrize("kind", ["dots", "tiles"])
+@pytest.mark.parametrize("kind", PRODUCTS)
 def test_tokens_are_the_same_by_bits_in_any_schedule(
     name: str, kind: str, quantize: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,7 +71,8 @@ def test_tokens_are_the_same_by_bits_in_any_schedule(
     driven, expected = alone(make(tmp_path, exact=True, quantize=quantize, prefix_cache=False))
     for seed in range(3):
         assert together(make(tmp_path, exact=True, quantize=quantize), seed, driven) == expected
-    if quantize is None:  # guards this test: without the mode, recomputed tokens round otherwise
+    # Guards this test: without the mode, recomputed tokens round otherwise; with floats, hardly ever to other numbers.
+    if quantize is None and kind != "floats":
         driven, expected = alone(make(tmp_path, exact=False, prefix_cache=False))
         assert together(make(tmp_path, exact=False), 0, driven) != expected
 
