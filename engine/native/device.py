@@ -31,13 +31,15 @@ def choose_device(wanted: str) -> torch.device:
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
-def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
-    """Return the dtype named `wanted`; "auto" is bfloat16 if `device` multiplies bfloat16 natively, otherwise float32.
+def choose_dtype(wanted: str, device: torch.device, *, has_products: bool = False) -> torch.dtype:
+    """Return the dtype named `wanted`; "auto" is bfloat16 or float32.
 
-    Raises `EngineStartError` if the name is unknown.
+    It is bfloat16 if `device` multiplies bfloat16 natively, or if there are products of our own (`has_products`).
+    Raises
+    `EngineStartError` if the name is unknown.
     """
     if wanted == "auto":
-        return torch.bfloat16 if _multiplies_bfloat16(device) else torch.float32
+        return torch.bfloat16 if has_products or _multiplies_bfloat16(device) else torch.float32
     try:
         return _DTYPES[wanted]
     except KeyError as error:

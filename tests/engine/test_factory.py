@@ -1,6 +1,7 @@
 """The engine that a configuration gives, and the one-sentence error if it cannot start."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from engine.config import EngineConfig, EngineStartError
 from engine.factory import build_engine, build_torch_engine
 from engine.interface import Run, StepPlan
 from engine.native.device import choose_device, choose_dtype
+from engine.native.startup.loading import dtype_of
 from tests.engine.conftest import MakeEngine
 from tests.engine.drive import drive, make_new
 from tests.engine.models import CONFIGS
+from tests.engine.native.cpu.compiled import library_with_products
 
 
 def write_config(directory: Path, config: Any) -> str:
@@ -160,6 +163,15 @@ def test_positions_that_would_depend_on_other_sequences_are_not_allowed(tmp_path
     }
     engine = build_torch_engine(make_config(write_config(tmp_path, config)))
     assert engine.info.max_model_len == 48
+
+
+def test_weights_are_bfloat16_where_the_kernels_multiply_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    library_with_products()
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)  # such as of a processor without instructions for it
+    cpu, config = torch.device("cpu"), EngineConfig("model", device="cpu")
+    assert dtype_of(config, cpu) is torch.bfloat16
+    assert dtype_of(replace(config, optimize=False), cpu) is torch.float32
+    assert dtype_of(replace(config, dtype="float32"), cpu) is torch.float32
 
 
 def test_devices_and_number_formats() -> None:

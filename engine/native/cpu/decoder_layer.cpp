@@ -30,8 +30,14 @@ extern "C" int use_tiles([[maybe_unused]] int wanted) {
 
 #ifdef TIDEGATE_PRODUCTS
 
-// Makes products without tiles multiply floats, or not. By itself, the library chooses what is faster.
-extern "C" void use_floats(int wanted) { g_multiplies_floats = wanted; }
+// Makes products without tiles multiply floats, or not, and returns whether they do. By itself, the library chooses what
+// is faster.
+extern "C" int use_floats([[maybe_unused]] int wanted) {
+#ifdef __AVX512BF16__
+    g_multiplies_floats = wanted;
+#endif
+    return g_multiplies_floats;
+}
 
 namespace {
 
@@ -132,7 +138,7 @@ void linear_bfloat16(bf16 *out, const bf16 *x, const Linear *linear, Index rows,
 }
 
 // Computes a layer (`LayerForm` in layer_parts.py) for hidden (rows, n), in place, with step->threads threads. Writes the
-// rows' keys and values to the cache. Assumes AVX512_BF16 and contiguous rows.
+// rows' keys and values to the cache. Assumes contiguous rows.
 void decoder_layer_bfloat16(bf16 *hidden, const Layer *layer, const Step *step) {
     const Index rows = step->rows, n = layer->qkv.in, width = layer->qkv.out;
     const Heads heads = layer->heads;

@@ -1,5 +1,5 @@
 // Products of a few rows with a packed bfloat16 weight, with bfloat16 dot product instructions (AVX512_BF16), or with
-// floats where these are faster.
+// floats where these are faster or there are no such instructions.
 //
 // The sums of a block of rows × panels stay in registers for all inputs. Knows matrices; does not know layers.
 
@@ -12,6 +12,8 @@
 #ifdef TIDEGATE_PRODUCTS
 
 namespace tidegate {
+
+#ifdef __AVX512BF16__
 
 // Adds to sums[r][p] the products of row r of x with panel p, two inputs at once. The loops must be unrolled completely,
 // so that the sums stay in registers.
@@ -31,6 +33,8 @@ template <int kRows, int kPanels>
         }
     }
 }
+
+#endif
 
 // The same with floats, one input after the other. The rows are widened for all panels, a weight when it is read.
 template <int kRows, int kPanels>
@@ -70,10 +74,12 @@ inline void multiply_block(bf16 *out, const bf16 *x, const Linear &linear, Index
 #pragma GCC unroll 16
         for (int p = 0; p < kPanels; p++) sums[r][p] = bias_of(linear, first + p);
     const bf16 *weight = linear.weight + first * linear.in * kPanel;
-    if (g_multiplies_floats)
-        add_floats(sums, x, weight, linear.in);
-    else
+#ifdef __AVX512BF16__
+    if (!g_multiplies_floats)
         add_dots(sums, x, weight, linear.in);
+    else
+#endif
+        add_floats(sums, x, weight, linear.in);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 16

@@ -10,8 +10,8 @@
 
 #include "numbers.h"
 
-// Every processor that multiplies bfloat16 multiplies bytes, too.
-#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+// Bytes are multiplied by instructions for that, and bfloat16 numbers also without.
+#if defined(__AVX512BW__) && defined(__AVX512VNNI__)
 #define TIDEGATE_PRODUCTS
 #include <immintrin.h>
 
@@ -43,7 +43,15 @@ inline __m512 widen(const bf16 *p) {
 }
 
 // Writes 16 floats as bfloat16, rounded to nearest.
-inline void narrow(bf16 *p, __m512 sums) { _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(sums)); }
+inline void narrow(bf16 *p, __m512 sums) {
+#ifdef __AVX512BF16__
+    _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(sums));
+#else
+    alignas(64) float numbers[kPanel];
+    _mm512_store_ps(numbers, sums);
+    for (int i = 0; i < kPanel; i++) store(p + i, numbers[i]);
+#endif
+}
 
 // Returns the biases of a panel, or zeros if the layer has no bias.
 inline __m512 bias_of(const Linear &linear, Index panel) {

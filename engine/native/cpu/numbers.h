@@ -10,10 +10,12 @@ namespace tidegate {
 using bf16 = uint16_t;
 using Index = int64_t;
 
-#ifdef __AVX512BF16__
 // Whether products multiply floats. On Intel's processors, a dot product of two bfloat16 numbers in each of 16 lanes
 // takes three times as long as a multiplication of 16 floats, so the two multiplications in its place are faster.
+#ifdef __AVX512BF16__
 inline bool g_multiplies_floats = (__builtin_cpu_init(), __builtin_cpu_is("intel"));
+#else
+constexpr bool g_multiplies_floats = true;
 #endif
 
 // Reads a number from memory as a float.

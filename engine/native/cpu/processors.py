@@ -32,6 +32,7 @@ _PROCESSORS = {
     "x86_64": (
         Processor("amx", (*_BF16, "-mamx-tile", "-mamx-bf16"), _BF16_NEEDS | {"amx_tile", "amx_bf16"}),
         Processor("avx512-bf16", _BF16, _BF16_NEEDS),
+        Processor("avx512-vnni", ("-march=x86-64-v4", "-mavx512vnni"), _LEVEL_4 | {"avx512_vnni"}),
         Processor("avx512", ("-march=x86-64-v4",), _LEVEL_4),
         Processor("avx2", ("-march=x86-64-v3",), _LEVEL_3),
     ),

@@ -10,11 +10,12 @@ from transformers import PretrainedConfig
 
 from engine.config import EngineConfig
 from engine.native.cpu.build import library_or_reason
-from engine.native.device import choose_device, choose_dtype, free_bytes
+from engine.native.device import choose_device, free_bytes
 from engine.native.kv.cache import LayerShape
 from engine.native.kv.sizing import check_kv_cache_dtype
 from engine.native.model.loader import load_config, weight_bytes
 from engine.native.startup.cuda_bring_up import kernels_or_fault
+from engine.native.startup.loading import dtype_of
 from engine.native.startup.probe import LayerSpec
 
 # Weights of the largest models with which this engine was measured on a GPU: 8 B parameters in 16 bits, and some more.
@@ -41,7 +42,7 @@ def examine(config: EngineConfig) -> Checkup:
     """Return what the engine of `config` would use. Raises `EngineStartError` if it could not start."""
     device = choose_device(config.device)
     check_kv_cache_dtype(config, device)
-    dtype = choose_dtype(config.dtype, device)
+    dtype = dtype_of(config, device)
     hf_config = load_config(config)
     is_gpu = device.type == "cuda"
     weights = weight_bytes(config, hf_config, dtype)

@@ -24,7 +24,7 @@ from engine.native.model.loader import check_fits, context_limit, is_on_hub, is_
 from engine.native.model.quantization import quantize
 from engine.native.model.weights import CannotKeepError, quantization_method
 from engine.native.startup.probe import LayerSpec, probe_layers
-from engine.progress import Phase, Progress
+from engine.progress import NO_PROGRESS, Phase, Progress
 
 _SMALL_MODEL = 10_000_000  # a model with fewer parameters is small; see `_set_threads`
 
@@ -46,9 +46,19 @@ class Loaded:
         return [spec.shape for spec in self.specs]
 
 
+def dtype_of(config: EngineConfig, device: torch.device, progress: Progress = NO_PROGRESS) -> torch.dtype:
+    """Return the dtype of the model's weights and activations. Raises `EngineStartError` if its name is unknown."""
+    has_products = config.dtype == "auto" and _has_products(config, torch.bfloat16, device, progress)
+    return choose_dtype(config.dtype, device, has_products=has_products)
+
+
+def _has_products(config: EngineConfig, dtype: torch.dtype, device: torch.device, progress: Progress) -> bool:
+    return device.type == "cpu" and config.optimize and Products.available(load_library(progress), dtype)
+
+
 def load(config: EngineConfig, progress: Progress) -> Loaded:
     device = choose_device(config.device)
-    dtype = choose_dtype(config.dtype, device)
+    dtype = dtype_of(config, device, progress)
     file = _file_to_keep(config, dtype, device, progress)
     # The hub's client shows its downloads itself.
     with progress.phase("loading the model", draws_itself=is_on_hub(config)) as phase:
@@ -104,7 +114,7 @@ def _file_to_keep(config: EngineConfig, dtype: torch.dtype, device: torch.device
         return None
     if config.quantize is not None:
         reason = f"they are rounded to {config.quantize}"
-    elif device.type != "cpu" or not config.optimize or not Products.available(load_library(progress), dtype):
+    elif not _has_products(config, dtype, device, progress):
         reason = f"there are no products with them for {str(dtype).removeprefix('torch.')} on this device"
     else:
         return file

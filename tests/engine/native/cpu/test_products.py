@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from engine.native.cpu.products import PackedWeight, PanelLinear, Products, fits_panels
 from engine.native.model.grouped_weight import GroupedWeight
 from engine.native.model.quantized import QuantizedLinear
-from tests.engine.native.cpu.compiled import PRODUCTS, library_with
+from tests.engine.native.cpu.compiled import PRODUCTS, library_for_vnni, library_with
 
 MakeLayer = Callable[..., nn.Linear]
 
 
-@pytest.fixture(params=PRODUCTS)
+@pytest.fixture(params=[*PRODUCTS, "vnni"])
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
-    return library_with(request.param, monkeypatch)
+    return library_for_vnni(monkeypatch) if request.param == "vnni" else library_with(request.param, monkeypatch)
 
 
 def make_layer(in_features: int, out_features: int, bias: bool = False) -> nn.Linear:
