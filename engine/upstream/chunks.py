@@ -28,6 +28,7 @@ class Piece:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     cached_tokens: int = 0
     prompt_tokens: int = 0  # 0: the event does not say it
+    lacks_ids: bool = False  # whether `text` is that of further tokens before those in `token_ids`
 
     def __post_init__(self) -> None:
         if len(self.logprobs) not in (0, len(self.token_ids)) or min(self.cached_tokens, self.prompt_tokens) < 0:
@@ -206,6 +207,7 @@ class _LlamaChunk(msgspec.Struct):
     timings: _LlamaTimings = msgspec.field(default_factory=_LlamaTimings)
     content: str = ""
     tokens: list[int] = []
+    tokens_predicted: int = 0
     stop: bool = False
     stop_type: str = ""
     completion_probabilities: list[_LlamaProb] = []
@@ -213,7 +215,12 @@ class _LlamaChunk(msgspec.Struct):
 
 
 class _LlamaReader:
+    """The server sends only the last id of a character of several tokens, with the whole text."""
+
     _decoder = msgspec.json.Decoder(_LlamaChunk)
+
+    def __init__(self) -> None:
+        self._num_read = 0
 
     def read(self, data: bytes) -> Piece:
         chunk: _LlamaChunk = _decode(self._decoder, data)
@@ -224,4 +231,5 @@ class _LlamaReader:
             TokenLogprobs(prob.id, prob.logprob, tuple((top.id, top.logprob) for top in prob.top_logprobs))
             for prob in chunk.completion_probabilities
         ]
-        return Piece(chunk.tokens, chunk.content, logprobs=logprobs)
+        num_read, self._num_read = self._num_read + len(chunk.tokens), chunk.tokens_predicted
+        return Piece(chunk.tokens, chunk.content, logprobs=logprobs, lacks_ids=chunk.tokens_predicted > num_read)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import msgspec
 from msgspec import structs
 
-from engine.interface import EngineInfo, FinishReason, SamplingParams, SequenceOutput
+from engine.interface import EngineInfo, FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
 from engine.streaming import (
     IMAGES,
     StreamRequest,
@@ -43,7 +43,8 @@ TRIAL_S = 120.0  # a server may compile kernels for its first tokens
 class HttpUpstream:
     """One endpoint of a server, and `card`, one of its models.
 
-    `texts` is needed for a dialect that takes no token ids, and for one of chats.
+    `texts` is needed for a dialect that takes no token ids, and for one of chats. llama.cpp needs it for characters of
+    several tokens, of which it sends only the last id.
     """
 
     def __init__(
@@ -115,13 +116,15 @@ class HttpUpstream:
     async def _with_usage(self, last: SequenceOutput, pieces: AsyncGenerator[Piece, None]) -> SequenceOutput:
         """Return the last output with what the server says of the prompt at the end.
 
-        It is how many tokens were found in its prefix cache, and for a chat, how many there are.
+        It is how many tokens were found in its prefix cache, and for a chat, how many there are. An event of its own
+        may say that the last token was one that ends the answer.
         """
         if self._dialect.usage_last and not last.num_cached_tokens:
             with suppress(UpstreamLost, TimeoutError):  # the answer is whole in any case
                 async with asyncio.timeout(USAGE_S):
                     async for piece in pieces:
-                        if piece.finish_reason is not None and not piece.cached_tokens:  # some send it by itself
+                        last = structs.replace(last, finish_reason=piece.finish_reason or last.finish_reason)
+                        if piece.finish_reason is not None and not piece.cached_tokens:
                             continue
                         num_prompt = piece.prompt_tokens if self._dialect.is_chat else 0
                         counted = {"num_cached_tokens": piece.cached_tokens, "num_prompt_tokens": num_prompt}
@@ -175,7 +178,8 @@ class HttpUpstream:
         if self._dialect.is_chat:
             return chat_body_of(request, self._dialect, self._card.id, with_priority=self._with_priority)
         known = (*request.prompt_token_ids, *request.output_token_ids)
-        prompt = list(known) if self._texts is None else self._texts.prompt(known)
+        texts = None if self._dialect.takes_ids else self._texts
+        prompt = list(known) if texts is None else texts.prompt(known)
         return body_of(request, self._dialect, self._card.id, prompt, with_priority=self._with_priority)
 
     async def _pieces(self, exchange: Exchange) -> AsyncGenerator[Piece, None]:
@@ -183,8 +187,8 @@ class HttpUpstream:
         while data := await exchange.read():
             for event in splitter.feed(data):
                 piece = reader.read(event)
-                if self._texts is not None and not (piece.token_ids and self._dialect.takes_ids):
-                    piece.token_ids = self._texts.ids(piece.text) if piece.text else []
+                if self._texts is not None and (piece.lacks_ids or not (piece.token_ids and self._dialect.takes_ids)):
+                    _set_ids(piece, self._texts)
                 yield piece
 
     def _output(self, request: StreamRequest, piece: Piece, num_tokens: int) -> SequenceOutput:
@@ -206,6 +210,13 @@ class HttpUpstream:
             num_cached_tokens=piece.cached_tokens,
             logprobs=tuple(piece.logprobs),
         )
+
+
+def _set_ids(piece: Piece, texts: Texts) -> None:
+    """Give a piece the ids of its text. The log probability of those that the server did not send is unknown: 0."""
+    piece.token_ids = texts.ids(piece.text) if piece.text else []
+    if piece.logprobs:
+        piece.logprobs = [*(TokenLogprobs(i, 0.0, ()) for i in piece.token_ids[:-1]), piece.logprobs[-1]]
 
 
 async def refusal(exchange: Exchange) -> UpstreamError:

@@ -129,7 +129,9 @@ async def _tried(
         return await _tried_vectors(sender, dialect, card, info, config)
     if not dialect.takes_ids:
         return HttpUpstream(sender, dialect, card, info, _texts(config.model_path))
-    upstream = HttpUpstream(sender, dialect, card, info, with_priority=with_priority)
+    is_texts_used = dialect.name == "llama.cpp" and _file(config.model_path, "tokenizer.json") is not None
+    texts = _texts(config.model_path) if is_texts_used else None
+    upstream = HttpUpstream(sender, dialect, card, info, texts, with_priority=with_priority)
     try:
         if not await upstream.try_out():
             return None

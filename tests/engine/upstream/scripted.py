@@ -52,6 +52,7 @@ class Script:
     # ends the stream without a finish reason, "error" sends an error event, "hang" sends nothing more.
     after: int | None = None
     then: str = "cut"
+    events: tuple[dict[str, Any], ...] = ()  # all events of the stream, if there are any
 
 
 @dataclass
@@ -168,6 +169,9 @@ class ScriptedServer:
         prompt = json.dumps(body["messages"]) if is_chat else body["prompt"]
         known = [len(prompt)] if isinstance(prompt, str) else list(prompt)
         count = body.get("max_tokens", body.get("n_predict", UNLIMITED))
+        for event in script.events:
+            self._event(writer, json.dumps(event))
+        count = 0 if script.events else count
         is_known = self.cached_block and body in self.bodies[:-1]
         cached = (len(prompt) - 1) // self.cached_block * self.cached_block if is_known else 0
         for number in range(count):
@@ -195,7 +199,7 @@ class ScriptedServer:
         if body.get("stream_options"):
             usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": {"cached_tokens": cached}}
             self._event(writer, json.dumps({"choices": [], "usage": usage}))
-        if "n_predict" in body:
+        if "n_predict" in body and not script.events:
             self._event(writer, json.dumps({"stop": True, "stop_type": "limit", "timings": {"cache_n": cached}}))
         self._event(writer, "[DONE]")
         writer.write(b"0\r\n\r\n")

@@ -92,6 +92,14 @@ def test_llama_cpp_events() -> None:
     assert last == Piece(finish_reason=FinishReason.LENGTH)
 
 
+def test_llama_cpp_sends_only_the_last_id_of_a_character_of_several_tokens() -> None:
+    def event(number: int, text: str, predicted: int) -> dict[str, Any]:
+        return {"content": text, "tokens": [number], "tokens_predicted": predicted}
+
+    pieces = read(LLAMA_CPP, event(7, "a", 1), event(403, "\U0001fae5", 5), event(8, "b", 6), {"stop": True})
+    assert [piece.lacks_ids for piece in pieces] == [False, True, False, False]
+
+
 @EACH
 @pytest.mark.parametrize(
     "data",

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from demo_model.location import demo_model_path
 from engine.interface import EngineInfo, FinishReason, SamplingParams, SequenceOutput
@@ -24,6 +25,7 @@ from engine.upstream.connect import UpstreamConfig, connect
 from engine.upstream.dialects import LLAMA_CPP, SGLANG, VLLM
 from engine.upstream.http import Address, HttpSender
 from engine.upstream.status import ModelCard, load_of
+from engine.upstream.texts import Texts
 from tests.engine.upstream.scripted import (
     MODEL,
     VOCAB,
@@ -37,6 +39,7 @@ from tests.engine.upstream.scripted import (
 INFO = EngineInfo("model", 512, VOCAB, 16, 1024, 2048)
 CARD = ModelCard(MODEL, "vllm")
 PROMPT = (5, 6, 7)
+DEMO = Texts(Tokenizer.from_file(str(demo_model_path() / "tokenizer.json")))
 
 
 def client_of(server: ScriptedServer, **options: Any) -> HttpUpstream:
@@ -174,6 +177,46 @@ async def test_llama_cpp_tells_its_places_with_and_without_metrics(properties: s
         assert await upstream.load() == UpstreamLoad(num_waiting=2, num_places=num_places)
         server.properties = ""
         assert await upstream.load() == UpstreamLoad(num_waiting=2)
+
+
+async def test_llama_cpps_characters_of_several_tokens_are_whole() -> None:
+    character, text = "\U0001fae5", "a\U0001fae5b"
+    async with scripted_server(owned_by="llamacpp") as server:
+        upstream = await connect(UpstreamConfig(server.url, str(demo_model_path())))
+        one, whole, two = (DEMO.ids(piece) for piece in ("a", character, "b"))
+        assert len(whole) == 4
+        events = [
+            {"content": "a", "tokens": one, "tokens_predicted": 1},
+            {"content": character, "tokens": whole[-1:], "tokens_predicted": 5},
+            {"content": "b", "tokens": two, "tokens_predicted": 6},
+        ]
+        last = {"stop": True, "stop_type": "eos", "tokens_predicted": 6}
+        probs = [{"completion_probabilities": [{"id": e["tokens"][-1], "logprob": -1.0}]} for e in events]
+        for more in ([{}] * 3, probs):
+            script = [{**event, **each} for event, each in zip(events, more, strict=True)]
+            server.scripts.append(Script(events=(*script, last)))
+        outputs: list[SequenceOutput] = []
+        ids = await collect(upstream, request(max_tokens=9), outputs)
+        assert ids == [*one, *whole, *two] and DEMO.plain(ids) == text
+        assert outputs[-1].finish_reason is FinishReason.STOP
+        assert outputs[-1].num_computed_tokens == len(PROMPT) + 6 - 1
+        outputs.clear()
+        assert await collect(upstream, request(max_tokens=9, logprobs=1), outputs) == ids
+        logprobs = [each.logprob for output in outputs for each in output.logprobs]
+        assert logprobs == [-1, 0, 0, 0, -1, -1], "those of the tokens that the server did not send are not known"
+
+
+@pytest.mark.parametrize("stop_type", ["eos", "limit"])
+async def test_the_event_after_the_last_token_says_why_the_answer_ended(stop_type: str) -> None:
+    """llama.cpp sends the token that ends an answer as any other."""
+    async with scripted_server() as server:
+        tokens = [{"content": " w", "tokens": [number], "tokens_predicted": number - 4} for number in (5, 6)]
+        last = {"stop": True, "stop_type": stop_type, "timings": {"cache_n": 2}}
+        server.scripts.append(Script(events=(*tokens, last)))
+        outputs: list[SequenceOutput] = []
+        await collect(HttpUpstream(server.sender, LLAMA_CPP, CARD, INFO), request(max_tokens=2), outputs)
+    reason = FinishReason.STOP if stop_type == "eos" else FinishReason.LENGTH
+    assert (outputs[-1].finish_reason, outputs[-1].num_cached_tokens) == (reason, 2)
 
 
 @pytest.mark.parametrize("status", [404, 500, 502, 503])
