@@ -179,11 +179,13 @@ class StreamTable:
         self._table.update(state)
 
     def is_part(self, state: RequestState, output: SequenceOutput) -> bool:
-        """Return whether `output` ends a stream that was to bring only a part of the answer."""
-        until = self._streams[state.id].until
-        num_output = len(state.output_token_ids) + len(output.token_ids)
-        is_whole = until >= state.request.sampling.max_tokens
-        return output.finish_reason is FinishReason.LENGTH and num_output >= until and not is_whole
+        """Return whether `output` ends a stream that was to bring only a part of the answer.
+
+        The part may be shorter, because llama.cpp does not send the beginning of a character.
+        """
+        stream = self._streams[state.id]
+        is_whole = stream.until >= state.request.sampling.max_tokens
+        return output.finish_reason is FinishReason.LENGTH and stream.has_tokens and not is_whole
 
     def is_prompt_part(self, request_id: str) -> bool:
         """Return whether the stream of a request is only to have the beginning of its prompt cached."""

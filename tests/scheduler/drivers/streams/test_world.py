@@ -221,6 +221,18 @@ def test_bulk_comes_in_parts_where_the_server_keeps_them() -> None:
     assert num_computed <= 4 * (40 + 150) + 2 * 16, "of each part, less than a block is computed again"
 
 
+def test_a_part_that_ends_inside_of_a_character_is_not_the_end_of_the_answer() -> None:
+    """llama.cpp sends a character's tokens with its last one only."""
+
+    async def story(world: World) -> None:
+        world.engine.cuts_characters = True
+        answer = await world.ask("bulk", tier="bulk", prompt=40, max_tokens=150, temperature=0.0)
+        assert answer.token_ids == [token_at(answer.request.prompt_token_ids, i) for i in range(149)]
+        assert [len(s.output_token_ids) for s in world.engine.opened] == [0, 63, 126]
+
+    play(story, caches_prefixes=True)
+
+
 def test_answers_come_whole_while_a_server_keeps_less_than_it_showed_and_bulk_is_still_hung_up() -> None:
     async def story(world: World) -> int:
         world.engine.keeps_answers = False
