@@ -28,8 +28,16 @@ from scheduler.config import TierSet
 from scheduler.control.budget import Budgets
 from scheduler.control.controller import SLAController
 from scheduler.control.knobs import Decision
-from scheduler.drivers.streams.in_flight_limit import InFlightLimit, SlowStart
-from scheduler.drivers.streams.policy import MAX_TOKENS, RECOMPUTE_SHARE, Decisions, TokenBucket, View, decide
+from scheduler.drivers.streams.in_flight_limit import InFlightLimit, SlowStart, free_places
+from scheduler.drivers.streams.policy import (
+    MAX_TOKENS,
+    RECOMPUTE_SHARE,
+    Decisions,
+    TokenBucket,
+    View,
+    decide,
+    has_traffic,
+)
 from scheduler.drivers.streams.precedence import Precedence
 from scheduler.drivers.streams.retries import Retries
 from scheduler.drivers.streams.server_state import ServerState
@@ -310,6 +318,7 @@ class StreamCore:
     # -- twice a second ----------------------------------------------------------------------------------------
 
     def review(self, depths: Mapping[str, int], now: float) -> list[Decision]:
-        self.limit.grow(len(self._streams), now)
+        is_shared = has_traffic(self.held.tiers, self._table, self._budgets(now))
+        self.limit.grow(len(self._streams) + (0 if is_shared else free_places(self.limit.value)), now)
         self._slow_start.review(len(self._streams), now)
         return self.held.review(depths, self.server.kv_usage, self._step_times.model, now)

@@ -8,6 +8,9 @@ Knows numbers and times that are passed in; does no I/O.
 from engine.streaming import UpstreamLoad
 from scheduler.clock import NEVER_S
 
+# Places of the server that bulk leaves free while there is interactive traffic, or if the server would have to compute
+# all of a stream again that is hung up. But at most each fourth one.
+INTERACTIVE_PLACES = 2
 CUT = 0.8  # factor by which the limit falls when the server refuses a request
 GROWTH_PER_S = 1.0  # requests by which the limit rises per second
 # The limit of the slow start doubles after so many decode-only steps of more than half as many streams. If a server
@@ -18,11 +21,17 @@ MAX_PAUSE_S = 30.0  # the longest pause after a refusal, whatever the server ask
 USUAL_PAUSE_S = 0.5  # the pause if the server asks for none
 
 
+def free_places(max_in_flight: float) -> float:
+    """Return how many of the places bulk leaves free."""
+    return min(INTERACTIVE_PLACES, max_in_flight // 4)
+
+
 class InFlightLimit:
     """The largest number of requests in flight. `allowed` bounds it (None: unbounded), as do the server's places."""
 
     def __init__(self, allowed: int | None = None) -> None:
         self._allowed = float(allowed) if allowed else NEVER_S
+        self._num_places: int | None = None  # of the server, as it last said
         self._largest = self._allowed
         self._value = self._largest
         self._paused_until_s = -NEVER_S
@@ -54,15 +63,20 @@ class InFlightLimit:
         Of the requests in flight, `num_stuck` were sent some steps ago and have no token: what was sent in the last
         moment waits for the next step, and not for a place.
         """
-        self._largest = min(self._allowed, load.num_places or NEVER_S)
-        self._value = min(self._value, self._largest)
+        if load.num_places not in (None, self._num_places):  # its first answer, or it was started anew
+            self._num_places = load.num_places
+            self._value = self._largest = min(self._allowed, load.num_places or NEVER_S)
         if num_waiting := min(load.num_waiting or 0, num_stuck):
             self._value = max(1.0, min(self._value, num_in_flight) - num_waiting)
             self._grown_s = now
 
-    def grow(self, num_in_flight: int, now: float) -> None:
-        """Raise the limit if it is in use. Call this about twice a second."""
-        if self._value < self._largest and num_in_flight >= self._value - 1 and self._grown_s > -NEVER_S:
+    def grow(self, num_in_use: float, now: float) -> None:
+        """Raise the limit if it is in use. Call this about twice a second.
+
+        The requests in flight are in use, and the places that bulk leaves free while it is alone. Beside interactive
+        traffic, only those in flight are: bulk that tried how many places there are would be in its way.
+        """
+        if self._value < self._largest and num_in_use >= self._value - 1 and self._grown_s > -NEVER_S:
             self._value = min(self._largest, self._value + GROWTH_PER_S * (now - self._grown_s))
         self._grown_s = now
 

@@ -23,14 +23,12 @@ from scheduler.config import Tier
 from scheduler.control.budget import Budgets, TierBudget
 from scheduler.control.step_limit import FIRST_STEP_SHARE
 from scheduler.deadlines import deadline_s
+from scheduler.drivers.streams.in_flight_limit import free_places
 from scheduler.holdings.request_table import RequestTable
 from scheduler.request_state import RequestState
 
 # Interactive traffic has stopped when its mean gap between arrivals is longer than this, in seconds.
 QUIET_S = 30.0
-# Places of the server that bulk leaves free while there is interactive traffic, or if the server would have to compute
-# all of a stream again that is hung up.
-INTERACTIVE_PLACES = 2
 # Share of the TTFT SLO: a first token that is predicted to come later than the rest of the SLO is at risk.
 RISK_SHARE = 0.2
 RECOMPUTE_SHARE = 0.05  # share of all computed tokens that may be computed a second time
@@ -70,6 +68,12 @@ class Decisions:
     parts: Mapping[str, int] = field(default_factory=dict)  # by id: tokens that are sent now, if these are not all
 
 
+def has_traffic(tiers: Sequence[Tier], table: RequestTable, budgets: Budgets) -> bool:
+    """Return whether interactive requests are here, or have arrived lately."""
+    interactive = [tier.name for tier in tiers if tier.is_interactive]
+    return any(table.count(name) or budgets.tiers[name].arrival_gap_s <= QUIET_S for name in interactive)
+
+
 def decide(view: View, now: float) -> Decisions:
     """Return what to do now. Requests that were hung up before count as requests to start."""
     draft, budgets = _Draft(view, now), view.budgets
@@ -105,12 +109,7 @@ class _Draft:
         self._bulk_prefills_s = sum(self._prefill_s(s) for s in prefills if not s.is_protected)
         self._has_bulk = not all(s.is_protected for s in residents)
         self._interactive = [s for s in view.table.interactive() if not s.yields]
-        # Whether interactive requests are here, or have arrived lately.
-        self._has_traffic = any(
-            view.table.count(tier.name) or view.budgets.tiers[tier.name].arrival_gap_s <= QUIET_S
-            for tier in view.tiers
-            if tier.is_interactive
-        )
+        self._has_traffic = has_traffic(view.tiers, view.table, view.budgets)
         self._window_s = self._bulk_window_s() if self._has_traffic else NEVER_S
         self._unplaced: list[RequestState] = []  # interactive requests for which the server has no place
 
@@ -258,7 +257,7 @@ class _Draft:
         if self._num_in_flight == 0:
             return self._view.max_in_flight >= 1  # the server never stands idle while there is work
         gives_way = self._view.may_cut(state) and not self._has_traffic  # it can be hung up for the first chat
-        reserved = 0 if gives_way else min(INTERACTIVE_PLACES, self._view.max_in_flight // 4)
+        reserved = 0 if gives_way else free_places(self._view.max_in_flight)
         if self._num_of[state.tier.name] >= budget.max_num_seqs or not self._fits_step(state):
             return False
         if self._num_in_flight >= self._view.max_in_flight - reserved:

@@ -44,11 +44,12 @@ def test_the_servers_places_bound_the_limit() -> None:
 
 
 def test_a_server_with_more_places_than_before_gets_more_requests() -> None:
-    limit = InFlightLimit()
-    for second in range(40):
-        limit.note_load(UpstreamLoad(num_places=4 if second < 2 else 8), 0, num_stuck=0, now=float(second))
+    limit, values = InFlightLimit(), []
+    for second, num_places in enumerate([4, 64, None, 64, 8]):
+        limit.note_load(UpstreamLoad(num_places=num_places), 0, num_stuck=0, now=float(second))
         limit.grow(int(limit.value), now=float(second))
-    assert limit.value == 8
+        values.append(limit.value)
+    assert values == [4, 64, 64, 64, 8], "what it does not say for a moment is as before"
 
 
 def test_the_limit_rises_while_it_is_in_use() -> None:

@@ -349,6 +349,28 @@ def test_what_more_streams_cost_is_learned_where_bulk_takes_all_places(decode_s:
     assert 0.8 <= few <= 1.5 and 0.8 <= many <= 1.5, "with the safety factor of noisy steps"
 
 
+@pytest.mark.parametrize("caches_prefixes", [False, True])
+def test_bulk_alone_finds_out_that_a_server_has_more_places_again(caches_prefixes: bool) -> None:
+    """A server without known places that has refused requests for a while."""
+
+    async def story(world: World) -> None:
+        world.engine.refuses = True
+        flood = asyncio.create_task(bulk(world, 60, 70.0))
+        await world.clock.sleep(15.0)
+        world.engine.places = 12
+        await world.clock.sleep(15.0)
+        assert world.core.limit.value <= 16
+        world.engine.places = 50
+        most = 0
+        for _ in range(80):
+            await world.clock.sleep(0.5)
+            most = max(most, len(world.engine.running))
+        assert most >= 40
+        await flood
+
+    play(story, places=50, caches_prefixes=caches_prefixes)
+
+
 def test_the_servers_own_queue_is_never_used_if_it_tells_its_places() -> None:
     async def story(world: World) -> None:
         flood = [world.ask(f"bulk-{i}", "bulk", prompt(i, 64), 32) for i in range(40)]
