@@ -258,8 +258,10 @@ class StreamCore:
     def _note_cached(self, state: RequestState, output: SequenceOutput) -> None:
         """Correct what a continued request costs by what the server says."""
         num_lost = self._streams.lost_tokens(state, output)
-        bucket = self._streams.parts_recompute if self._streams.follows_part(state.id) else self._recompute
-        bucket.spend(num_lost)
+        if self._streams.follows_part(state.id):
+            self._streams.parts_recompute.spend(max(0, num_lost))
+        else:  # for a hang-up, a number of tokens was spent
+            self._recompute.spend(num_lost)
         self.recomputed[state.tier.name] += max(0, num_lost)
         is_first = self._streams.is_first(state.id)  # later ones find what the earlier ones have computed
         if is_first and output.finish_reason is not None and not state.num_cached_tokens:  # or only then

@@ -301,4 +301,5 @@ class TokenBucket:
         self.level = min(self._size, self.level + self._share * work)
 
     def spend(self, wasted: float) -> None:
-        self.level -= wasted
+        """Lower the level. What was spent in error comes back as a negative number."""
+        self.level = min(self._size, self.level - wasted)

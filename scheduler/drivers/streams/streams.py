@@ -44,6 +44,7 @@ class Stream:
     follows_part: bool  # whether the stream before it ended by itself, and was not hung up
     part: int | None = None  # tokens of the beginning of a prompt that are sent to be cached; None: all are sent
     has_tokens: bool = False
+    is_cached_known: bool = False  # whether it was told how many of its tokens were found in the prefix cache
 
 
 class StreamTable:
@@ -217,6 +218,7 @@ class StreamTable:
         tokens that it has already.
         """
         self.interrupt(state, now)
+        self._kept.pop(state.id, None)  # the server may have been started anew
         if not self.can_continue(state):
             state.output_token_ids.clear()
             state.report_logprobs()
@@ -269,15 +271,16 @@ class StreamTable:
     def lost_tokens(self, state: RequestState, output: SequenceOutput) -> int:
         """Return how many tokens of a continued request the server had to compute again, beyond what was expected.
 
-        It is negative if there were fewer. The first or the last output of a stream says it.
+        It is negative if there were fewer. The first output of a stream says it, the last one, or each of them.
         """
         stream = self._streams[state.id]
         if stream.part is not None and output.num_cached_tokens < stream.num_kept:
             self._whole.add(state.id)  # each further part would compute all before it again
             return stream.num_kept - output.num_cached_tokens
-        if not (stream.num_before and output.num_cached_tokens):
+        if stream.is_cached_known or not (output.num_cached_tokens or output.finish_reason):
             return 0
-        return stream.num_kept - min(output.num_cached_tokens, stream.num_known)
+        stream.is_cached_known = True
+        return stream.num_kept - min(output.num_cached_tokens, stream.num_known) if stream.num_kept else 0
 
     # -- choices -----------------------------------------------------------------------------------------------
 

@@ -79,6 +79,7 @@ class ModeledUpstream:
         self._cached: set[int] = set()  # digests of what whole blocks were computed for: all tokens up to their ends
         self.forgets = False  # whether what is computed is cached no longer
         self.keeps_answers = True  # whether what it generates is cached, and not only the prompts
+        self.repeats_cached = False  # whether each output says how many tokens were cached, as SGLang's do
         self.cuts_characters = False  # whether the last token of each stream begins a character, and is not sent
         self.repeats = True  # whether an answer that begins again is the same
         self.refuses = False  # answer 503 instead of letting requests wait
@@ -199,7 +200,7 @@ class ModeledUpstream:
             num_computed_tokens=len(request.prompt_token_ids) + position,
             token_ids=() if is_last and self.cuts_characters else (token_at(request.prompt_token_ids, position),),
             finish_reason=FinishReason.LENGTH if is_last else None,
-            num_cached_tokens=sequence.num_cached if is_last else 0,
+            num_cached_tokens=sequence.num_cached if is_last or self.repeats_cached else 0,
         )
         sequence.outputs.put_nowait(output)
         if is_last:

@@ -15,7 +15,7 @@ from scheduler.config import TierSet
 from scheduler.control.controller import SLAController
 from scheduler.drivers.streams.core import StreamCore
 from scheduler.drivers.streams.driver import StreamDriver
-from scheduler.drivers.streams.policy import QUIET_S
+from scheduler.drivers.streams.policy import QUIET_S, RECOMPUTE_SHARE
 from scheduler.queue.memory_state import Output
 from scheduler.request import Delivery, EventKind
 from scheduler.worker.checkpoints import CHECKPOINT_S
@@ -233,9 +233,13 @@ def test_a_part_that_ends_inside_of_a_character_is_not_the_end_of_the_answer() -
     play(story, caches_prefixes=True)
 
 
-def test_answers_come_whole_while_a_server_keeps_less_than_it_showed_and_bulk_is_still_hung_up() -> None:
+@pytest.mark.parametrize("change", [{}, {"repeats_cached": True}, {"forgets": True}])
+def test_answers_come_whole_while_a_server_keeps_less_than_it_showed_and_bulk_is_still_hung_up(
+    change: dict[str, bool],
+) -> None:
     async def story(world: World) -> int:
-        world.engine.keeps_answers = False
+        for name, value in {"keeps_answers": False, **change}.items():
+            setattr(world.engine, name, value)
         asked = [world.ask(f"b{i}", "bulk", prompt(i, 64), 128, temperature=0.0) for i in range(400)]
         flood = asyncio.gather(*asked)
         await world.clock.sleep(50.0)
@@ -244,6 +248,36 @@ def test_answers_come_whole_while_a_server_keeps_less_than_it_showed_and_bulk_is
         return world.core.status(0.0).preemptions.total()
 
     assert play(story, cost=CPU, caches_prefixes=True, places=16, tells_places=True) > 0
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_what_a_server_has_to_compute_again_after_its_restart_is_no_cost_of_hang_ups(forgets: bool) -> None:
+    async def story(world: World) -> None:
+        asked = [world.ask(f"b{i}", "bulk", prompt(i, 300), 200, temperature=0.0) for i in range(16)]
+        flood = asyncio.gather(*asked)
+        await world.clock.sleep(6.0)
+        world.engine.die()
+        if forgets:
+            world.engine._cached.clear()
+        await world.clock.sleep(3.0)
+        world.engine.is_up = True
+        assert all(is_right(answer) for answer in await flood)
+        assert world.core.recomputed.total() == 0
+        assert world.core._recompute.level > 0
+
+    play(story, cost=CPU, caches_prefixes=True, places=16, tells_places=True)
+
+
+@pytest.mark.parametrize("repeats_cached", [False, True])
+def test_prefixes_of_other_requests_are_no_room_for_hang_ups(repeats_cached: bool) -> None:
+    async def story(world: World) -> None:
+        world.engine.repeats_cached = repeats_cached
+        for number in range(4):
+            assert is_right(await world.ask(f"b{number}", "bulk", 200, 100, temperature=0.0))
+        share = RECOMPUTE_SHARE * world.core.num_computed + 1
+        assert world.core._recompute.level <= share and world.core._streams.parts_recompute.level <= share
+
+    play(story, caches_prefixes=True)
 
 
 def test_many_streams_are_hung_up_at_once_where_the_server_keeps_what_they_have() -> None:
