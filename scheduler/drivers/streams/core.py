@@ -208,6 +208,7 @@ class StreamCore:
             lost=self._streams.lost,
             sent=self._streams.num_sent,
             may_cut=self._streams.may_cut,
+            gives_way=self._streams.gives_way,
             block_size=self._engine.block_size,
             left_s=self._precedence.left_s(),
         )

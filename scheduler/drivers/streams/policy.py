@@ -56,6 +56,7 @@ class View:
     lost: Callable[[RequestState], int] = lambda state: state.num_tokens
     sent: Callable[[RequestState], int] = lambda state: state.num_tokens  # tokens that its stream has at the server
     may_cut: Callable[[RequestState], bool] = lambda state: False  # whether its prompt may be sent in parts
+    gives_way: Callable[[RequestState], bool] = lambda state: False  # whether it can be hung up later at little cost
     block_size: int = 16  # tokens of a KV block of the server: parts of prompts are whole blocks
     slow_start: float = NEVER_S  # streams up to which bulk may start more
     left_s: float = NEVER_S  # what bulk may add by the delay accounts of the answers that are under way
@@ -256,7 +257,7 @@ class _Draft:
     def _may_start(self, state: RequestState, budget: TierBudget) -> bool:
         if self._num_in_flight == 0:
             return self._view.max_in_flight >= 1  # the server never stands idle while there is work
-        gives_way = self._view.may_cut(state) and not self._has_traffic  # it can be hung up for the first chat
+        gives_way = self._view.gives_way(state) and not self._has_traffic  # so the first chat finds a place
         reserved = 0 if gives_way else free_places(self._view.max_in_flight)
         if self._num_of[state.tier.name] >= budget.max_num_seqs or not self._fits_step(state):
             return False

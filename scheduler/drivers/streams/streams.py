@@ -200,6 +200,10 @@ class StreamTable:
         """Return whether the prompt of a request without a stream may be sent in parts."""
         return self._is_kept(state) and not state.request.chat and state.id not in self._whole
 
+    def gives_way(self, state: RequestState) -> bool:
+        """Return whether a stream of a request without one could be hung up at little cost."""
+        return self.may_cut(state) and self.can_continue(state) and not state.is_preemption_exhausted
+
     def num_sent(self, state: RequestState) -> int:
         """Return how many tokens the server computes or has for a request: all, if it has no stream."""
         stream = self._streams.get(state.id)
@@ -285,8 +289,22 @@ class StreamTable:
     # -- choices -----------------------------------------------------------------------------------------------
 
     def stalled(self, stall_s: float, now: float) -> list[RequestState]:
-        """Return the requests whose streams have brought nothing for more than `stall_s`."""
-        return [self._table.states[i] for i, s in self._streams.items() if now - s.progress_s > stall_s]
+        """Return the requests whose streams have brought nothing for more than `stall_s`, and do not wait for a place."""
+        silent = [self._table.states[i] for i, s in self._streams.items() if now - s.progress_s > stall_s]
+        return [state for state in silent if not self._waits(state, now - stall_s)]
+
+    def _waits(self, state: RequestState, since_s: float) -> bool:
+        """Return whether a request waits in the server's own queue: only earlier ones, or higher ones, have tokens.
+
+        One of them must have brought some after `since_s`.
+        """
+        stream, states = self._streams[state.id], self._table.states
+        served = [(states[i], other) for i, other in self._streams.items() if other.has_tokens]
+        is_overtaken = any(
+            other.begun_s > stream.begun_s and one.tier.priority <= state.tier.priority for one, other in served
+        )
+        is_serving = any(other.progress_s >= since_s for _, other in served)
+        return not stream.has_tokens and is_serving and not is_overtaken
 
     def evictable(self) -> list[RequestState]:
         """Return the streams of bulk, and of what yields, that may be hung up.

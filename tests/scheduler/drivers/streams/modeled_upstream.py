@@ -79,6 +79,7 @@ class ModeledUpstream:
         self._cached: set[int] = set()  # digests of what whole blocks were computed for: all tokens up to their ends
         self.forgets = False  # whether what is computed is cached no longer
         self.keeps_answers = True  # whether what it generates is cached, and not only the prompts
+        self.loses = ""  # id of the request whose streams are never begun
         self.repeats_cached = False  # whether each output says how many tokens were cached, as SGLang's do
         self.cuts_characters = False  # whether the last token of each stream begins a character, and is not sent
         self.repeats = True  # whether an answer that begins again is the same
@@ -123,7 +124,8 @@ class ModeledUpstream:
             raise UpstreamBusy("no place", 1.0)
         self.opened.append(request)
         sequence = _Sequence(request)
-        self.waiting.append(sequence)
+        if request.seq_id != self.loses:
+            self.waiting.append(sequence)
         self._wake.set()
         try:
             while (output := await sequence.outputs.get()) is not None:

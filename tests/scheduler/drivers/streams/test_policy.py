@@ -101,9 +101,9 @@ def _roomy(of: View) -> Budgets:
 def test_the_servers_places_are_not_exceeded_and_some_are_left_for_chats() -> None:
     short = [waiting(f"w{i}", "bulk", prompt=2) for i in range(20)]
     quiet = view(*short, traffic=False, max_in_flight=8)
-    assert len(started(replace(quiet, may_cut=lambda state: True))) == 8
+    assert len(started(replace(quiet, gives_way=lambda state: True))) == 8
     assert len(started(quiet)) == 6, "what is hung up would be computed again"
-    assert len(started(replace(view(*short, max_in_flight=8), may_cut=lambda state: True))) == 6
+    assert len(started(replace(view(*short, max_in_flight=8), gives_way=lambda state: True))) == 6
     assert len(started(view(*(waiting(f"c{i}") for i in range(20)), max_in_flight=8))) == 8
 
 

@@ -294,6 +294,20 @@ def test_many_streams_are_hung_up_at_once_where_the_server_keeps_what_they_have(
     assert play(story, cost=cost, caches_prefixes=True, places=16, tells_places=True) >= 8
 
 
+def test_what_cannot_be_hung_up_leaves_places_for_the_first_chat() -> None:
+    """Such as answers with a JSON schema: a chat would wait for the end of one of them."""
+
+    async def story(world: World) -> None:
+        asked = [world.ask(f"b{i}", "bulk", prompt(i, 64), 300, presence_penalty=0.5) for i in range(20)]
+        flood = asyncio.gather(*asked)
+        await world.clock.sleep(10.0)
+        assert len(world.engine.running) == 6
+        assert (await world.ask("chat", max_tokens=8)).ttft_s <= 0.2
+        await flood
+
+    play(story, cost=CPU, caches_prefixes=True, places=8, tells_places=True)
+
+
 def test_nothing_is_sent_before_the_servers_first_answer() -> None:
     tiers = make_tiers()
     core = StreamCore(tiers, ModeledUpstream(SystemClock()), SLAController(tiers))
@@ -517,6 +531,40 @@ async def test_a_server_that_is_away_for_long_makes_the_worker_look_dead(world: 
     world.engine.is_up = True
     assert is_right(await begun) and is_right(await later)
     assert [r.seq_id for r in world.engine.opened].count("begun") == 2
+
+
+@pytest.mark.parametrize("tells_load", [False, True])
+def test_what_waits_in_the_servers_own_queue_burns_no_attempts(
+    tells_load: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that tells nothing of itself, and has fewer places than it is sent: the others' answers take minutes."""
+
+    async def tells_nothing(self: ModeledUpstream) -> None: ...
+
+    async def story(world: World) -> None:
+        asked = [world.ask(f"b{i}", "batch", prompt(i, 64), 450, temperature=0.0) for i in range(6)]
+        chat = world.ask("chat", max_tokens=300)
+        assert all(is_right(answer) for answer in await asyncio.gather(*asked, chat))
+        assert len(world.engine.opened) == 7
+
+    if not tells_load:
+        monkeypatch.setattr(ModeledUpstream, "load", tells_nothing)
+    play(story, places=2, cost=StepCost(step_s=0.3, decode_s=0.0))
+
+
+def test_a_stream_that_the_server_has_forgotten_is_lost_although_others_go_on() -> None:
+    async def story(world: World) -> None:
+        flood = asyncio.create_task(bulk(world, 2, 60.0))
+        await world.clock.sleep(10.0)
+        world.engine.loses = "lost"
+        lost = asyncio.create_task(world.ask("lost", "bulk"))
+        await world.clock.sleep(25.0)
+        world.engine.loses = ""
+        assert is_right(await lost)
+        assert [s.seq_id for s in world.engine.opened].count("lost") == 2
+        await flood
+
+    play(story, cost=CPU)
 
 
 def test_a_server_that_turns_everyone_away_burns_no_attempts() -> None:
