@@ -289,7 +289,7 @@ class StreamTable:
     # -- choices -----------------------------------------------------------------------------------------------
 
     def stalled(self, stall_s: float, now: float) -> list[RequestState]:
-        """Return the requests whose streams have brought nothing for more than `stall_s`, and do not wait for a place."""
+        """Return the requests whose streams have brought nothing for more than `stall_s`, and wait for no place."""
         silent = [self._table.states[i] for i, s in self._streams.items() if now - s.progress_s > stall_s]
         return [state for state in silent if not self._waits(state, now - stall_s)]
 
