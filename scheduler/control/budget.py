@@ -26,6 +26,7 @@ class TierBudget:
     beside_s: float = NEVER_S  # the most that bulk may add to any other step
     overloaded: bool = False  # first tokens come much too late: prefills run in order, whether they are late or not
     min_share_due: bool = False  # the tier's min share is due, so that the tier is served first in this step
+    is_starved: bool = False  # as much time is due to the tier as can be
     leaves_reserve: bool = False  # a sequence of this tier starts only if it leaves the KV reserve free
 
     def beside(self, interactive_s: float, next_s: float = 0.0) -> "TierBudget":

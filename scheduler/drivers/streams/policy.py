@@ -79,6 +79,9 @@ def decide(view: View, now: float) -> Decisions:
     """Return what to do now. Requests that were hung up before count as requests to start."""
     draft, budgets = _Draft(view, now), view.budgets
     for tier in view.tiers:
+        if budgets.tiers[tier.name].is_starved:
+            draft.start_starved(tier)
+    for tier in view.tiers:
         if tier.is_interactive:
             draft.start_interactive(tier)
     hang_up = draft.victims()
@@ -216,6 +219,12 @@ class _Draft:
         return [state for state in self._interactive if state.is_resident]
 
     # -- bulk tiers ------------------------------------------------------------------------------------------------
+
+    def start_starved(self, tier: Tier) -> None:
+        """Start one request of a bulk tier that has none in flight, because interactive requests take all places."""
+        state = next(self._startable(tier, protected=False), None)
+        if state is not None and not self._num_of[tier.name] and self._num_in_flight < self._view.max_in_flight:
+            self._start(state)
 
     def start_bulk(self, tier: Tier, budget: TierBudget) -> None:
         """Start requests of a bulk tier, or those of an interactive tier that yield."""

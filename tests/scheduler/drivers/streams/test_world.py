@@ -294,6 +294,22 @@ def test_many_streams_are_hung_up_at_once_where_the_server_keeps_what_they_have(
     assert play(story, cost=cost, caches_prefixes=True, places=16, tells_places=True) >= 8
 
 
+@pytest.mark.parametrize(("places", "caches_prefixes"), [(1, False), (2, True), (8, False)])
+def test_bulk_has_its_min_share_where_chats_take_all_places(places: int, caches_prefixes: bool) -> None:
+    async def story(world: World) -> float:
+        flood = asyncio.create_task(bulk(world, 4, 60.0))
+        loops = [
+            closed_loop(world, f"chat-{i}", 60.0, prompt=prompt(100 + i, 40), max_tokens=30) for i in range(3 * places)
+        ]
+        asked = [answer for answers in await asyncio.gather(*loops) for answer in answers]
+        num_bulk = sum(len(s.token_ids) for s in world.answers.values() if s.request.tier == "bulk")
+        assert all(is_right(answer) for answer in await flood)
+        return num_bulk / sum(len(answer.token_ids) for answer in asked)
+
+    tiers, server = make_tiers(bulk={"floor": 0.1}), {"tells_places": True, "cost": CPU, "noise": 0.1}
+    assert 0.03 <= play(story, tiers=tiers, places=places, caches_prefixes=caches_prefixes, **server) <= 0.3
+
+
 def test_what_cannot_be_hung_up_leaves_places_for_the_first_chat() -> None:
     """Such as answers with a JSON schema: a chat would wait for the end of one of them."""
 
