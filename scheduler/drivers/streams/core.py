@@ -29,16 +29,9 @@ from scheduler.control.budget import Budgets
 from scheduler.control.controller import SLAController
 from scheduler.control.knobs import Decision
 from scheduler.drivers.streams.in_flight_limit import InFlightLimit, SlowStart, free_places
-from scheduler.drivers.streams.policy import (
-    MAX_TOKENS,
-    RECOMPUTE_SHARE,
-    Decisions,
-    TokenBucket,
-    View,
-    decide,
-    has_traffic,
-)
+from scheduler.drivers.streams.policy import Decisions, View, decide, has_traffic
 from scheduler.drivers.streams.precedence import Precedence
+from scheduler.drivers.streams.recompute import Recompute
 from scheduler.drivers.streams.retries import Retries
 from scheduler.drivers.streams.server_state import ServerState
 from scheduler.drivers.streams.step_times import SeenStep, UpstreamStepTimes
@@ -85,14 +78,12 @@ class StreamCore:
         self._stall_s = stall_s
         self.limit = InFlightLimit(max_in_flight)
         self._slow_start = SlowStart()
-        self.num_computed = 0  # tokens that the server has computed
-        self._recompute = TokenBucket(MAX_TOKENS, RECOMPUTE_SHARE)  # tokens
+        self.recompute = Recompute()
         self._step_times = UpstreamStepTimes(step_time or StepTimeModel(remembers_sizes=True))
-        self._streams = StreamTable(self._table, upstream, self._step_times)
+        self._streams = StreamTable(self._table, upstream, self._step_times, self.recompute)
         self.server = ServerState()
         self._retries = Retries(self._streams, self.server, self.limit, self._give_up)
         self._preemptions: Counter[tuple[str, str]] = Counter()
-        self.recomputed: Counter[str] = Counter()  # tokens of streams that were hung up, by tier
         self._bulk_total_s = 0.0
         self._hang_up_from_s = -NEVER_S
         self._precedence = Precedence(self._table, self._step_times.model)
@@ -118,7 +109,7 @@ class StreamCore:
             step_cost=self._step_times.cost(),
             kv_usage=self.server.kv_usage,
             preemptions=self._preemptions,
-            recomputed_tokens=self.recomputed,
+            recomputed_tokens=self.recompute.tokens,
         )
 
     def explain(self, now: float) -> dict[str, Any]:
@@ -130,8 +121,8 @@ class StreamCore:
                 "in_flight": len(self._streams),
                 "max_in_flight": None if self.limit.value == NEVER_S else self.limit.value,
                 "num_waiting": self.server.num_waiting,
-                "computed_tokens": self.num_computed,
-                "recomputed_tokens": self.recomputed.total(),
+                "computed_tokens": self.recompute.num_computed,
+                "recomputed_tokens": self.recompute.tokens.total(),
             },
         }
 
@@ -201,7 +192,7 @@ class StreamCore:
             slow_start=self._slow_start.value,
             max_prefill_tokens=self._engine.max_step_tokens,
             evictable=self._streams.evictable(),
-            recompute_tokens=self._recompute.level,
+            recompute_tokens=self.recompute.hang_ups.level,
             hang_up_from_s=self._hang_up_from_s,
             held_back=self._retries.busy.waiting(now),
             kept=self._streams.kept,
@@ -217,10 +208,8 @@ class StreamCore:
         return self._controller.budgets(list(self._table.interactive()), self._step_times.cost(), now)
 
     def _hang_up(self, state: RequestState, now: float) -> None:
-        num_lost = self._streams.lost(state)
+        self.recompute.note_hang_up(state.tier.name, self._streams.lost(state))
         self._streams.interrupt(state, now)
-        self._recompute.spend(num_lost)
-        self.recomputed[state.tier.name] += num_lost
         self._preemptions[state.tier.name, "recompute"] += 1
         self._streams.note_hang_up(state.id)
         self._hang_up_from_s = now + self._step_times.cost().step_s
@@ -235,13 +224,11 @@ class StreamCore:
         self.server.progress_s = now
         num_computed, seen = self._streams.learn(state, output, now)
         if num_computed > len(output.token_ids):
-            self._retries.busy.note_served(state, self._streams.begun_s(state.id))
-        self.num_computed += num_computed
-        self._recompute.refill(num_computed)
+            self._retries.busy.note_served(state, self._streams[state.id].begun_s)
         if seen is not None:
             self._note_step(seen, now)
         self._note_cached(state, output)
-        if self._streams.is_prompt_part(state.id):  # nobody gets its token
+        if self._streams[state.id].part is not None:  # nobody gets its token
             if output.finish_reason is not None:
                 self._streams.pause(state, now)
             return report
@@ -259,12 +246,8 @@ class StreamCore:
     def _note_cached(self, state: RequestState, output: SequenceOutput) -> None:
         """Correct what a continued request costs by what the server says."""
         num_lost = self._streams.lost_tokens(state, output)
-        if self._streams.follows_part(state.id):
-            self._streams.parts_recompute.spend(max(0, num_lost))
-        else:  # for a hang-up, a number of tokens was spent
-            self._recompute.spend(num_lost)
-        self.recomputed[state.tier.name] += max(0, num_lost)
-        is_first = self._streams.is_first(state.id)  # later ones find what the earlier ones have computed
+        self.recompute.note_lost(state.tier.name, num_lost, is_part=self._streams[state.id].follows_part)
+        is_first = not self._streams[state.id].num_kept  # later ones find what the earlier ones have computed
         if is_first and output.finish_reason is not None and not state.num_cached_tokens:  # or only then
             state.num_cached_tokens = min(output.num_cached_tokens, len(state.request.prompt_token_ids))
 

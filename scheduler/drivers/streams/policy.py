@@ -31,11 +31,9 @@ from scheduler.request_state import RequestState
 QUIET_S = 30.0
 # Share of the TTFT SLO: a first token that is predicted to come later than the rest of the SLO is at risk.
 RISK_SHARE = 0.2
-RECOMPUTE_SHARE = 0.05  # share of all computed tokens that may be computed a second time
 # Parts of bulk's prompts at a time: a server begins its next step before the part that follows has come. With one,
 # every second step has no prompt.
 PARTS_IN_FLIGHT = 2
-MAX_TOKENS = 8192.0  # size of the bucket, which bounds the hang-ups at one time
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,23 +291,3 @@ class _Draft:
     def _is_awaited_above(self, state: RequestState) -> bool:
         """Return whether a request of a higher priority that yields to nobody awaits its first token."""
         return any(s.awaits_first_token and s.priority > state.priority for s in self._interactive)
-
-
-class TokenBucket:
-    """The work that may be thrown away now, in seconds or tokens, so that it stays below a share of all work.
-
-    The work that is done refills the bucket. It starts empty, unless a `level` is given.
-    """
-
-    def __init__(self, size: float, share: float, level: float = 0.0) -> None:
-        self._size = size
-        self._share = share
-        self.level = level
-
-    def refill(self, work: float) -> None:
-        """Raise the level by the bucket's share of `work`."""
-        self.level = min(self._size, self.level + self._share * work)
-
-    def spend(self, wasted: float) -> None:
-        """Lower the level. What was spent in error comes back as a negative number."""
-        self.level = min(self._size, self.level - wasted)

@@ -38,7 +38,7 @@ class Retries:
 
     def refuse(self, state: RequestState, error: UpstreamBusy, now: float) -> bool:
         """Handle a request for which the server has no place. Return whether it goes back to the queue."""
-        is_overtaken = self.busy.note_refused(state, self._streams.begun_s(state.id))
+        is_overtaken = self.busy.note_refused(state, self._streams[state.id].begun_s)
         if not is_overtaken:
             self._limit.note_busy(len(self._streams), error.retry_after_s, now)
         self._streams.interrupt(state, now)

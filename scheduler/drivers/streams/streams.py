@@ -10,7 +10,7 @@ import msgspec
 
 from engine.interface import FinishReason, SamplingParams, SequenceOutput
 from engine.streaming import StreamRequest, Upstream
-from scheduler.drivers.streams.policy import MAX_TOKENS, RECOMPUTE_SHARE, TokenBucket
+from scheduler.drivers.streams.recompute import Recompute
 from scheduler.drivers.streams.step_times import SeenStep, UpstreamStepTimes
 from scheduler.holdings.request_table import RequestTable
 from scheduler.request import Request
@@ -48,8 +48,11 @@ class Stream:
 
 
 class StreamTable:
-    def __init__(self, table: RequestTable, upstream: Upstream, step_times: UpstreamStepTimes) -> None:
+    def __init__(
+        self, table: RequestTable, upstream: Upstream, step_times: UpstreamStepTimes, recompute: Recompute
+    ) -> None:
         self._table = table
+        self._recompute = recompute
         self._upstream = upstream
         self._step_times = step_times
         self._streams: dict[str, Stream] = {}
@@ -58,9 +61,6 @@ class StreamTable:
         self._kept: dict[str, int] = {}  # by request without a stream: its tokens that a prefix cache should have
         self._whole: set[str] = set()  # ids whose prompts are sent whole: the server did not keep a beginning
         self._paused: set[str] = set()  # ids whose last streams brought the part of the answer that was asked for
-        # Tokens of such answers that may be computed again at present. A server may keep less than it found in the
-        # trial: llama.cpp keeps only prompts of a model with sliding windows.
-        self.parts_recompute = TokenBucket(MAX_TOKENS, RECOMPUTE_SHARE)
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -80,9 +80,8 @@ class StreamTable:
         before = self._num_steps - QUEUED_STEPS
         return sum(not stream.has_tokens and stream.begun_step < before for stream in self._streams.values())
 
-    def begun_s(self, request_id: str) -> float:
-        """Return when the stream of a request was begun."""
-        return self._streams[request_id].begun_s
+    def __getitem__(self, request_id: str) -> Stream:
+        return self._streams[request_id]
 
     # -- begin and end -----------------------------------------------------------------------------------------
 
@@ -100,22 +99,19 @@ class StreamTable:
         self._table.update(state)
         for other in self._streams.values():
             other.is_alone = False
-        num_before = len(state.output_token_ids)
         until = self._until(state)
-        is_alone = not self._streams
-        stream = Stream(
-            now,
-            now,
-            num_before,
-            state.num_tokens,
-            self.kept(state),
-            until,
-            is_alone,
-            self._num_steps,
-            state.id in self._paused,
-            part,
+        self._streams[state.id] = Stream(
+            begun_s=now,
+            progress_s=now,
+            num_before=len(state.output_token_ids),
+            num_known=state.num_tokens,
+            num_kept=self.kept(state),
+            until=until,
+            is_alone=not self._streams,
+            begun_step=self._num_steps,
+            follows_part=state.id in self._paused,
+            part=part,
         )
-        self._streams[state.id] = stream
         self._paused.discard(state.id)
         if part is not None:
             return StreamRequest(
@@ -143,7 +139,7 @@ class StreamTable:
         """Return how many output tokens the request has at the end of its next stream."""
         max_tokens = state.request.sampling.max_tokens
         can_pause = self._is_kept(state) and not state.is_protected and self.can_continue(state)
-        in_parts = can_pause and self.parts_recompute.level >= 0
+        in_parts = can_pause and self._recompute.parts.level >= 0
         return min(max_tokens, len(state.output_token_ids) + QUANTUM) if in_parts else max_tokens
 
     def _is_kept(self, state: RequestState) -> bool:
@@ -187,14 +183,6 @@ class StreamTable:
         stream = self._streams[state.id]
         is_whole = stream.until >= state.request.sampling.max_tokens
         return output.finish_reason is FinishReason.LENGTH and stream.has_tokens and not is_whole
-
-    def is_prompt_part(self, request_id: str) -> bool:
-        """Return whether the stream of a request is only to have the beginning of its prompt cached."""
-        return self._streams[request_id].part is not None
-
-    def is_first(self, request_id: str) -> bool:
-        """Return whether no earlier stream of a request has left anything in the server's prefix cache."""
-        return self._streams[request_id].num_kept == 0
 
     def may_cut(self, state: RequestState) -> bool:
         """Return whether the prompt of a request without a stream may be sent in parts."""
@@ -265,12 +253,8 @@ class StreamTable:
         stream.has_tokens = True
         seen = self._step_times.note_tokens(state, num_new, num_prefilled, now)
         self._num_steps += seen is not None
-        self.parts_recompute.refill(num_new + num_prefilled)
+        self._recompute.note_computed(num_new + num_prefilled)
         return num_new + num_prefilled, seen
-
-    def follows_part(self, request_id: str) -> bool:
-        """Return whether the stream continues an answer that was paused, and not one that was hung up."""
-        return self._streams[request_id].follows_part
 
     def lost_tokens(self, state: RequestState, output: SequenceOutput) -> int:
         """Return how many tokens of a continued request the server had to compute again, beyond what was expected.

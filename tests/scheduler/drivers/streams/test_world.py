@@ -15,7 +15,8 @@ from scheduler.config import TierSet
 from scheduler.control.controller import SLAController
 from scheduler.drivers.streams.core import StreamCore
 from scheduler.drivers.streams.driver import StreamDriver
-from scheduler.drivers.streams.policy import QUIET_S, RECOMPUTE_SHARE
+from scheduler.drivers.streams.policy import QUIET_S
+from scheduler.drivers.streams.recompute import RECOMPUTE_SHARE
 from scheduler.queue.memory_state import Output
 from scheduler.request import Delivery, EventKind
 from scheduler.worker.checkpoints import CHECKPOINT_S
@@ -120,8 +121,8 @@ def test_chat_beside_bulk_is_nearly_as_fast_as_alone() -> None:
         flood = asyncio.create_task(bulk(world, 64, 27.0))
         await world.clock.sleep(5.0)
         asked = await chats(world, 40)
-        num_at_most = 0.055 * world.core.num_computed
-        assert world.core.recomputed.total() <= num_at_most, "at most 5 % is computed again"
+        num_at_most = 0.055 * world.core.recompute.num_computed
+        assert world.core.recompute.tokens.total() <= num_at_most, "at most 5 % is computed again"
         return asked, await flood
 
     async def only_bulk(world: World) -> tuple[list[Answer], list[Answer]]:
@@ -211,11 +212,11 @@ def test_bulk_comes_in_parts_where_the_server_keeps_them() -> None:
         seen = await world.ask("image", tier="bulk", prompt=40, max_tokens=150, temperature=0.0, chat="{}")
         answer, chat = await bulk_task, await world.ask("chat", max_tokens=150)
         assert all(is_right(one) for one in (answer, sampled, seen, chat))
-        assert world.core.recomputed.total() == 0 and not world.core.status(0.0).preemptions
+        assert world.core.recompute.tokens.total() == 0 and not world.core.status(0.0).preemptions
         parts = [(s.seq_id, s.sampling.max_tokens, len(s.output_token_ids)) for s in world.engine.opened]
         assert [part for part in parts if part[0] == "bulk"] == [("bulk", 64, 0), ("bulk", 128, 64), ("bulk", 150, 128)]
         assert [part[1:] for part in parts if part[0] in ("penal", "image", "chat")] == [(150, 0)] * 3
-        return world.core.num_computed
+        return world.core.recompute.num_computed
 
     num_computed = play(story, caches_prefixes=True)
     assert num_computed <= 4 * (40 + 150) + 2 * 16, "of each part, less than a block is computed again"
@@ -243,7 +244,7 @@ def test_answers_come_whole_while_a_server_keeps_less_than_it_showed_and_bulk_is
         asked = [world.ask(f"b{i}", "bulk", prompt(i, 64), 128, temperature=0.0) for i in range(400)]
         flood = asyncio.gather(*asked)
         await world.clock.sleep(50.0)
-        assert 0.04 <= world.core.recomputed.total() / world.core.num_computed <= 0.07
+        assert 0.04 <= world.core.recompute.tokens.total() / world.core.recompute.num_computed <= 0.07
         assert all(is_right(answer) for answer in (*await chats(world, 3), *await flood))
         return world.core.status(0.0).preemptions.total()
 
@@ -262,8 +263,8 @@ def test_what_a_server_has_to_compute_again_after_its_restart_is_no_cost_of_hang
         await world.clock.sleep(3.0)
         world.engine.is_up = True
         assert all(is_right(answer) for answer in await flood)
-        assert world.core.recomputed.total() == 0
-        assert world.core._recompute.level > 0
+        assert world.core.recompute.tokens.total() == 0
+        assert world.core.recompute.hang_ups.level > 0
 
     play(story, cost=CPU, caches_prefixes=True, places=16, tells_places=True)
 
@@ -274,8 +275,8 @@ def test_prefixes_of_other_requests_are_no_room_for_hang_ups(repeats_cached: boo
         world.engine.repeats_cached = repeats_cached
         for number in range(4):
             assert is_right(await world.ask(f"b{number}", "bulk", 200, 100, temperature=0.0))
-        share = RECOMPUTE_SHARE * world.core.num_computed + 1
-        assert world.core._recompute.level <= share and world.core._streams.parts_recompute.level <= share
+        share = RECOMPUTE_SHARE * world.core.recompute.num_computed + 1
+        assert world.core.recompute.hang_ups.level <= share and world.core.recompute.parts.level <= share
 
     play(story, caches_prefixes=True)
 
@@ -350,7 +351,7 @@ def test_bulk_prompts_come_in_parts_beside_chats_and_the_answers_are_the_same(ke
             assert all(n % 16 == 0 and max_tokens == 1 for n, max_tokens in sent[:-1])
             assert sent == sorted(sent)
             assert len(sent) >= 4 if keeps else len(sent) == 3, "what is not kept is sent whole after the second part"
-        assert keeps == (world.core.recomputed.total() == 0)
+        assert keeps == (world.core.recompute.tokens.total() == 0)
         world.engine.opened.clear()
         await world.clock.sleep(QUIET_S * 4)
         assert is_right(await world.ask("later", "bulk", prompt(700, 400)))

@@ -1,0 +1,59 @@
+"""The tokens that the server may compute a second time, and those that it has: for hang-ups, and for parts of answers.
+
+A stream that was hung up, or that brought a part of an answer, is continued from what the server's prefix cache has.
+Each of the two has a budget, which all computed tokens refill. Does not know streams.
+"""
+
+from collections import Counter
+
+RECOMPUTE_SHARE = 0.05  # share of all computed tokens that may be computed a second time
+MAX_TOKENS = 8192.0  # size of a budget, which bounds the hang-ups at one time
+
+
+class TokenBucket:
+    """The work that may be thrown away now, in seconds or tokens, so that it stays below a share of all work.
+
+    The work that is done refills the bucket. It starts empty, unless a `level` is given.
+    """
+
+    def __init__(self, size: float, share: float, level: float = 0.0) -> None:
+        self._size = size
+        self._share = share
+        self.level = level
+
+    def refill(self, work: float) -> None:
+        """Raise the level by the bucket's share of `work`."""
+        self.level = min(self._size, self.level + self._share * work)
+
+    def spend(self, wasted: float) -> None:
+        """Lower the level. What was spent in error comes back as a negative number."""
+        self.level = min(self._size, self.level - wasted)
+
+
+class Recompute:
+    """The budgets, and the tokens that were computed again."""
+
+    def __init__(self) -> None:
+        self.hang_ups = TokenBucket(MAX_TOKENS, RECOMPUTE_SHARE)
+        # A server may keep less than in the trial: llama.cpp keeps only prompts of a model with sliding windows.
+        self.parts = TokenBucket(MAX_TOKENS, RECOMPUTE_SHARE)
+        self.num_computed = 0  # tokens that the server has computed
+        self.tokens: Counter[str] = Counter()  # that were computed again, by tier
+
+    def note_computed(self, num_tokens: int) -> None:
+        self.num_computed += num_tokens
+        self.hang_ups.refill(num_tokens)
+        self.parts.refill(num_tokens)
+
+    def note_hang_up(self, tier: str, num_lost: int) -> None:
+        """Record that a stream is hung up, for which `num_lost` tokens must be computed again."""
+        self.hang_ups.spend(num_lost)
+        self.tokens[tier] += num_lost
+
+    def note_lost(self, tier: str, num_lost: int, *, is_part: bool) -> None:
+        """Record that `num_lost` tokens more than expected were computed again. For parts, none are expected."""
+        if is_part:
+            self.parts.spend(max(0, num_lost))
+        else:
+            self.hang_ups.spend(num_lost)
+        self.tokens[tier] += max(0, num_lost)
