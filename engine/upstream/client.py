@@ -145,9 +145,11 @@ class HttpUpstream:
         return load
 
     async def _page(self, path: str) -> bytes | None:
-        """Return what the server answers to a GET; None if it has no such page, or keeps it to itself."""
-        status, body = await self._sender.get(path)
-        return body if status == 200 else None
+        """Return what the server answers to a GET; None if it has no such page, keeps it to itself, or is too busy."""
+        with suppress(UpstreamLost):
+            status, body = await self._sender.get(path)
+            return body if status == 200 else None
+        return None
 
     async def try_out(self) -> bool:
         first = self.info.eos_token_ids[0] if self.info.eos_token_ids else 0

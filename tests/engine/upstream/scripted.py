@@ -75,6 +75,7 @@ class ScriptedServer:
     key: str = ""
     metrics: str = ""
     properties: str = ""
+    cuts_pages: bool = False  # whether it closes the connection when it is asked for these two
     gate: asyncio.Event = field(default_factory=asyncio.Event)  # tokens wait until it is set
     num_open: int = 0
     num_hung_up: int = 0  # streams that the client closed before their end
@@ -124,7 +125,7 @@ class ScriptedServer:
             common = {"owned_by": self.owned_by, "max_model_len": 512, "root": self.root}
             data = [{"id": name, **common} for name in self.models]
             await self._answer(writer, self.models_status, json.dumps({"data": data}))
-        else:
+        elif not self.cuts_pages:
             page = self.properties if path.endswith("/props") else self.metrics
             await self._answer(writer, 200 if page else 404, page)
 

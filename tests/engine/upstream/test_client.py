@@ -219,6 +219,12 @@ async def test_the_event_after_the_last_token_says_why_the_answer_ended(stop_typ
     assert (outputs[-1].finish_reason, outputs[-1].num_cached_tokens) == (reason, 2)
 
 
+async def test_a_server_that_is_too_busy_to_tell_its_load_is_there() -> None:
+    """llama.cpp answers /metrics between two steps, which may take longer than anybody waits."""
+    async with scripted_server(cuts_pages=True) as server:
+        assert await HttpUpstream(server.sender, LLAMA_CPP, CARD, INFO).load() is None
+
+
 @pytest.mark.parametrize("status", [404, 500, 502, 503])
 async def test_only_the_servers_own_answer_tells_that_it_is_there(status: int) -> None:
     """A proxy before a server that is away answers, too."""
