@@ -182,7 +182,8 @@ class StreamTable:
         """
         stream = self._streams[state.id]
         is_whole = stream.until >= state.request.sampling.max_tokens
-        return output.finish_reason is FinishReason.LENGTH and stream.has_tokens and not is_whole
+        is_longer = len(state.output_token_ids) + len(output.token_ids) > stream.num_before
+        return output.finish_reason is FinishReason.LENGTH and is_longer and not is_whole
 
     def may_cut(self, state: RequestState) -> bool:
         """Return whether the prompt of a request without a stream may be sent in parts."""
@@ -243,7 +244,7 @@ class StreamTable:
         """
         stream = self._streams[state.id]
         stream.progress_s = now
-        if not output.token_ids:
+        if not output.token_ids and (stream.has_tokens or output.finish_reason is None):
             return 0, None
         num_new, num_prefilled = len(output.token_ids), 0
         if not stream.has_tokens:

@@ -234,6 +234,22 @@ def test_a_part_that_ends_inside_of_a_character_is_not_the_end_of_the_answer() -
     play(story, caches_prefixes=True)
 
 
+def test_a_part_of_a_prompt_after_which_a_character_begins_is_cached() -> None:
+    """llama.cpp sends no token then."""
+
+    async def story(world: World) -> None:
+        asked = asyncio.create_task(chats(world, 10))
+        await world.clock.sleep(1.0)
+        world.engine.cuts_characters = True
+        async with asyncio.timeout(60.0):
+            answer = await world.ask("long", "bulk", prompt(500, 400), 20)
+        sent = [len(s.prompt_token_ids) for s in world.engine.opened if s.seq_id == "long"]
+        assert len(answer.token_ids) == 19 and len(sent) >= 4 and sent == sorted(set(sent))
+        await asked
+
+    play(story, cost=CPU, caches_prefixes=True)
+
+
 @pytest.mark.parametrize("change", [{}, {"repeats_cached": True}, {"forgets": True}])
 def test_answers_come_whole_while_a_server_keeps_less_than_it_showed_and_bulk_is_still_hung_up(
     change: dict[str, bool],
