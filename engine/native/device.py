@@ -35,8 +35,7 @@ def choose_dtype(wanted: str, device: torch.device, *, has_products: bool = Fals
     """Return the dtype named `wanted`; "auto" is bfloat16 or float32.
 
     It is bfloat16 if `device` multiplies bfloat16 natively, or if there are products of our own (`has_products`).
-    Raises
-    `EngineStartError` if the name is unknown.
+    Raises `EngineStartError` if the name is unknown.
     """
     if wanted == "auto":
         return torch.bfloat16 if has_products or _multiplies_bfloat16(device) else torch.float32
