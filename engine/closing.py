@@ -14,8 +14,9 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 
 # Token ids of the bytes that lead to the end of a JSON value, outside of strings and in them; then those of all others.
-_OUTSIDE = b'}],0"n@tf[{-:123456789'
-_IN_STRING = b"0123456789nabcdefghijklmopqrstuvwxyz"
+# Both serve patterns, too: those of e-mail addresses end after a dot and two letters.
+_OUTSIDE = b'}],0"n-@t.abf[{:123456789'
+_IN_STRING = b"0@n.123456789abcdefghijklmopqrstuvwxyz"
 _MAX_TRIED = 48  # allowed tokens that are tried in one step, at some 0.1 ms each; of more, one of each kind
 _RECENT = 16  # tokens of a way that are not repeated in a pattern if others are allowed
 _MAX_COMPARED = 8  # alternatives of a value whose lengths are compared
@@ -106,7 +107,7 @@ class Closer:
         Both brackets are allowed only in a string, and letters that begin no value only there or in a pattern; both end
         with a quote. Elsewhere, the shorter of a few texts is taken, such as those of an `enum`, and a bracket is
         opened only if nothing else is allowed: a recursive schema would never end. In a pattern, the tokens that stand
-        last in the `way` come last, since one such as that of an e-mail address lets them be repeated.
+        last in the `way` come last, since one such as that of an e-mail address lets them be repeated. A quote ends it.
         """
         in_string = len(self._brackets) == 2 and all(state.validate_tokens([bracket]) for bracket in self._brackets)
         if in_string and state.validate_tokens(self._quote):
@@ -122,7 +123,8 @@ class Closer:
 
         def cost(token_id: int) -> tuple[bool, int, int]:
             num_forced = self._num_forced(state, token_id) if compared else 0
-            return token_id in self._opening, recent.count(token_id) if in_pattern or not compared else 0, num_forced
+            repeats = (in_pattern or not compared) and token_id not in self._quote
+            return token_id in self._opening, recent.count(token_id) if repeats else 0, num_forced
 
         return [min(allowed, key=cost)]
 

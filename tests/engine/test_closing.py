@@ -40,6 +40,18 @@ STEPS: dict[str, Any] = {  # as OpenAI's example of a parsed answer
     "required": ["steps", "final_answer"],
     "additionalProperties": False,
 }
+PATTERNS = [
+    # Zod's for an e-mail address, which clients send for `z.email()`, and two that people write.
+    r"^(?:[A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+-]@(?:[A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$",
+    r"^[^@]+@[^@]+\.[^@]+$",
+    r"^[a-zA-Z0-9_.+-]+@[a-zA-Z0-9-]+\.[a-zA-Z0-9-.]+$",
+    r"^(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)$",
+]
+
+
+def text_that_matches(pattern: str) -> dict[str, Any]:
+    properties = {"text": {"type": "string", "pattern": pattern}}
+    return {"type": "object", "properties": properties, "required": ["text"], "additionalProperties": False}
 
 
 def matcher_of(schema: dict[str, Any], limit: int | None) -> Matcher:
@@ -125,13 +137,17 @@ def test_whatever_fits_ends_as_its_schema_says(schema: dict[str, Any], spare: in
     jsonschema.validate(json.loads(text_of(tokens)), schema)
 
 
-@pytest.mark.parametrize("schema", [STEPS, RECURSIVE, {"type": "object"}, {}])
+@pytest.mark.parametrize("schema", [STEPS, RECURSIVE, {"type": "object"}, {}, *map(text_that_matches, PATTERNS)])
 @pytest.mark.parametrize("limit", [40, 200])
 def test_open_ended_answers_end(schema: dict[str, Any], limit: int) -> None:
     for seed in range(3):
         tokens, ended = output_of(matcher_of(schema, limit), limit, seed)
         assert ended, text_of(tokens)
         jsonschema.validate(json.loads(text_of(tokens)), schema)
+
+
+def test_a_pattern_ends_with_its_quote_once_it_may() -> None:
+    assert shortest(text_that_matches("^[A-Z]{2}[0-9]+$")) <= shortest(text_that_matches("^[A-Z]{2}[0-9]{2}$"))
 
 
 def test_what_does_not_fit_is_left_alone() -> None:
