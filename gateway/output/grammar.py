@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import regex
 
-from gateway.output.json_schema import GrammarError, check_size, closed
+from gateway.output.json_schema import GrammarError, check_size, closed, without_looks
 from gateway.output.text_grammar import as_terminals
 
 if TYPE_CHECKING:
@@ -98,12 +98,14 @@ class GrammarWriter:
 def json_source(schema: Mapping[str, Any], *, lenient: bool, whitespace_pattern: str | None = None) -> Source:
     """Return a grammar of the JSON values that match `schema`. Raises `GrammarError` if the schema is too large.
 
-    If `lenient` is true, keywords of JSON schema that llguidance does not know are ignored, and `oneOf` is taken as
-    `anyOf`. `whitespace_pattern` is a regular expression for the white space between the tokens of JSON.
+    If `lenient` is true, keywords of JSON schema that llguidance does not know are ignored, as are patterns that look
+    around, and `oneOf` is taken as `anyOf`. `whitespace_pattern` is a regular expression for the white space between
+    the tokens of JSON.
     """
     check_size(schema)
+    schema = without_looks(closed(schema)) if lenient else closed(schema)
     style = _JSON_STYLE if whitespace_pattern is None else {"whitespace_pattern": whitespace_pattern}
-    return {"json_schema": {**closed(schema), "x-guidance": {**style, "lenient": lenient, "coerce_one_of": lenient}}}
+    return {"json_schema": {**schema, "x-guidance": {**style, "lenient": lenient, "coerce_one_of": lenient}}}
 
 
 def lark_source(text: str) -> Source:
@@ -143,8 +145,14 @@ def _fault(grammar: str) -> str | None:
         matcher.compute_bitmask()
     if not matcher.is_error():
         return None
-    reason = matcher.get_error().strip().split("\n", 1)[0][:_MAX_REASON_LENGTH]
+    reason = _reason(matcher.get_error().strip().split("\n"))[:_MAX_REASON_LENGTH]
     return "no output can match it" if reason.startswith("NoExtension") else reason
+
+
+def _reason(lines: list[str]) -> str:
+    """Return what the first line of an error says. Of a regular expression, a later line says what is wrong with it."""
+    faults = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return f"{lines[0]} {faults[0]}: {lines[1].strip()}" if faults else lines[0]
 
 
 @lru_cache(1)

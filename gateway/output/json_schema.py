@@ -3,6 +3,7 @@
 Knows JSON schema; does not know grammars or bodies.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,6 +13,8 @@ MAX_PROPERTIES = 1000  # in all objects of a schema; llguidance takes time by th
 MAX_LEVELS = 500
 _MAX_DEPTH = 64  # levels of nesting of the whole schema, as of a body; a schema can also come as a text
 _DEFINITIONS = ("$defs", "definitions")
+# Classes and escapes of a regular expression; as a group, what looks around or back, which no grammar can follow.
+_LOOKS = re.compile(r"\[\^?(?:\\.|[^\]\\])*\]|\\[^bB1-9k]|(\\.|\(\?<?[=!])", re.DOTALL)
 
 
 class GrammarError(ValueError):
@@ -47,6 +50,19 @@ def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
         return schema
     result: Mapping[str, Any] = _closed(schema)
     return result
+
+
+def without_looks(node: Any) -> Any:
+    """Return the schema without the patterns that look around or back."""
+    if isinstance(node, list):
+        return [without_looks(item) for item in node]
+    if not isinstance(node, Mapping):
+        return node
+    return {key: without_looks(value) for key, value in node.items() if not (key == "pattern" and _looks(value))}
+
+
+def _looks(pattern: Any) -> bool:
+    return isinstance(pattern, str) and any(match[1] for match in _LOOKS.finditer(pattern))
 
 
 def _closed(node: Any) -> Any:

@@ -164,6 +164,21 @@ def test_keywords_that_cannot_be_enforced() -> None:
     assert allows(plan(guided_json=overlapping), "5")
 
 
+DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"  # Pydantic's, for the text of a Decimal
+
+
+def test_patterns_that_look_around_count_as_keywords_that_cannot_be_enforced() -> None:
+    schema = {"type": "object", "properties": {"pattern": {"type": "string", "pattern": DECIMAL}}}
+    assert allows(plan(guided_json=schema), '{"pattern": "1.50"}')
+    call = '<tool_call>\n{"name": "f", "arguments": {"pattern": "2"}}\n</tool_call>'
+    assert allows(plan(tools=[tool("f", schema)], tool_choice="required"), call)
+    strict = {"name": "x", "schema": schema, "strict": True}
+    param, message = refused(response_format={"type": "json_schema", "json_schema": strict})
+    assert param == "response_format" and "look-behind, is not supported: ^(?!^[-+.]*$)" in message
+    kept = {"type": "string", "pattern": r"^[(?=]\\bcd$"}  # a class of three characters, and an escaped backslash
+    assert not allows(plan(guided_json=kept), '"a"') and allows(plan(guided_json=kept), r'"(\\bcd"')
+
+
 def test_a_format_and_tools_together() -> None:
     made = plan(tools=TOOLS, response_format=JSON_SCHEMA)
     assert allows(made, '{"a": 5}') and allows(made, ADDED) and not allows(made, "Hi")
@@ -212,7 +227,8 @@ BROKEN = {"type": "object", "properties": {"a": {"type": "foo"}}}
             "forced tool call",
         ),
         ({"guided_regex": "a", "guided_json": {}}, "guided_regex", "another format than 'guided_json'"),
-        ({"guided_regex": "(a"}, "guided_regex", "invalid regex"),
+        ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
+        ({"guided_json": {"pattern": "["}}, "guided_json", "unclosed character class: ["),
         ({"guided_grammar": "start: foo"}, "guided_grammar", 'unknown name: "foo"'),
         ({"guided_grammar": "nothing"}, "guided_grammar", "cannot be enforced"),
         ({"guided_json": "{"}, "guided_json", "not the text of a JSON object"),
