@@ -83,8 +83,15 @@ def wrong_kind(model: str, kind: ModelKind, wanted: ModelKind) -> ApiError:
     return invalid_request(message, "model", "wrong_model_kind")
 
 
-def invalid_json() -> ApiError:
-    return invalid_request("The body is not valid JSON in UTF-8.", code="invalid_json")
+def invalid_json(*, has_half_pair: bool = False) -> ApiError:
+    message = "The body is not valid JSON in UTF-8."
+    if has_half_pair:
+        message = "The body has half of a surrogate pair, such as a \\ud83d alone: a text was cut within a character."
+    return invalid_request(message, code="invalid_json")
+
+
+def compressed_body(encoding: str) -> ApiError:
+    return ApiError(415, f"Bodies with the Content-Encoding '{encoding}' are not read here: send it as it is.")
 
 
 class ContextLengthExceeded(ApiError):

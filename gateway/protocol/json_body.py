@@ -22,7 +22,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gateway.fairness import FairLock, HeldBytes, Turns
 from gateway.protocol.bodies.validation import first_fault
-from gateway.protocol.errors import internal_error, invalid_json, invalid_request, slow_body, too_many_bodies
+from gateway.protocol.errors import (
+    compressed_body,
+    internal_error,
+    invalid_json,
+    invalid_request,
+    slow_body,
+    too_many_bodies,
+)
 
 MAX_DEPTH = 64
 # A body larger than this is parsed and validated in another process. The unit is bytes before parsing; after parsing,
@@ -36,6 +43,9 @@ MAX_VALUES = 2**20 + 2**16
 MAX_CONTAINERS = 2**17  # arrays and objects
 VALUE_MARKS = b'",[{'
 NO_MARKS = bytes(set(range(256)) - set(VALUE_MARKS))
+HALF_PAIR = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]", re.DOTALL
+)
 STRING = re.compile(rb'"[^"]*"?')  # the end is optional, so that the search is linear
 PARSE_TIMEOUT_S = 30.0  # seconds for the other process; it starts within two, and takes under a second for 16 MB
 MAX_BODIES = 16  # of the largest size, which may be in memory together
@@ -77,9 +87,12 @@ class BodyReader:
         """Parse the request's body and yield `interpret(body)`. A body that takes long is parsed when it has its turn.
 
         The body counts until the block ends. `on_bytes` gets its bytes as they come. They are not kept, unlike those of
-        `request.body()`. Raises `ApiError` 400 if the body is not one JSON object, 503 if there are too many bodies,
-        and 408 if it comes slowly meanwhile.
+        `request.body()`. Raises `ApiError` 400 if the body is not one JSON object, 415 if it is compressed, 503 if
+        there are too many bodies, and 408 if it comes slowly meanwhile.
         """
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            raise compressed_body(encoding)
         data, held, client = bytearray(), 0, _client(request)
         began_s = asyncio.get_running_loop().time()
         try:
@@ -195,7 +208,7 @@ def parse_json_object(data: bytes | bytearray) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise invalid_json() from None
+        raise invalid_json(has_half_pair=HALF_PAIR.search(data) is not None) from None
     if not isinstance(value, dict):
         raise invalid_request("The body must be a JSON object.", code="invalid_type")
     if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _deeper_than(value, MAX_DEPTH):

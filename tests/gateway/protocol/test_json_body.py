@@ -1,6 +1,7 @@
 """Short bodies are parsed on the event loop, long ones in another process, and never too many at once."""
 
 import asyncio
+import gzip
 import json
 import os
 from collections.abc import AsyncIterator
@@ -35,7 +36,7 @@ LONG = b'{"a": "%s"}' % (b"x" * INLINE_SIZE)
 MANY = b'{"a": [%s[]]}' % (b"[]," * INLINE_CONTAINERS)
 
 
-def request_with(*chunks: bytes, reader: BodyReader | None = None) -> Request:
+def request_with(*chunks: bytes, reader: BodyReader | None = None, **headers: str) -> Request:
     rest = [*chunks]
 
     async def receive() -> Message:
@@ -43,7 +44,8 @@ def request_with(*chunks: bytes, reader: BodyReader | None = None) -> Request:
         return {"type": "http.request", "body": body, "more_body": bool(rest)}
 
     app = SimpleNamespace(state=SimpleNamespace(body_reader=reader or BodyReader(2**26)))
-    return Request({"type": "http", "method": "POST", "headers": [], "app": app}, receive)
+    raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    return Request({"type": "http", "method": "POST", "headers": raw, "app": app}, receive)
 
 
 def where(body: dict[str, Any]) -> tuple[int, int, int]:
@@ -91,6 +93,25 @@ async def test_short_bodies_are_read_here_and_long_ones_in_a_process_that_may_di
         await read_object(request_with(LONG), die)
     assert error.value.status == 500
     assert (await read_object(request_with(LONG), where))[0] == INLINE_SIZE
+
+
+async def test_a_compressed_body_is_refused_as_such() -> None:
+    with pytest.raises(ApiError, match="Content-Encoding 'gzip'") as error:
+        await read_object(request_with(gzip.compress(b'{"a": ""}'), content_encoding="gzip"), where)
+    assert error.value.status == 415
+    assert (await read_object(request_with(b'{"a": ""}', content_encoding="Identity"), where))[0] == 0
+
+
+@pytest.mark.parametrize("text", [rb"\ud83d", rb"\ud83d end", rb"\uD83D\n", rb"a\udd00", rb"\ud83d\ud83d\ude00"])
+def test_a_half_of_a_surrogate_pair_is_named(text: bytes) -> None:
+    with pytest.raises(ApiError, match="half of a surrogate pair"):
+        parse_json_object(b'{"a": "%s"}' % text)
+
+
+@pytest.mark.parametrize("data", [rb'{"a": "\ud83d\ude00"', b'{"a": "\xed\xa0\x80"}', b"{", b""])
+def test_other_faults_of_the_json_are_no_surrogates(data: bytes) -> None:
+    with pytest.raises(ApiError, match="is not valid JSON in UTF-8"):
+        parse_json_object(data)
 
 
 async def test_a_client_holds_no_more_than_twice_what_it_leaves() -> None:
