@@ -49,6 +49,15 @@ def test_models_with_names(text: str | None, found: dict[str, str]) -> None:
     assert named_models(text) == found
 
 
+def test_the_home_directory_is_a_part_of_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ann")  # no shell writes it for "--model NAME=~/PATH"
+    assert named_models("a=~/m,b=org/b") == {"a": "/home/ann/m", "b": "org/b"}
+    assert GatewaySettings(model="~/m").model_path == WorkerSettings(model="a=~/m").model_path == "/home/ann/m"
+    path = tmp_path / "models.yaml"
+    path.write_text("models: {a: {path: ~/m}}", encoding="utf-8")
+    assert read_models(path).models["a"].path == "/home/ann/m"
+
+
 def test_a_worker_of_one_model_reads_its_queues(tmp_path: Path) -> None:
     own = WorkerSettings(model="org/a=/m/a", redis_url="redis://h:1/2?deployment=x")
     assert (own.model_path, own.model_names) == ("/m/a", ("org/a",))

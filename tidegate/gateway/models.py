@@ -101,7 +101,7 @@ def open_models(settings: GatewaySettings, base: Queues, clock: Clock) -> Iterat
     kinds = dict[str, ModelKind]()
     for name, entry in several.models.items():
         is_file = entry.path.endswith(gguf.SUFFIX)
-        path = str(gguf.unpacked(Path(entry.path).expanduser(), with_weights=False)) if is_file else entry.path
+        path = str(gguf.unpacked(Path(entry.path), with_weights=False)) if is_file else entry.path
         queues = Queues.on(connection.connect(address.of_model(str(settings.redis_url), name)), clock)
         tiers_path = entry.tiers or settings.tiers_path
         source = _source(settings, entry, path, (name, *entry.aliases), queues, tiers_path)
@@ -235,7 +235,7 @@ def load_tokenizer(settings: GatewaySettings, path: str) -> Tokenizer:
     except (OSError, ValueError) as error:
         if settings.load_format == "dummy":
             return Tokenizer.load(str(demo_model_path()))
-        reason = str(error).splitlines()[0]
+        reason = " ".join(str(error).split())
         raise CannotStart(f"no tokenizer can be loaded from {path}: {reason}") from error
 
 

@@ -133,7 +133,7 @@ class CommonSettings(BaseSettings):
 
     @property
     def model_path(self) -> str:
-        return next(iter(self.named_models.values()), self.model) or str(demo_model_path())
+        return next(iter(self.named_models.values()), os.path.expanduser(self.model or "")) or str(demo_model_path())
 
     @property
     def named_models(self) -> dict[str, str]:

@@ -4,11 +4,12 @@ Knows names and what a request may name; does not load anything.
 """
 
 from collections import Counter
+from os.path import expanduser
 from pathlib import Path
 from typing import Annotated, Any, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from engine.interface import ModelKind
 
@@ -22,7 +23,7 @@ class ModelEntry(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    path: str
+    path: Annotated[str, AfterValidator(expanduser)]
     aliases: tuple[str, ...] = ()
     tiers: Path | None = None  # None: the file of --tiers
     fallback: str | None = None  # the model that answers while no worker of this one is alive
@@ -76,4 +77,4 @@ def named_models(model: str | None) -> dict[str, str]:
         return {}
     if any(name.startswith(("/", ".", "~")) for name, _, _ in pairs):
         return {}
-    return {name: path for name, _, path in pairs}
+    return {name: expanduser(path) for name, _, path in pairs}

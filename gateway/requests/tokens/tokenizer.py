@@ -274,8 +274,11 @@ def _template_message(error: Exception) -> str:
 
 def _load_pretrained(model: str) -> Any:
     directory = Path(model)
+    if not directory.is_dir() and (directory.is_absolute() or model.startswith(".") or model.count("/") > 1):
+        raise OSError("there is no such directory")
     if directory.is_dir() and not (directory / "tokenizer.json").exists():
-        if all(_NO_TOKENIZER.fullmatch(path.name) for path in directory.iterdir()):
+        names = {path.name for path in directory.iterdir()}
+        if all(map(_NO_TOKENIZER.fullmatch, names)) or names.isdisjoint(("config.json", "tokenizer_config.json")):
             raise OSError("it has no file of a tokenizer")
         from transformers import AutoTokenizer  # can convert older formats, but imports torch
 

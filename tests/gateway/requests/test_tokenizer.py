@@ -153,6 +153,15 @@ def test_a_directory_without_a_tokenizer_is_refused_before_anything_is_imported_
         Tokenizer.load(str(tmp_path))
 
 
+def test_a_path_that_is_no_directory_of_a_model_is_refused_as_such(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(OSError, match="no file of a tokenizer"):
+        Tokenizer.load(str(tmp_path))
+    for path in (str(tmp_path / "none"), "./none", "models/org/none"):
+        with pytest.raises(OSError, match="no such directory"):
+            Tokenizer.load(path)
+
+
 def test_no_torch(directory: Path) -> None:
     code = (
         "import sys; from gateway.requests.tokens.tokenizer import Tokenizer; import gateway.app;"
