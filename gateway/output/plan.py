@@ -16,7 +16,6 @@ from gateway.output.tools.tool_choice import Finish, OfferedTools, offered_tools
 from gateway.output.tools.tool_grammar import CallGrammar, Started, after_reasoning
 from gateway.protocol.bodies.output_format import Formats
 from gateway.protocol.bodies.schemas import AnyRequest, ChatCompletionRequest, CompletionRequest
-from gateway.protocol.errors import invalid_value
 
 GenerationPrompt = Callable[[Mapping[str, Any]], str]
 
@@ -122,9 +121,6 @@ def _parser(
 def _chat_grammar(
     offered: OfferedTools, constraint: Constraint | None, model: ModelFormat, started: Started
 ) -> str | None:
-    if constraint is not None and offered.forced:
-        param = constraint.param
-        raise invalid_value(param, f"Invalid value for '{param}': it cannot be used with a forced tool call.")
     if constraint is None and not offered.needs_grammar:
         return None
     writer = GrammarWriter(model.special_ids)
@@ -135,10 +131,13 @@ def _chat_grammar(
 def _body(
     writer: GrammarWriter, offered: OfferedTools, constraint: Constraint | None, model: ModelFormat
 ) -> str | None:
-    """Return an expression for what follows the reasoning; None if it cannot be constrained."""
+    """Return an expression for what follows the reasoning; None if it cannot be constrained.
+
+    A forced call has no text, so the format of the text says nothing of it.
+    """
     markers = model.reasoning.text[:1] if model.reasoning is not None else ()
     before_text = writer.literal(markers[0]) if markers else ""
-    text = None if constraint is None else f"{before_text} {writer.source(constraint.source)}"
+    text = None if constraint is None or offered.forced else f"{before_text} {writer.source(constraint.source)}"
     if not offered.callable:
         return text
     try:

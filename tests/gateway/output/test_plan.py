@@ -182,6 +182,11 @@ def test_patterns_that_look_around_count_as_keywords_that_cannot_be_enforced() -
 def test_a_format_and_tools_together() -> None:
     made = plan(tools=TOOLS, response_format=JSON_SCHEMA)
     assert allows(made, '{"a": 5}') and allows(made, ADDED) and not allows(made, "Hi")
+    named = {"type": "function", "function": {"name": "add"}}
+    for choice in ("required", named):  # as agents ask that have a type of output and must call a tool first
+        forced = plan(tools=TOOLS, response_format=JSON_SCHEMA, tool_choice=choice)
+        assert allows(forced, ADDED) and not allows(forced, '{"a": 5}')
+        assert forced.grammar == plan(tools=TOOLS, tool_choice=choice).grammar
 
 
 def test_formats_and_calls_come_after_the_reasoning() -> None:
@@ -220,11 +225,6 @@ BROKEN = {"type": "object", "properties": {"a": {"type": "foo"}}}
             {"functions": [{"name": "f"}], "function_call": {"name": "g"}},
             "function_call.name",
             "no tool has the name 'g'",
-        ),
-        (
-            {"tools": TOOLS, "tool_choice": "required", "response_format": JSON_SCHEMA},
-            "response_format",
-            "forced tool call",
         ),
         ({"guided_regex": "a", "guided_json": {}}, "guided_regex", "another format than 'guided_json'"),
         ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
