@@ -62,6 +62,11 @@ class FormatParser:
         """Whether the next token is a part of the reasoning, or ends it."""
         return self._region == _REASONING
 
+    @property
+    def ended_in_call(self) -> bool:
+        """Whether the output ended within a call, whose arguments are cut."""
+        return self._ended and self._reader is not None and self._reader.in_call
+
     def feed(self, text: str) -> Piece:
         """Add text. Return what is certain now; text that may begin a marker is held back."""
         piece = self._piece(self._regions.feed(text))

@@ -96,6 +96,11 @@ class JsonCalls:
     def close(self, *, cut: bool) -> list[CallPart]:
         return [] if self._has_calls else _read_whole(self._text)
 
+    @property
+    def in_call(self) -> bool:
+        """Whether a call has begun and has not ended."""
+        return self._value is not None
+
     def _read_arguments(self, value: JsonValueEnd) -> str:
         end = value.find(self._text)
         arguments = self._text if end is None else self._text[:end]
@@ -131,6 +136,11 @@ class ArgumentCalls(ABC):
             return []
         begin = self.feed("\n") if self._name is None else []  # a name at the very end is complete now
         return begin if self._name is None else [*begin, self._finish()]
+
+    @property
+    def in_call(self) -> bool:
+        """Whether a call has begun and has not ended."""
+        return self._name is not None
 
     @abstractmethod
     def _next(self, name: str) -> CallPart | None:

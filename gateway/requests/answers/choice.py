@@ -76,7 +76,7 @@ class Choice:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # if requested, of each prompt token but the first
     finish_reason: str | None = None
     stop_reason: int | str | None = None  # the stop string or token of the client that ended the output
-    has_tool_calls: bool = False
+    has_tool_calls: bool = False  # False if the last one is cut
     vector: bytes = b""  # of a model that is no chat, as float32 in little-endian order
 
     def feed(self, event: TokenEvent) -> Piece:
@@ -120,7 +120,7 @@ class Choice:
             piece.extend(parser.feed(self._end(event.finish_reason)))
         if self.finish_reason is not None:
             piece.extend(parser.flush())
-        self.has_tool_calls = self.has_tool_calls or bool(piece.tool_calls)
+        self.has_tool_calls = (self.has_tool_calls or bool(piece.tool_calls)) and not parser.ended_in_call
         if self.finish_reason == "stop" and self.has_tool_calls:
             self.finish_reason = self.calls_finish
         return piece

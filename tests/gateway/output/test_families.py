@@ -50,9 +50,18 @@ def parse(
         output.extend(parser.feed(text[:size]))
         text = text[size:]
     output.extend(parser.flush())
+    assert not parser.ended_in_call
     calls = whole_tool_calls(output.tool_calls)
     assert [(call.index, call.id) for call in calls] == [(i, f"call_{i}") for i in range(len(calls))]
     return output.reasoning, output.text, [{"name": c.name, "arguments": json.loads(c.arguments)} for c in calls]
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def test_every_family_has_a_rendering() -> None:
@@ -78,6 +87,7 @@ class TestFamily:
             parser = FormatParser(ParserSettings(model.with_calls, model.calls, None, SCHEMAS, lambda: "a"))
             whole = whole_tool_calls([*parser.feed(text[:end]).tool_calls, *parser.flush().tool_calls])
             assert [call.name for call in whole] in ([], ["get_weather"])
+            assert parser.ended_in_call == any(not _is_json(call.arguments) for call in whole)
 
     def test_forced_calls_have_the_form_of_the_template(self, family: Family) -> None:
         grammar = forced(family, {})

@@ -15,6 +15,7 @@ class ReasonsUntilBar:
 
     def __init__(self) -> None:
         self.in_reasoning = True
+        self.ended_in_call = False
 
     def feed(self, text: str) -> Piece:
         if not self.in_reasoning:

@@ -97,6 +97,21 @@ async def test_a_forced_call_that_is_cut_has_the_reason_length() -> None:
     assert not answer.choices[0].message.content
 
 
+@pytest.mark.parametrize(
+    ("stop", "finish", "arguments"),
+    [('"b', "stop", '{"a": 1, '), ("</tool_call>", "tool_calls", '{"a": 1, "b": 2}'), ("2", "stop", '{"a": 1, "b": ')],
+)
+async def test_a_call_that_a_stop_string_cuts_is_not_called_done(stop: str, finish: str, arguments: str) -> None:
+    async with stand(CALL) as running:
+        create = running.client.chat.completions.create
+        answer = await create(model=MODEL, messages=HI, tools=TOOLS, stop=stop)
+        stream = await create(model=MODEL, messages=HI, tools=TOOLS, stop=stop, stream=True)
+        streamed = [chunk.choices[0].finish_reason async for chunk in stream]
+    (call,) = answer.choices[0].message.tool_calls or ()
+    assert call.type == "function" and call.function.arguments == arguments
+    assert answer.choices[0].finish_reason == streamed[-1] == finish
+
+
 async def test_the_older_functions_are_answered_in_their_own_shape() -> None:
     async with stand(CALL) as running:
         answer = await running.client.chat.completions.create(model=MODEL, messages=HI, functions=FUNCTIONS)

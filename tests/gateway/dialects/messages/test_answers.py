@@ -114,6 +114,8 @@ async def test_a_call_that_is_cut_keeps_its_text() -> None:
         ("3", FinishReason.LENGTH, {"max_tokens": 1}, ("max_tokens", None)),
         ("3", FinishReason.LENGTH, {"max_tokens": 32_000}, ("model_context_window_exceeded", None)),
         ("3; 4", FinishReason.STOP, {"stop_sequences": [*"abcdefx", ";"]}, ("stop_sequence", ";")),
+        (CALL, FinishReason.STOP, {"tools": TOOLS, "stop_sequences": ["</tool_call>"]}, ("tool_use", None)),
+        (CALL, FinishReason.STOP, {"tools": TOOLS, "stop_sequences": ['"b']}, ("stop_sequence", '"b')),
     ],
 )
 async def test_why_a_message_ended(text: str, reason: FinishReason, body: Any, end: Any) -> None:
