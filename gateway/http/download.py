@@ -1,6 +1,6 @@
 """Send a content that is not on this machine's disk: as a stream, whole or one range of it.
 
-Contents on the disk are sent by Starlette's `FileResponse`, with sendfile and ranges of its own.
+Contents on the disk are sent by Starlette's `FileResponse`, with sendfile and its own reading of ranges.
 """
 
 import asyncio
@@ -60,6 +60,15 @@ async def stored_content(
         end()
         raise
     return Download(_rest(first, chunks), status, headers, media_type, end)
+
+
+def forget_unread_range(request: Request, size: int) -> None:
+    """Remove a `Range` header that does not name one range: the whole content is sent, as `stored_content` does.
+
+    Starlette would answer some of them with a plain text.
+    """
+    if _span(request.headers.get("range", ""), size) is None:
+        request.scope["headers"] = [(name, value) for name, value in request.scope["headers"] if name != b"range"]
 
 
 def saved_name(file: StoredFile) -> str:

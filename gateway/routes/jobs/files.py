@@ -17,7 +17,7 @@ from fastapi.responses import FileResponse, JSONResponse
 
 from gateway.files.storage import ContentDamaged, ContentLost
 from gateway.files.store import FileStore, QuotaExceeded, StoredFile, content_name
-from gateway.http.download import saved_name, stored_content
+from gateway.http.download import forget_unread_range, saved_name, stored_content
 from gateway.http.multipart import MAX_FORM_BYTES, Upload, receive_upload
 from gateway.identity import ApiKey
 from gateway.protocol.errors import ApiError, invalid_request, invalid_value
@@ -151,6 +151,7 @@ async def file_content(request: Request, owner: Owner, file_id: str) -> Response
         raise ApiError(500, "This file is damaged in the server's storage.", "server_error", headers=NO_RETRY) from None
     except (FileNotFoundError, ContentLost):  # the file was deleted just now
         raise _no_such_file(file_id) from None
+    forget_unread_range(request, stat_result.st_size)
     return FileResponse(path, media_type=media_type, filename=saved_name(file), stat_result=stat_result)
 
 

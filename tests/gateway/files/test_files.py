@@ -64,6 +64,15 @@ async def test_a_download_goes_on_where_it_was_cut_off(gateway: OfflineGateway, 
     assert (await gateway.http.get(path, headers={"range": "bytes=20-"})).status_code == 416
 
 
+@pytest.mark.parametrize(
+    "wanted", ["bytes=0-1,5-6", "lines=1-2", "bytes=-", "bytes=9-2", "bytes", f"bytes={'9' * 5000}-"]
+)
+async def test_a_range_that_is_not_read_gets_the_whole_content(gateway: OfflineGateway, wanted: str) -> None:
+    path = f"/v1/files/{await gateway.upload(b'0123456789')}/content"
+    answer = await gateway.http.get(path, headers={"range": wanted})
+    assert (answer.status_code, answer.content) == (200, b"0123456789")
+
+
 async def test_delete(gateway: OfflineGateway) -> None:
     file_id = await gateway.upload(b"x")
     deleted = await gateway.client.files.delete(file_id)
