@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import regex
 
-from gateway.output.json_schema import GrammarError, check_size, closed, without_looks
+from gateway.output.json_schema import GrammarError, check_size, closed, enforceable
 from gateway.output.text_grammar import as_terminals
 
 if TYPE_CHECKING:
@@ -24,6 +24,11 @@ MAX_GRAMMAR_LINES = 1000  # llguidance follows rules recursively: thousands of t
 # Characters of a grammar with JSON schemas in it: llguidance follows the references of schemas recursively, too.
 _MAX_LENGTH_WITH_SCHEMAS = 2**12
 _MAX_REASON_LENGTH = 300  # characters of llguidance's error messages
+# What llguidance's messages with these beginnings mean to the user.
+_SAID = {
+    "NoExtension": "no output can match it",
+    "oneOf constraints are not": "it has a oneOf whose schemas may overlap; use anyOf",
+}
 _MAX_CHECKED = 256  # results kept (LRU): bulk traffic repeats the same few grammars
 
 Source = Mapping[str, Any]  # one grammar as llguidance reads it: `{"lark_grammar": …}` or `{"json_schema": …}`
@@ -98,12 +103,11 @@ class GrammarWriter:
 def json_source(schema: Mapping[str, Any], *, lenient: bool, whitespace_pattern: str | None = None) -> Source:
     """Return a grammar of the JSON values that match `schema`. Raises `GrammarError` if the schema is too large.
 
-    If `lenient` is true, keywords of JSON schema that llguidance does not know are ignored, as are patterns that look
-    around, and `oneOf` is taken as `anyOf`. `whitespace_pattern` is a regular expression for the white space between
-    the tokens of JSON.
+    If `lenient` is true, what llguidance does not know of JSON schema is ignored, and `oneOf` is taken as `anyOf`.
+    `whitespace_pattern` is a regular expression for the white space between the tokens of JSON.
     """
     check_size(schema)
-    schema = without_looks(closed(schema)) if lenient else closed(schema)
+    schema = enforceable(closed(schema)) if lenient else closed(schema)
     style = _JSON_STYLE if whitespace_pattern is None else {"whitespace_pattern": whitespace_pattern}
     return {"json_schema": {**schema, "x-guidance": {**style, "lenient": lenient, "coerce_one_of": lenient}}}
 
@@ -146,7 +150,7 @@ def _fault(grammar: str) -> str | None:
     if not matcher.is_error():
         return None
     reason = _reason(matcher.get_error().strip().split("\n"))[:_MAX_REASON_LENGTH]
-    return "no output can match it" if reason.startswith("NoExtension") else reason
+    return next((said for begin, said in _SAID.items() if reason.startswith(begin)), reason)
 
 
 def _reason(lines: list[str]) -> str:

@@ -15,6 +15,8 @@ _MAX_DEPTH = 64  # levels of nesting of the whole schema, as of a body; a schema
 _DEFINITIONS = ("$defs", "definitions")
 # Classes and escapes of a regular expression; as a group, what looks around or back, which no grammar can follow.
 _LOOKS = re.compile(r"\[\^?(?:\\.|[^\]\\])*\]|\\[^bB1-9k]|(\\.|\(\?<?[=!])", re.DOTALL)
+_LOWER = frozenset({"minimum", "exclusiveMinimum"})
+_UPPER = frozenset({"maximum", "exclusiveMaximum"})
 
 
 class GrammarError(ValueError):
@@ -52,17 +54,29 @@ def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     return result
 
 
-def without_looks(node: Any) -> Any:
-    """Return the schema without the patterns that look around or back."""
+def enforceable(node: Any) -> Any:
+    """Return the schema without patterns that look around or back, and without bounds that llguidance cannot count to.
+
+    It counts to 2**63, and takes a higher maximum of an integer for that.
+    """
     if isinstance(node, list):
-        return [without_looks(item) for item in node]
+        return [enforceable(item) for item in node]
     if not isinstance(node, Mapping):
         return node
-    return {key: without_looks(value) for key, value in node.items() if not (key == "pattern" and _looks(value))}
+    far = _LOWER if node.get("type") == "integer" else _LOWER | _UPPER
+    return {
+        key: enforceable(value)
+        for key, value in node.items()
+        if not (key == "pattern" and _looks(value)) and not (key in far and _is_far(value))
+    }
 
 
 def _looks(pattern: Any) -> bool:
     return isinstance(pattern, str) and any(match[1] for match in _LOOKS.finditer(pattern))
+
+
+def _is_far(bound: Any) -> bool:
+    return isinstance(bound, int | float) and abs(bound) >= 2**63 - 512
 
 
 def _closed(node: Any) -> Any:

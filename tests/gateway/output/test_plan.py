@@ -162,6 +162,9 @@ def test_keywords_that_cannot_be_enforced() -> None:
     assert param == "response_format" and "uniqueItems" in message
     overlapping = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
     assert allows(plan(guided_json=overlapping), "5")
+    strict = {"name": "x", "schema": {"type": "object", "properties": {"a": overlapping}}, "strict": True}
+    message = refused(response_format={"type": "json_schema", "json_schema": strict})[1]
+    assert "oneOf whose schemas may overlap; use anyOf" in message and "option" not in message
 
 
 DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"  # Pydantic's, for the text of a Decimal
@@ -177,6 +180,27 @@ def test_patterns_that_look_around_count_as_keywords_that_cannot_be_enforced() -
     assert param == "response_format" and "look-behind, is not supported: ^(?!^[-+.]*$)" in message
     kept = {"type": "string", "pattern": r"^[(?=]\\bcd$"}  # a class of three characters, and an escaped backslash
     assert not allows(plan(guided_json=kept), '"a"') and allows(plan(guided_json=kept), r'"(\\bcd"')
+
+
+@pytest.mark.parametrize(
+    ("bounds", "value", "beyond"),
+    [
+        ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, "-5", str(2**64)),  # of int64
+        (
+            {"type": "number", "minimum": 0, "maximum": 1.7976931348623157e308},
+            "0.5",
+            "-1",
+        ),  # of a double
+        ({"type": "number", "exclusiveMinimum": -1e19, "exclusiveMaximum": 1}, "-2", "1.5"),
+    ],
+)
+def test_bounds_beyond_64_bits_count_as_keywords_that_cannot_be_enforced(
+    bounds: dict[str, Any], value: str, beyond: str
+) -> None:
+    made = plan(guided_json=bounds)
+    assert allows(made, value) and not allows(made, beyond)
+    strict = {"name": "x", "schema": {"type": "object", "properties": {"a": bounds}}, "strict": True}
+    assert "range: min=" in refused(response_format={"type": "json_schema", "json_schema": strict})[1]
 
 
 def test_a_format_and_tools_together() -> None:
