@@ -74,10 +74,11 @@ def too_many_tokens(holder: Holder, limit: int, tokens: int) -> ApiError:
 
 def too_many_choices(holder: Holder, wanted: int, headers: dict[str, str]) -> ApiError:
     name = _named(holder)
+    limit = holder.concurrent_requests or 0
+    way_out = "Lower n." if wanted > limit else "Try again when others have ended, or lower n."
     message = (
-        f"{name[0].upper()}{name[1:]} may have {holder.concurrent_requests} choices generated at the same time "
-        f"(prompts × n of all its open requests), and this request has {wanted} choices. Try again when others have "
-        "ended, or lower n."
+        f"{name[0].upper()}{name[1:]} may have {limit} choices generated at the same time "
+        f"(prompts × n of all its open requests), and this request has {wanted} choices. {way_out}"
     )
     return _refused("requests", message, headers)
 

@@ -115,6 +115,7 @@ async def test_each_choice_of_each_prompt_is_an_open_request(limits: KeyLimits, 
     await limits.reserve(four, 5, ("b0", "b1"))
     never = await refusal(limits, four, 5, *"defgh")
     assert never.headers["x-should-retry"] == "false" and "5 choices" in never.message
+    assert "Try again" not in never.message  # it would be refused then, too
     assert refused == 2 * [("k", "requests")]
 
 
