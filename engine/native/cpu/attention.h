@@ -344,6 +344,7 @@ void attend_tile(T *out, const T *query, Index row_stride, Index head_stride, co
                  const Index *table, Index block_size, Index kv_head, Index query_heads, Index group,
                  const float *sinks, Chunk chunk, Index first_token, Index last_token, Scoring rule) {
     constexpr Index kWide = kDim / kLanes;
+    const DenormalsAreZero zero;
     Index rows = (last_token - first_token) * group, padded = (rows + kStripe - 1) / kStripe * kStripe;
     Tile products(padded);
     std::vector<float> bests(padded, -1e30f);

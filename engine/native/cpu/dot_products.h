@@ -39,6 +39,7 @@ template <int kRows, int kPanels>
 // The same with floats, one input after the other. The rows are widened for all panels, a weight when it is read.
 template <int kRows, int kPanels>
 [[gnu::always_inline]] inline void add_floats(__m512 (&sums)[kRows][kPanels], const bf16 *x, const bf16 *weight, Index in) {
+    const DenormalsAreZero zero;
     thread_local std::vector<float> t_wide;
     t_wide.resize(kRows * in);
     float *wide = t_wide.data();

@@ -18,6 +18,23 @@ inline bool g_multiplies_floats = (__builtin_cpu_init(), __builtin_cpu_is("intel
 constexpr bool g_multiplies_floats = true;
 #endif
 
+// While one exists, its thread takes denormal numbers for 0, as bfloat16 dot products always do. Intel's processors take
+// up to 300 times as long for multiplications of floats with denormal numbers.
+#ifdef __SSE__
+class DenormalsAreZero {
+  public:
+    DenormalsAreZero() { __builtin_ia32_ldmxcsr(before_ | kFlushToZero | kDenormalsAreZero); }
+    ~DenormalsAreZero() { __builtin_ia32_ldmxcsr(before_); }
+    DenormalsAreZero(const DenormalsAreZero &) = delete;
+
+  private:
+    static constexpr unsigned kFlushToZero = 0x8000, kDenormalsAreZero = 0x40;
+    const unsigned before_ = __builtin_ia32_stmxcsr();
+};
+#else
+class DenormalsAreZero {};
+#endif
+
 // Reads a number from memory as a float.
 inline float load(const float *p) { return *p; }
 inline float load(const bf16 *p) {

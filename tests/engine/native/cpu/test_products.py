@@ -80,6 +80,16 @@ def test_products(library: ctypes.CDLL, rows: int, in_features: int, out_feature
     torch.testing.assert_close(actual.double(), expected, atol=0.01, rtol=0.01)
 
 
+@torch.inference_mode()
+def test_denormal_numbers_are_zero(library: ctypes.CDLL) -> None:
+    """Dot products take them for that; multiplications of floats would take 300 times as long with them."""
+    layer = make_layer(64, 48)
+    rows, large = torch.full((9, 64), 1e-39, dtype=torch.bfloat16), torch.full((9, 64), 1e30, dtype=torch.bfloat16)
+    assert rows.all() and not PanelLinear(layer, Products(library))(rows).any()
+    layer.weight.fill_(1e-39)
+    assert layer.weight.all() and not PanelLinear(layer, Products(library))(large).any()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 8, 9, 15, 63, 64, 65, 131])
 @pytest.mark.parametrize(
