@@ -18,7 +18,8 @@ namespace tidegate {
 // Adds to sums[r][p] the products of row r of x with panel p, two inputs at once. The loops must be unrolled completely,
 // so that the sums stay in registers.
 template <int kRows, int kPanels>
-[[gnu::always_inline]] inline void add_dots(__m512 (&sums)[kRows][kPanels], const bf16 *x, const bf16 *weight, Index in) {
+[[gnu::always_inline]] inline void add_dots(__m512 (&sums)[kRows][kPanels], const bf16 *x, const bf16 *weight,
+                                            Index in) {
     for (Index k = 0; k < in; k += 2) {
         __m512bh panel[kPanels];
 #pragma GCC unroll 16
@@ -38,7 +39,8 @@ template <int kRows, int kPanels>
 
 // The same with floats, one input after the other. The rows are widened for all panels, a weight when it is read.
 template <int kRows, int kPanels>
-[[gnu::always_inline]] inline void add_floats(__m512 (&sums)[kRows][kPanels], const bf16 *x, const bf16 *weight, Index in) {
+[[gnu::always_inline]] inline void add_floats(__m512 (&sums)[kRows][kPanels], const bf16 *x, const bf16 *weight,
+                                              Index in) {
     const DenormalsAreZero zero;
     thread_local std::vector<float> t_wide;
     t_wide.resize(kRows * in);
