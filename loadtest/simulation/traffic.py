@@ -246,5 +246,5 @@ def _offered(
 ) -> Iterator[OfferedRequest]:
     for p in plan:
         name, prompt = p.traffic_class, prompts.planned(p)
-        what = (f"{name}-{p.index}", name, tier, p.at_s, prompt, p.output_tokens, p.prompt_seed)
+        what = (f"{name}-{p.index}", name, tier, p.at_s, prompt, p.output_tokens, p.prompt_seed, sender.deadline_s)
         yield OfferedRequest(*what, owner=sender.key, weight=sender.key_weight)

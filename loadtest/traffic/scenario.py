@@ -120,6 +120,12 @@ class TrafficClass(Strict):
             raise ValueError("sessions: need open-loop arrivals")
         return self
 
+    @property
+    def deadline_s(self) -> float | None:
+        """Seconds from arrival to the last token that each request asks for; None: those of its tier."""
+        deadline_ms = self.extra_body.get("deadline_ms")
+        return None if deadline_ms is None else deadline_ms / 1000
+
     def with_lengths_scaled(self, factor: float) -> Self:
         """Return a copy of the class with all lengths multiplied by `factor`.
 

@@ -48,6 +48,11 @@ def test_closed_loops_of_several_classes_go_to_their_own_tiers() -> None:
     assert [next(loop.requests).tier for loop in loops] == ["bulk", "realtime"]
 
 
+def test_requests_of_a_scenario_have_the_deadline_that_they_ask_for() -> None:
+    traffic = scenario_traffic(load_scenario("deadlines"), make_tiers(), 20, seed=1)
+    assert {(r.traffic_class, r.deadline_s) for r in traffic.arrivals} == {("chat", None), ("jobs", 15.0)}
+
+
 def test_a_closed_loop_of_chats_ends_with_the_load_and_one_of_bulk_does_not() -> None:
     scenario = load_scenario("saturation", bulk_pool="b3-synthesis")
     chats, bulk = scenario_traffic(scenario, make_tiers(), 20, seed=1).loops
