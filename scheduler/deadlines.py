@@ -9,10 +9,11 @@ Here n is the number of the next token. A target that the tier does not have is 
 
 A request without a latency SLO has a completion deadline. Its laxity is the time that it may still wait: a request with
 laxity 0 must run in every step from now on. An urgent request gets a priority just above all tiers without a latency
-SLO. The most urgent request of a tier also raises the tier's min share.
+SLO. The most urgent request of a tier also raises the tier's min share. A request that asked for an earlier deadline
+than its tier's goes before all others of its tier until then.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from engine.step_time.cost import StepCost
 from scheduler.clock import NEVER_S
@@ -125,6 +126,21 @@ def urgencies(tier: Tier, states: Iterable[RequestState], cost: StepCost, now: f
     return {request_id: urgency for request_id, urgency in found if urgency > 0}
 
 
-def boosted_priority(tiers: Sequence[Tier]) -> float:
-    """Return the priority of urgent requests, which is just above all tiers without a latency SLO."""
-    return max((tier.priority for tier in tiers if not tier.is_interactive), default=0) + 0.5
+def has_own_deadline(state: RequestState, now: float) -> bool:
+    """Return whether a request without a latency SLO asked for an earlier deadline than its tier's, still to come."""
+    request, tier = state.request, state.tier
+    is_own = not request.urgent_ms and request.deadline_ms - request.arrival_ms < tier.deadline_ms
+    return is_own and not tier.is_interactive and now < state.deadline_s
+
+
+def boosted_priorities(
+    tiers: Sequence[Tier], states: Iterable[RequestState], urgent: Collection[str], now: float
+) -> dict[str, float]:
+    """Return the priority of each request that goes before others without a latency SLO: before all if it is urgent.
+
+    One with a deadline of its own goes before those of its tier. `urgent` holds the ids of urgent requests.
+    """
+    highest = max((tier.priority for tier in tiers if not tier.is_interactive), default=0)
+    boosted = dict.fromkeys(urgent, highest + 0.5)
+    own = {state.id: state.tier.priority + 0.5 for state in states if has_own_deadline(state, now)}
+    return {**own, **boosted}

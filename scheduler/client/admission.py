@@ -192,7 +192,7 @@ class Admission:
             return self._first_token_forecast(tier, requests, capacity)
         if any(request.urgent_ms for request in requests):
             return None  # the job was admitted as a whole: a part of it that is late is needed all the same
-        return self._completion_forecast(tier, requests, capacity, wall_ms)
+        return self._completion_forecast(tier, requests, capacity, now, wall_ms)
 
     def _first_token_forecast(self, tier: Tier, requests: Sequence[Request], capacity: TierCapacity) -> Forecast:
         limit_s = math.inf if tier.ttft_limit_s is None else tier.ttft_limit_s
@@ -202,14 +202,17 @@ class Admission:
         return forecast.slowed(self._correction.factor(tier.name))
 
     def _completion_forecast(
-        self, tier: Tier, requests: Sequence[Request], capacity: TierCapacity, wall_ms: int
+        self, tier: Tier, requests: Sequence[Request], capacity: TierCapacity, now: float, wall_ms: int
     ) -> Forecast:
         deadline_ms = min(r.deadline_ms for r in requests)
         has_tier_deadline = all(r.deadline_ms >= r.arrival_ms + tier.deadline_ms for r in requests)
-        # With an earlier deadline, the requests overtake all requests that are due later, also those that workers hold.
+        # With an earlier deadline, the requests overtake all requests that are due later, also those that workers hold,
+        # and the steps are as short as they need.
         if not has_tier_deadline:
             prompt_tokens, output_tokens = self._in_flight.due_by(tier.name, deadline_ms)
-            capacity = replace(capacity, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+            above = [self._heartbeats.capacity(name, now) for name in self._above[tier.name]]
+            step_s = next((c.step_s for c in reversed(above) if c is not None), capacity.step_s)
+            capacity = replace(capacity, prompt_tokens=prompt_tokens, output_tokens=output_tokens, step_s=step_s)
         usage, left_s = self._in_flight.usage(tier.name), (deadline_ms - wall_ms) / 1000
         return completion(requests, capacity, usage, left_s, cap_own_work=has_tier_deadline)
 

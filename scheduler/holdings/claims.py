@@ -35,6 +35,21 @@ def due_limits(tiers: Sequence[Tier], table: RequestTable, wall_ms: int) -> dict
     return limits
 
 
+def early_limits(tiers: Sequence[Tier], table: RequestTable) -> dict[str, DueLimit]:
+    """Return how many requests to claim from bulk tiers although no slot is free, and until which score.
+
+    They are those that go before what runs, because they have a deadline of their own, or their key has few requests.
+    """
+    limits = {}
+    for tier in tiers:
+        scores_ms = [state.request.score_ms for state in table.of_tier(tier.name) if state.is_resident]
+        if not tier.is_interactive and scores_ms:
+            newest_ms = max(scores_ms)
+            num_early = sum(state.request.score_ms < newest_ms for state in table.waiting(tier.name))
+            limits[tier.name] = DueLimit(max(0, PREFETCH - num_early), newest_ms - 1)
+    return limits
+
+
 def claim_limits(
     tiers: Sequence[Tier],
     table: RequestTable,

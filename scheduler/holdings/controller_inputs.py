@@ -13,7 +13,7 @@ from scheduler.config import Tier
 from scheduler.control.controller import SLAController
 from scheduler.control.feedback import Load
 from scheduler.control.knobs import Decision
-from scheduler.deadlines import boosted_priority, count_missing, urgencies
+from scheduler.deadlines import boosted_priorities, count_missing, urgencies
 from scheduler.holdings.report import Report
 from scheduler.holdings.request_table import RequestTable
 
@@ -78,19 +78,19 @@ class ControllerInputs:
         self._queued = queued
 
     def _boost_urgent(self, tiers: tuple[Tier, ...], cost: StepCost, now: float) -> None:
-        """Raise the priority of requests that are near their deadline or have waited too long.
+        """Raise the priority of requests that are near their deadline, have one of their own or have waited too long.
 
         Also tell the controller the urgency of each tier.
         """
-        boosted: list[str] = []
+        all_urgent: list[str] = []
         self.missing_deadlines = {
             tier.name: count_missing(self._table.of_tier(tier.name), cost, now) for tier in tiers if tier.urgent_ms
         }
         for tier in tiers:
             urgent = urgencies(tier, self._table.of_tier(tier.name), cost, now)
             self._controller.set_urgency(tier.name, max(urgent.values(), default=0.0))
-            boosted += urgent
-        self._table.boost(boosted, boosted_priority(tiers))
+            all_urgent += urgent
+        self._table.boost(boosted_priorities(tiers, self._table, all_urgent, now))
 
     def _load(self, kv_usage: float, cost: StepCost) -> Load:
         """Return the present load. `cost` is the predicted cost of a step that has only decodes."""

@@ -9,7 +9,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from itertools import chain
 
 from sortedcontainers import SortedDict
 
@@ -60,7 +59,7 @@ class RequestTable:
         self._entries: dict[str, tuple[_Group, _NotResidentKey]] = {}  # by request id
         self._preemption_exhausted: dict[str, RequestState] = {}  # residents that keep room for all their tokens
         self._last_run: Sequence[str] = ()
-        self._boosted: frozenset[str] = frozenset()
+        self._boosted: list[RequestState] = []
         self._yielding: frozenset[str] = frozenset()
 
     # -- all requests ------------------------------------------------------------------------------------------
@@ -98,23 +97,23 @@ class RequestTable:
     # -- for a plan --------------------------------------------------------------------------------------------
 
     def decodes(self, tier: str) -> Iterable[RequestState]:
-        """Return the tier's decoding sequences. Boosted sequences come first.
+        """Return the tier's decoding sequences, sorted by their last run, the longest ago first.
 
-        Both boosted and other sequences are sorted by their last run, the longest ago first. Sequences that last ran in
-        the same step keep their order in that step.
+        Sequences that last ran in the same step keep their order in that step.
         """
-        decodes = self._index[tier].decodes.values()
-        boosted = [s for s in decodes if s.id in self._boosted] if self._boosted else []
-        return chain(boosted, (s for s in decodes if s.id not in self._boosted)) if boosted else decodes
+        return self._index[tier].decodes.values()
 
-    def boost(self, request_ids: Collection[str], priority: float) -> None:
-        """Give these requests the priority `priority`, and end the boost of all other requests."""
-        for request_id in self._boosted:
-            if request_id in self._states:
-                self._states[request_id].boosted_to = None
-        self._boosted = frozenset(request_ids)
-        for request_id in self._boosted:
-            self._states[request_id].boosted_to = priority
+    def boost(self, priorities: Mapping[str, float]) -> None:
+        """Give requests these higher priorities, by id, and end the boost of all other requests."""
+        for state in self._boosted:
+            state.boosted_to = None
+        self._boosted = [self._states[request_id] for request_id in priorities]
+        for state in self._boosted:
+            state.boosted_to = priorities[state.id]
+
+    def boosted(self, tier: str) -> list[RequestState]:
+        """Return the tier's requests that go before others of their tier."""
+        return [state for state in self._boosted if state.tier.name == tier and state.id in self._states]
 
     def set_yielding(self, request_ids: Collection[str]) -> list[RequestState]:
         """Let these requests yield, and no others. Return those that yield no longer."""

@@ -12,6 +12,7 @@ beside one that computes the same beginning of a prompt: in the next step, it fi
 """
 
 from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, islice
 
 from engine.interface import StepPlan
@@ -47,17 +48,29 @@ def form_batch(
     taken is in proportion to the planned work, and not to the number of waiting requests.
     """
     draft = _Batch(view, budgets, table, now, barred, prefixes)
-    # The sort is stable, so that all others stay in order of priority.
-    for tier in sorted(tiers, key=lambda t: not budgets.tiers[t.name].min_share_due):
+    for tier, boosted_to in _turns(tiers, table, budgets):
         budget = budgets.tiers[tier.name]
         if not tier.is_interactive:
-            if table.count(tier.name):
-                draft.add_bulk(tier, budget)
+            draft.add_bulk(tier, budget, boosted_to)
             continue
         draft.add_interactive(tier, budget)
         if budgets.yielding:
             draft.add_bulk(tier, budgets.yielding[tier.name])
     return draft.plan(step_id)
+
+
+def _turns(tiers: Sequence[Tier], table: RequestTable, budgets: Budgets) -> list[tuple[Tier, float | None]]:
+    """Return the tiers in the order in which they add work; those of a boosted priority have a turn of their own."""
+    turns: list[tuple[Tier, float | None]] = []
+    for tier in tiers:
+        turns += [(tier, priority) for priority in {state.boosted_to for state in table.boosted(tier.name)}]
+        turns += [(tier, None)] if tier.is_interactive or table.count(tier.name) else []
+
+    def place(turn: tuple[Tier, float | None]) -> tuple[bool, float]:
+        tier, boosted_to = turn
+        return not budgets.tiers[tier.name].min_share_due, -(tier.priority if boosted_to is None else boosted_to)
+
+    return sorted(turns, key=place)
 
 
 class _Batch(Draft):
@@ -77,6 +90,7 @@ class _Batch(Draft):
         self.interactive_s = 0.0  # predicted time of the step before bulk adds to it; 0: it holds nothing
         self._min_share_s = 0.0  # predicted time of the runs that serve min shares
         self._are_blocked = False  # interactive requests wait for blocks
+        self._paced_s = NEVER_S  # limit of the step beside requests with deadlines of their own
         self._is_full = False  # a bulk sequence waits for time, so that no other bulk may take the time that is left
 
     def note_min_share(self) -> None:
@@ -96,14 +110,17 @@ class _Batch(Draft):
         if self.has_work:
             self.interactive_s = self.step_s()
 
-    def add_bulk(self, tier: Tier, budget: TierBudget) -> None:
+    def add_bulk(self, tier: Tier, budget: TierBudget, boosted_to: float | None = None) -> None:
         """Add the requests of a bulk tier, or those of an interactive tier that yield, as far as they may.
 
-        While interactive requests wait for blocks, decodes that may not be preempted have their priority: they go on
-        until they end, whatever bulk may add to the step.
+        Only those with the priority `boosted_to` are added; None: those with that of the tier. While interactive
+        requests wait for blocks, decodes that may not be preempted have their priority: they go on until they end,
+        whatever bulk may add to the step.
         """
-        self._yielding = tier.is_interactive
-        is_beside, hard_s = self.has_work, budget.limit.base_s
+        self._yielding, self._boosted_to = tier.is_interactive, boosted_to
+        is_beside = self.has_work
+        budget = replace(budget, limit=budget.limit.at_most(self._paced_s))
+        hard_s = budget.limit.base_s
         if self._are_blocked:
             self._add_blocking(tier.name, hard_s)
         decode_s = next((self._decode_s(state) for state in self._decodes(tier.name)), None)
@@ -118,6 +135,21 @@ class _Batch(Draft):
             self.pause(tier.name)
         if budget.min_share_due:
             self.note_min_share()
+        if boosted_to is not None:
+            self._pace(tier.name)
+
+    def _pace(self, tier: str) -> None:
+        """Limit what the rest of bulk adds, so that requests with deadlines of their own get their tokens in time.
+
+        It may always double the step: `max_tokens` are more than an answer mostly has.
+        """
+        paces_s = [
+            (state.deadline_s - self._now) / max(1, state.request.sampling.max_tokens - len(state.output_token_ids))
+            for state in self._table.boosted(tier)
+            if state.id in self._run and not state.request.urgent_ms
+        ]
+        if paces_s:
+            self._paced_s = min(self._paced_s, max(min(paces_s), 2 * self.step_s()))
 
     def _add_blocking(self, tier: str, limit_s: float) -> None:
         """Add decodes of the tier that may not be preempted, as long as the step takes at most `limit_s` seconds."""
@@ -128,7 +160,7 @@ class _Batch(Draft):
 
     def _decodes(self, tier: str) -> Iterator[RequestState]:
         """Return the tier's decodes that may be added now. The longest ago run comes first."""
-        return (s for s in self._table.decodes(tier) if s.yields == self._yielding and self._may_run(s))
+        return (s for s in self._table.decodes(tier) if self._has_turn(s) and self._may_run(s))
 
     def add_decodes(
         self, tier: str, budget: TierBudget, limit_s: float, slots: int, longest_s: float = NEVER_S
@@ -195,7 +227,7 @@ class _Batch(Draft):
         for state in pending:
             if state.awaits_grammar or state.id in self._preempt or state.id in self._barred:
                 continue
-            if state.yields != self._yielding:
+            if not self._has_turn(state):
                 continue
             if not state.is_resident and not (is_open and self._may_start(tier, budget)):
                 is_open = False
@@ -218,7 +250,7 @@ class _Batch(Draft):
 
     def _first_chunk_s(self, tier: str) -> float:
         """Return the time that the smallest chunk of the tier's first prefill adds to the step; 0 without one."""
-        states = (s for s in self._table.prefills(tier) if s.yields == self._yielding and self._may_run(s))
+        states = (s for s in self._table.prefills(tier) if self._has_turn(s) and self._may_run(s))
         return next((self._with_chunk_s(state) - self.step_s() for state in states), 0.0)
 
     def _with_chunk_s(self, state: RequestState) -> float:
@@ -232,7 +264,7 @@ class _Batch(Draft):
         table, name = self._table, tier.name
         slots = self._free_slots(name, budget)
         waits = is_waiting(tier, table, budget, slots, self._cost.step_s, self.has_work, self._now)
-        newcomers = () if waits else table.waiting(name)
+        newcomers = () if waits and self._boosted_to is None else table.waiting(name)
         return chain(table.prefills(name), table.preempted(name), newcomers)
 
     def _may_start(self, tier: str, budget: TierBudget) -> bool:

@@ -38,7 +38,9 @@ class Draft:
         self._prefill_blocks: set[int] = set()  # digests of the prompts' blocks that bulk prefills of this step compute
         self._blocks = BlockBudget(view, budgets.cost, table.reserved(), table.any_resident)
         self._work = StepWork()  # of all runs
-        self._yielding = False  # whether requests are added that yield, instead of those that do not
+        # Which requests are added now: those that yield or do not, and those with this higher priority than their tier.
+        self._yielding = False
+        self._boosted_to: float | None = None
         self._preempt: dict[str, PreemptionMode] = {}
         self._resume: list[str] = []
         self._start: list[NewSequence] = []
@@ -87,15 +89,23 @@ class Draft:
     def _may_run(self, state: RequestState) -> bool:
         return not (state.id in self._run or state.id in self._preempt or state.id in self._barred)
 
+    def _has_turn(self, state: RequestState) -> bool:
+        """Return whether the request is one of those that are added now."""
+        return state.yields == self._yielding and state.boosted_to == self._boosted_to
+
     def _decode_s(self, state: RequestState) -> float:
         return self._cost.decode(state.num_computed_tokens)
 
     def _free_slots(self, tier: str, budget: TierBudget) -> int:
         """Return how many sequences of the tier may still start or come back.
 
-        Those that yield keep their slots from each other only: they make room for all others.
+        Those that yield keep their slots from each other only: they make room for all others. So do those of bulk for
+        the ones that go before them.
         """
-        held = self._table.num_resident(tier) + self._num_started[tier] - self._num_preempted[tier]
+        residents = self._table.num_resident(tier)
+        held = residents + self._num_started[tier] - self._num_preempted[tier]
+        if self._boosted_to is not None:
+            held -= residents - sum(state.is_resident for state in self._table.boosted(tier))
         return budget.max_num_seqs - held + (0 if self._yielding else self._table.num_yielding(tier))
 
     def _tokens_left_of(self, tier: str, budget: TierBudget) -> int:
@@ -118,7 +128,8 @@ class Draft:
             num_tokens = 0 if self._run else left
         if num_tokens < 1:
             return False
-        if not self._get_blocks(state, num_tokens, self._view.reserve_blocks if budget.leaves_reserve else 0):
+        leaves_reserve = budget.leaves_reserve and state.boosted_to is None
+        if not self._get_blocks(state, num_tokens, self._view.reserve_blocks if leaves_reserve else 0):
             self._lacks_blocks = True
             return False
         if state.status is Status.WAITING:

@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping, Sequence, Set
 import structlog
 
 from scheduler.clock import Clock
+from scheduler.config import Tier
 from scheduler.events.base import EventChannel
-from scheduler.holdings.claims import due_limits
+from scheduler.holdings.claims import due_limits, early_limits
 from scheduler.queue.base import Queue
 from scheduler.request import Claimed, EventKind, Lease, TokenEvent
 from scheduler.request_state import RequestState
@@ -99,6 +100,7 @@ class Claimer:
 
     async def review(self, depths: Mapping[str, int]) -> None:
         """Do what is due from time to time. `depths` is the number of requests in the queue, by tier."""
+        await self._outage.attempt(self._claim_early([t for t in self._core.held.tiers if depths.get(t.name)]))
         if self._gave_back or any(depths.get(tier) for tier in self._waits_for or ()):  # or a wake-up was lost
             self._waits_for, self._gave_back = None, frozenset()
             self.note_room()
@@ -148,16 +150,30 @@ class Claimer:
             work.cancel()
             room.cancel()
 
+    async def _claim_early(self, tiers: Sequence[Tier]) -> None:
+        """Claim the bulk requests that go before what runs here, although no slot is free.
+
+        It is done from time to time instead of waiting for them: whoever waits for a tier gets its share of the tier.
+        """
+        due = early_limits([t for t in tiers if t.name not in self._limits()], self._core.held.table)
+        if self._may_claim and due:
+            await self._take(await self._queue.claim(dict.fromkeys(due, 0), LEASE_S, due=due))
+
+    @property
+    def _may_claim(self) -> bool:
+        return self._is_open and not self._is_stuck() and not self.why_idle
+
+    def _limits(self) -> dict[str, int]:
+        limits = self._core.claim_limits(self._clock.now()) if self._may_claim else {}
+        return {tier: limit for tier, limit in limits.items() if tier not in self._gave_back}
+
     async def _claim(self) -> None:
         """Claim, unless the queue will wake this worker exactly for the tiers that it has room for.
 
         A worker whose load has halved since the last claim claims again, so that it is woken before busier ones. One
         that was woken without room claims nothing, so that the next one is woken.
         """
-        held = self._core.held
-        may_claim = self._is_open and not self._is_stuck() and not self.why_idle
-        limits = self._core.claim_limits(self._clock.now()) if may_claim else {}
-        limits = {tier: limit for tier, limit in limits.items() if tier not in self._gave_back}
+        held, limits = self._core.held, self._limits()
         due = due_limits([t for t in held.tiers if t.name in limits], held.table, self._clock.wall_ms())
         wanted = {tier: limit + (due[tier].requests if tier in due else 0) for tier, limit in limits.items()}
         wanted = {tier: number for tier, number in wanted.items() if number}
@@ -166,16 +182,21 @@ class Claimer:
             return
         self._waits_for = None
         without_room = {tier.name: 0 for tier in held.tiers if tier.name not in limits}
-        claimed = await self._own(await self._queue.claim({**limits, **without_room}, LEASE_S, load, due))
+        claimed = await self._take(await self._queue.claim({**limits, **without_room}, LEASE_S, load, due))
         got = Counter(c.request.tier for c in claimed)
         self._waits_for = {tier for tier in wanted if got[tier] < wanted[tier]}
         self._load = load + len(claimed)
-        taken_over = {c.request.id: c for c in claimed if held.must_ask(c)}
+
+    async def _take(self, found: Sequence[Claimed]) -> Sequence[Claimed]:
+        """Let the core have claimed requests. Return them, without those that went back."""
+        claimed = await self._own(found)
+        taken_over = {c.request.id: c for c in claimed if self._core.held.must_ask(c)}
         if ready := [c for c in claimed if c.request.id not in taken_over]:
             self._intake.accept(ready)
         if taken_over:
             await self._takeover.ask(list(taken_over.values()))
             self.note_room()  # it holds less than the queue knows
+        return claimed
 
     async def _own(self, claimed: Sequence[Claimed]) -> Sequence[Claimed]:
         """Give back what was encoded with another vocabulary, and claim nothing for a while. Return the others."""

@@ -198,6 +198,7 @@ def make_table(tiers: TierSet, states: Iterable[RequestState]) -> RequestTable:
         table.update(state)
     newest = max((s.last_step for s in table), default=-1)
     table.note_run([s.id for s in table if s.last_step == newest])
+    table.boost({s.id: s.boosted_to for s in table if s.boosted_to is not None})
     return table
 
 

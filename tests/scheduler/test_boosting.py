@@ -5,7 +5,8 @@ import asyncio
 import pytest
 from structlog.testing import capture_logs
 
-from scheduler.deadlines import count_missing, urgencies
+from scheduler.deadlines import boosted_priorities, count_missing, urgencies
+from scheduler.request_state import RequestState
 from scheduler.virtual_time import EPOCH_MS
 from tests.scheduler.builders import FAST, make_decode, make_state, make_tiers, ran
 from tests.scheduler.world import World, played_by, run_world
@@ -44,8 +45,7 @@ def test_a_deadline_is_met_beside_a_flood_where_the_tier_has_a_horizon(urgent_ms
     async def story(world: World) -> bool:
         flood = [asyncio.create_task(_endless(world, i)) for i in range(40)]
         await world.clock.sleep(1.0)
-        due_ms = world.clock.wall_ms() + 30_000
-        job = asyncio.create_task(world.ask("job", "batch", 64, 60, deadline_ms=due_ms))
+        job = asyncio.create_task(world.ask("job", "batch", 64, 60))
         await world.clock.sleep(30.0)
         in_time = job.done()
         for task in (*flood, job):
@@ -53,7 +53,8 @@ def test_a_deadline_is_met_beside_a_flood_where_the_tier_has_a_horizon(urgent_ms
         await asyncio.gather(*flood, job, return_exceptions=True)
         return in_time
 
-    tiers = make_tiers(batch={"urgent_ms": urgent_ms, "floor": 0.0}, realtime={"queue_limit": 1000})
+    batch = {"urgent_ms": urgent_ms, "floor": 0.0, "deadline_ms": 30_000}
+    tiers = make_tiers(batch=batch, realtime={"queue_limit": 1000})
     assert run_world(story, tiers=tiers, known=FAST) == bool(urgent_ms)
 
 
@@ -72,6 +73,45 @@ async def test_an_urgent_request_goes_first_in_its_tier(world: World) -> None:
     plans = [plan for at, plan in world.core.plans if at > 1.2 and "due" in ran(plan)]
     assert plans and all(plan.run[0].seq_id == "due" for plan in plans)
     await asyncio.gather(*tasks)
+
+
+@pytest.mark.parametrize("num_flood", [20, 100])
+@pytest.mark.parametrize(("tier", "urgent_ms"), [("bulk", 0), ("batch", 20_000)])
+def test_a_deadline_of_its_own_is_met_in_a_tier_whose_slots_are_taken(
+    tier: str, urgent_ms: int, num_flood: int
+) -> None:
+    """Also where the KV blocks are. The others of the tier go on for minutes."""
+
+    async def story(world: World) -> float:
+        flood = [asyncio.create_task(world.ask(f"b{i}", tier, 64, 440)) for i in range(num_flood)]
+        await world.clock.sleep(5.0)
+        begun_s, due_ms = world.clock.now(), world.clock.wall_ms() + 15_000
+        await world.ask("job", tier, 64, 60, deadline_ms=due_ms)
+        took_s = world.clock.now() - begun_s
+        for task in flood:
+            task.cancel()
+        await asyncio.gather(*flood, return_exceptions=True)
+        return took_s
+
+    assert run_world(story, tiers=make_tiers(**{tier: {"urgent_ms": urgent_ms}}), known=FAST) < 5.0
+
+
+def test_a_deadline_of_its_own_counts_until_it_is_over_and_in_its_tier() -> None:
+    def state(request_id: str, tier: str = "bulk", left_ms: int = 60_000, urgent_ms: int = 0) -> RequestState:
+        deadline_ms = EPOCH_MS + left_ms
+        return make_decode(request_id, tier, tiers=TIERS, deadline_ms=deadline_ms, urgent_ms=urgent_ms)
+
+    states = [
+        state("own"),
+        state("tier's", left_ms=TIERS["bulk"].deadline_ms),
+        state("batch", "batch"),
+        state("urgent", "batch"),
+        state("over", left_ms=4_000),
+        state("part of a job", urgent_ms=1000),
+        state("chat", "realtime", left_ms=5_000),
+    ]
+    found = boosted_priorities(TIERS.by_priority, states, ["urgent"], now=5.0)
+    assert found == {"own": 10.5, "batch": 0.5, "urgent": 10.5}
 
 
 def test_requests_that_miss_their_deadlines_in_any_case_are_counted() -> None:

@@ -131,7 +131,8 @@ class _Draft:
     def _startable(self, tier: Tier, *, protected: bool) -> Iterator[RequestState]:
         """Return the requests of a tier without a stream that yield, or do not, in the order in which they are sent."""
         table = self._view.table
-        for state in chain(table.preempted(tier.name), table.waiting(tier.name)):
+        states = chain(table.preempted(tier.name), table.waiting(tier.name))
+        for state in sorted(states, key=lambda s: s.boosted_to is None):
             if state.id not in self._view.held_back and state.is_protected == protected:
                 yield state
 

@@ -182,6 +182,16 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
     assert not admission.is_closed("bulk"), "a later deadline may still be met"
 
 
+def test_with_a_deadline_of_its_own_the_steps_are_as_short_as_a_request_needs() -> None:
+    """Steps of what runs in the tier take 0.5 s, those of the tiers above 0.01 s, and answers have 50 of 100 tokens."""
+    admission = make_admission(tiers(), bulk=replace(IDLE, step_s=0.5, output_tokens_per_s=1000.0))
+    first = make_request("first", "bulk", deadline_ms=2**50, max_tokens=100)
+    submit(admission, first)
+    admission.on_event(TokenEvent("first", EventKind.FINISHED, 0, (1,) * 50), now=0.0)
+    sooner = make_request("sooner", "bulk", max_tokens=100, deadline_ms=EPOCH_MS + 2000)
+    assert attempt(admission, sooner) is None
+
+
 def test_a_part_of_a_job_is_not_refused_for_its_deadline() -> None:
     """The job was admitted as a whole. If it is late, it needs each of its parts all the more."""
     late = make_request("b", "bulk", prompt=100, deadline_ms=EPOCH_MS + 10, urgent_ms=1000)

@@ -5,7 +5,7 @@ import pytest
 from engine.step_time.cost import StepCost
 from scheduler.config import TierSet
 from scheduler.control.budget import Budgets, TierBudget
-from scheduler.holdings.claims import PREFETCH, claim_limits, due_limits
+from scheduler.holdings.claims import PREFETCH, claim_limits, due_limits, early_limits
 from scheduler.request_state import RequestState
 from tests.scheduler.builders import EPOCH_MS, make_decode, make_state, make_table, make_tiers
 
@@ -57,3 +57,12 @@ def test_who_is_due_is_claimed_without_a_free_slot() -> None:
     assert limit.until_ms == wall_ms + 100_000 - 1, "also further requests of a key with fewer than the flood's"
     assert due(*flood, make_state("few")) == PREFETCH - 1
     assert set(due_limits(TIERS.by_priority, make_table(TIERS, []), wall_ms)) == {"realtime"}
+
+
+def test_bulk_that_goes_before_what_runs_is_claimed_without_a_free_slot() -> None:
+    running = [make_decode(f"d{i}", order_ms=1000 + i) for i in range(8)]
+    (limit,) = (early := early_limits(TIERS.by_priority, make_table(TIERS, running))).values()
+    assert (list(early), limit.requests, limit.until_ms) == (["bulk"], PREFETCH, 1006)
+    waiting = [make_state("job", "bulk", order_ms=500), make_state("other", "bulk", order_ms=2000)]
+    early = early_limits(TIERS.by_priority, make_table(TIERS, [*running, *waiting]))
+    assert early["bulk"].requests == PREFETCH - 1, "few are held that have not begun"

@@ -344,3 +344,44 @@ def test_late_prefills_that_hold_all_slots_go_on_beside_newcomers_that_wait_for_
     late = [make_state(f"late{i}", "realtime", Status.RUNNING, prompt=400, computed=100) for i in range(2)]
     newcomer = make_state("new", prompt=20, claimed_s=5.0)
     assert set(ran(form([*late, newcomer], now=5.0, realtime=budget(max_num_seqs=2)))) == {"late0", "late1"}
+
+
+# -- requests with deadlines of their own --------------------------------------------------------------------------
+
+
+def boosted(state: RequestState, priority: float = 10.5) -> RequestState:
+    state.boosted_to = priority
+    return state
+
+
+def test_who_goes_before_others_of_its_tier_needs_no_slot_and_leaves_no_reserve() -> None:
+    states = [
+        *(make_decode(f"d{i}") for i in range(4)),
+        make_state("other", "bulk"),
+        boosted(make_state("job", "bulk")),
+    ]
+    full = budget(max_num_seqs=4, leaves_reserve=True)
+    plan = form(states, bulk=full, view={"free_blocks": 10})
+    assert list(ran(plan)) == ["job", "d0", "d1", "d2"], "a step has as many sequences as before"
+
+
+def test_those_who_go_before_others_have_as_many_slots_as_the_tier() -> None:
+    states = [boosted(make_decode(f"d{i}")) for i in range(4)]
+    plan = form([*states, boosted(make_state("job", "bulk"))], bulk=budget(max_num_seqs=4))
+    assert not plan.start
+
+
+def test_urgent_requests_of_a_lower_tier_go_before_a_higher_one() -> None:
+    urgent, own = boosted(make_decode("urgent", "batch")), boosted(make_decode("own", "batch"), 0.5)
+    states = [make_decode("bulk"), make_decode("batch", "batch"), own, urgent]
+    assert list(ran(form(states))) == ["urgent", "bulk", "own", "batch"]
+
+
+def test_other_bulk_leaves_the_time_that_a_deadline_needs() -> None:
+    """The job has 10 s for 99 tokens: no step may take longer than 101 ms. It has doubled where that is not enough."""
+    floods = [make_decode(f"d{i}") for i in range(300)]
+    job = boosted(make_decode("job", max_tokens=100))
+    many = {"bulk": budget(max_num_seqs=512), "view": {"num_blocks": 2000, "free_blocks": 1000}}
+    assert len(form([*floods, job], **many).run) == 91
+    assert len(form([*floods, job], now=9.9, **many).run) == 12
+    assert len(form([*floods, boosted(make_decode("part", urgent_ms=1))], **many).run) == 301, "jobs need many tokens"

@@ -49,6 +49,13 @@ def test_interactive_requests_go_at_once_and_bulk_waits_for_their_first_tokens()
     assert started(view(make_decode("a", "realtime"), waiting("c", "bulk"), *decodes(3))) == ["c"]
 
 
+def test_bulk_that_goes_before_others_of_its_tier_is_sent_first() -> None:
+    hung_up = make_decode("part", status=Status.PREEMPTED)
+    job = waiting("job", "bulk")
+    job.boosted_to = 10.5
+    assert started(view(waiting("w", "bulk"), hung_up, job, traffic=False)) == ["job", "part", "w"]
+
+
 def test_an_idle_server_gets_bulk_and_a_due_min_share_does_not_wait() -> None:
     assert started(view(waiting("c", "bulk"))) == ["c"]
     of = view(at_server("a"), waiting("c", "bulk"), *decodes(1))
