@@ -13,11 +13,13 @@ SLO. The most urgent request of a tier also raises the tier's min share. A reque
 than its tier's goes before all others of its tier until then.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
 from engine.step_time.cost import StepCost
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier
+from scheduler.request import OWN_REQUESTS
 from scheduler.request_state import RequestState
 
 
@@ -138,9 +140,17 @@ def boosted_priorities(
 ) -> dict[str, float]:
     """Return the priority of each request that goes before others without a latency SLO: before all if it is urgent.
 
-    One with a deadline of its own goes before those of its tier. `urgent` holds the ids of urgent requests.
+    One with a deadline of its own goes before those of its tier. Of a key that shares the tier, the first few do.
+    `urgent` holds the ids of urgent requests.
     """
+    own: defaultdict[str, defaultdict[str, list[RequestState]]] = defaultdict(lambda: defaultdict(list))  # by tier, key
+    for state in states:
+        own[state.tier.name][state.request.owner] += [state] if has_own_deadline(state, now) else []
+    boosted: dict[str, float] = {}
+    for by_key in own.values():
+        most = None if len(by_key) == 1 else OWN_REQUESTS
+        for found in by_key.values():
+            first = sorted(found, key=lambda s: s.edf_key)[:most]
+            boosted |= {state.id: state.tier.priority + 0.5 for state in first}
     highest = max((tier.priority for tier in tiers if not tier.is_interactive), default=0)
-    boosted = dict.fromkeys(urgent, highest + 0.5)
-    own = {state.id: state.tier.priority + 0.5 for state in states if has_own_deadline(state, now)}
-    return {**own, **boosted}
+    return {**boosted, **dict.fromkeys(urgent, highest + 0.5)}

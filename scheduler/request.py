@@ -20,6 +20,9 @@ USUAL_VERSION = 1  # of a request that uses no newer field
 PAIR_VERSION = 2  # of a pair of texts: `Request.second_from`
 CHAT_VERSION = 3  # of a chat with images: `Request.chat`
 
+# Requests of a key in a tier that wait behind no other key's flood: those of one person with a few windows or agents.
+OWN_REQUESTS = 4
+
 
 class Delivery(Enum):
     """The times at which a worker reports new tokens to the gateway."""

@@ -35,11 +35,7 @@ from scheduler.client.ttft_forecast import (
 from scheduler.config import Tier, TierSet
 from scheduler.queue.base import AheadLimit, Backlog, Preference, QueueFull, TooFarBehind
 from scheduler.registry.worker_status import TierCapacity, WorkerStatus
-from scheduler.request import Request, TokenEvent
-
-# Requests of a key that wait behind no other key's flood: as many as never yield in a worker
-# (scheduler/planning/yielding.py).
-FEW_REQUESTS = 4
+from scheduler.request import OWN_REQUESTS, Request, TokenEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +251,7 @@ class Admission:
         """Return the rejection that names the key as the cause; None if a key with few requests would wait as well."""
         owner = requests[0].owner
         num_open = self._in_flight.num_open(tier.name, owner)
-        if not (owner and tier.is_interactive) or num_open + len(requests) <= FEW_REQUESTS:
+        if not (owner and tier.is_interactive) or num_open + len(requests) <= OWN_REQUESTS:
             return None
         few = self._own_requests(tier, "", 1)
         if forecast is not None and not forecast.behind_own_requests().limit(()).admits(few):
@@ -277,13 +273,13 @@ class Admission:
 
         The tokens are those of prompts without a first token, with all those of the tiers above.
         """
-        requests, tokens = self._in_flight.ahead(tier.name, owner, weight, FEW_REQUESTS)
+        requests, tokens = self._in_flight.ahead(tier.name, owner, weight, OWN_REQUESTS)
         return Backlog(requests, tokens + self._in_flight.unanswered_tokens(self._above[tier.name]))
 
     def _has_few(self, tier: Tier, owner: str, count: int) -> bool:
         """Return whether a key has few requests with `count` more, and others have more of the tier."""
         mine = self._in_flight.num_open(tier.name, owner)
-        return mine + count <= FEW_REQUESTS and mine < self._in_flight.num_open(tier.name)
+        return mine + count <= OWN_REQUESTS and mine < self._in_flight.num_open(tier.name)
 
     def _in_order(self, tier: Tier, requests: Sequence[Request], *, has_few: bool, now: float) -> Sequence[Request]:
         """Return the requests with their places in the queue.
@@ -315,7 +311,7 @@ class Admission:
         num_open, last_ms = self._in_flight.num_open(tier.name, owner), self._in_flight.last_ms(tier.name, owner)
         placed = []
         for number, request in enumerate(requests, num_open + 1):
-            later_ms = max(0, number - FEW_REQUESTS) * tier.deadline_ms // request.weight
+            later_ms = max(0, number - OWN_REQUESTS) * tier.deadline_ms // request.weight
             last_ms = max(last_ms, request.deadline_ms + later_ms)
             placed.append(structs.replace(request, order_ms=last_ms) if last_ms > request.deadline_ms else request)
         return placed

@@ -15,10 +15,8 @@ from scheduler.clock import NEVER_S
 from scheduler.config import Tier
 from scheduler.control.min_share import MAX_DUE_S
 from scheduler.holdings.request_table import RequestTable
+from scheduler.request import OWN_REQUESTS
 from scheduler.request_state import RequestState
-
-# Requests of a key that yield to no other key of their tier: those of one person with a few windows or agents.
-OWN_REQUESTS = 4
 
 
 class Yielding:

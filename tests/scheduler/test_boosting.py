@@ -114,6 +114,14 @@ def test_a_deadline_of_its_own_counts_until_it_is_over_and_in_its_tier() -> None
     assert found == {"own": 10.5, "batch": 0.5, "urgent": 10.5}
 
 
+def test_a_key_that_shares_a_tier_has_few_deadlines_of_its_own() -> None:
+    """Or it would take all of the tier by a deadline for each of its requests."""
+    flood = [make_state(f"a{i}", "bulk", owner="a", deadline_ms=EPOCH_MS + 1000 * (9 - i)) for i in range(6)]
+    other = make_state("other", "bulk", owner="b", deadline_ms=EPOCH_MS + TIERS["bulk"].deadline_ms)
+    assert boosted_priorities(TIERS.by_priority, flood, [], 0.0).keys() == {f"a{i}" for i in range(6)}
+    assert boosted_priorities(TIERS.by_priority, [*flood, other], [], 0.0).keys() == {"a5", "a4", "a3", "a2"}
+
+
 def test_requests_that_miss_their_deadlines_in_any_case_are_counted() -> None:
     """Ten tokens take at least 100 ms."""
     states = [

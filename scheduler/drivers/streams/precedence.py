@@ -18,7 +18,8 @@ from scheduler.control.delay_account import DelayAccounts
 from scheduler.drivers.streams.policy import QUIET_S
 from scheduler.drivers.streams.step_times import SeenStep
 from scheduler.holdings.request_table import RequestTable
-from scheduler.planning.yielding import OWN_REQUESTS, Yielding
+from scheduler.planning.yielding import Yielding
+from scheduler.request import OWN_REQUESTS
 from scheduler.request_state import RequestState
 
 

@@ -4,7 +4,8 @@ import asyncio
 
 from scheduler.control.min_share import MAX_DUE_S
 from scheduler.holdings.request_table import RequestTable
-from scheduler.planning.yielding import OWN_REQUESTS, Yielding
+from scheduler.planning.yielding import Yielding
+from scheduler.request import OWN_REQUESTS
 from scheduler.request_state import RequestState
 from tests.scheduler.builders import FAST, make_state, make_tiers, ran
 from tests.scheduler.world import World, run_world

@@ -5,7 +5,7 @@ from engine.step_time.model import StepTimeModel
 from scheduler.drivers.streams.policy import QUIET_S
 from scheduler.drivers.streams.precedence import Precedence
 from scheduler.drivers.streams.step_times import SeenStep
-from scheduler.planning.yielding import OWN_REQUESTS
+from scheduler.request import OWN_REQUESTS
 from scheduler.request_state import RequestState
 from tests.scheduler.builders import make_decode, make_table, make_tiers
 
