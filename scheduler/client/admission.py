@@ -94,7 +94,7 @@ class Admission:
         requests = self._in_order(tier, requests, has_few=has_few, now=now)
         if forecast is not None:
             self._expect_first_token(tier, requests, forecast, now)
-        self._in_flight.add(requests, are_passed=forecast is not None and _is_too_long(tier, requests, forecast))
+        self._in_flight.add(requests, are_passed=forecast is not None and forecast.is_too_long(tier, requests))
         ahead = forecast.limit(self._above[tier.name]) if forecast is not None else None
         usage = self._in_flight.usage(tier.name)
         prefer = self._affinity.prefer(requests, self._heartbeats.workers(), usage, wall_ms)
@@ -288,7 +288,7 @@ class Admission:
         deadline of its own is as much earlier as its deadline is. The parts of jobs have shares of their own.
         """
         if tier.is_interactive:
-            return self._by_number(tier, requests)
+            return self._in_flight.by_number(tier, requests)
         if requests[0].job_part:
             return requests
         order, costs = self._fair_orders[tier.name], self._heartbeats.token_costs(tier.name, now)
@@ -299,28 +299,3 @@ class Admission:
             score_ms = order.now_ms - tier.deadline_ms if has_few else start_ms - due_ms + request.deadline_ms
             placed.append(structs.replace(request, order_ms=score_ms))
         return placed
-
-    def _by_number(self, tier: Tier, requests: Sequence[Request]) -> Sequence[Request]:
-        """Return the requests of an interactive tier with their places.
-
-        Each one of a key beyond the first few counts as due one `deadline_ms`, divided by the key's weight, later than
-        the one before, so that of two keys of one weight the one with fewer open requests goes first. A key's own
-        requests stay in order.
-        """
-        owner = requests[0].owner
-        num_open, last_ms = self._in_flight.num_open(tier.name, owner), self._in_flight.last_ms(tier.name, owner)
-        placed = []
-        for number, request in enumerate(requests, num_open + 1):
-            later_ms = max(0, number - OWN_REQUESTS) * tier.deadline_ms // request.weight
-            last_ms = max(last_ms, request.deadline_ms + later_ms)
-            placed.append(structs.replace(request, order_ms=last_ms) if last_ms > request.deadline_ms else request)
-        return placed
-
-
-def _is_too_long(tier: Tier, requests: Sequence[Request], forecast: Forecast) -> bool:
-    """Return whether the prompts take longer than the TTFT SLO by themselves.
-
-    Workers let other requests of the tier pass such prompts.
-    """
-    slo_ms, tokens = tier.slo.ttft_p99_ms, sum(len(r.prompt_token_ids) for r in requests)
-    return slo_ms is not None and 1000 * forecast.prompt_token_s * tokens > slo_ms

@@ -5,10 +5,13 @@ even after its requests have left the queue. The counts cover only the requests 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from scheduler.request import Delivery, EventKind, Request, TokenEvent
+from msgspec import structs
+
+from scheduler.config import Tier
+from scheduler.request import OWN_REQUESTS, Delivery, EventKind, Request, TokenEvent
 
 # Each newer request multiplies the weight of the older requests by this factor. The shares are thus as steady as
 # those of 63 requests with equal weights.
@@ -115,9 +118,20 @@ class InFlight:
         """
         return sum(of_key.prompt_tokens for tier in tiers for of_key in self._open[tier].values())
 
-    def last_ms(self, tier: str, owner: str) -> int:
-        """Return the greatest score of the key's open requests; 0 if there are none."""
-        return self._of_key(tier, owner).last_ms
+    def by_number(self, tier: Tier, requests: Sequence[Request]) -> Sequence[Request]:
+        """Return the requests of an interactive tier with their places in the queue.
+
+        Each one of a key beyond the first few counts as due one `deadline_ms`, divided by the key's weight, later than
+        the one before, so that of two keys of one weight the one with fewer open requests goes first. A key's own
+        requests stay in order.
+        """
+        of_key = self._of_key(tier.name, requests[0].owner)
+        last_ms, placed = of_key.last_ms, []
+        for number, request in enumerate(requests, of_key.requests + 1):
+            later_ms = max(0, number - OWN_REQUESTS) * tier.deadline_ms // request.weight
+            last_ms = max(last_ms, request.deadline_ms + later_ms)
+            placed.append(structs.replace(request, order_ms=last_ms) if last_ms > request.deadline_ms else request)
+        return placed
 
     def ahead(self, tier: str, owner: str, weight: int, few: int) -> tuple[int, int]:
         """Return how many open requests of the tier are before the next one of a key, and their unanswered tokens.

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from scheduler.client.fair_order import TokenCosts
 from scheduler.client.inflight import TierUsage
+from scheduler.config import Tier
 from scheduler.queue.base import AheadLimit, Backlog
 from scheduler.registry.worker_status import TierCapacity, WorkerStatus
 from scheduler.request import Request
@@ -63,6 +64,14 @@ class Forecast:
     def is_complete(self) -> bool:
         """Whether the forecast counts everything: own work in full (below its cap), and the wait for a slot."""
         return self.own_s < MAX_OWN_SHARE * self.target_s and self.drain_per_s > 0
+
+    def is_too_long(self, tier: Tier, requests: Sequence[Request]) -> bool:
+        """Return whether the prompts take longer than the TTFT SLO by themselves.
+
+        Workers let other requests of the tier pass such prompts.
+        """
+        slo_ms, tokens = tier.slo.ttft_p99_ms, sum(len(r.prompt_token_ids) for r in requests)
+        return slo_ms is not None and 1000 * self.prompt_token_s * tokens > slo_ms
 
     def slowed(self, factor: float) -> "Forecast":
         """Return a copy of the forecast in which every wait is `factor` times as long."""
