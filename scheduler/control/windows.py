@@ -16,7 +16,6 @@ WINDOW_S = 30.0  # length of the window, in seconds
 UPDATE_S = 0.5  # seconds between two rounds of feedback; samples that come within so many are counted together
 MIN_SAMPLES = 20  # with fewer samples, a p99 or a share of misses has no meaning
 BUCKET_WIDTH = 0.01  # width of a histogram bucket in log(seconds), so that a quantile is exact to half a percent
-SILENT_ARRIVALS = 3.0  # at a Poisson rate of 3 ÷ t, a silence of t has a probability of 5 %
 
 
 @dataclass(slots=True)
@@ -84,18 +83,13 @@ class SlidingWindow:
 
 
 class ArrivalRate:
-    """The number of arrivals per second, smoothed exponentially with a time constant of `tau_s` seconds.
-
-    Once no request has arrived for a while, the rate is at most `SILENT_ARRIVALS` divided by that time. So it falls
-    soon after the last arrival, however high it was.
-    """
+    """The number of arrivals per second, smoothed exponentially with a time constant of `tau_s` seconds."""
 
     def __init__(self, tau_s: float = 5.0) -> None:
         self._tau_s = tau_s
         self._per_s = Ewma(1.0)
         self._count = 0
         self._since_s: float | None = None
-        self._last_s = -NEVER_S  # end of the newest interval with an arrival
 
     def add(self, count: int) -> None:
         self._count += count
@@ -105,8 +99,5 @@ class ArrivalRate:
         if self._since_s is not None and now > self._since_s:
             interval_s = now - self._since_s
             self._per_s.add(self._count / interval_s, weight=1 - math.exp(-interval_s / self._tau_s))
-        if self._count:
-            self._last_s = now
         self._since_s, self._count = now, 0
-        silent_s = now - self._last_s
-        return min(self._per_s.value, SILENT_ARRIVALS / silent_s) if silent_s > 0 else self._per_s.value
+        return self._per_s.value
