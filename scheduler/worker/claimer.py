@@ -85,6 +85,7 @@ class Claimer:
         self._load = 0  # how busy this worker is, as the queue knows it
         self._unbegun: frozenset[str] = frozenset()  # ids of bulk requests that had not begun at the last look
         self._gave_back: frozenset[str] = frozenset()  # tiers of which this worker claims nothing until the next look
+        self._crowded: Sequence[Tier] = ()  # bulk tiers with requests in the queue at the last look
         self._is_open = True
         self._vocabulary = vocabulary
         self._foreign_until_s = -math.inf
@@ -100,7 +101,9 @@ class Claimer:
 
     async def review(self, depths: Mapping[str, int]) -> None:
         """Do what is due from time to time. `depths` is the number of requests in the queue, by tier."""
-        await self._outage.attempt(self._claim_early([t for t in self._core.held.tiers if depths.get(t.name)]))
+        if crowded := [t for t in self._core.held.tiers if depths.get(t.name) and not t.is_interactive]:
+            self._crowded = crowded
+            self.note_room()
         if self._gave_back or any(depths.get(tier) for tier in self._waits_for or ()):  # or a wake-up was lost
             self._waits_for, self._gave_back = None, frozenset()
             self.note_room()
@@ -150,22 +153,19 @@ class Claimer:
             work.cancel()
             room.cancel()
 
-    async def _claim_early(self, tiers: Sequence[Tier]) -> None:
-        """Claim the bulk requests that go before what runs here, although no slot is free.
-
-        It is done from time to time instead of waiting for them: whoever waits for a tier gets its share of the tier.
-        """
-        due = early_limits([t for t in tiers if t.name not in self._limits()], self._core.held.table)
-        if self._may_claim and due:
-            await self._take(await self._queue.claim(dict.fromkeys(due, 0), LEASE_S, due=due))
-
     @property
     def _may_claim(self) -> bool:
         return self._is_open and not self._is_stuck() and not self.why_idle
 
-    def _limits(self) -> dict[str, int]:
-        limits = self._core.claim_limits(self._clock.now()) if self._may_claim else {}
-        return {tier: limit for tier, limit in limits.items() if tier not in self._gave_back}
+    async def _claim_early(self, limits: Mapping[str, int]) -> None:
+        """Claim the bulk requests that go before what runs here, although no slot is free.
+
+        It is done from time to time instead of waiting for them: whoever waits for a tier gets its share of the tier.
+        """
+        full = [t for t in self._crowded if t.name not in limits and t.name not in self._gave_back]
+        self._crowded = ()
+        if self._may_claim and (due := early_limits(full, self._core.held.table)):
+            await self._take(await self._queue.claim(dict.fromkeys(due, 0), LEASE_S, due=due))
 
     async def _claim(self) -> None:
         """Claim, unless the queue will wake this worker exactly for the tiers that it has room for.
@@ -173,7 +173,10 @@ class Claimer:
         A worker whose load has halved since the last claim claims again, so that it is woken before busier ones. One
         that was woken without room claims nothing, so that the next one is woken.
         """
-        held, limits = self._core.held, self._limits()
+        held = self._core.held
+        limits = self._core.claim_limits(self._clock.now()) if self._may_claim else {}
+        limits = {tier: limit for tier, limit in limits.items() if tier not in self._gave_back}
+        await self._claim_early(limits)
         due = due_limits([t for t in held.tiers if t.name in limits], held.table, self._clock.wall_ms())
         wanted = {tier: limit + (due[tier].requests if tier in due else 0) for tier, limit in limits.items()}
         wanted = {tier: number for tier, number in wanted.items() if number}
