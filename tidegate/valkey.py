@@ -143,8 +143,12 @@ def running_valkey(data_dir: Path, binary: Path | None = None) -> Iterator[str]:
 def reached_valkey(data_dir: Path) -> Iterator[str]:
     """Yield the URL of the server in `data_dir`: of the one that runs, or else of one that runs within the block.
 
-    Raises `ValkeyError` if there is none and it does not start.
+    Raises `ValkeyError` if there never was one, or if there is none now and it does not start.
     """
+    if not (data_dir / LOCK_NAME).exists():
+        raise ValkeyError(
+            f"{data_dir.absolute()} is no data directory of a server: --data-dir names one, --redis-url another store."
+        )
     path = data_dir.absolute() / "valkey.sock"
     valkey = EmbeddedValkey(data_dir)
     valkey.socket_path = path.readlink() if path.is_symlink() else path

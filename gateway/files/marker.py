@@ -73,6 +73,11 @@ class StorageTie:
                 raise ForeignStorage(self._storage.place, fault or "")
             return await self._complete(in_store)
 
+    async def is_of_store(self) -> bool:
+        """Return whether the storage has the store's marker, or the store has none. Changes nothing."""
+        in_store, in_storage = await self._read()
+        return in_store is None or in_store.is_new or (in_storage is not None and in_storage.id == in_store.id)
+
     async def adopt(self) -> Marker:
         """Tie the storage to the store, whatever either was tied to."""
         async with self._alone():

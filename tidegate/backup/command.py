@@ -71,7 +71,21 @@ def _failed(name: str, error: Exception, code: int) -> int:
 
 
 async def _backup(settings: BackupSettings, redis: Redis) -> str:
+    await _check_source(settings, redis)
     return await save(settings, redis, settings.directory)
+
+
+async def _check_source(settings: BackupSettings, redis: Redis) -> None:
+    """Raise `BackupError` if the store has nothing to save, or if the storage is not the one that belongs to it."""
+    if await snapshot.is_empty(redis):
+        prefix = Namespace.of(redis).prefix
+        raise BackupError(f"the store has nothing of the deployment {prefix!r}: is --redis-url or --data-dir right?")
+    storage = open_storage(settings.files_url, settings.data_dir)
+    if not await StorageTie(redis, storage, SystemClock()).is_of_store():
+        raise BackupError(
+            f"the storage {storage.place} does not belong to the store: give the gateways' --files-url or --data-dir. "
+            "If it is the right one, run `tidegate adopt` with the same flags first"
+        )
 
 
 async def save(settings: BackupSettings, redis: Redis, target: Path) -> str:

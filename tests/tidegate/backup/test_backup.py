@@ -144,6 +144,7 @@ async def test_parts_that_run_and_another_deployment_are_refused(
     redis_client: Redis, valkey_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     site = Site(valkey_url, tmp_path)
+    await with_file(site, redis_client, jsonl(lines(1)))
     assert await site.backup() == 0
     await TierStore(redis_client).report(Follower("gateway host:8000"))
     assert await site.restore(tmp_path / "backup") == 78
@@ -254,6 +255,31 @@ async def test_the_embedded_store_is_saved_while_it_runs_and_while_it_does_not(
         with running_valkey(fresh.folder / "data") as url:
             async with connection.connect(url) as redis:
                 assert await files_of(redis, fresh) == {file_id: 1}
+
+
+async def test_a_backup_of_what_is_no_server_fails_and_leaves_nothing(
+    redis_client: Redis, valkey_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job in the wrong directory, or with another store, must not end as if all had been saved."""
+    nowhere, empty = Site(None, tmp_path / "nowhere"), Site(valkey_url, tmp_path / "empty")
+    assert await nowhere.backup() == 78
+    assert "is no data directory of a server: --data-dir" in capsys.readouterr().err
+    assert await empty.backup() == 78
+    assert "nothing of the deployment" in capsys.readouterr().err
+    assert not (tmp_path / "nowhere").exists() and not (tmp_path / "empty").exists()
+
+
+async def test_a_backup_with_another_storage_than_that_of_the_store_fails(
+    redis_client: Redis, valkey_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site = Site(valkey_url, tmp_path)
+    site.storage.directory.mkdir()
+    await StorageTie(redis_client, site.storage, SystemClock()).check()
+    await with_file(site, redis_client, jsonl(lines(1)))
+    assert await Site(valkey_url, tmp_path / "another").backup() == 78
+    assert "--files-url or --data-dir" in capsys.readouterr().err
+    assert not (tmp_path / "another").exists()
+    assert await site.backup() == 0
 
 
 async def test_what_expires_keeps_its_time_and_what_has_expired_is_gone(
