@@ -91,6 +91,36 @@ async def test_it_listens_for_some_seconds_after_its_last_request_if_a_client_is
         await asyncio.wait_for(ending.serving, 30)
 
 
+async def test_a_client_that_was_refused_finds_the_port_open_when_it_tries_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its connection is closed with the refusal, so for a moment no client is connected."""
+    monkeypatch.setattr(draining, "LISTEN_S", FOR_EVER_S)
+    async with ending_gateway() as ending:
+        async with httpx.AsyncClient(base_url=ending.url, timeout=30) as client:
+            await client.get("/health")
+            ending.signal()
+            assert (await client.post("/v1/chat/completions", json=CHAT)).headers["connection"] == "close"
+        await until(lambda: not ending.server.server_state.connections)
+        await asyncio.sleep(2 * draining.CHECK_S)
+        async with httpx.AsyncClient(base_url=ending.url, timeout=30) as client:
+            assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 503
+        monkeypatch.setattr(draining, "LISTEN_S", 0.0)
+        await asyncio.wait_for(ending.serving, 30)
+
+
+async def test_it_ends_at_once_if_its_last_client_hangs_up_after_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draining, "LISTEN_S", FOR_EVER_S)
+    async with ending_gateway() as ending:
+        async with httpx.AsyncClient(base_url=ending.url, timeout=30) as client:
+            open_request = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT))
+            await until(lambda: ending.num_waiting == 1)
+            ending.signal()
+            ending.stand.gateway.client.fail_open("the end of the request")
+            await open_request
+        await asyncio.wait_for(ending.serving, 30)
+
+
 async def test_what_the_end_of_the_drain_cuts_off_gets_503(monkeypatch: pytest.MonkeyPatch) -> None:
     """A generation is failed by the scheduler's client, and any other request by the server, which cancels it."""
 

@@ -22,8 +22,9 @@ class Drain:
     """The handler of a gateway's stop signals.
 
     The first signal starts the drain: new requests get 503, and open requests may finish within `drain_s` seconds. The
-    drain ends when they have finished, but not before `LISTEN_S`, unless no client is connected. Requests that are left
-    at the end get an error. A second signal ends the drain at once.
+    drain ends when they have finished, but not before `LISTEN_S`, unless no client is connected and none has asked for
+    anything since the signal: who was refused may try again. Requests that are left at the end get an error. A second
+    signal ends the drain at once.
     """
 
     def __init__(self, server: uvicorn.Server, gateway: Gateway, drain_s: float) -> None:
@@ -31,12 +32,15 @@ class Drain:
         self._gateway = gateway
         self._max_s = max(0.0, drain_s - LAST_WORDS_S)
         self._draining: asyncio.Task[None] | None = None
+        self._num_expected = 0  # requests that will have been answered if none comes any more
         server.config.timeout_graceful_shutdown = math.ceil(LAST_WORDS_S)
 
     def __call__(self) -> None:
         if self._draining is not None:
             self._end()
             return
+        state = self._server.server_state
+        self._num_expected = state.total_requests + len(state.tasks)
         self._gateway.drain()
         self._draining = asyncio.get_running_loop().create_task(self._drain())
 
@@ -50,7 +54,8 @@ class Drain:
     def _is_over(self, seconds: float) -> bool:
         """Return whether the drain, which began `seconds` ago, is over."""
         state = self._server.server_state
-        has_finished = not state.connections or (seconds >= LISTEN_S and not state.tasks)
+        has_clients = bool(state.connections) or state.total_requests > self._num_expected
+        has_finished = not has_clients or (seconds >= LISTEN_S and not state.tasks)
         return has_finished or seconds >= self._max_s
 
     def _end(self) -> None:
