@@ -78,6 +78,11 @@ class StorageTie:
         in_store, in_storage = await self._read()
         return in_store is None or in_store.is_new or (in_storage is not None and in_storage.id == in_store.id)
 
+    async def has_lost_data(self) -> bool:
+        """Return whether the store has no marker though the storage has one. Changes nothing."""
+        in_store = await self._redis.exists(self._keys.storage)
+        return not in_store and await self._storage.get(NAME) is not None
+
     async def adopt(self) -> Marker:
         """Tie the storage to the store, whatever either was tied to."""
         async with self._alone():

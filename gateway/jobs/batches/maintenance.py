@@ -87,6 +87,7 @@ class BatchMaintenance:
             _Duty(self._files.sweep, SWEEP_S),
             _Duty(self.remove_ended, SWEEP_S),
             _Duty(self.sweep_orphans, ORPHAN_SWEEP_S),
+            _Duty(self.warn_of_lost_data, SWEEP_S),
             _Duty(self._warn_of_no_log, math.inf),
         )
         counting = (_Duty(self._count_late, LATE_S),)
@@ -203,6 +204,13 @@ class BatchMaintenance:
     async def _warn_of_no_log(self) -> None:
         if not await self._store.durable():
             log.warning("the store keeps no log on its disk (AOF): if it dies, files and batches are lost")
+
+    async def warn_of_lost_data(self) -> None:
+        if await self._files.tie.has_lost_data():
+            log.error(
+                "the store has lost its data, or is another one: batches, files and usage from before are unknown, and "
+                "no gateway starts on it any more. Restore a backup, or run `tidegate adopt` with this gateway's flags"
+            )
 
     async def _remove_withdrawn(self) -> None:
         for batch_id, owner in list(self._withdrawn.items()):

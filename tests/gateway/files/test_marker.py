@@ -1,6 +1,7 @@
 """A storage and its store: whatever does not belong together is refused, and nothing of it is removed."""
 
 import asyncio
+import logging
 import os
 import shutil
 from collections.abc import Awaitable, Callable
@@ -15,7 +16,7 @@ from gateway.files.marker import NAME, ForeignStorage, Marker, StorageTie
 from gateway.files.object_storage import ObjectStorage
 from gateway.files.storage import Storage
 from gateway.files.store import MAX_ORPHANS, ORPHAN_S, FileStore
-from gateway.jobs.batches.maintenance import BatchMaintenance
+from gateway.jobs.batches.maintenance import SWEEP_S, BatchMaintenance
 from gateway.jobs.batches.store import BatchStore
 from gateway.store_keys import GatewayKeys
 from tests.scheduler.queue.harness import ManualClock
@@ -125,6 +126,24 @@ async def test_what_does_not_belong_together_is_refused_and_nothing_is_removed(
     site.clock.advance(30 * DAY_S)
     await site.sweep()
     assert site.contents == contents
+
+
+async def test_a_gateway_that_runs_says_within_a_minute_that_the_store_has_lost_its_data(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "gateway")
+    await site.maintenance.warn_of_lost_data()  # neither has a marker yet
+    await site.files.tie.check()
+    await site.maintenance.warn_of_lost_data()
+    assert caplog.messages == [f"the storage {site.files.data_dir} is tied to the store"]
+    await lose_everything(site)
+    await site.maintenance.warn_of_lost_data()
+    assert "has lost its data" in caplog.messages[-1] and "tidegate adopt" in caplog.messages[-1]
+    assert SWEEP_S <= 60.0
+    await site.files.tie.adopt()
+    caplog.clear()
+    await site.maintenance.warn_of_lost_data()
+    assert caplog.messages == []
 
 
 async def test_an_adopted_storage_keeps_what_the_store_does_not_know_for_a_week(site: Site) -> None:
