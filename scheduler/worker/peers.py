@@ -103,7 +103,9 @@ class GatewayWatch:
         # A gateway that the store has forgotten, and that has no requests here, need not be remembered here either.
         known = {gateway_id: beat for gateway_id, beat in beats.items() if beat is not None or gateway_id in asked}
         for gateway_id in self._monitor.observe(known):
-            log.warning("a gateway is silent; its requests are dropped", gateway=gateway_id)
+            if gateway_id in asked:  # any other one may have been stopped in order
+                event = "a gateway is silent; its requests are dropped"
+                log.warning(event, gateway=gateway_id, count=len(asked[gateway_id]))
         for gateway_id, request_ids in asked.items():
             if self._monitor.is_silent(gateway_id):
                 await self._checkpointer.save_parts(self._intake.drop(request_ids))

@@ -137,9 +137,33 @@ async def test_the_work_of_a_silent_gateway_is_dropped_within_five_seconds(world
     await world.queue.put([world.request("at end", "bulk", reply_to="dead", delivery=Delivery.AT_END, **more)])
     await world.clock.sleep(GATEWAY_SILENT_S - 2 * CHECK_S)
     assert len(world.core.held) == 3
-    await world.clock.sleep(5.0 - GATEWAY_SILENT_S + 2 * CHECK_S)
+    with structlog.testing.capture_logs() as logs:
+        await world.clock.sleep(5.0 - GATEWAY_SILENT_S + 2 * CHECK_S)
+    assert [(entry["gateway"], entry["count"]) for entry in logs if "gateway" in entry] == [("dead", 2)]
     assert [state.id for state in world.core.held.states] == ["of live"]
     await world.queue.put([world.request("late", "bulk", reply_to="dead", **more)])
     await world.clock.sleep(2 * CHECK_S)
     assert [state.id for state in world.core.held.states] == ["of live"], "it is known to be dead"
     await world.queue.cancel(["of live"])
+
+
+@played_by(run_world, info=make_info(max_model_len=8192, num_blocks=2000))
+async def test_the_end_of_a_gateway_without_requests_is_no_warning(world: World) -> None:
+    """One that is stopped in order has none: each rolling restart would warn on each worker."""
+    read_beats = world.events.beats
+    beats = {"stopped": 0}
+
+    async def beats_of(gateway_ids: list[str]) -> list[int | None]:
+        [own] = await read_beats(["gateway"])
+        return [beats.get(i, own) for i in gateway_ids]
+
+    world.events.beats = beats_of  # type: ignore[method-assign,assignment]
+    await world.events.open("stopped")
+    await world.queue.put([world.request("its last", "bulk", reply_to="stopped", max_tokens=5000, prompt=16)])
+    await world.clock.sleep(2 * CHECK_S)
+    assert len(world.core.held) == 1
+    with structlog.testing.capture_logs() as logs:
+        await world.queue.cancel(["its last"])
+        await world.clock.sleep(GATEWAY_SILENT_S + 2 * CHECK_S)
+    assert len(world.core.held) == 0
+    assert [entry["event"] for entry in logs if "silent" in entry["event"]] == []
