@@ -17,7 +17,7 @@ from gateway.identity import ApiKey, Budget, KeyWebhook, Project
 from gateway.keys.prices import NANO, Price
 from gateway.keys.webhooks import secret_bytes, url_fault
 from gateway.protocol.bodies.validation import first_fault
-from scheduler.config import TierSet
+from scheduler.config import TierSet, yaml_fault
 
 ID_DIGITS = 8  # hex digits of the digest that name one key in lists; enough to tell thousands of keys apart
 
@@ -218,7 +218,7 @@ def parse_file(path: Path, text: str, tiers: TierSet | None = None) -> KeysFile:
             raise KeyringError(f"{path}: must have the form `keys: [{{name: …, sha256: …}}, …]`")
         file = KeysFile.model_validate(content)
     except yaml.YAMLError as error:
-        raise KeyringError(f"{path}: not YAML") from error
+        raise KeyringError(f"{path}: {yaml_fault(error)}") from error
     except ValidationError as error:
         raise KeyringError(f"{path}: {first_fault(error.errors(include_url=False)).message}") from None
     _check_names(path, file.keys)

@@ -31,6 +31,12 @@ tiers:
         (["worker"], 2, ["--redis-url"]),
         (["serve", "--port", "abc", "--load-format", "x"], 2, ["--port", "--load-format"]),
         (["serve", "--config", "{}/tidegate.yaml"], 2, ["prot"]),
+        (["serve", "--config", "{}/none.yaml"], 2, ["none.yaml: No such file or directory\n"]),
+        (["serve", "--config", "{}/list.yaml"], 2, ["list.yaml: must have the form `port: 8000`"]),
+        (["serve", "--config", "{}/broken.yaml"], 2, ["broken.yaml: not YAML: line 2\n"]),
+        (["serve", "--config", "{}/latin.yaml"], 2, ["latin.yaml: not UTF-8"]),
+        (["serve", "--tiers", "{}/latin.yaml", "--data-dir", "{}/data"], 78, ["latin.yaml: is not UTF-8"]),
+        (["serve", "--models", "{}/latin.yaml", "--data-dir", "{}/data"], 78, ["latin.yaml: not UTF-8"]),
         (["serve", "--tiers", "{}/tiers.yaml", "--data-dir", "{}/data"], 78, ["tiers.a.batch_size.start"]),
         (["serve", "--engine", "openai"], 2, ["--upstream http://HOST:PORT"]),
         (["serve", "--upstream", "http://127.0.0.1:1"], 2, ["--engine openai"]),
@@ -53,11 +59,15 @@ def test_each_mistake_ends_a_command_with_a_sentence(
     monkeypatch.delenv(CONFIG_VARIABLE)
     (tmp_path / "tidegate.yaml").write_text("port: 9000\nprot: 9001\n")
     (tmp_path / "tiers.yaml").write_text(TIERS)
+    (tmp_path / "list.yaml").write_text("- port: 9000\n")
+    (tmp_path / "broken.yaml").write_text("port: 9000\napi_key: sk-secret: x\n")
+    (tmp_path / "latin.yaml").write_bytes("# Größe\nport: 9000\n".encode("latin-1"))
     with pytest.raises(SystemExit) as ended:
         cli.main([argument.format(tmp_path) for argument in arguments])
     printed = "".join(capfd.readouterr())
     assert ended.value.code == code, printed
     assert all(text in printed for text in said), printed
+    assert "sk-secret" not in printed
     assert "Traceback" not in printed and "started" not in printed
 
 

@@ -8,6 +8,7 @@ import yaml
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
+from scheduler.config import yaml_fault
 from tidegate.settings.base import CommonSettings, SettingsError
 from tidegate.settings.gateway import GatewaySettings
 from tidegate.settings.models import ModelEntry
@@ -95,9 +96,15 @@ def check_file(path: Path) -> None:
     """
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise SettingsError(f"{path}: {error}") from error
+    except OSError as error:
+        raise SettingsError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{path}: not UTF-8") from error
+    except yaml.YAMLError as error:
+        raise SettingsError(f"{path}: {yaml_fault(error)}") from error
+    if not isinstance(data, dict | None):
+        raise SettingsError(f"{path}: must have the form `port: 8000`, one setting a line")
     known = (set(ServeSettings.model_fields) | set(DemoSettings.model_fields)) - {"config"}
-    unknown = sorted(set(data or {}) - known) if isinstance(data, dict | None) else ["(not a mapping)"]
+    unknown = sorted(str(key) for key in set(data or {}) - known)
     if unknown:
         raise SettingsError(f"{path}: unknown key {', '.join(unknown)}")

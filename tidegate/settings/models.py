@@ -65,8 +65,10 @@ def read_models(path: Path) -> ModelsFile:
         fault = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in fault["loc"])
         raise ModelsError(f"{path}: {place + ': ' if place else ''}{fault['msg']}") from error
+    except UnicodeDecodeError as error:
+        raise ModelsError(f"{path}: not UTF-8") from error
     except (OSError, yaml.YAMLError) as error:
-        raise ModelsError(f"{path}: {error}") from error
+        raise ModelsError(f"{path}: {getattr(error, 'strerror', error)}") from error
 
 
 def named_models(model: str | None) -> dict[str, str]:

@@ -251,7 +251,7 @@ async def test_the_keys_in_force_are_shown_without_secrets(redis_client: Redis, 
         answer = await stand.http.get("/admin/keys", headers=as_("root"))
     assert "sk-root" not in answer.text
     shown = answer.json()
-    assert (shown["source"], shown["problem"]) == (str(path), f"{path}: not YAML")
+    assert (shown["source"], shown["problem"]) == (str(path), f"{path}: not YAML: line 1")
     [row] = shown["keys"]
     assert (row["name"], row["tiers"], row["requests_per_minute"]) == ("root", ["bulk"], 5)
     assert row["id"] == hashlib.sha256(b"sk-root").hexdigest()[:8]
