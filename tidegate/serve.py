@@ -53,7 +53,7 @@ def run_serve(settings: ServeSettings, on_ready: Callable[[], None] | None = Non
             else:
                 valkey = cleanup.enter_context(EmbeddedValkey(settings.data_dir, store_mb=settings.store_mb))
                 settings = settings.model_copy(update={"redis_url": valkey.url})
-                parts.append(Part("valkey", Stage.STORE, valkey.argv, ready=valkey.is_ready, pass_fds=valkey.pass_fds))
+                parts.append(_store_part(valkey))
             settings = with_address(settings, num_models)  # after the lock: a killed server may still be ending
         except (ValkeyError, TierConfigError, CannotStart, CertificateError, ModelsError) as error:
             log.error("cannot start", reason=str(error))
@@ -114,6 +114,11 @@ def _part(
     argv = (sys.executable, "-m", "tidegate", command, *settings.flags(kind))
     before_start = partial(_forget, client, command, settings)
     return Part(name or command, stage, argv, settings.secret_env, before_start=before_start)
+
+
+def _store_part(valkey: EmbeddedValkey) -> Part:
+    hint = f"{valkey.log_path} says why"
+    return Part("valkey", Stage.STORE, valkey.argv, ready=valkey.is_ready, pass_fds=valkey.pass_fds, hint=hint)
 
 
 async def _forget(client: Redis, name: str, settings: ServeSettings) -> None:

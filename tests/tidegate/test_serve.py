@@ -46,6 +46,7 @@ def test_the_embedded_store_takes_twice_its_budget_and_evicts_nothing(
     flags = started[0].argv[1:]
     options = dict(zip(flags[::2], flags[1::2], strict=True))
     assert (options["--maxmemory"], options["--maxmemory-policy"]) == ("128mb", "noeviction")
+    assert started[0].hint == f"{tmp_path / 'valkey.log'} says why"
 
 
 def test_workers_of_two_servers_have_two_names() -> None:

@@ -52,7 +52,7 @@ class Part:
     ready: Callable[[], Awaitable[bool]] | None = None
     before_start: Callable[[], Awaitable[None]] | None = None  # called before each start
     pass_fds: tuple[int, ...] = ()
-    hint: str = ""  # logged when the part is given up; it says where to look for the reason
+    hint: str = "its own last lines say why"  # logged when the part is given up; it says where to look for the reason
 
 
 class Keeper:
