@@ -25,6 +25,7 @@ from tidegate.supervision.process import keep_files_private
 EX_USAGE = 2
 NO_MODEL = ("adopt", "backup", "restore")  # commands with the flags of `serve` that need no model
 EX_INTERRUPTED = 130  # 128 + SIGINT
+EX_PIPE = 141  # 128 + SIGPIPE
 
 USAGE = """\
 usage: tidegate COMMAND [--config FILE] [--flag value …]
@@ -55,19 +56,28 @@ the file.
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the subcommand in `arguments` (default: the command line).
 
-    Exits with the subcommand's code, or with 130 after a Ctrl-C that the subcommand does not handle.
+    Exits with the subcommand's code, with 130 after a Ctrl-C that the subcommand does not handle, or with 141 if nobody
+    reads the output any more.
     """
-    args = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = _run_arguments(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        code = EX_INTERRUPTED
+    except BrokenPipeError:  # as in `tidegate batch list | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still writes at its end
+        code = EX_PIPE
+    sys.exit(code)
+
+
+def _run_arguments(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
         print(USAGE, end="")
-        sys.exit(0 if args else EX_USAGE)
+        return 0 if args else EX_USAGE
     if args[0] not in COMMANDS:
         print(f"tidegate: there is no command {args[0]!r}\n\n{USAGE}", end="", file=sys.stderr)
-        sys.exit(EX_USAGE)
-    try:
-        sys.exit(_run(*args))
-    except KeyboardInterrupt:
-        sys.exit(EX_INTERRUPTED)
+        return EX_USAGE
+    return _run(*args)
 
 
 def _run(name: str, *args: str) -> int:

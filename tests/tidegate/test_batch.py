@@ -176,6 +176,32 @@ async def test_a_run_that_was_cut_off_goes_on_without_a_second_batch(
     assert len([item async for item in batch.gateway.client.batches.list()]) == 1
 
 
+async def test_an_output_that_cannot_be_written_is_said_and_the_same_command_goes_on(
+    batch: CommandLine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, output = _written(tmp_path / "in.jsonl", jsonl(lines(2))), tmp_path / "out.jsonl"
+    output.mkdir()
+    assert await batch("run", source, "-o", output) == 1
+    assert "out.jsonl: Is a directory. The results are kept: the same command goes on." in capsys.readouterr().err
+    output.rmdir()
+    assert await batch("run", source, "-o", output) == 0
+    assert len(_results(output)) == 2 and len(batch.gateway.completions.answered) == 2
+    assert await batch("run", source, "-o", source / "out.jsonl") == 1
+    assert capsys.readouterr().err.endswith(": Not a directory.\n")
+
+
+async def test_the_output_does_not_take_the_place_of_the_input(
+    batch: CommandLine, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = _written(tmp_path / "in.jsonl", jsonl(lines(2)))
+    assert await batch("run", source, "-o", "in.jsonl") == 1
+    assert "in.jsonl is the input: name another file with -o." in capsys.readouterr().err
+    assert await batch("retry", "batch_1", "--table", "in.jsonl", "-o", source) == 1
+    assert "is the input" in capsys.readouterr().err
+    assert source.read_bytes() == jsonl(lines(2))
+
+
 async def test_another_input_does_not_resume_a_run(
     batch: CommandLine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,8 @@
 """Settings: their sources, and the flags of a child process."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -183,6 +186,16 @@ def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch: pytest.MonkeyPat
     with pytest.raises(SystemExit) as ended:
         main(["keys"])
     assert ended.value.code == 130
+
+
+def test_an_output_that_nobody_reads_any_more_ends_a_command_without_a_traceback() -> None:
+    """As in `tidegate batch list | head -1`. The text is written when the program ends, or before."""
+    program = "import sys; sys.argv[1:] = ['--help']; from tidegate.cli import main; main()"
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = subprocess.run([sys.executable, "-c", program], stdout=write_end, stderr=subprocess.PIPE, text=True)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)

@@ -12,7 +12,7 @@ from typing import Any
 
 from tidegate.batch.plan import plan_of
 from tidegate.batch.requests import CHAT, ENDPOINTS, Template
-from tidegate.batch.rows import FORMATS, BatchProblem, format_of
+from tidegate.batch.rows import FORMATS, STANDARD, BatchProblem, format_of
 from tidegate.batch.run import await_results, check_accepted, submit, write_output
 from tidegate.batch.server import WINDOW, BatchServer, describe, errors_of
 from tidegate.batch.source import Requests, digest, failed_requests, requests_of, rows_by_id
@@ -43,9 +43,23 @@ def run_batch(args: list[str]) -> int:
     except BatchProblem as problem:
         print(f"tidegate batch: {problem}", file=sys.stderr)
         return EX_FAILED
+    except BrokenPipeError:  # nobody reads standard output any more
+        raise
+    except OSError as error:
+        _tell(f"tidegate batch: {_fault(error, getattr(options, 'output', None))}")
+        return EX_FAILED
     except KeyboardInterrupt:
         _tell("\nInterrupted: the server goes on with what it has. The same command resumes.")
         return EX_INTERRUPTED
+
+
+def _fault(error: OSError, output: Path | None) -> str:
+    """Return what is wrong with a file, and whether a run of `output` is there that can be resumed."""
+    name = error.filename2 or error.filename  # of a file that was renamed: where to
+    place = f"{name}: " if name else ""
+    is_kept = output is not None and (directory_of(output) / "state.json").exists()
+    kept = " The results are kept: the same command goes on." if is_kept else ""
+    return f"{place}{error.strerror or error}.{kept}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -197,13 +211,21 @@ def _retry(options: argparse.Namespace, server: BatchServer) -> int:
 
 def _work(options: argparse.Namespace, purpose: dict[str, Any], requests: Requests) -> Work:
     """Return the unfinished run of the output, or a new one of `requests`."""
-    format_of(options.output)  # before anything is sent
+    _check_output(options)  # before anything is sent
     directory = directory_of(options.output)
     work = resumed(directory, purpose)
     if work is not None:
         _tell(f"Resuming the run in {directory}.")
         return work
     return prepared(directory, purpose, requests)
+
+
+def _check_output(options: argparse.Namespace) -> None:
+    """Raise `BatchProblem` if results cannot be written as the output, or would replace what they are made of."""
+    format_of(options.output)
+    for source in (getattr(options, "input", None), getattr(options, "table", None)):
+        if source is not None and source != STANDARD and source.resolve() == options.output.resolve():
+            raise BatchProblem(f"{options.output} is the input: name another file with -o.")
 
 
 @contextmanager
