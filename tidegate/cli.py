@@ -49,7 +49,7 @@ commands:
 
 `tidegate COMMAND --help` lists a command's flags. Each flag can also be set as TIDEGATE_<FLAG> in the environment
 or in a YAML file (--config FILE, or TIDEGATE_CONFIG). A flag overrides the environment, and the environment overrides
-the file.
+the file. `tidegate --version` prints the version.
 """
 
 
@@ -74,6 +74,11 @@ def _run_arguments(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0 if args else EX_USAGE
+    if args[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"tidegate {version('tidegate')}")
+        return 0
     if args[0] not in COMMANDS:
         print(f"tidegate: there is no command {args[0]!r}\n\n{USAGE}", end="", file=sys.stderr)
         return EX_USAGE

@@ -1,5 +1,6 @@
 """The command line: help texts, and messages for mistakes."""
 
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ tiers:
     [
         ([], 2, ["serve"]),
         (["nothing"], 2, ["'nothing'"]),
+        (["--version"], 0, [f"tidegate {version('tidegate')}\n"]),
         *(
             ([name, "--help"], 0, [f"usage: tidegate {name}", "--model", "--config"])
             for name in ("serve", "gateway", "worker", "demo", "backup", "restore")
