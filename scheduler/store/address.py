@@ -15,14 +15,17 @@ models of a deployment, each of which has queues and workers of its own; and, fo
 """
 
 import asyncio
+import difflib
+import inspect
 import re
 import shlex
 import subprocess
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
-from redis.asyncio.connection import SSLConnection, parse_url
+from redis.asyncio.connection import Connection, SSLConnection, parse_url
 from redis.credentials import CredentialProvider
 from redis.exceptions import AuthenticationError
 
@@ -34,6 +37,9 @@ SCHEMES = ("redis", "rediss", "redis+sentinel", "rediss+sentinel", "redis+cluste
 SENTINEL_PORT, CLUSTER_PORT = 26379, 6379  # where the URL names none
 DEPLOYMENT = re.compile(r"[\w.-]{1,64}", re.ASCII)
 PASSWORD_COMMAND_S = 5.0
+OWN_OPTIONS = frozenset({"password_file", "password_command", "deployment"})
+SENTINEL_OPTIONS = ("sentinel_username", "sentinel_password")
+POOL_OPTIONS = ("connection_class", "max_connections", "timeout")  # of redis-py's pools, not of its connections
 
 
 def parse(url: str) -> tuple[dict[str, Any], Route]:
@@ -49,6 +55,8 @@ def parse(url: str) -> tuple[dict[str, Any], Route]:
     service, _, db = parts.path.strip("/").partition("/")
     if guides:
         url = urlunsplit((scheme, f"{user}{at}primary", db, parts.query, ""))
+    if parts.scheme != "unix":
+        _check_database(urlsplit(url).path.strip("/"))
     settings: dict[str, Any] = dict(parse_url(url))
     deployment = settings.pop("deployment", Namespace.prefix.removesuffix(":"))
     if not DEPLOYMENT.fullmatch(deployment):
@@ -59,6 +67,7 @@ def parse(url: str) -> tuple[dict[str, Any], Route]:
     source = _Password.of(settings)
     if source is not None:
         settings["credential_provider"] = source
+    _check_options(settings, SENTINEL_OPTIONS if guides == "sentinel" else ())
     if guides == "sentinel":
         return settings, _sentinel_route(service, hosts, settings, namespace)
     if guides == "cluster":
@@ -67,6 +76,27 @@ def parse(url: str) -> tuple[dict[str, Any], Route]:
         places = [_address(host, CLUSTER_PORT) for host in hosts.split(",")]
         return settings, Route(namespace, [ClusterGuide(place, namespace, settings) for place in places])
     return settings, Route(namespace)
+
+
+def _check_database(text: str) -> None:
+    """Raise `ValueError` if the path of a URL is no database's number: redis-py would take database 0."""
+    if text and not text.isdecimal():
+        raise ValueError(
+            f"{text!r} is no number of a database: a store's URL ends with one, such as /0, or with none. A name in "
+            "front of all keys is ?deployment=NAME"
+        )
+
+
+def _check_options(settings: dict[str, Any], more: Collection[str]) -> None:
+    """Raise `ValueError` for an option that no connection takes: each would fail because of it."""
+    kind = settings.get("connection_class", Connection)
+    theirs = {name for base in kind.__mro__ for name in inspect.signature(base.__init__).parameters}
+    known = {*theirs, *POOL_OPTIONS, *more}
+    for name in settings:
+        if name not in known:
+            close = difflib.get_close_matches(name, known | OWN_OPTIONS, 1)
+            hint = f"; is {close[0]!r} meant?" if close else ""
+            raise ValueError(f"{name!r} is no option of a store's URL{hint}")
 
 
 def of_model(url: str, model: str) -> str:
@@ -81,8 +111,8 @@ def _sentinel_route(service: str, hosts: str, settings: dict[str, Any], namespac
         raise ValueError("the URL needs the name of the Sentinels' service: redis+sentinel://HOST:26379/SERVICE")
     options: dict[str, Any] = {name: value for name, value in settings.items() if name.startswith("ssl_")}
     options["ssl"] = settings.get("connection_class") is SSLConnection
-    for name in ("username", "password"):
-        options[name] = settings.pop(f"sentinel_{name}", None)
+    for name in SENTINEL_OPTIONS:
+        options[name.removeprefix("sentinel_")] = settings.pop(name, None)
     places = [_address(host, SENTINEL_PORT) for host in hosts.split(",")]
     return Route(namespace, [SentinelGuide(place, service, options) for place in places])
 

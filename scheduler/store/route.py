@@ -153,11 +153,13 @@ class Route:
         return address
 
     async def _ask(self) -> Address:
+        why = ""  # of the last guide that did not answer
         for guide in (*self.guides, *self._learned.values()):
             try:
                 async with asyncio.timeout(NODE_S):
                     address = await guide.ask()
-            except (ConnectionError, TimeoutError, builtins.TimeoutError):
+            except (ConnectionError, TimeoutError, builtins.TimeoutError) as error:
+                why = f" {str(error) or 'no answer in time'}"
                 continue
             finally:
                 # It opens its connection again for the next question. A cancellation must not leave it open.
@@ -167,4 +169,5 @@ class Route:
                 self.guides.insert(0, guide)
             self._learned = guide.others(self._learned)
             return address
-        raise MasterNotFoundError("No Sentinel that the URL names, or no known node of the cluster, knows the primary.")
+        asked = "No Sentinel that the URL names, or no known node of the cluster, knows the primary."
+        raise MasterNotFoundError(f"{asked}{why}")

@@ -28,6 +28,7 @@ tiers:
             for name in ("serve", "gateway", "worker", "demo", "backup", "restore")
         ),
         (["gateway"], 2, ["--redis-url"]),
+        (["gateway", "--redis-url", "http://x"], 2, ["tidegate gateway: --redis-url: the URL of a store begins with"]),
         (["backup"], 2, ["DIRECTORY"]),
         (["restore", "{}/none", "--data-dir", "{}/data"], 78, ["no complete backup: backup.json is missing"]),
         (["worker"], 2, ["--redis-url"]),

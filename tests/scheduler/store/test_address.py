@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from redis.asyncio.connection import SSLConnection
+from redis.asyncio.sentinel import MasterNotFoundError
 from redis.exceptions import AuthenticationError
 
 from scheduler.store import address, connection
@@ -77,6 +78,44 @@ def test_the_url_says_what_keys_begin_with(url: str, key: str) -> None:
 def test_a_url_that_cannot_be_used_is_refused(url: str) -> None:
     with pytest.raises(ValueError):
         connection.connect(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("redis://s1?pasword_file=/a", "'pasword_file' is no option of a store's URL; is 'password_file' meant?"),
+        ("rediss+sentinel://s1/main?ssl_ca_cert=/a", "is 'ssl_ca_certs' meant?"),
+        ("unix:///a?zebra=1", "'zebra' is no option of a store's URL$"),
+        ("redis://s1?sentinel_username=a", "no option"),
+        ("redis://s1/prod", r"'prod' is no number of a database.*\?deployment=NAME"),
+        ("redis+sentinel://s1/main/prod", "no number of a database"),
+    ],
+)
+def test_a_mistake_in_a_url_is_named_with_a_way_out(url: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        connection.connect(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "rediss://s1/3?ssl_ca_certs=/a&ssl_check_hostname=false&socket_timeout=2&max_connections=9",
+        "redis://s1/0/",
+        "redis://s1/?db=1&deployment=blue&model=a",
+        "unix:///run/prod/valkey.sock?db=2",
+        "redis+sentinel://a:b@s1/main/2?sentinel_username=c&sentinel_password=d",
+        "rediss+cluster://s1,s2?ssl_certfile=/a&ssl_keyfile=/b",
+    ],
+)
+def test_redis_pys_options_are_those_of_the_url(url: str) -> None:
+    connection.connect(url)
+
+
+@pytest.mark.parametrize("url", ["redis+sentinel://127.0.0.1:1/main", "redis+cluster://127.0.0.1:1"])
+async def test_where_nobody_names_the_primary_the_reason_of_the_last_one_asked_is_said(url: str) -> None:
+    _, route = address.parse(url)
+    with pytest.raises(MasterNotFoundError, match=r"knows the primary\. .*(127\.0\.0\.1|No master found)"):
+        await route.primary()
 
 
 async def test_a_password_that_changes_is_read_for_each_new_connection(tmp_path: Path) -> None:
