@@ -75,11 +75,14 @@ def _edit(path: Path, change: Callable[[str], str], tiers: TierSet | None) -> No
     path = path.resolve()  # the target of a link is replaced, not the link
     try:
         with _locked(path.parent):
-            edited = change(path.read_text(encoding="utf-8") if path.exists() else "keys: []\n")
+            text = path.read_text(encoding="utf-8") if path.exists() else ""
+            edited = change(text if text.strip() else "keys: []\n")
             parse_entries(path, edited, tiers)
             _replace(path, edited)
     except OSError as error:
         raise KeyringError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise KeyringError(f"{path}: not UTF-8") from error
 
 
 @contextmanager

@@ -47,6 +47,21 @@ def test_a_new_file_is_private_and_holds_only_the_digest(path: Path) -> None:
     assert list(path.parent.iterdir()) == [path], "no other file is left"
 
 
+@pytest.mark.parametrize("text", ["", "\n"])
+def test_an_empty_file_gets_its_first_key_and_keeps_its_mode(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o640)
+    add_key(path, "web", {}, TIERS)
+    assert [entry.name for entry in read_entries(path)] == ["web"]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+def test_a_file_in_another_encoding_is_refused(path: Path) -> None:
+    path.write_bytes("# für Kim\nkeys: []\n".encode("latin-1"))
+    with pytest.raises(KeyringError, match=r"keys.yaml: not UTF-8"):
+        add_key(path, "web", {}, TIERS)
+
+
 def test_comments_stay_where_keys_have_lines_of_their_own(path: Path) -> None:
     path.write_text(BLOCK)
     add_key(path, "new", {}, TIERS)
