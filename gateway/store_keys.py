@@ -132,8 +132,9 @@ class GatewayKeys(Namespace):
         """Return the keys of what is spent in this day and in its month."""
         return f"{self.spent}{day.isoformat()}", f"{self.spent}{day:%Y-%m}"
 
-    def usage_write(self, write_id: str) -> str:
-        return f"{self.usage}write:{write_id}"
+    def usage_write(self, meter_id: str) -> str:
+        """Return the key with the number of a gateway's last write."""
+        return f"{self.usage}write:{meter_id}"
 
 
 def spender(name: str, is_project: bool) -> str:

@@ -88,7 +88,9 @@ class UsageMeter:
         self._clock = clock
         self._write = load_script(redis, "gateway.keys", "usage")
         self._pending: Counter[Field] = Counter()
-        self._writing: tuple[str, Mapping[Field, int]] | None = None  # a write that may or may not have been done
+        # The number and counts of a write that may or may not have been done. The store knows the last number.
+        self._writing: tuple[int, Mapping[Field, int]] | None = None
+        self._marker = self._keys.usage_write(secrets.token_hex(8))
         self._num_writes = 0  # begun until now; the next one has what is pending
         self._lock = asyncio.Lock()  # one write at a time
         self._num_failures = 0  # of writes
@@ -147,7 +149,7 @@ class UsageMeter:
                 log.warning("usage is not written yet", error=str(error))
 
     async def flush(self) -> None:
-        """Write all counts to the store. An earlier write without a reply is repeated first, with its own id.
+        """Write all counts to the store. An earlier write without a reply is repeated first, with its own number.
 
         Whoever waits for a write under way shares the next one with all others who wait.
         """
@@ -159,8 +161,8 @@ class UsageMeter:
         """Write what was counted before write `number` began, if that has not been done yet."""
         await self._write_again()
         if self._pending and number == self._num_writes:
-            self._writing, self._pending = (secrets.token_hex(8), self._pending), Counter()
             self._num_writes += 1
+            self._writing, self._pending = (self._num_writes, self._pending), Counter()
             await self._write_again()
 
     async def _write_again(self) -> None:
@@ -168,12 +170,12 @@ class UsageMeter:
             await self._send(*self._writing)
             self._writing = None
 
-    async def _send(self, write_id: str, counts: Mapping[Field, int]) -> None:
+    async def _send(self, number: int, counts: Mapping[Field, int]) -> None:
         hashes = sorted({name for name, _ in counts})
-        args: list[int | bytes] = [USAGE_WRITE_S, USAGE_DAYS * DAY_S]
+        args: list[int | bytes] = [USAGE_WRITE_S, USAGE_DAYS * DAY_S, number]
         for (name, field), amount in counts.items():
             args += [hashes.index(name) + 2, field, amount]
-        await self._write(keys=[self._keys.usage_write(write_id), *hashes], args=args)
+        await self._write(keys=[self._marker, *hashes], args=args)
 
     async def days(self, num_days: int) -> dict[str, list[UsageRow]]:
         """Return the usage of the last `num_days` UTC days by date, today first, over all gateways."""

@@ -89,6 +89,21 @@ async def test_a_write_without_a_reply_is_repeated_and_counts_once(
     assert rows == [UsageRow("web", "bulk", Use(2, 20, 8, 10))]
 
 
+async def test_a_gateways_writes_leave_one_key_behind(redis_client: Redis) -> None:
+    meter = meter_on(redis_client)
+    for _ in range(20):
+        meter.record(Owner("web"), "bulk", CHAT)
+        await meter.flush()
+    keys = GatewayKeys.of(redis_client)
+    today = keys.usage_of(date(2023, 11, 14))
+    await meter._send(19, {(today, b"late"): 1})  # arrives after the twentieth, on a connection that was given up
+    assert not await redis_client.hexists(today, "late")
+    markers = [key async for key in redis_client.scan_iter(keys.usage_write("*"))]
+    assert len(markers) == 1, "there was one for each write, for an hour"
+    [rows] = (await meter.days(1)).values()
+    assert [row.use.requests for row in rows] == [20]
+
+
 async def test_answers_that_end_at_the_same_time_share_a_write(
     redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
