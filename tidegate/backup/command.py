@@ -76,8 +76,8 @@ async def _backup(settings: BackupSettings, redis: Redis) -> str:
 
 
 async def _check_source(settings: BackupSettings, redis: Redis) -> None:
-    """Raise `BackupError` if the store has nothing to save, or if the storage is not the one that belongs to it."""
-    if await snapshot.is_empty(redis):
+    """Raise `BackupError` if no gateway has ever served on the store, or if the storage is not the one of the store."""
+    if await snapshot.is_empty(redis) and not await redis.exists(GatewayKeys.of(redis).storage):
         prefix = Namespace.of(redis).prefix
         raise BackupError(f"the store has nothing of the deployment {prefix!r}: is --redis-url or --data-dir right?")
     storage = open_storage(settings.files_url, settings.data_dir)

@@ -275,6 +275,7 @@ async def test_a_backup_with_another_storage_than_that_of_the_store_fails(
     site = Site(valkey_url, tmp_path)
     site.storage.directory.mkdir()
     await StorageTie(redis_client, site.storage, SystemClock()).check()
+    assert await site.backup("of a server that nobody has used yet") == 0
     await with_file(site, redis_client, jsonl(lines(1)))
     assert await Site(valkey_url, tmp_path / "another").backup() == 78
     assert "--files-url or --data-dir" in capsys.readouterr().err
