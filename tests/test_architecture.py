@@ -34,7 +34,7 @@ MAY_IMPORT = {
 }
 # The levels of each house from the bottom up; the rooms of one level do not import each other.
 HOUSES = {
-    "tidegate": "batch logs settings supervision top tracing → gateway keys valkey worker"
+    "tidegate": "away → batch logs settings supervision top tracing → gateway keys valkey worker"
     " → adopt backup demo doctor serve → cli",
     "gateway": "console fairness store_keys → files → protocol → audit dead_letters identity output → http → keys"
     " → requests → dialects models → jobs → state → routes → app",

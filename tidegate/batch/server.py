@@ -17,6 +17,7 @@ import openai
 from openai.types import Batch
 
 from gateway.jobs.batches.input.size import InputSize
+from tidegate.away import away
 from tidegate.batch.rows import BatchProblem
 
 TERMINAL = {"completed", "failed", "expired", "cancelled"}
@@ -152,9 +153,8 @@ class BatchServer:
     def _problems(self) -> Iterator[None]:
         try:
             yield
-        except openai.APIConnectionError:
-            message = f"{self._url} does not answer. Is the server running, and is --base-url right?"
-            raise BatchProblem(message) from None
+        except openai.APIConnectionError as error:
+            raise BatchProblem(away(self._url, error)) from None
         except openai.AuthenticationError as error:
             raise BatchProblem(f"{_reason(error)} Set TIDEGATE_API_KEY or OPENAI_API_KEY.") from None
         except openai.APIStatusError as error:

@@ -13,6 +13,7 @@ import httpx
 from rich.console import Console
 from rich.live import Live
 
+from tidegate.away import away
 from tidegate.top.view import notice, screen
 
 LOCAL = "http://127.0.0.1:8000"
@@ -82,8 +83,8 @@ def _read(client: httpx.Client, model: str | None) -> dict[str, Any]:
         answer = client.get("/admin/overview", params={"model": model} if model else {})
     except httpx.UnsupportedProtocol:
         raise
-    except httpx.TransportError:
-        raise Away(f"{client.base_url} does not answer. Is the server running, and is --base-url right?") from None
+    except httpx.TransportError as error:
+        raise Away(away(str(client.base_url), error)) from None
     if answer.status_code == 404 and model and "error" in answer.text:
         raise Refused(_message(answer))
     if answer.status_code == 404:
