@@ -147,7 +147,8 @@ def _load(kind: type[CommonSettings], command: str, args: list[str]) -> CommonSe
     except ValidationError as error:
         for e in error.errors(include_url=False):
             name = ".".join(str(part) for part in e["loc"]).replace("_", "-")
-            print(f"tidegate {command}: --{name}: {e['msg'].removeprefix('Value error, ')}", file=sys.stderr)
+            flag = f"--{name}: " if name else ""  # an error about several settings names them itself
+            print(f"tidegate {command}: {flag}{e['msg'].removeprefix('Value error, ')}", file=sys.stderr)
         sys.exit(EX_USAGE)
     except (SettingsError, base.SettingsError) as error:
         print(f"tidegate {command}: {error}", file=sys.stderr)

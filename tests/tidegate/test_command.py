@@ -42,6 +42,7 @@ tiers:
         (["serve", "--models", "{}/latin.yaml", "--data-dir", "{}/data"], 78, ["latin.yaml: not UTF-8"]),
         (["serve", "--tiers", "{}/tiers.yaml", "--data-dir", "{}/data"], 78, ["tiers.a.batch_size.start"]),
         (["serve", "--engine", "openai"], 2, ["--upstream http://HOST:PORT"]),
+        (["serve", "--engine", "vllm", "--quantize", "int4"], 2, ["tidegate serve: --quantize is for --engine native"]),
         (["serve", "--upstream", "http://127.0.0.1:1"], 2, ["--engine openai"]),
         (
             ["serve", "--port", "0", "--data-dir", "{}", "--ssl-certfile", "{}/cert.pem"],

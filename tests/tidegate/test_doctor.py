@@ -117,6 +117,23 @@ async def test_what_a_cluster_does_for_a_deployment_is_said_and_a_url_of_one_nod
             assert "redis+cluster://" in wrong.text + wrong.remedy
 
 
+@pytest.mark.parametrize(
+    ("text", "level", "said"),
+    [
+        ("keys: [{name: a, key: b, tiers: [nope]}]", Level.ERROR, "key 'a': there is no tier 'nope'"),
+        ("keys: []", Level.WARNING, "lets nobody in"),
+        ("keys: [{name: a, key: b, tiers: [bulk]}]", Level.OK, "1 secrets"),
+    ],
+)
+def test_a_keys_file_is_read_as_a_gateway_reads_it(text: str, level: Level, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(text)
+    [finding] = found(settings(tmp_path, api_keys=file), "keys")
+    assert finding.level is level and said in finding.text
+    [finding] = found(settings(tmp_path, api_keys=file, model=f"a={tmp_path},b={tmp_path}"), "keys")
+    assert finding.level is level
+
+
 def test_an_open_server_with_a_key_is_no_finding(tmp_path: Path) -> None:
     assert not found(settings(tmp_path, host="0.0.0.0", api_key="secret"), "keys")  # noqa: S104
 

@@ -18,7 +18,7 @@ from gateway.files.object_storage import open_storage
 from gateway.files.storage import BATCHES, ContentLost, Storage, StorageUnreachable
 from gateway.http.server.tls import load_certificate
 from gateway.keys.file import read_entries
-from scheduler.config import load_tiers
+from scheduler.config import TierConfigError, TierSet, load_tiers
 from scheduler.store import connection
 from scheduler.store.durability import TOO_FEW_REPLICAS, durable, wait_for_replicas
 from scheduler.store.errors import NotDurable
@@ -44,10 +44,24 @@ def check_tiers(settings: ServeSettings) -> Iterator[Finding]:
 def check_keys(settings: ServeSettings) -> Iterator[Finding]:
     """Check the keys file, or whether the server needs one."""
     if settings.api_keys is not None:
-        yield Finding("keys", f"{settings.api_keys}: {len(read_entries(settings.api_keys))} secrets")
+        secrets_of_file = read_entries(settings.api_keys, _tiers_of_keys(settings))
+        if secrets_of_file or settings.api_key is not None:
+            yield Finding("keys", f"{settings.api_keys}: {len(secrets_of_file)} secrets")
+        else:
+            remedy = f"make a key: `tidegate keys add NAME --file {settings.api_keys}`"
+            yield warning("keys", f"{settings.api_keys} has no keys, and lets nobody in", remedy)
     elif settings.api_key is None and settings.host not in LOCAL_HOSTS:
         remedy = "make keys (`tidegate keys add NAME --file keys.yaml`) and use --api-keys keys.yaml"
         yield warning("keys", f"everybody who reaches {settings.host} may use the server", remedy)
+
+
+def _tiers_of_keys(settings: ServeSettings) -> TierSet | None:
+    """Return the tiers that keys may name, which are those of the first model; None if they cannot be read."""
+    _, first = settings.workers()[0]
+    try:
+        return load_tiers(first.tiers_path)
+    except TierConfigError:  # which is told about the tiers
+        return None
 
 
 def check_certificate(settings: ServeSettings) -> Iterator[Finding]:
