@@ -1,9 +1,9 @@
 """Which interactive requests yield: they run as bulk does, beside others whom the steps are planned for.
 
-A request yields while a request of a higher interactive tier is there. In one tier, the requests of a key beyond its
-first `OWN_REQUESTS` yield while there are requests of another key that has used less of the engine. So a key that
-floods its tier gets what others leave, and all of it where it is alone. Two keys that both want more than half get half
-each, or shares in proportion to their weights, since what one has used more makes it the one that yields.
+A request yields while a request of a higher interactive tier is there. In one tier, all requests of a key that has more
+than `OWN_REQUESTS` yield while there are requests of another key that has used less of the engine. So a key that floods
+its tier gets what others leave, and all of it where it is alone. Two keys that both want more than half get half each,
+or shares in proportion to their weights, since what one has used more makes it the one that yields.
 
 Knows requests and what their runs cost; does not know how plans treat those that yield.
 """
@@ -23,12 +23,12 @@ class Yielding:
     """What the keys of each interactive tier have used for each unit of their weights. Owned by a driver."""
 
     def __init__(self, spared: int = 0) -> None:
-        """`spared` requests of each lower tier, the first in its order, yield to no higher one."""
+        """`spared` requests of each key or lower tier that has to yield, the first in its order, do not yield."""
         self._spared = spared
         self._used_s: defaultdict[str, dict[str, float]] = defaultdict(dict)  # by tier and key: engine time
 
     def charge(self, state: RequestState, seconds: float) -> None:
-        """Add the cost of a run, divided by the key's weight, to what the request's key has used."""
+        """Add engine time that a request took, divided by the weight of its key, to what the key has used."""
         used_s = self._used_s[state.tier.name]
         used_s[state.request.owner] = used_s.get(state.request.owner, 0.0) + seconds / state.request.weight
 
@@ -62,7 +62,7 @@ class Yielding:
         for owner, states in of_key.items():
             others_s = min((s for other, s in used_s.items() if other in of_key and other != owner), default=NEVER_S)
             if len(states) > OWN_REQUESTS and others_s <= used_s[owner]:
-                found += (s.id for s in sorted(states, key=lambda s: s.edf_key)[OWN_REQUESTS:])
+                found += (s.id for s in sorted(states, key=lambda s: s.edf_key)[self._spared :])
         return found
 
     def _used_by(self, tier: str, present: defaultdict[str, list[RequestState]]) -> dict[str, float]:

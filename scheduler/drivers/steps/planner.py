@@ -233,13 +233,8 @@ class Planner:
         """Return the budgets of the next step. It comes after the step in flight if `is_ahead`, else at once."""
         self._let_yield()
         states = list(self._table.interactive())
-        left_s = self._running.left_s(self._owed(states), is_ahead=is_ahead)
+        left_s = self._running.left_s([s for s in states if not s.yields], is_ahead=is_ahead)
         return self._controller.budgets(states, self._step_time.cost(), now, left_s, self._step_time.cost(mixed=False))
-
-    def _owed(self, states: Sequence[RequestState]) -> Iterable[RequestState]:
-        """Return the requests that others may delay only so far: those of keys of which none in their tier yields."""
-        yielding = {state.share for state in states if state.yields}
-        return (state for state in states if state.share not in yielding) if yielding else states
 
     def _let_yield(self) -> None:
         """Find who yields now. The delay accounts of those that yield no longer begin anew."""
@@ -267,10 +262,10 @@ class Planner:
             state.last_step = plan.step_id
             if state.first_scheduled_s is None:
                 state.first_scheduled_s = now
-            if state.tier.is_interactive:
-                self._yielding.charge(state, self._running.cost_of(run.seq_id))
             if not state.output_token_ids and not state.tier.is_interactive:
                 self._prefixes.note(state, run.num_tokens)
+        for state, seconds in self._running.newest_charges():
+            self._yielding.charge(state, seconds)
 
     def _preempt(self, state: RequestState, mode: PreemptionMode) -> None:
         self.preemptions[state.tier.name, mode.value] += 1

@@ -6,7 +6,7 @@ second step may wait in the engine for the running one to end.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from engine.interface import PreemptionMode, StepEnd, StepPlan, StepResult
 from engine.step_time.cost import StepCost
@@ -76,9 +76,9 @@ class RunningStep:
         """The plan of the step in flight, if there is exactly one; otherwise None."""
         return self._oldest.plan if self._oldest is not None and len(self._steps) == 1 else None
 
-    def cost_of(self, seq_id: str) -> float:
-        """Return the predicted cost in seconds of a sequence's run in the newest step."""
-        return next(reversed(self._steps.values())).runs[seq_id].run_s
+    def newest_charges(self) -> Iterator[tuple[RequestState, float]]:
+        """Return the engine time that each interactive request takes in the newest step (`TrackedStep.charges`)."""
+        return next(reversed(self._steps.values())).charges()
 
     def ending(self, states: Mapping[str, RequestState], max_model_len: int) -> Counter[str]:
         """Return the number of sequences that are certain to end with the step in flight, by tier."""

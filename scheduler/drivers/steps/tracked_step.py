@@ -3,7 +3,7 @@
 Knows the plan of the step and the predicted cost of its runs. `RunningStep` owns the steps.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine.interface import SequenceOutput, StepEnd, StepPlan, StepResult
@@ -66,8 +66,7 @@ class TrackedStep:
         """Return whether the step is suspended for `newcomer`, which takes `newcomer_s` seconds in a step of its own.
 
         A step whose sequences may all wait always is. In any other, the rest of those that may wait must take longer
-        than the fixed cost of the newcomer's step, and the tokens of the others must still be in time. This is not owed
-        to keys of which some yield.
+        than the fixed cost of the newcomer's step, and the tokens of the others must still be in time.
         """
         waiting = [run for run in self.runs.values() if run.may_wait]
         if not waiting or any(run.state.priority >= newcomer.priority for run in waiting):
@@ -77,9 +76,8 @@ class TrackedStep:
         rest = 1 - self.progress_s(now) / self.step_s
         fixed_s = self.step_s - sum(self.runs_s.values())
         ends_s = now + newcomer_s + rest * self.step_s
-        yielding = {run.state.share for run in waiting if run.state.yields}
-        owed = (s for s in (run.state for run in self.runs.values()) if s.share not in yielding)
-        are_in_time = all(deadline_s(state) >= ends_s for state in owed if state.is_protected)
+        protected = (run.state for run in self.runs.values() if run.state.is_protected)
+        are_in_time = all(deadline_s(state) >= ends_s for state in protected)
         return sum(run.run_s for run in waiting) * rest > fixed_s and are_in_time
 
     def work(self, result: StepResult) -> StepWork | None:
@@ -151,6 +149,19 @@ class TrackedStep:
             used_s[tier] += fixed_s * (used_s[tier] / payers_s if payers_s else 1 / len(payers))
         scale = elapsed_s / sum(used_s.values()) if used_s else 0.0
         return {tier: seconds * scale for tier, seconds in used_s.items()}
+
+    def charges(self) -> Iterator[tuple[RequestState, float]]:
+        """Return each interactive request with the engine time that it takes, as predicted.
+
+        This is the cost of its run, and its part of the step's fixed cost, which is divided among those that yield to
+        nobody, or among all if there are none.
+        """
+        runs = [run for run in self.runs.values() if run.state.tier.is_interactive]
+        payers_s = sum(run.run_s for run in runs if run.state.is_protected)
+        fixed_s = self.step_s - sum(self.runs_s.values())
+        for run in runs:
+            pays = run.state.is_protected or not payers_s
+            yield run.state, run.run_s + pays * fixed_s * run.run_s / (payers_s or sum(self.runs_s.values()) or 1.0)
 
     def interactive_s(self, elapsed_s: float) -> float:
         """Return the engine time that the interactive tiers would have taken from urgent bulk.

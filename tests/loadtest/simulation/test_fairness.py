@@ -55,6 +55,11 @@ def served(
     return chats(observation, name=name)
 
 
+def total_s(records: list[RequestRecord]) -> float:
+    """Return how long all answers take together."""
+    return sum(r.ended_s - r.arrived_s for r in records if r.ended_s is not None)
+
+
 def median_ttft_s(records: list[RequestRecord]) -> float:
     return sorted(r.ttft_s if r.ttft_s is not None else float("inf") for r in records)[len(records) // 2]
 
@@ -67,6 +72,30 @@ def test_another_keys_loops_do_not_push_a_chat_aside(streams: int, most: int) ->
     beside = served({"chat": chat, "flood": traffic("a", output_tokens=64, streams=streams)})
     assert share_in_time(beside) >= 0.9
     assert median_ttft_s(beside) <= most * median_ttft_s(alone)
+
+
+LONG, SHORT = (1500, 3500, 8), (4, 16, 1)  # least and most tokens of a prompt, tokens of an answer
+
+
+@pytest.mark.parametrize("shape", [LONG, SHORT])
+def test_another_keys_flood_makes_answers_no_longer_than_bulk_does(shape: tuple[int, int, int]) -> None:
+    """Its first few requests are part of it: four of them made answers 11 times as long, and 3 times if short."""
+    chat, (least, most, output_tokens) = traffic("b", rate_per_s=1), shape
+    flood = traffic("a", output_tokens=output_tokens, streams=60)
+    flood["prompt_tokens"] = {"min": least, "max": most}
+    alone, beside = served({"chat": chat}), served({"chat": chat, "flood": flood})
+    assert len(beside) == len(alone)
+    assert median_ttft_s(beside) <= 1.2 * median_ttft_s(alone)
+    assert total_s(beside) <= 1.3 * total_s(alone)
+
+
+def test_one_request_without_an_end_shares_the_engine_with_another_keys_flood() -> None:
+    """Each of its steps costs more than what it computes: if only that counted, it would keep most of the engine."""
+    one = traffic("b", output_tokens=300, streams=1)
+    flood = traffic("a", streams=6)
+    alone, beside = served({"flood": flood}, "flood"), served({"one": one, "flood": flood}, "flood")
+    assert len(beside) >= 0.35 * len(alone)
+    assert median_ttft_s(beside) <= 3 * median_ttft_s(alone)
 
 
 def test_two_floods_share_the_engine_by_the_weights_of_their_keys() -> None:

@@ -65,15 +65,6 @@ def test_it_is_not_suspended_where_a_decode_would_be_late(left_s: float, expecte
     assert suspends(begin(due, *BULK)) == expected
 
 
-def test_being_in_time_is_not_owed_to_a_key_that_floods_its_tier() -> None:
-    late = make_decode("late", "realtime", owner="a", last_token_s=-1.0)
-    flood = [make_decode(f"f{i}", "realtime", owner="a") for i in range(4)]
-    for state in flood:
-        state.yields = True
-    assert suspends(begin(late, *flood))
-    assert not suspends(begin(make_decode("other", "realtime", owner="b", last_token_s=-1.0), *flood))
-
-
 @pytest.mark.trap(1)
 @pytest.mark.parametrize(("priority", "expected"), [(5, False), (10, False), (11, True)])
 def test_no_step_is_suspended_for_an_equal_or_lower_tier(priority: int, expected: bool) -> None:
