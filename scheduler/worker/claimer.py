@@ -181,7 +181,7 @@ class Claimer:
         wanted = {tier: limit + (due[tier].requests if tier in due else 0) for tier, limit in limits.items()}
         wanted = {tier: number for tier, number in wanted.items() if number}
         load = 1 + held.num_interactive if len(held) else 0
-        if wanted.keys() == self._waits_for and 2 * load >= self._load:
+        if wanted.keys() == self._waits_for and self._load < max(1, 2 * load):
             return
         self._waits_for = None
         without_room = {tier.name: 0 for tier in held.tiers if tier.name not in limits}

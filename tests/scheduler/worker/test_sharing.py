@@ -63,3 +63,17 @@ async def test_nothing_is_given_back_while_no_worker_is_idle(world: World) -> No
     assert len(second.core.held) and len(world.core.held)
     assert world.core.held.counts["released"] == second.core.held.counts["released"] == 0
     await asyncio.gather(*asked)
+
+
+@played_by(run_world, info=ROOM, cost=COST, known=COST)
+async def test_a_chat_goes_to_the_worker_without_one_though_both_have_bulk(world: World) -> None:
+    cores = (world.core, newcomer(world).core)
+    await world.clock.sleep(0.1)
+    asked = ask(world, 2)
+    for name, max_tokens in (("long", TOKENS), ("short", 2), ("late", TOKENS)):
+        await world.clock.sleep(0.1)
+        assert [len(core.held) - core.held.num_interactive for core in cores] == [1, 1]
+        asked.append(asyncio.create_task(world.ask(name, max_tokens=max_tokens)))
+    await world.clock.sleep(0.05)
+    assert [core.held.num_interactive for core in cores] == [1, 1]
+    await asyncio.gather(*asked)
