@@ -218,9 +218,8 @@ def make_gateway(
         clock=clock,
         lines=completions,
         tokenizer=WordTokenizer(pretrained(), max_model_len=4096),
-        served_model_name=[MODEL, "other"],
         webhook_allow_private=keys is not None,
-        **settings,
+        **{"served_model_name": [MODEL, "other"], **settings},
     )
     return OfflineGateway(*(getattr(stand, f.name) for f in fields(Stand)), completions, clock)
 

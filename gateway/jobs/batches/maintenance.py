@@ -58,8 +58,12 @@ class BatchMaintenance:
         lock_ttl_s: float,
         count_late: Callable[[], Awaitable[object]],
         ttl_s: int,
+        model_names: Collection[str],
     ) -> None:
-        """`count_late` counts the batches that will be late, for the metrics. Records live `ttl_s` after the end."""
+        """`count_late` counts the batches that will be late, for the metrics. Records live `ttl_s` after the end.
+
+        Lines run of batches for one of `model_names` only.
+        """
         self._store = store
         self._files = files
         self._make_run = make_run
@@ -73,6 +77,8 @@ class BatchMaintenance:
         self._loops: list[asyncio.Task[None]] = []
         self._withdrawn: dict[str, str | None] = {}  # by id: the owners of batches that are to be removed
         self._scan_cursor = 0  # where in the store the search for ended batches without a date goes on
+        self._model_names = model_names
+        self._foreign: set[str] = set()  # ids of batches whose model is not served here, which the log has named
         self._not_before: dict[str, float] = {}  # by batch id: the time to start a broken run again
 
     async def start(self) -> None:
@@ -174,13 +180,23 @@ class BatchMaintenance:
         """Start to run the unfinished batches whose turn it is, and end runs whose batches have to wait again."""
         batches, now_s = await self._unfinished(), self._clock.wall_ms() / 1000
         batches.sort(key=lambda batch: batch.id not in self._runs)  # of equal turns, those of runs come first
-        with_lines = [batch for batch in batches if batch.has_lines(now_s)]
+        self._foreign &= {batch.id for batch in batches}
+        with_lines = [batch for batch in batches if batch.has_lines(now_s) and self._is_served(batch)]
         turns, ending = next_turns(with_lines, MAX_RUNS), {batch.id for batch in batches if not batch.has_lines(now_s)}
         for batch in with_lines:
             if batch.id in self._runs and batch.id not in turns:
                 self._runs[batch.id][0].yield_turn()
         self._launch_up_to(MAX_RUNS, ending, self._runs.keys() & ending)
         self._launch_up_to(MAX_RUNS, turns, self._runs.keys() - ending)
+
+    def _is_served(self, batch: UnfinishedBatch) -> bool:
+        """Return whether lines of the batch can run here. They would fail, one by one, if its model is not served."""
+        if batch.model is None or batch.model in self._model_names:
+            return True
+        if batch.id not in self._foreign:
+            self._foreign.add(batch.id)
+            log.warning("batch %s waits: its model %r is not served here", batch.id, batch.model)
+        return False
 
     async def _unfinished(self) -> list[UnfinishedBatch]:
         """Return the unfinished batches that this gateway runs or may run now: no other one runs them.

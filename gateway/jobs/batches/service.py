@@ -136,7 +136,9 @@ class BatchService:
         self._max_unfinished = max_unfinished
         self._max_body_bytes = max_body_bytes
         count_late = self.forecasts.count_late
-        self._maintenance = BatchMaintenance(self._store, files, self._make_run, clock, LOCK_TTL_S, count_late, ttl_s)
+        self._maintenance = BatchMaintenance(
+            self._store, files, self._make_run, clock, LOCK_TTL_S, count_late, ttl_s, model_names
+        )
         self.remove_ended = self._maintenance.remove_ended
 
     async def start(self) -> None:

@@ -22,7 +22,7 @@ from gateway.store_keys import TOMBSTONE_S, GatewayKeys, index_of, tombstone
 from scheduler.store.durability import durable
 from scheduler.store.scripts import load_script
 
-TURN_FIELDS = ("status", "owner", "best_effort", "expires_at")  # of a record
+TURN_FIELDS = ("status", "owner", "best_effort", "expires_at", "model")  # of a record
 NO_KEY = -2  # answer of PTTL
 SCAN_KEYS = 1000  # keys of the store that one search for batches without a time of their end looks at: about 1 ms
 
@@ -249,9 +249,9 @@ def _decode(record: Mapping[bytes, bytes]) -> Batch:
 def _unfinished(batch_id: str, values: Sequence[bytes | None], lock_ms: int) -> UnfinishedBatch:
     """Return a batch from the values of `TURN_FIELDS` in its record."""
     status, *others = values
-    owner, best_effort, expires_at = (msgspec.json.decode(value or b"null") for value in others)
+    owner, best_effort, expires_at, model = (msgspec.json.decode(value or b"null") for value in others)
     lock = None if lock_ms == NO_KEY else lock_ms
-    return UnfinishedBatch(batch_id, BatchStatus(text(status)), owner, bool(best_effort), expires_at, lock)
+    return UnfinishedBatch(batch_id, BatchStatus(text(status)), owner, bool(best_effort), expires_at, model, lock)
 
 
 def _counts(results: Sequence[LineResult]) -> dict[str, int]:

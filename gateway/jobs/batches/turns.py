@@ -21,6 +21,7 @@ class UnfinishedBatch:
     owner: str | None
     best_effort: bool
     expires_at: int
+    model: str | None  # None: its input has not been read yet
     lock_ms: int | None  # milliseconds until its lock lapses, -1: it never does; None: no gateway runs the batch
 
     def has_lines(self, now_s: float) -> bool:

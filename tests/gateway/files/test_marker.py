@@ -37,7 +37,7 @@ class Site:
         """Use `storage` from now on."""
         self.files = FileStore(self.redis, storage.directory, self.clock, storage=storage)
         store = BatchStore(self.redis)
-        self.maintenance = BatchMaintenance(store, self.files, _no_run, self.clock, 1.0, _nothing, 3600)
+        self.maintenance = BatchMaintenance(store, self.files, _no_run, self.clock, 1.0, _nothing, 3600, ())
 
     @property
     def contents(self) -> set[str]:

@@ -10,12 +10,12 @@ from redis.asyncio import Redis
 
 from gateway.jobs.batches.model import BatchStatus
 from gateway.jobs.batches.turns import UnfinishedBatch, next_turns
-from tests.gateway.offline import jsonl, line, lines, running_gateway
+from tests.gateway.offline import MODEL, jsonl, line, lines, running_gateway
 from tests.waiting import until
 
 
 def unfinished(name: str, owner: str, due: int, best_effort: bool = False) -> UnfinishedBatch:
-    return UnfinishedBatch(name, BatchStatus.IN_PROGRESS, owner, best_effort, due, None)
+    return UnfinishedBatch(name, BatchStatus.IN_PROGRESS, owner, best_effort, due, "m", None)
 
 
 def test_batches_that_are_due_first_have_half_of_the_turns_and_keys_the_others() -> None:
@@ -62,3 +62,28 @@ async def test_a_promised_batch_takes_the_turn_of_best_effort(redis_client: Redi
             ended = await gateway.ended(batch.id)
             assert ended.status == "completed" and ended.request_counts is not None
             assert ended.request_counts.completed == ended.request_counts.total
+
+
+@pytest.mark.usefixtures("few_runs")
+async def test_a_batch_waits_while_no_gateway_serves_its_model(
+    redis_client: Redis, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with a mistake in a file of models, or on the gateway that has the new file last: its lines must not fail."""
+    async with running_gateway(redis_client, tmp_path) as gateway:
+        gateway.completions.permits = asyncio.Semaphore(0)
+        waits, queued = await gateway.submit(lines(5)), await gateway.submit(lines(2))
+        await until(lambda: gateway.completions.running == 7)
+    async with running_gateway(redis_client, tmp_path, served_model_name=["another"]) as gateway:
+        await until(lambda: sum("waits" in message for message in caplog.messages) == 2)
+        body = {"model": "another", "messages": [{"role": "user", "content": "own"}]}
+        own = await gateway.submit([line("own", body=body)])
+        assert (await gateway.ended(own.id)).status == "completed"
+        assert sorted(gateway.completions.answered) == ["own"]
+        cancelled = await gateway.client.batches.cancel(queued.id)
+        assert (await gateway.ended(cancelled.id)).status == "cancelled", "what needs no lines goes on"
+    assert f"batch {waits.id} waits: its model '{MODEL}' is not served here" in caplog.text
+    assert len([m for m in caplog.messages if waits.id in m and "is not served here" in m]) == 1, "said once"
+    async with running_gateway(redis_client, tmp_path) as gateway:
+        ended = await gateway.ended(waits.id)
+    assert ended.request_counts is not None
+    assert (ended.status, ended.request_counts.completed, ended.request_counts.failed) == ("completed", 5, 0)
