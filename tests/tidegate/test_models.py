@@ -117,7 +117,7 @@ def test_doctor_checks_each_model(tmp_path: Path) -> None:
         ("models: {a: {path: x, fallback: a}}", "models.a.fallback: 'a'"),
         ("models: {a: {path: x, aliases: [b]}, b: {path: y}}", "'b' is the name of more than one"),
         ("models: {a: {path: x}}\nsplits: {s: {b: 1}}", "splits.s: 'b'"),
-        ("models: {a: {path: x}}\nsplits: {s: {a: 0}}", "no model has a weight"),
+        ("models: {a: {path: x}}\nsplits: {s: {a: 0}}", r"models.yaml: splits.s: no model has a weight"),
         ("models: {a: {path: x}}\nsplits: {a: {a: 1}}", "'a' is the name of more than one"),
         ("models: [", "models.yaml"),
     ],

@@ -64,7 +64,8 @@ def read_models(path: Path) -> ModelsFile:
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in fault["loc"])
-        raise ModelsError(f"{path}: {place + ': ' if place else ''}{fault['msg']}") from error
+        text = fault["msg"].removeprefix("Value error, ")
+        raise ModelsError(f"{path}: {place + ': ' if place else ''}{text}") from error
     except UnicodeDecodeError as error:
         raise ModelsError(f"{path}: not UTF-8") from error
     except (OSError, yaml.YAMLError) as error:
