@@ -10,6 +10,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
+from structlog.testing import capture_logs
 
 from gateway.app import create_app
 from gateway.files import marker
@@ -19,6 +20,7 @@ from scheduler.store import connection
 from scheduler.store.errors import CAUSES
 from tests.refusals import CODES, limitable_valkey, refusing
 from tests.waiting import until
+from tidegate.gateway import process
 from tidegate.gateway.parts import build_gateway, open_outside
 from tidegate.settings.gateway import GatewaySettings
 
@@ -110,3 +112,15 @@ async def test_every_route_answers_503_with_the_cause_or_goes_on(
         assert set(after) <= {*before, tmp_path / marker.NAME}, "a refused request leaves nothing on the disk"
         assert (await upload(http)).status_code == 200
     assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_a_gateway_does_not_start_on_a_store_that_refuses_and_says_why(
+    store: str, tmp_path: Path, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some of these stores answer a PING. The gateway's first write would end it with a traceback."""
+    monkeypatch.setattr(process, "REACH_S", 0.0)
+    settings = GatewaySettings(redis_url=store, data_dir=tmp_path, port=0)
+    with refusing(store, code), capture_logs() as logs:
+        assert process.run_gateway(settings) == 1
+    assert logs[-1]["event"] == "the store does not answer" and CAUSES[code] in logs[-1]["reason"]

@@ -7,7 +7,7 @@ store); 1 after another error.
 import asyncio
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from ipaddress import ip_network
 from typing import TYPE_CHECKING
@@ -16,7 +16,6 @@ import structlog
 import uvicorn
 import uvloop
 from prometheus_client import disable_created_metrics
-from redis.asyncio import Redis
 from redis.exceptions import LockError, RedisError
 
 from engine.config import EngineStartError
@@ -30,6 +29,7 @@ from gateway.http.server.tls import Certificate, CertificateError, load_certific
 from gateway.keys.file import KeyringError
 from scheduler.clock import Clock, SystemClock
 from scheduler.config import TierConfigError
+from scheduler.queue.redis import RedisQueue
 from scheduler.store import connection
 from scheduler.store.errors import STORE_AWAY
 from tidegate.gateway.drain import Drain
@@ -147,7 +147,7 @@ async def _serve(
             reload_certificate(certificate)
 
     try:
-        await reach(redis, clock)
+        await reach(RedisQueue(redis, clock).probe, clock)
         await check_storage(gateway.files.tie)
         open_port(listener)
         settle_heap()
@@ -171,12 +171,12 @@ def listeners_of(listener: socket.socket) -> list[socket.socket]:
     return [listener, *(listener.dup() for _ in range(ACCEPTS - 1))]
 
 
-async def reach(redis: Redis, clock: Clock) -> None:
-    """Wait until the store answers. Raises its error if it has not for `REACH_S`."""
+async def reach(probe: Callable[[], Awaitable[None]], clock: Clock) -> None:
+    """Wait until the store takes `probe`, a write. Raises its error if it has not for `REACH_S`."""
     since_s = clock.now()
     while True:
         try:
-            await redis.ping()
+            await probe()
             return
         except RedisError as error:
             if clock.now() - since_s >= REACH_S:
