@@ -363,6 +363,16 @@ def test_rows_may_come_from_standard_input(
     assert "1 requests" in capsys.readouterr().out
 
 
+def test_a_table_on_standard_input_without_its_format_is_told_the_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with _written(tmp_path / "rows", "text,n\nebb,1\n").open() as file:
+        monkeypatch.setattr("sys.stdin", file)
+        assert run_batch(["validate", "-", "--template", "{text}", "--model", MODEL]) == 1
+    said = "standard input, line 1: this is not JSON (Expecting value). For another format, add --format csv,"
+    assert said in capsys.readouterr().err
+
+
 async def test_a_plan_says_what_the_server_expects(
     redis_client: Redis, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

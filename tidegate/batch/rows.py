@@ -94,7 +94,9 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
             try:
                 row = json.loads(text)
             except json.JSONDecodeError as error:
-                raise BatchProblem(f"{path}, line {number}: this is not JSON ({error.msg}).") from None
+                hint = " For another format, add --format csv, or tsv." if path == STANDARD else ""
+                place = "standard input" if path == STANDARD else path
+                raise BatchProblem(f"{place}, line {number}: this is not JSON ({error.msg}).{hint}") from None
             if not isinstance(row, dict):
                 raise BatchProblem(f"{path}, line {number}: each line must be a JSON object.")
             yield row
