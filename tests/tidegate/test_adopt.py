@@ -45,3 +45,19 @@ def test_without_an_url_it_is_the_embedded_store(tmp_path: Path, capsys: pytest.
     with running_valkey(tmp_path):
         assert run_adopt(GatewaySettings(data_dir=tmp_path)) == 78  # a server is running
     assert str(tmp_path) in capsys.readouterr().err
+
+
+async def test_a_storage_that_is_not_there_is_not_adopted(
+    valkey_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without its --data-dir, the command would tie the store to a new folder where it runs, and lock gateways out."""
+    await check(valkey_url, tmp_path / "first")
+    for settings in (
+        GatewaySettings(redis_url=valkey_url, data_dir=tmp_path / "none"),
+        GatewaySettings(redis_url=valkey_url, files_url=f"file://{tmp_path}/none", data_dir=tmp_path),
+        GatewaySettings(data_dir=tmp_path / "none"),
+    ):
+        assert await asyncio.to_thread(run_adopt, settings) == 78
+        assert f"there is no directory {tmp_path / 'none'}: give" in capsys.readouterr().err
+        assert not (tmp_path / "none").exists()
+    assert not await refused(valkey_url, tmp_path / "first")
