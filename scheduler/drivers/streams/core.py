@@ -29,7 +29,7 @@ from scheduler.control.budget import Budgets
 from scheduler.control.controller import SLAController
 from scheduler.control.knobs import Decision
 from scheduler.drivers.streams.in_flight_limit import InFlightLimit, SlowStart, free_places
-from scheduler.drivers.streams.policy import Decisions, View, decide, has_traffic
+from scheduler.drivers.streams.policy import Decisions, View, decide
 from scheduler.drivers.streams.precedence import Precedence
 from scheduler.drivers.streams.recompute import Recompute
 from scheduler.drivers.streams.retries import Retries
@@ -193,11 +193,13 @@ class StreamCore:
             max_prefill_tokens=self._engine.max_step_tokens,
             evictable=self._streams.evictable(),
             recompute_tokens=self.recompute.hang_ups.level,
+            has_traffic=self._precedence.has_traffic,
             hang_up_from_s=self._hang_up_from_s,
             held_back=self._retries.busy.waiting(now),
             kept=self._streams.kept,
             lost=self._streams.lost,
             sent=self._streams.num_sent,
+            is_unbegun=self._streams.is_unbegun,
             may_cut=self._streams.may_cut,
             gives_way=self._streams.gives_way,
             block_size=self._engine.block_size,
@@ -304,7 +306,7 @@ class StreamCore:
     # -- twice a second ----------------------------------------------------------------------------------------
 
     def review(self, depths: Mapping[str, int], now: float) -> list[Decision]:
-        is_shared = has_traffic(self.held.tiers, self._table, self._budgets(now))
-        self.limit.grow(len(self._streams) + (0 if is_shared else free_places(self.limit.value)), now)
+        num_free = 0 if self._precedence.has_traffic else free_places(self.limit.value)
+        self.limit.grow(len(self._streams) + num_free, now)
         self._slow_start.review(len(self._streams), now)
         return self.held.review(depths, self.server.kv_usage, self._step_times.model, now)

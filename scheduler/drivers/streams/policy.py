@@ -4,14 +4,16 @@ A server that plans its own steps cannot be told to leave a sequence out of a st
 
 - Interactive requests are sent at once, the earliest deadline first, as long as the server has places. Those that yield
   (`scheduler.drivers.streams.precedence`) are sent and hung up as bulk is, before all bulk tiers.
-- Bulk is sent only while no interactive request awaits its first token, one prefill or a few at a time, and as many
-  streams as may lengthen each step of an interactive answer: by `max_slowdown`, and inside of the SLO. While answers
-  are under way, a prefill must also fit into what their delay accounts have left. Where the server keeps prefixes, a
-  long prompt is sent in parts: growing beginnings, each computed from where the one before ended. Without interactive
-  traffic, prompts are sent whole, and only the tier's batch size, the server's places and, after the worker's start,
-  the slow start limit bulk.
-- If a first token is at risk, or an answer is delayed too much by more streams than may run beside it, streams of bulk
-  are hung up, the youngest first, within a budget of recomputed tokens. So it is with the first chat after a silence.
+- Bulk is sent only while no interactive request awaits its first token, and as many streams as may lengthen each step
+  of an interactive answer: by `max_slowdown`, and inside of the SLO. While answers are under way, a prefill must also
+  fit into what their delay accounts have left. Where the server keeps prefixes, a long prompt is sent in parts:
+  growing beginnings, each computed from where the one before ended.
+- Between interactive requests, more streams of bulk run: as many as can be hung up for the next one, and a step with
+  them and with prefills is no longer than one of bulk alone may be. After a silence, prompts are sent whole, and only
+  the tier's batch size, the server's places and, after the worker's start, the slow start limit bulk.
+- When an interactive request is sent, prompts of bulk that the server has not begun are hung up, and as many streams as
+  may not run beside it, the youngest first, within a budget of recomputed tokens. So it is if an answer is delayed too
+  much, or if a first token is at risk.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -27,13 +29,8 @@ from scheduler.drivers.streams.in_flight_limit import free_places
 from scheduler.holdings.request_table import RequestTable
 from scheduler.request_state import RequestState
 
-# Interactive traffic has stopped when its mean gap between arrivals is longer than this, in seconds.
-QUIET_S = 30.0
 # Share of the TTFT SLO: a first token that is predicted to come later than the rest of the SLO is at risk.
 RISK_SHARE = 0.2
-# Parts of bulk's prompts at a time: a server begins its next step before the part that follows has come. With one,
-# every second step has no prompt.
-PARTS_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +44,15 @@ class View:
     max_prefill_tokens: int  # prompt tokens that the server computes in one step
     evictable: Sequence[RequestState]  # streams that may be hung up: the lowest tier first, the youngest first in it
     recompute_tokens: float  # tokens that may be recomputed at present
+    has_traffic: bool = True  # whether interactive requests are here, or are expected
     hang_up_from_s: float = -NEVER_S  # no stream is hung up before this time, because the last ones take effect first
     held_back: Collection[str] = ()  # ids of requests that are not sent now
     kept: Callable[[RequestState], int] = lambda state: 0  # tokens that an earlier stream has left in a prefix cache
     # Tokens of a stream that would be computed again if it were hung up now.
     lost: Callable[[RequestState], int] = lambda state: state.num_tokens
     sent: Callable[[RequestState], int] = lambda state: state.num_tokens  # tokens that its stream has at the server
+    # Whether its stream was sent since the server began its newest step, which does not have it.
+    is_unbegun: Callable[[RequestState], bool] = lambda state: False
     may_cut: Callable[[RequestState], bool] = lambda state: False  # whether its prompt may be sent in parts
     gives_way: Callable[[RequestState], bool] = lambda state: False  # whether it can be hung up later at little cost
     block_size: int = 16  # tokens of a KV block of the server: parts of prompts are whole blocks
@@ -65,12 +65,6 @@ class Decisions:
     start: tuple[RequestState, ...] = ()
     hang_up: tuple[RequestState, ...] = ()
     parts: Mapping[str, int] = field(default_factory=dict)  # by id: tokens that are sent now, if these are not all
-
-
-def has_traffic(tiers: Sequence[Tier], table: RequestTable, budgets: Budgets) -> bool:
-    """Return whether interactive requests are here, or have arrived lately."""
-    interactive = [tier.name for tier in tiers if tier.is_interactive]
-    return any(table.count(name) or budgets.tiers[name].arrival_gap_s <= QUIET_S for name in interactive)
 
 
 def decide(view: View, now: float) -> Decisions:
@@ -108,11 +102,14 @@ class _Draft:
         prefills = [s for s in residents if not s.is_decode]
         self._prefill_tokens = sum(self._num_uncached(s) for s in prefills)
         self._interactive_prefill_tokens = sum(self._num_uncached(s) for s in prefills if s.is_protected)
-        self._bulk_prefills_s = sum(self._prefill_s(s) for s in prefills if not s.is_protected)
+        bulk_prefills = [(s, self._prefill_s(s)) for s in prefills if not s.is_protected]
+        self._bulk_prefills_s = sum(prefill_s for _, prefill_s in bulk_prefills)
+        self._unbegun_s = sum(prefill_s for s, prefill_s in bulk_prefills if view.is_unbegun(s))
         self._has_bulk = not all(s.is_protected for s in residents)
         self._interactive = [s for s in view.table.interactive() if not s.yields]
-        self._has_traffic = has_traffic(view.tiers, view.table, view.budgets)
-        self._window_s = self._bulk_window_s() if self._has_traffic else NEVER_S
+        self._is_between = view.has_traffic and not self._interactive
+        self._alone_s = min(budget.alone_s for budget in view.budgets.tiers.values())
+        self._window_s = self._bulk_window_s() if view.has_traffic else NEVER_S
         self._unplaced: list[RequestState] = []  # interactive requests for which the server has no place
 
     def _bulk_window_s(self) -> float:
@@ -127,6 +124,18 @@ class _Draft:
         itl_s = min(t.slo.itl_p99_ms or NEVER_S for t in tiers) / 1000
         ttft_s = min(t.slo.ttft_p99_ms or NEVER_S for t in tiers) / 1000
         return max(min(slowdown * alone_s, itl_s, FIRST_STEP_SHARE * ttft_s), alone_s)
+
+    def _longest_s(self, state: RequestState) -> float:
+        """Return how long a step may become with the stream of a bulk request.
+
+        Between interactive requests, it is the longest step of bulk alone, if the budget allows to hang up all streams
+        that may not run beside the next one.
+        """
+        if not self._is_between or not self._view.gives_way(state):
+            return self._window_s
+        mean_lost = (self._view.block_size + 1) / 2
+        num_more = max(0.0, self._view.recompute_tokens) / mean_lost
+        return max(self._window_s, min(self._alone_s, self._window_s + num_more * self._cost.decode(state.num_tokens)))
 
     def _startable(self, tier: Tier, *, protected: bool) -> Iterator[RequestState]:
         """Return the requests of a tier without a stream that yield, or do not, in the order in which they are sent."""
@@ -153,8 +162,8 @@ class _Draft:
             self._interactive_prefill_tokens += self._num_uncached(state)
             return
         self._has_bulk = True
-        if not self._is_rest(state):
-            self._bulk_prefills_s += self._prefill_s(state)
+        self._unbegun_s += self._prefill_s(state)
+        self._bulk_prefills_s += self._prefill_s(state)
 
     def _fits_step(self, state: RequestState) -> bool:
         """Return whether the server computes the prompt in its next step, and not in one after it.
@@ -180,23 +189,28 @@ class _Draft:
 
     def victims(self) -> list[RequestState]:
         """Return the streams to hang up: as many as interactive requests need, within the budget."""
-        view = self._view
+        view, chosen = self._view, self._recalled()
         lowest = min((s.priority for s in (*self._unplaced, *self._at_risk(), *self._overdrawn())), default=None)
         if lowest is None or self._now < view.hang_up_from_s:
-            return []
-        below = [s for s in view.evictable if s.priority < lowest]
-        chosen: list[RequestState] = []
-        tokens_left, streams_s = view.recompute_tokens, self._streams_s
-        for state in below:
-            enough = len(chosen) >= len(self._unplaced) and self._cost.step(streams_s) <= self._window_s
-            if chosen and enough:
+            return chosen
+        num_hung_up, tokens_left, streams_s = 0, view.recompute_tokens, self._streams_s
+        for state in (s for s in view.evictable if s.priority < lowest):
+            enough = num_hung_up >= len(self._unplaced) and self._cost.step(streams_s) <= self._window_s
+            if num_hung_up and enough:
                 break
             num_lost = view.lost(state)
             if num_lost <= tokens_left:
                 chosen.append(state)
+                num_hung_up += 1
                 tokens_left -= num_lost
                 streams_s -= self._cost.decode(state.num_tokens)
         return chosen
+
+    def _recalled(self) -> list[RequestState]:
+        """Return the prompts of bulk that would be computed in one step with those that are sent now."""
+        lowest = min((s.priority for s in self.started if s.is_protected), default=-NEVER_S)
+        unbegun = (s for s in self._view.table.residents() if self._view.is_unbegun(s))
+        return [s for s in unbegun if s.priority < lowest and not s.is_protected and not s.is_preemption_exhausted]
 
     def _at_risk(self) -> list[RequestState]:
         """Return the requests in flight whose first tokens are predicted to be late, if they are computed now."""
@@ -212,10 +226,10 @@ class _Draft:
         ]
 
     def _overdrawn(self) -> list[RequestState]:
-        """Return the requests in flight, if bulk has delayed one of them too much and has more streams than it may."""
-        if self._view.left_s >= 0 or self._cost.step(self._streams_s) <= self._window_s:
+        """Return the requests in flight, if bulk has more streams than it may, and may not delay one of them more."""
+        if self._view.left_s > 0 or self._cost.step(self._streams_s) <= self._window_s:
             return []
-        return [state for state in self._interactive if state.is_resident]
+        return [state for state in self._interactive if state.is_resident or state in self.started]
 
     # -- bulk tiers ------------------------------------------------------------------------------------------------
 
@@ -237,57 +251,49 @@ class _Draft:
     def _cut(self, state: RequestState, budget: TierBudget) -> None:
         """Send only the beginning of a prompt, of whole KV blocks, if all of it would delay a chat for too long."""
         token_s, size = self._cost.prefill_token_s, self._view.block_size
-        if not (self._has_traffic and token_s and self._view.may_cut(state)):
+        if not (self._view.has_traffic and token_s and self._view.may_cut(state)):
             return
         num_uncached = self._num_uncached(state)
-        left_s = min(self._part_s(budget), self._view.left_s - self._bulk_prefills_s)
+        left_s = min(self._prompts_s(budget) - self._unbegun_s, self._view.left_s - self._bulk_prefills_s)
         num_tokens = max(size, int(min(num_uncached, max(0.0, left_s) / token_s)) // size * size)
         if num_tokens < num_uncached - size:
             self.parts[state.id] = self._view.kept(state) + num_tokens
 
-    def _part_s(self, budget: TierBudget) -> float:
-        """Return how long a part of a prompt may take, so that a chat that arrives waits no longer than it may."""
-        return budget.beside_s - self._cost.step_s
-
-    def _is_rest(self, state: RequestState) -> bool:
-        """Return whether less than a KV block is computed: what is left of a request behind its cached blocks."""
-        is_behind = state.id not in self.parts and self._view.kept(state) > 0
-        return is_behind and self._num_uncached(state) <= self._view.block_size
-
-    def _max_prefills_s(self) -> float:
-        """Return the time that bulk's prefills in flight may take together: beside chats, a step's fixed cost."""
-        usual_s = self._cost.step(0.0)
-        if self._has_traffic:
-            return usual_s
+    def _prompts_s(self, budget: TierBudget) -> float:
+        """Return how long the server's next step may compute prompts of bulk: a chat that arrives waits for them."""
+        if budget.min_share_due:
+            return self._cost.step(0.0)
+        if self._is_between:
+            return self._alone_s - self._cost.step(self._streams_s)
+        if self._view.has_traffic:
+            return budget.beside_s - self._cost.step_s
         slos_ms = [t.slo.ttft_p99_ms for t in self._view.tiers if t.slo.ttft_p99_ms is not None]
-        return max(usual_s, FIRST_STEP_SHARE * min(slos_ms) / 1000) if slos_ms else NEVER_S
+        return max(self._cost.step(0.0), FIRST_STEP_SHARE * min(slos_ms) / 1000) if slos_ms else NEVER_S
 
     def _may_start(self, state: RequestState, budget: TierBudget) -> bool:
         if self._num_in_flight == 0:
             return self._view.max_in_flight >= 1  # the server never stands idle while there is work
-        gives_way = self._view.gives_way(state) and not self._has_traffic  # so the first chat finds a place
+        if not self._has_place(state, budget):
+            return False
+        prefill_s = self._prefill_s(state)
+        if self._unbegun_s and self._unbegun_s + prefill_s > self._prompts_s(budget):
+            return False
+        left_s = self._view.left_s - self._bulk_prefills_s
+        if not budget.min_share_due and (self._is_awaited_above(state) or prefill_s > left_s):
+            return False
+        step_s = self._cost.step(self._streams_s + self._cost.decode(state.num_tokens))
+        return step_s <= self._longest_s(state) or not self._has_bulk
+
+    def _has_place(self, state: RequestState, budget: TierBudget) -> bool:
+        """Return whether the tier, the server and the slow start leave a place for a request of bulk."""
+        gives_way = self._view.gives_way(state) and not self._view.has_traffic  # so the first chat finds a place
         reserved = 0 if gives_way else free_places(self._view.max_in_flight)
         if self._num_of[state.tier.name] >= budget.max_num_seqs or not self._fits_step(state):
             return False
         if self._num_in_flight >= self._view.max_in_flight - reserved:
             return False
         shows_decodes = state.request.sampling.max_tokens > 1
-        if shows_decodes and self._num_in_flight >= self._view.slow_start:
-            return False
-        # What is left of a prompt behind its cached blocks hardly lengthens a step.
-        prefill_s = 0.0 if self._is_rest(state) else self._prefill_s(state)
-        most_s = self._max_prefills_s()
-        if state.id in self.parts:
-            most_s = max(most_s, PARTS_IN_FLIGHT * self._part_s(budget))
-        if self._bulk_prefills_s and self._bulk_prefills_s + prefill_s > most_s:
-            return False
-        if not self._has_traffic:
-            return True
-        left_s = self._view.left_s - self._bulk_prefills_s
-        if not budget.min_share_due and (self._is_awaited_above(state) or prefill_s > left_s):
-            return False
-        step_s = self._cost.step(self._streams_s + self._cost.decode(state.num_tokens))
-        return step_s <= self._window_s or not self._has_bulk
+        return not shows_decodes or self._num_in_flight < self._view.slow_start
 
     def _is_awaited_above(self, state: RequestState) -> bool:
         """Return whether a request of a higher priority that yields to nobody awaits its first token."""

@@ -15,12 +15,13 @@ from engine.step_time.cost import StepCost
 from engine.step_time.model import StepTimeModel
 from scheduler.config import Tier
 from scheduler.control.delay_account import DelayAccounts
-from scheduler.drivers.streams.policy import QUIET_S
 from scheduler.drivers.streams.step_times import SeenStep
 from scheduler.holdings.request_table import RequestTable
 from scheduler.planning.yielding import Yielding
 from scheduler.request import OWN_REQUESTS
 from scheduler.request_state import RequestState
+
+QUIET_S = 30.0  # seconds after the newest request of a key or tier until no other one is expected
 
 
 class Precedence:
@@ -49,6 +50,11 @@ class Precedence:
             expected[tier].append(owner)
         for state in self._table.set_yielding(self._yielding.find(tiers, self._table, expected)):
             self._accounts.open(state, 0.0, 0.0)
+
+    @property
+    def has_traffic(self) -> bool:
+        """Whether interactive requests are here, or were a short time ago."""
+        return bool(self._claimed_s) or any(True for _ in self._table.interactive())
 
     def left_s(self) -> float:
         """Return what bulk and requests that yield may add to a step. It is not owed to keys of which some yield."""

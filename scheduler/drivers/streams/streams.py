@@ -4,14 +4,13 @@ Keeps the states of the requests in step with their streams, and learns the serv
 decide which streams are opened or hung up. The time is passed in.
 """
 
-from dataclasses import dataclass
-
 import msgspec
 
 from engine.interface import FinishReason, SamplingParams, SequenceOutput
 from engine.streaming import StreamRequest, Upstream
 from scheduler.drivers.streams.recompute import Recompute
 from scheduler.drivers.streams.step_times import SeenStep, UpstreamStepTimes
+from scheduler.drivers.streams.stream import Stream, is_stalled
 from scheduler.holdings.request_table import RequestTable
 from scheduler.request import Request
 from scheduler.request_state import RequestState, Status
@@ -27,24 +26,6 @@ def may_continue(upstream: Upstream, request: Request) -> bool:
     """Return whether a stream of `request` may be hung up, and continued from its tokens: not that of a chat which the
     server turns into a prompt itself."""
     return not request.chat and upstream.can_continue(request.sampling, request.is_seeded)
-
-
-@dataclass(slots=True)
-class Stream:
-    """One stream of a request. Only `StreamTable` changes it."""
-
-    begun_s: float
-    progress_s: float  # time of the newest tokens, or of the begin
-    num_before: int  # output tokens that the request had before this stream
-    num_known: int  # tokens of the request before this stream, with its prompt
-    num_kept: int  # how many of these should be in the server's prefix cache, from an earlier stream
-    until: int  # output tokens of the request at which this stream ends
-    is_alone: bool  # whether no other stream has run since this one began
-    begun_step: int  # number of the server's steps that were seen before
-    follows_part: bool  # whether the stream before it ended by itself, and was not hung up
-    part: int | None = None  # tokens of the beginning of a prompt that are sent to be cached; None: all are sent
-    has_tokens: bool = False
-    is_cached_known: bool = False  # whether it was told how many of its tokens were found in the prefix cache
 
 
 class StreamTable:
@@ -151,6 +132,8 @@ class StreamTable:
 
     def lost(self, state: RequestState) -> int:
         """Return how many tokens of a stream the server computes again for the next one, if it ends now."""
+        if self.is_unbegun(state):
+            return 0
         if not self._is_kept(state):
             return state.num_tokens
         stream, size = self._streams[state.id], self._upstream.info.block_size
@@ -167,12 +150,18 @@ class StreamTable:
         self._paused.discard(request_id)
 
     def interrupt(self, state: RequestState, now: float) -> None:
-        """Record that a request has lost its stream, and keeps its tokens."""
-        if self._is_kept(state):
+        """Record that a request has lost its stream, and keeps its tokens.
+
+        Where the server keeps what it has computed, this is no loss of KV blocks, of which a request bears few.
+        """
+        stream, is_kept = self._streams[state.id], self._is_kept(state)
+        if is_kept and not self.is_unbegun(state):
             self._kept[state.id] = state.num_tokens - self.lost(state)
         del self._streams[state.id]
         state.stop(now)
         state.lose_blocks(Status.PREEMPTED)
+        if is_kept and stream.has_tokens:
+            state.num_preemptions -= 1
         self._table.update(state)
 
     def is_part(self, state: RequestState, output: SequenceOutput) -> bool:
@@ -198,11 +187,15 @@ class StreamTable:
         stream = self._streams.get(state.id)
         return state.num_tokens if stream is None or stream.part is None else stream.part
 
+    def is_unbegun(self, state: RequestState) -> bool:
+        """Return whether the stream of a request was sent since the newest step that was seen of the server."""
+        stream = self._streams[state.id]
+        return not stream.has_tokens and stream.begun_step == self._num_steps
+
     def pause(self, state: RequestState, now: float) -> None:
-        """Record that a part of an answer is there. This is no loss of KV blocks, of which a request bears few."""
+        """Record that a part of an answer, or of a prompt, is there."""
         self.interrupt(state, now)
         self._paused.add(state.id)
-        state.num_preemptions -= 1
 
     def rewind(self, state: RequestState, now: float) -> None:
         """Prepare a request that has lost its stream for the next one.
@@ -251,11 +244,19 @@ class StreamTable:
             num_prefilled = max(1, self.num_sent(state) - max(output.num_cached_tokens, stream.num_kept))
             if stream.is_alone:
                 self._step_times.note_alone(num_prefilled, now - stream.begun_s)
+            self._note_begun(state, num_prefilled, now)
         stream.has_tokens = True
         seen = self._step_times.note_tokens(state, num_new, num_prefilled, now)
         self._num_steps += seen is not None
         self._recompute.note_computed(num_new + num_prefilled)
         return num_new + num_prefilled, seen
+
+    def _note_begun(self, state: RequestState, num_prefilled: int, now: float) -> None:
+        """Correct when the server began with a request: what is longer than its own prefill was a wait for a step."""
+        cost = self._step_times.cost()
+        begun_s = now - cost.step(cost.prefill(num_prefilled, 0))
+        if state.first_scheduled_s is not None and state.awaits_first_token:
+            state.first_scheduled_s = max(state.first_scheduled_s, begun_s)
 
     def lost_tokens(self, state: RequestState, output: SequenceOutput) -> int:
         """Return how many tokens of a continued request the server had to compute again, beyond what was expected.
@@ -275,21 +276,9 @@ class StreamTable:
 
     def stalled(self, stall_s: float, now: float) -> list[RequestState]:
         """Return the requests whose streams have brought nothing for more than `stall_s`, and wait for no place."""
-        silent = [self._table.states[i] for i, s in self._streams.items() if now - s.progress_s > stall_s]
-        return [state for state in silent if not self._waits(state, now - stall_s)]
-
-    def _waits(self, state: RequestState, since_s: float) -> bool:
-        """Return whether a request waits in the server's own queue: only earlier ones, or higher ones, have tokens.
-
-        One of them must have brought some after `since_s`.
-        """
-        stream, states = self._streams[state.id], self._table.states
-        served = [(states[i], other) for i, other in self._streams.items() if other.has_tokens]
-        is_overtaken = any(
-            other.begun_s > stream.begun_s and one.tier.priority <= state.tier.priority for one, other in served
-        )
-        is_serving = any(other.progress_s >= since_s for _, other in served)
-        return not stream.has_tokens and is_serving and not is_overtaken
+        states = self._table.states
+        pairs = [(states[request_id], stream) for request_id, stream in self._streams.items()]
+        return [state for state, stream in pairs if is_stalled(state, stream, pairs, stall_s, now)]
 
     def evictable(self) -> list[RequestState]:
         """Return the streams of bulk, and of what yields, that may be hung up.

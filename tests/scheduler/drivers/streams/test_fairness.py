@@ -8,7 +8,7 @@ import pytest
 
 from engine.step_time.cost import StepCost
 from scheduler.config import TierSet
-from scheduler.drivers.streams.policy import QUIET_S
+from scheduler.drivers.streams.precedence import QUIET_S
 from tests.marks import mostly_full
 from tests.scheduler.builders import make_tiers
 from tests.scheduler.drivers.streams.test_world import CPU, GPU, at, is_right, play

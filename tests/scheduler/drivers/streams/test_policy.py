@@ -14,12 +14,13 @@ TIERS = make_tiers(realtime={"max_slowdown": 1.6})
 
 
 def view(*states: RequestState, tiers: TierSet = TIERS, traffic: bool = True, **changes: Any) -> View:
+    """Return a view in which bulk alone, and what bulk adds to other steps, may take twice a step's fixed cost."""
     table = make_table(tiers, states)
-    gap_s = 1.0 if traffic else NEVER_S
-    budgets = {t.name: TierBudget(64, arrival_gap_s=gap_s) for t in tiers.by_priority}
+    longest_s = 2 * COST.step_s
+    budgets = {t.name: TierBudget(64, alone_s=longest_s, beside_s=longest_s) for t in tiers.by_priority}
     evictable = sorted((s for s in states if s.is_decode and not s.tier.is_interactive), key=lambda s: s.id)
     usual = View(tiers.by_priority, table, Budgets(budgets, COST, COST), NEVER_S, 2048, evictable, 1e6)
-    return replace(usual, **changes)
+    return replace(usual, **{"has_traffic": traffic} | changes)
 
 
 def started(of: View, now: float = 0.0) -> list[str]:
@@ -64,11 +65,44 @@ def test_an_idle_server_gets_bulk_and_a_due_min_share_does_not_wait() -> None:
 
 
 def test_bulk_begins_one_prefill_at_a_time_beside_interactive_traffic() -> None:
-    long = [waiting(f"w{i}", "bulk", prompt=200) for i in range(3)]
-    assert started(view(*long, *decodes(2))) == ["w0"]
-    assert started(view(*long, *decodes(2), at_server("p", "bulk", prompt=200))) == []
+    chat, long = make_decode("chat", "realtime"), [waiting(f"w{i}", "bulk", prompt=200) for i in range(3)]
+    assert started(view(*long, chat, *decodes(2))) == ["w0"]
+    beside = view(*long, chat, *decodes(2), at_server("p", "bulk", prompt=200))
+    assert started(beside) == ["w0"], "the server computes the prompt before it now"
+    assert started(replace(beside, is_unbegun=lambda state: state.id == "p")) == []
     short = [waiting(f"w{i}", "bulk", prompt=9) for i in range(10)]
-    assert len(started(view(*short, *decodes(2)))) == 2, "as many as take a step's fixed cost"
+    assert len(started(view(*short, chat, *decodes(2)))) == 2, "as many as take a step's fixed cost"
+
+
+def test_between_chats_there_are_as_many_streams_as_can_be_hung_up_for_the_next_one() -> None:
+    """Its step may take 1.6 times 20 ms, so 24 streams at half a millisecond; bulk alone may have 40."""
+    beside = [waiting(f"w{i:02}", "bulk", prompt=2) for i in range(60)]
+    of = replace(view(*beside, gives_way=lambda state: True), kept=lambda state: 2)
+    assert 38 <= len(started(of)) <= 41
+    assert 32 <= len(started(replace(of, recompute_tokens=85.0))) <= 35, "ten more, which lose half a block each"
+    assert 22 <= len(started(replace(of, recompute_tokens=-1.0))) <= 25
+    assert 22 <= len(started(replace(of, gives_way=lambda state: False))) <= 25
+    there = view(waiting("chat"), *decodes(40), left_s=0.0)
+    assert started(there) == ["chat"] and 14 <= len(hung_up(there)) <= 20, "none of them delays its first token"
+
+
+def test_prompts_and_streams_of_bulk_alone_share_the_step_that_a_chat_may_wait_for() -> None:
+    def parts(num_streams: int, alone_s: float = 0.1) -> dict[str, int]:
+        long = [waiting(f"long{i}", "bulk", prompt=300) for i in range(2)]
+        of = view(*long, *decodes(num_streams), may_cut=lambda state: True, gives_way=lambda state: True)
+        budgets = {name: replace(budget, alone_s=alone_s) for name, budget in of.budgets.tiers.items()}
+        return dict(decide(replace(of, budgets=replace(of.budgets, tiers=budgets)), 0.0).parts)
+
+    assert parts(1) == {"long0": 64} and parts(40) == {"long0": 48}
+    assert parts(40, alone_s=0.041) == {"long0": 16}, "the streams take all of it, and prompts must go on"
+
+
+def test_prompts_of_bulk_that_the_server_has_not_begun_are_recalled_for_a_chat() -> None:
+    prompts = [at_server(name, "bulk", prompt=100) for name in ("old", "new")]
+    of = view(waiting("chat"), *prompts, *decodes(2), is_unbegun=lambda state: state.id == "new")
+    assert hung_up(replace(of, recompute_tokens=0.0)) == ["new"], "nothing of it is computed again"
+    assert hung_up(replace(of, is_unbegun=lambda state: False)) == []
+    assert hung_up(view(*prompts, is_unbegun=lambda state: True)) == []
 
 
 def test_a_chat_does_not_wait_for_bulks_prompts_which_the_server_has_already() -> None:
@@ -80,7 +114,7 @@ def test_a_chat_does_not_wait_for_bulks_prompts_which_the_server_has_already() -
 
 def test_bulk_lengthens_a_step_only_so_far() -> None:
     beside = [waiting(f"w{i}", "bulk", prompt=2) for i in range(40)]
-    with_traffic = started(replace(view(*beside, make_decode("chat", "realtime")), kept=lambda state: 1))
+    with_traffic = started(replace(view(*beside, make_decode("chat", "realtime")), kept=lambda state: 2))
     assert 20 <= len(with_traffic) <= 26, "0.6 of 20 ms, at half a millisecond a stream"
     assert len(started(view(*beside, traffic=False))) == 40
 
@@ -89,7 +123,7 @@ def test_without_max_slowdown_the_slo_alone_limits_a_step() -> None:
     beside = [waiting(f"w{i:03}", "bulk", prompt=2) for i in range(400)]
     slow = make_tiers(realtime={"max_slowdown": None, "slo": {"ttft_p99_ms": 200, "itl_p99_ms": 90}})
     of = view(*beside, make_decode("chat", "realtime"), tiers=slow)
-    of = replace(of, budgets=_roomy(of), kept=lambda state: 1)
+    of = replace(of, budgets=_roomy(of), kept=lambda state: 2)
     assert 50 <= len(started(of)) <= 60, "a quarter of 200 ms, and not 90 ms"
 
 
@@ -98,6 +132,7 @@ def test_a_prefill_must_fit_into_what_the_answers_under_way_have_left() -> None:
     assert started(replace(of, left_s=0.05)) == ["w"]
     assert started(replace(of, left_s=0.02)) == started(replace(of, left_s=-1.0)) == []
     assert started(replace(of, left_s=0.02, kept=lambda state: 16)) == ["w"], "its prefix is cached"
+    assert started(replace(of, left_s=0.01, kept=lambda state: 16)) == [], "what is left of it takes 14 ms"
 
 
 def _roomy(of: View) -> Budgets:
@@ -141,7 +176,7 @@ def test_bulk_is_hung_up_for_a_first_token_that_would_be_late() -> None:
 
 def test_bulk_is_hung_up_where_an_answer_is_delayed_too_much_by_more_streams_than_may_run() -> None:
     of = view(make_decode("chat", "realtime"), *decodes(40))
-    assert hung_up(replace(of, left_s=0.0)) == [], "it may be delayed further"
+    assert hung_up(replace(of, left_s=0.001)) == [], "it may be delayed further"
     victims = hung_up(replace(of, left_s=-0.01))
     assert victims == [f"b{i:02}" for i in range(len(victims))] and 14 <= len(victims) <= 20, "24 may stay"
     few = view(make_decode("chat", "realtime"), waiting("w", "bulk", prompt=9), *decodes(20), left_s=-0.01)
@@ -210,5 +245,4 @@ def test_beside_chats_a_long_prompt_is_sent_in_parts_where_the_server_keeps_them
     assert parts(chat, long, may_cut=lambda state: False) == {}
     assert parts(chat, long, left_s=0.035) == {"long": 32}, "the accounts of the answers have no more"
     assert parts(long, traffic=False) == {}, "nobody can be delayed"
-    two = parts(chat, *(waiting(name, "bulk", prompt=300) for name in ("l1", "l2", "l3")))
-    assert two == {"l1": 48, "l2": 48}
+    assert parts(chat, *(waiting(name, "bulk", prompt=300) for name in ("l1", "l2"))) == {"l1": 48}

@@ -2,8 +2,7 @@
 
 from engine.step_time.cost import StepCost
 from engine.step_time.model import StepTimeModel
-from scheduler.drivers.streams.policy import QUIET_S
-from scheduler.drivers.streams.precedence import Precedence
+from scheduler.drivers.streams.precedence import QUIET_S, Precedence
 from scheduler.drivers.streams.step_times import SeenStep
 from scheduler.request import OWN_REQUESTS
 from scheduler.request_state import RequestState
