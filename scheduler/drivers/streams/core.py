@@ -170,7 +170,8 @@ class StreamCore:
         The states are already updated, so the caller must do both.
         """
         for state in self._streams.stalled(self._stall_s, now):
-            self._retries.retry(state, f"The server sent no token for {self._stall_s:g} s.", now)
+            silent_s = now - self._streams[state.id].progress_s
+            self._retries.retry(state, f"The server sent no token for {silent_s:.0f} s.", now)
             self._streams.note_hang_up(state.id)
         decisions = Decisions() if self._is_held_back(now) else decide(self._view(now), now)
         for state in decisions.hang_up:

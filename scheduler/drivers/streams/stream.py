@@ -33,8 +33,11 @@ def is_stalled(
 ) -> bool:
     """Return whether a stream has brought nothing for more than `stall_s`, and waits for no place at the server.
 
-    `streams` are all open ones, with their requests.
+    After a lost stream, the next one has as much time again for its first token: its prompt may take longer than is
+    known. `streams` are all open ones, with their requests.
     """
+    if not stream.has_tokens:
+        stall_s *= 1 + state.num_lost_streams
     return now - stream.progress_s > stall_s and not _waits(state, stream, streams, now - stall_s)
 
 

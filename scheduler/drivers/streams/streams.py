@@ -275,10 +275,15 @@ class StreamTable:
     # -- choices -----------------------------------------------------------------------------------------------
 
     def stalled(self, stall_s: float, now: float) -> list[RequestState]:
-        """Return the requests whose streams have brought nothing for more than `stall_s`, and wait for no place."""
-        states = self._table.states
+        """Return the requests whose streams have brought nothing for too long, and wait for no place.
+
+        Beyond `stall_s`, a server has the time that it needs for the prompts which it has.
+        """
+        states, cost = self._table.states, self._step_times.cost()
         pairs = [(states[request_id], stream) for request_id, stream in self._streams.items()]
-        return [state for state, stream in pairs if is_stalled(state, stream, pairs, stall_s, now)]
+        prompts = [self.num_sent(state) - stream.num_kept for state, stream in pairs if not stream.has_tokens]
+        limit_s = stall_s + sum(cost.prefill(num_tokens, 0) for num_tokens in prompts)
+        return [state for state, stream in pairs if is_stalled(state, stream, pairs, limit_s, now)]
 
     def evictable(self) -> list[RequestState]:
         """Return the streams of bulk, and of what yields, that may be hung up.

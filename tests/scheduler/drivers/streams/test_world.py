@@ -630,6 +630,24 @@ def test_a_stream_that_the_server_has_forgotten_is_lost_although_others_go_on() 
     play(story, cost=CPU)
 
 
+def test_a_prefill_that_takes_longer_than_the_stall_limit_is_not_lost() -> None:
+    """Its time follows from that of shorter prompts. A server of which nothing is known has more time each time, and
+    this one computes what was hung up to its end."""
+
+    async def story(world: World) -> None:
+        assert is_right(await world.ask("short", "bulk", 40))
+        assert is_right(await world.ask("long", "bulk", prompt(1, 400)))
+        assert [s.seq_id for s in world.engine.opened] == ["short", "long"]
+
+    async def unknown(world: World) -> None:
+        assert is_right(await world.ask("long", "bulk", prompt(1, 400)))
+        assert len(world.engine.opened) == 4, "the last attempt"
+
+    cost = StepCost(step_s=0.02, prefill_token_s=0.06, attend_s=0.0, context_token_s=0.0, decode_s=0.0005)
+    play(story, cost=cost, stall_s=10.0)
+    play(unknown, cost=cost, stall_s=10.0)
+
+
 def test_a_server_that_turns_everyone_away_burns_no_attempts() -> None:
     """A key that the server takes no longer: all work waits in the store until the server serves us again."""
 
