@@ -5,7 +5,7 @@ HTTP statuses; does not know tiers, attempts or time.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 
@@ -201,9 +201,8 @@ class HttpUpstream:
             )
         if request.sampling.logprobs is not None and len(piece.logprobs) != len(piece.token_ids):
             raise UpstreamLost("The server sent tokens without the log probabilities that were asked for.")
-        num_output = num_tokens - len(request.prompt_token_ids)
-        if reason is None and self._dialect.takes_ids and num_output >= request.sampling.max_tokens:
-            reason = FinishReason.LENGTH  # the event that says so may be lost with the connection
+        if reason is None and self._dialect.takes_ids:
+            reason = self._end(request.sampling, piece.token_ids, num_tokens - len(request.prompt_token_ids))
         return SequenceOutput(
             request.seq_id,
             num_computed_tokens=max(0, num_tokens - 1),
@@ -212,6 +211,13 @@ class HttpUpstream:
             num_cached_tokens=piece.cached_tokens,
             logprobs=tuple(piece.logprobs),
         )
+
+    def _end(self, sampling: SamplingParams, new: Sequence[int], num_output: int) -> FinishReason | None:
+        """Return why these tokens end the answer: the event that says so may be lost with the connection."""
+        ends = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *self.info.eos_token_ids)
+        if new and new[-1] in ends:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_output >= sampling.max_tokens else None
 
 
 def _set_ids(piece: Piece, texts: Texts) -> None:

@@ -219,6 +219,28 @@ async def test_the_event_after_the_last_token_says_why_the_answer_ended(stop_typ
     assert (outputs[-1].finish_reason, outputs[-1].num_cached_tokens) == (reason, 2)
 
 
+@pytest.mark.parametrize("max_tokens", [1, 6])
+@pytest.mark.parametrize(
+    ("sampling", "is_end"), [({}, True), ({"stop_token_ids": (5,)}, True), ({"ignore_eos": True}, False)]
+)
+async def test_an_answer_that_its_last_token_ends_is_whole_without_the_event_after_it(
+    sampling: dict[str, Any], is_end: bool, max_tokens: int
+) -> None:
+    """Else it would be continued behind its end."""
+    async with scripted_server() as server:
+        info = replace(INFO, eos_token_ids=() if "stop_token_ids" in sampling else (5,))
+        server.scripts.append(Script(events=({"content": "", "tokens": [5], "tokens_predicted": 1},)))
+        outputs: list[SequenceOutput] = []
+        asked = collect(HttpUpstream(server.sender, LLAMA_CPP, CARD, info), request(max_tokens, **sampling), outputs)
+        if is_end:
+            assert await asked == [5] and outputs[-1].finish_reason is FinishReason.STOP
+        elif max_tokens == 1:
+            assert await asked == [5] and outputs[-1].finish_reason is FinishReason.LENGTH
+        else:
+            with pytest.raises(UpstreamLost):
+                await asked
+
+
 async def test_a_server_that_is_too_busy_to_tell_its_load_is_there() -> None:
     """llama.cpp answers /metrics between two steps, which may take longer than anybody waits."""
     async with scripted_server(cuts_pages=True) as server:
