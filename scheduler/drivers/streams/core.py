@@ -197,7 +197,7 @@ class StreamCore:
             has_traffic=self._precedence.has_traffic,
             hang_up_from_s=self._hang_up_from_s,
             held_back=self._retries.busy.waiting(now),
-            kept=self._streams.kept,
+            kept=self._streams.found,
             lost=self._streams.lost,
             sent=self._streams.num_sent,
             is_unbegun=self._streams.is_unbegun,

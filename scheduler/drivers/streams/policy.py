@@ -47,7 +47,7 @@ class View:
     has_traffic: bool = True  # whether interactive requests are here, or are expected
     hang_up_from_s: float = -NEVER_S  # no stream is hung up before this time, because the last ones take effect first
     held_back: Collection[str] = ()  # ids of requests that are not sent now
-    kept: Callable[[RequestState], int] = lambda state: 0  # tokens that an earlier stream has left in a prefix cache
+    kept: Callable[[RequestState], int] = lambda state: 0  # tokens that are likely to be in a prefix cache
     # Tokens of a stream that would be computed again if it were hung up now.
     lost: Callable[[RequestState], int] = lambda state: state.num_tokens
     sent: Callable[[RequestState], int] = lambda state: state.num_tokens  # tokens that its stream has at the server

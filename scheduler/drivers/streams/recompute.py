@@ -37,6 +37,7 @@ class Recompute:
         self.hang_ups = TokenBucket(MAX_TOKENS, RECOMPUTE_SHARE)
         # A server may keep less than in the trial: llama.cpp keeps only prompts of a model with sliding windows.
         self.parts = TokenBucket(MAX_TOKENS, RECOMPUTE_SHARE)
+        self.misses = TokenBucket(MAX_TOKENS, RECOMPUTE_SHARE)  # of other requests' beginnings; no cost of ours
         self.num_computed = 0  # tokens that the server has computed
         self.tokens: Counter[str] = Counter()  # that were computed again, by tier
 
@@ -44,6 +45,7 @@ class Recompute:
         self.num_computed += num_tokens
         self.hang_ups.refill(num_tokens)
         self.parts.refill(num_tokens)
+        self.misses.refill(num_tokens)
 
     def note_hang_up(self, tier: str, num_lost: int) -> None:
         """Record that a stream is hung up, for which `num_lost` tokens must be computed again."""

@@ -1,8 +1,12 @@
-"""One stream of a request, and when it counts as lost. The time is passed in."""
+"""One stream of a request: what is sent, what it has brought, and when it counts as lost. The time is passed in."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from msgspec import structs
+
+from engine.interface import SamplingParams
+from engine.streaming import StreamRequest
 from scheduler.request_state import RequestState
 
 
@@ -15,6 +19,7 @@ class Stream:
     num_before: int  # output tokens that the request had before this stream
     num_known: int  # tokens of the request before this stream, with its prompt
     num_kept: int  # how many of these should be in the server's prefix cache, from an earlier stream
+    num_found: int  # how many are likely to be there, with what other requests have left
     until: int  # output tokens of the request at which this stream ends
     is_alone: bool  # whether no other stream has run since this one began
     begun_step: int  # number of the server's steps that were seen before
@@ -22,6 +27,36 @@ class Stream:
     part: int | None = None  # tokens of the beginning of a prompt that are sent to be cached; None: all are sent
     has_tokens: bool = False
     is_cached_known: bool = False  # whether it was told how many of its tokens were found in the prefix cache
+
+
+def request_of(state: RequestState, until: int) -> StreamRequest:
+    """Return what is sent for a request, whose answer is to have `until` tokens at the end of the stream."""
+    request = state.request
+    return StreamRequest(
+        seq_id=state.id,
+        prompt_token_ids=request.prompt_token_ids,
+        sampling=structs.replace(request.sampling, max_tokens=until),
+        cache_salt=request.cache_salt,
+        priority=state.tier.priority,
+        is_seeded=request.is_seeded,
+        output_token_ids=tuple(state.output_token_ids),
+        second_from=request.second_from,
+        traceparent=request.traceparent,
+        chat=request.chat,
+    )
+
+
+def beginning_of(state: RequestState, num_tokens: int) -> StreamRequest:
+    """Return what is sent so that the server caches the first `num_tokens` tokens of a request."""
+    request = state.request
+    return StreamRequest(
+        seq_id=state.id,
+        prompt_token_ids=(*request.prompt_token_ids, *state.output_token_ids)[:num_tokens],
+        sampling=SamplingParams(max_tokens=1, temperature=0.0),
+        cache_salt=request.cache_salt,
+        priority=state.tier.priority,
+        traceparent=request.traceparent,
+    )
 
 
 def is_stalled(

@@ -4,13 +4,12 @@ Keeps the states of the requests in step with their streams, and learns the serv
 decide which streams are opened or hung up. The time is passed in.
 """
 
-import msgspec
-
-from engine.interface import FinishReason, SamplingParams, SequenceOutput
+from engine.interface import FinishReason, SequenceOutput
 from engine.streaming import StreamRequest, Upstream
 from scheduler.drivers.streams.recompute import Recompute
+from scheduler.drivers.streams.shared_beginnings import SharedBeginnings
 from scheduler.drivers.streams.step_times import SeenStep, UpstreamStepTimes
-from scheduler.drivers.streams.stream import Stream, is_stalled
+from scheduler.drivers.streams.stream import Stream, beginning_of, is_stalled, request_of
 from scheduler.holdings.request_table import RequestTable
 from scheduler.request import Request
 from scheduler.request_state import RequestState, Status
@@ -37,6 +36,7 @@ class StreamTable:
         self._upstream = upstream
         self._step_times = step_times
         self._streams: dict[str, Stream] = {}
+        self._shared = SharedBeginnings(upstream, recompute.misses)
         self._num_steps = 0  # steps of the server that were seen
         self._hung_up: list[str] = []  # ids whose streams the driver must hang up
         self._kept: dict[str, int] = {}  # by request without a stream: its tokens that a prefix cache should have
@@ -72,7 +72,6 @@ class StreamTable:
         With `part`, only so many of its tokens are sent, and one token is asked for that nobody gets: what the server
         then has in its prefix cache is not computed again by the next stream.
         """
-        request = state.request
         state.move(Status.RUNNING)
         state.resume(now)
         if state.first_scheduled_s is None:
@@ -87,6 +86,7 @@ class StreamTable:
             num_before=len(state.output_token_ids),
             num_known=state.num_tokens,
             num_kept=self.kept(state),
+            num_found=self.found(state),
             until=until,
             is_alone=not self._streams,
             begun_step=self._num_steps,
@@ -94,27 +94,7 @@ class StreamTable:
             part=part,
         )
         self._paused.discard(state.id)
-        if part is not None:
-            return StreamRequest(
-                seq_id=state.id,
-                prompt_token_ids=(*request.prompt_token_ids, *state.output_token_ids)[:part],
-                sampling=SamplingParams(max_tokens=1, temperature=0.0),
-                cache_salt=request.cache_salt,
-                priority=state.tier.priority,
-                traceparent=request.traceparent,
-            )
-        return StreamRequest(
-            seq_id=state.id,
-            prompt_token_ids=request.prompt_token_ids,
-            sampling=msgspec.structs.replace(request.sampling, max_tokens=until),
-            cache_salt=request.cache_salt,
-            priority=state.tier.priority,
-            is_seeded=request.is_seeded,
-            output_token_ids=tuple(state.output_token_ids),
-            second_from=request.second_from,
-            traceparent=request.traceparent,
-            chat=request.chat,
-        )
+        return request_of(state, until) if part is None else beginning_of(state, part)
 
     def _until(self, state: RequestState) -> int:
         """Return how many output tokens the request has at the end of its next stream."""
@@ -129,6 +109,11 @@ class StreamTable:
     def kept(self, state: RequestState) -> int:
         """Return how many tokens of a request without a stream should be in the server's prefix cache."""
         return self._kept.get(state.id, 0)
+
+    def found(self, state: RequestState) -> int:
+        """Return how many tokens of a request, without those of its stream, are likely to be in the prefix cache."""
+        stream = self._streams.get(state.id)
+        return max(self.kept(state), self._shared.find(state)) if stream is None else stream.num_found
 
     def lost(self, state: RequestState) -> int:
         """Return how many tokens of a stream the server computes again for the next one, if it ends now."""
@@ -241,7 +226,8 @@ class StreamTable:
             return 0, None
         num_new, num_prefilled = len(output.token_ids), 0
         if not stream.has_tokens:
-            num_prefilled = max(1, self.num_sent(state) - max(output.num_cached_tokens, stream.num_kept))
+            num_prefilled = max(1, self.num_sent(state) - max(output.num_cached_tokens, stream.num_found))
+            self._shared.note_computed(state, self.num_sent(state))
             if stream.is_alone:
                 self._step_times.note_alone(num_prefilled, now - stream.begun_s)
             self._note_begun(state, num_prefilled, now)
@@ -270,6 +256,7 @@ class StreamTable:
         if stream.is_cached_known or not (output.num_cached_tokens or output.finish_reason):
             return 0
         stream.is_cached_known = True
+        self._shared.note_missed(stream.num_found - max(stream.num_kept, output.num_cached_tokens))
         return stream.num_kept - min(output.num_cached_tokens, stream.num_known) if stream.num_kept else 0
 
     # -- choices -----------------------------------------------------------------------------------------------

@@ -406,6 +406,38 @@ def test_bulk_prompts_come_in_parts_beside_chats_and_the_answers_are_the_same(ke
     play(story, cost=CPU, caches_prefixes=True)
 
 
+async def bulk_that_begins_alike(world: World, seconds: float) -> list[Answer]:
+    """Ask for short answers to prompts of 300 tokens, of which the first 240 are those of all."""
+    common = tuple(range(3, 243))
+    loops = [
+        closed_loop(world, f"bulk-{i}", seconds, tier="bulk", prompt=(*common, *prompt(i, 60)), max_tokens=30)
+        for i in range(16)
+    ]
+    return [answer for answers in await asyncio.gather(*loops) for answer in answers]
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_beginning_that_other_prompts_have_left_is_no_work(forgets: bool) -> None:
+    """The server says at the end of an answer what it has found; if it is less, nothing is expected any more."""
+
+    async def story(world: World) -> tuple[float, int]:
+        await chats(world, 4)
+        flood = asyncio.create_task(bulk_that_begins_alike(world, 40.0))
+        await world.clock.sleep(10.0)
+        if forgets:
+            world.engine.forgets = True
+            world.engine._cached.clear()
+        asked = await chats(world, 30, 1.0)
+        learned = world.core.status(world.clock.now()).step_cost.prefill_token_s
+        answers = await flood
+        assert all(is_right(answer) for answer in (*asked, *answers))
+        return learned, len(answers)
+
+    learned, num_answers = play(story, cost=CPU, noise=0.1, caches_prefixes=True)
+    assert 0.7 <= learned / CPU.prefill_token_s <= 1.5
+    assert forgets or num_answers >= 100
+
+
 def test_a_chat_waits_for_no_long_prompt_of_bulk() -> None:
     async def alone(world: World) -> list[Answer]:
         return await chats(world, 40)
