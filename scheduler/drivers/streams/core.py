@@ -169,6 +169,7 @@ class StreamCore:
 
         The states are already updated, so the caller must do both.
         """
+        self.recompute.note_time(self._step_times.cost().prefill_token_s, now, is_busy=self.is_busy)
         for state in self._streams.stalled(self._stall_s, now):
             silent_s = now - self._streams[state.id].progress_s
             self._retries.retry(state, f"The server sent no token for {silent_s:.0f} s.", now)
@@ -202,7 +203,7 @@ class StreamCore:
             sent=self._streams.num_sent,
             is_unbegun=self._streams.is_unbegun,
             may_cut=self._streams.may_cut,
-            gives_way=self._streams.gives_way,
+            loss=self._streams.loss,
             block_size=self._engine.block_size,
             left_s=self._precedence.left_s(),
         )

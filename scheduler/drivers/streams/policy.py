@@ -54,7 +54,8 @@ class View:
     # Whether its stream was sent since the server began its newest step, which does not have it.
     is_unbegun: Callable[[RequestState], bool] = lambda state: False
     may_cut: Callable[[RequestState], bool] = lambda state: False  # whether its prompt may be sent in parts
-    gives_way: Callable[[RequestState], bool] = lambda state: False  # whether it can be hung up later at little cost
+    # Tokens that are lost on average if its stream is hung up later; NEVER_S: it cannot be hung up.
+    loss: Callable[[RequestState], float] = lambda state: NEVER_S
     block_size: int = 16  # tokens of a KV block of the server: parts of prompts are whole blocks
     slow_start: float = NEVER_S  # streams up to which bulk may start more
     left_s: float = NEVER_S  # what bulk may add by the delay accounts of the answers that are under way
@@ -131,10 +132,9 @@ class _Draft:
         Between interactive requests, it is the longest step of bulk alone, if the budget allows to hang up all streams
         that may not run beside the next one.
         """
-        if not self._is_between or not self._view.gives_way(state):
+        if not self._is_between:
             return self._window_s
-        mean_lost = (self._view.block_size + 1) / 2
-        num_more = max(0.0, self._view.recompute_tokens) / mean_lost
+        num_more = max(0.0, self._view.recompute_tokens) / self._view.loss(state)
         return max(self._window_s, min(self._alone_s, self._window_s + num_more * self._cost.decode(state.num_tokens)))
 
     def _startable(self, tier: Tier, *, protected: bool) -> Iterator[RequestState]:
@@ -188,13 +188,14 @@ class _Draft:
     # -- hanging up ------------------------------------------------------------------------------------------------
 
     def victims(self) -> list[RequestState]:
-        """Return the streams to hang up: as many as interactive requests need, within the budget."""
+        """Return the streams to hang up: as many as interactive requests need, within the budget, but no min share."""
         view, chosen = self._view, self._recalled()
         lowest = min((s.priority for s in (*self._unplaced, *self._at_risk(), *self._overdrawn())), default=None)
         if lowest is None or self._now < view.hang_up_from_s:
             return chosen
         num_hung_up, tokens_left, streams_s = 0, view.recompute_tokens, self._streams_s
-        for state in (s for s in view.evictable if s.priority < lowest):
+        due = {name for name, budget in view.budgets.tiers.items() if budget.min_share_due}
+        for state in (s for s in view.evictable if s.priority < lowest and s.tier.name not in due):
             enough = num_hung_up >= len(self._unplaced) and self._cost.step(streams_s) <= self._window_s
             if num_hung_up and enough:
                 break
@@ -286,14 +287,13 @@ class _Draft:
 
     def _has_place(self, state: RequestState, budget: TierBudget) -> bool:
         """Return whether the tier, the server and the slow start leave a place for a request of bulk."""
-        gives_way = self._view.gives_way(state) and not self._view.has_traffic  # so the first chat finds a place
-        reserved = 0 if gives_way else free_places(self._view.max_in_flight)
+        gives_way = self._view.loss(state) <= self._view.block_size  # so the first chat finds a place
+        reserved = 0 if gives_way and not self._view.has_traffic else free_places(self._view.max_in_flight)
         if self._num_of[state.tier.name] >= budget.max_num_seqs or not self._fits_step(state):
             return False
         if self._num_in_flight >= self._view.max_in_flight - reserved:
             return False
-        shows_decodes = state.request.sampling.max_tokens > 1
-        return not shows_decodes or self._num_in_flight < self._view.slow_start
+        return self._num_in_flight < self._view.slow_start or state.request.sampling.max_tokens == 1  # shows no decodes
 
     def _is_awaited_above(self, state: RequestState) -> bool:
         """Return whether a request of a higher priority that yields to nobody awaits its first token."""

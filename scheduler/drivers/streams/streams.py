@@ -6,6 +6,7 @@ decide which streams are opened or hung up. The time is passed in.
 
 from engine.interface import FinishReason, SequenceOutput
 from engine.streaming import StreamRequest, Upstream
+from scheduler.clock import NEVER_S
 from scheduler.drivers.streams.recompute import Recompute
 from scheduler.drivers.streams.shared_beginnings import SharedBeginnings
 from scheduler.drivers.streams.step_times import SeenStep, UpstreamStepTimes
@@ -163,9 +164,11 @@ class StreamTable:
         """Return whether the prompt of a request without a stream may be sent in parts."""
         return self._is_kept(state) and not state.request.chat and state.id not in self._whole
 
-    def gives_way(self, state: RequestState) -> bool:
-        """Return whether a stream of a request without one could be hung up at little cost."""
-        return self.may_cut(state) and self.can_continue(state) and not state.is_preemption_exhausted
+    def loss(self, state: RequestState) -> float:
+        """Return how many tokens are lost on average if a request's next stream is hung up; NEVER_S: it cannot be."""
+        if state.is_preemption_exhausted or not self.can_continue(state):
+            return NEVER_S
+        return (self._upstream.info.block_size + 1) / 2 if self.may_cut(state) else state.num_tokens
 
     def num_sent(self, state: RequestState) -> int:
         """Return how many tokens the server computes or has for a request: all, if it has no stream."""
@@ -174,8 +177,8 @@ class StreamTable:
 
     def is_unbegun(self, state: RequestState) -> bool:
         """Return whether the stream of a request was sent since the newest step that was seen of the server."""
-        stream = self._streams[state.id]
-        return not stream.has_tokens and stream.begun_step == self._num_steps
+        stream = self._streams.get(state.id)
+        return stream is not None and not stream.has_tokens and stream.begun_step == self._num_steps
 
     def pause(self, state: RequestState, now: float) -> None:
         """Record that a part of an answer, or of a prompt, is there."""

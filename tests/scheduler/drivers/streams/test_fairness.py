@@ -101,7 +101,7 @@ def test_another_keys_loops_do_not_push_a_chat_aside(
     assert at(asked[1:], 0.99) <= 2.5 * at(single, 0.99), "only the first one finds a full server"
     if tokens == 64 and cost is CPU:
         [alone] = rates(("flood", 100, 1), **server)
-        assert rate >= 0.6 * alone
+        assert rate >= 0.55 * alone
 
 
 def test_two_floods_share_the_server_by_the_weights_of_their_keys() -> None:

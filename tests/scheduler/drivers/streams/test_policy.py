@@ -77,11 +77,12 @@ def test_bulk_begins_one_prefill_at_a_time_beside_interactive_traffic() -> None:
 def test_between_chats_there_are_as_many_streams_as_can_be_hung_up_for_the_next_one() -> None:
     """Its step may take 1.6 times 20 ms, so 24 streams at half a millisecond; bulk alone may have 40."""
     beside = [waiting(f"w{i:02}", "bulk", prompt=2) for i in range(60)]
-    of = replace(view(*beside, gives_way=lambda state: True), kept=lambda state: 2)
+    of = replace(view(*beside, loss=lambda state: 8.5), kept=lambda state: 2)
     assert 38 <= len(started(of)) <= 41
     assert 32 <= len(started(replace(of, recompute_tokens=85.0))) <= 35, "ten more, which lose half a block each"
     assert 22 <= len(started(replace(of, recompute_tokens=-1.0))) <= 25
-    assert 22 <= len(started(replace(of, gives_way=lambda state: False))) <= 25
+    assert 22 <= len(started(replace(of, loss=lambda state: NEVER_S))) <= 25
+    assert 27 <= len(started(replace(of, loss=lambda state: 200.0, recompute_tokens=1000.0))) <= 30, "five are paid for"
     there = view(waiting("chat"), *decodes(40), left_s=0.0)
     assert started(there) == ["chat"] and 14 <= len(hung_up(there)) <= 20, "none of them delays its first token"
 
@@ -89,7 +90,7 @@ def test_between_chats_there_are_as_many_streams_as_can_be_hung_up_for_the_next_
 def test_prompts_and_streams_of_bulk_alone_share_the_step_that_a_chat_may_wait_for() -> None:
     def parts(num_streams: int, alone_s: float = 0.1) -> dict[str, int]:
         long = [waiting(f"long{i}", "bulk", prompt=300) for i in range(2)]
-        of = view(*long, *decodes(num_streams), may_cut=lambda state: True, gives_way=lambda state: True)
+        of = view(*long, *decodes(num_streams), may_cut=lambda state: True, loss=lambda state: 8.5)
         budgets = {name: replace(budget, alone_s=alone_s) for name, budget in of.budgets.tiers.items()}
         return dict(decide(replace(of, budgets=replace(of.budgets, tiers=budgets)), 0.0).parts)
 
@@ -143,9 +144,9 @@ def _roomy(of: View) -> Budgets:
 def test_the_servers_places_are_not_exceeded_and_some_are_left_for_chats() -> None:
     short = [waiting(f"w{i}", "bulk", prompt=2) for i in range(20)]
     quiet = view(*short, traffic=False, max_in_flight=8)
-    assert len(started(replace(quiet, gives_way=lambda state: True))) == 8
+    assert len(started(replace(quiet, loss=lambda state: 8.5))) == 8
     assert len(started(quiet)) == 6, "what is hung up would be computed again"
-    assert len(started(replace(view(*short, max_in_flight=8), gives_way=lambda state: True))) == 6
+    assert len(started(replace(view(*short, max_in_flight=8), loss=lambda state: 8.5))) == 6
     assert len(started(view(*(waiting(f"c{i}") for i in range(20)), max_in_flight=8))) == 8
 
 
@@ -164,6 +165,8 @@ def test_a_chat_without_a_place_gets_that_of_bulk() -> None:
     assert hung_up(replace(of, recompute_tokens=5)) == [], "the budget is spent"
     assert hung_up(replace(of, hang_up_from_s=1.0)) == [], "the last hang-ups have not taken effect"
     assert hung_up(replace(of, evictable=[])) == []
+    due = {**of.budgets.tiers, "bulk": replace(of.budgets.tiers["bulk"], min_share_due=True)}
+    assert hung_up(replace(of, budgets=replace(of.budgets, tiers=due))) == [], "it is bulk's min share"
 
 
 def test_bulk_is_hung_up_for_a_first_token_that_would_be_late() -> None:
