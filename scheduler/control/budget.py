@@ -10,6 +10,7 @@ from scheduler.control.step_limit import StepLimit
 # Share of all KV blocks that a bulk sequence leaves free when it starts: what starts without it is soon preempted. As
 # long as less is free, bulk's batch size shrinks.
 KV_RESERVE = 0.25
+ALONE_KV_RESERVE = 0.1  # the same while no interactive request comes: for the growth of what runs; no size shrinks
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class TierBudget:
     overloaded: bool = False  # first tokens come much too late: prefills run in order, whether they are late or not
     min_share_due: bool = False  # the tier's min share is due, so that the tier is served first in this step
     is_starved: bool = False  # as much time is due to the tier as can be
-    leaves_reserve: bool = False  # a sequence of this tier starts only if it leaves the KV reserve free
+    kv_reserve: float = 0.0  # share of the KV blocks that a sequence of this tier leaves free when it starts
 
     def beside(self, interactive_s: float, next_s: float = 0.0) -> "TierBudget":
         """Return the budget of a bulk tier in a step whose interactive part takes `interactive_s` seconds.

@@ -17,7 +17,7 @@ from engine.step_time.cost import StepCost
 from engine.step_time.ewma import Ewma
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier, TierSet
-from scheduler.control.budget import Budgets, TierBudget
+from scheduler.control.budget import ALONE_KV_RESERVE, KV_RESERVE, Budgets, TierBudget
 from scheduler.control.explanation import TierOutputs, explain_tier
 from scheduler.control.feedback import InteractiveLoad, Load, move_bulk, move_interactive
 from scheduler.control.knobs import Decision, TierKnobs
@@ -61,6 +61,7 @@ class SLAController:
         self._step_errors = SlidingWindow()  # measured ÷ predicted times of the newest steps
         self._margin = MIN_MARGIN
         self._overloaded: frozenset[str] = frozenset()
+        self._is_bulk_alone = False  # no interactive request is there, or has ended within `WINDOW_S`
         self._cost = StepCost()  # of the newest budgets
         self._decisions: deque[tuple[float, Decision]] = deque(maxlen=NUM_DECISIONS)
 
@@ -130,7 +131,7 @@ class SLAController:
             added_s=limits.added_s(0.0 if tier.is_interactive else self._min_shares.urgency(tier.name)),
             alone_s=limits.alone_s,
             beside_s=limits.beside_s,
-            leaves_reserve=not tier.is_interactive and bool(self._interactive),
+            kv_reserve=0.0 if tier.is_interactive else self.kv_reserve,
         )
 
     def _interactive_budget(self, tier: Tier, budget: TierBudget, work: InteractiveWork, now: float) -> TierBudget:
@@ -241,6 +242,8 @@ class SLAController:
         """Move the knobs and return the moves. Call every `UPDATE_S`."""
         for stats in self._stats.values():
             stats.rate_per_s = stats.arrivals.update(now)
+        ended = (self._stats[tier.name].attainment(now) is not None for tier in self._interactive)
+        self._is_bulk_alone = self._is_absent(load) and not any(ended)
         error = self._step_errors.p99(now)
         if error is not None:
             self._margin = min(MAX_MARGIN, max(MIN_MARGIN, 1 - 1 / error))
@@ -260,15 +263,24 @@ class SLAController:
         self._decisions.extend((now, decision) for decision in decisions)
         return decisions
 
+    def _is_absent(self, load: Load) -> bool:
+        """Return whether no interactive request is there."""
+        return not any(load.held.get(tier.name) or load.waiting.get(tier.name) for tier in self._interactive)
+
     def _interactive_load(self, since_s: float, load: Load, now: float) -> InteractiveLoad:
-        names = [tier.name for tier in self._interactive]
-        shares = [self._stats[name].worst_bulk_miss_share(now, since_s) for name in names]
+        shares = [self._stats[tier.name].worst_bulk_miss_share(now, since_s) for tier in self._interactive]
         return InteractiveLoad(
-            is_absent=all(load.held.get(n, 0) + load.waiting.get(n, 0) == 0 for n in names),
+            is_absent=self._is_absent(load),
+            was_absent=self._is_bulk_alone,
             miss_share=max((share for share in shares if share is not None), default=None),
         )
 
     # -- readings ----------------------------------------------------------------------------------------------
+
+    @property
+    def kv_reserve(self) -> float:
+        """The share of all KV blocks that a bulk sequence leaves free when it starts."""
+        return ALONE_KV_RESERVE if self._is_bulk_alone else KV_RESERVE
 
     def max_num_seqs(self, tier: str) -> int:
         return int(self._knobs[tier].batch_size.value)

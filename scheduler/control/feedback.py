@@ -38,6 +38,7 @@ class InteractiveLoad:
     """The state of all interactive tiers, as far as the knobs of a bulk tier depend on it."""
 
     is_absent: bool  # no interactive request is held or queued
+    was_absent: bool  # nor has any ended in the last `WINDOW_S`
     miss_share: float | None  # share of misses caused by bulk, in the worst interactive tier; None: too little data
 
 
@@ -125,7 +126,7 @@ def _move_bulk_size(
         return _resize(knobs, *cut)
     wants_more = load.waiting.get(tier.name, 0) > 0 or held >= size
     harms_none = interactive.is_absent or _below(interactive.miss_share, MISS_TARGET / 2)
-    if wants_more and not _uses_kv_reserve(load) and harms_none:
+    if wants_more and not _uses_kv_reserve(load, interactive) and harms_none:
         return _resize(knobs, size + GROWTH, "queue", "work waits and bulk harms nobody above")
     return []
 
@@ -137,13 +138,13 @@ def _bulk_cut(held: int, size: float, load: Load, interactive: InteractiveLoad) 
     many_missed = interactive.miss_share is not None and interactive.miss_share > 2 * MISS_TARGET
     if many_missed and not interactive.is_absent:
         return size * BULK_CUT, "slo_misses", "interactive tiers miss their targets"
-    if _uses_kv_reserve(load):
+    if _uses_kv_reserve(load, interactive):
         return min(size, held) * BULK_CUT, "kv_usage", "KV blocks run out"
     return None
 
 
-def _uses_kv_reserve(load: Load) -> bool:
-    return load.kv_usage > 1 - KV_RESERVE
+def _uses_kv_reserve(load: Load, interactive: InteractiveLoad) -> bool:
+    return load.kv_usage > 1 - KV_RESERVE and not interactive.was_absent
 
 
 def _resize(knobs: TierKnobs, size: float, signal: str, reason: str) -> list[Decision | None]:

@@ -128,8 +128,8 @@ class Draft:
             num_tokens = 0 if self._run else left
         if num_tokens < 1:
             return False
-        leaves_reserve = budget.leaves_reserve and state.boosted_to is None
-        if not self._get_blocks(state, num_tokens, self._view.reserve_blocks if leaves_reserve else 0):
+        reserve = budget.kv_reserve if state.boosted_to is None else 0.0
+        if not self._get_blocks(state, num_tokens, self._view.reserve_blocks(reserve)):
             self._lacks_blocks = True
             return False
         if state.status is Status.WAITING:

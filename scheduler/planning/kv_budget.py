@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from engine.interface import PreemptionMode, blocks_for
 from engine.step_time.cost import StepCost
-from scheduler.control.budget import KV_RESERVE
 from scheduler.request_state import RequestState, Status
 
 
@@ -32,10 +31,9 @@ class EngineView:
     swap_block_s: float = 0.0  # time to copy one block to the host or back
     whole_prompts: bool = False  # see `EngineInfo.whole_prompts`
 
-    @property
-    def reserve_blocks(self) -> int:
-        """The number of blocks that a bulk sequence leaves free for interactive ones when it starts."""
-        return math.ceil(KV_RESERVE * self.num_blocks)
+    def reserve_blocks(self, share: float) -> int:
+        """Return how many blocks a bulk sequence leaves free when it starts, if this share of all is reserved."""
+        return math.ceil(share * self.num_blocks)
 
 
 class BlockBudget:

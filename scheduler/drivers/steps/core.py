@@ -68,7 +68,7 @@ class StepCore:
         return replace(
             self.held.status(self.step_time, now),
             kv_usage=self.kv_usage,
-            kv_reserve_blocks=self._engine_state.view().reserve_blocks,
+            kv_reserve_blocks=self._kv_reserve_blocks,
             interactive_s=self.running.interactive_s,
             preemptions=self.planner.preemptions,
             recomputed_tokens=self.planner.recomputed_tokens,
@@ -78,7 +78,11 @@ class StepCore:
         )
 
     def explain(self, now: float) -> dict[str, Any]:
-        return {**self.controller.explain(now), "kv_reserve_blocks": self._engine_state.view().reserve_blocks}
+        return {**self.controller.explain(now), "kv_reserve_blocks": self._kv_reserve_blocks}
+
+    @property
+    def _kv_reserve_blocks(self) -> int:
+        return self._engine_state.view().reserve_blocks(self.controller.kv_reserve)
 
     # -- requests ----------------------------------------------------------------------------------------------
 

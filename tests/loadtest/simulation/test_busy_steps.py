@@ -6,6 +6,7 @@ from loadtest.simulation.cost_card import CostCard, load_cost_card
 from loadtest.simulation.observation import Observation
 from loadtest.traffic.scenario import Scenario
 from tests.loadtest.simulation.builders import chats, make_card, make_tiers, run_scenario, share_in_time, tokens_ended
+from tests.loadtest.simulation.test_promise import GPU
 
 COSTS = {"step_s": 0.006, "prefill_token_s": 4e-4, "attend_s": 1e-8, "context_token_s": 1e-6, "decode_s": 8e-4}
 
@@ -54,6 +55,22 @@ def test_long_prompts_of_bulk_end_one_after_another_beside_chats_that_never_end(
     observation = play(load_cost_card("135m-cpu"), 60, {"floor": 0.0}, chat=chat, bulk=bulk)
     assert tokens_ended(observation, "bulk", 0, 60) >= 8
     assert share_in_time(chats(observation)) == 1.0
+
+
+def test_bulk_alone_fills_scarce_blocks_and_computes_hardly_anything_twice() -> None:
+    """A GPU's decodes cost little, so that each sequence less is so much less in a second."""
+    card = make_card(decode=GPU, mixed=GPU, num_blocks=1000, max_model_len=2048, suspends_steps=False)
+    bulk = {"bulk": traffic("bulk", {"streams": 48}, (300, 1500), (50, 400))}
+    pinned = {"pinned": {"batch_size": 64}, "batch_size": {"min": 1, "start": 64, "max": 64}}
+    unlimited = run_scenario(
+        Scenario.model_validate({"classes": bulk}),
+        20,
+        tiers=make_tiers({"feed_forward": False, "suspend": False}, bulk=pinned),
+        card=card,
+    )
+    ours = play(card, 20, {"batch_size": pinned["batch_size"]}, **bulk)
+    assert ours.tokens["bulk"] >= 0.94 * unlimited.tokens["bulk"]
+    assert ours.engines[0].lost_tokens <= 0.01 * ours.engines[0].planned_tokens
 
 
 @pytest.mark.full

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 
 from scheduler.config import ControllerSwitches
+from scheduler.control.budget import ALONE_KV_RESERVE, KV_RESERVE
 from scheduler.control.controller import SLAController
+from scheduler.control.feedback import Load
 from scheduler.control.knobs import TierKnobs
+from scheduler.control.windows import UPDATE_S, WINDOW_S
 from tests.scheduler.builders import make_decode, make_state, make_tiers
 from tests.scheduler.control.builders import BULK, COST, OuterLoop, budgets_of, make_load, observe
 
@@ -26,8 +29,8 @@ def test_a_starved_tier_is_guaranteed_its_min_share_until_nothing_is_due() -> No
     for _ in range(30):
         controller.observe_step(0.1, 0.1, {"realtime": 0.1}, ["realtime", *BULK], 0.0, 0.0)
     due = budgets_of(controller, states)
-    assert due["bulk"].min_share_due and not due["bulk"].leaves_reserve
-    assert due["batch"].leaves_reserve and not due["realtime"].leaves_reserve
+    assert due["bulk"].min_share_due and not due["bulk"].kv_reserve
+    assert due["batch"].kv_reserve == KV_RESERVE and not due["realtime"].kv_reserve
     controller.observe_step(0.1, 0.1, {"bulk": 0.1}, ["realtime", "bulk"], 0.0, 0.0)
     assert not budgets_of(controller, states)["bulk"].min_share_due, "nothing is due any more"
 
@@ -182,9 +185,14 @@ def test_the_usual_time_to_a_first_token_is_the_mean_of_the_first_ones_and_then_
     assert found == pytest.approx([0.1, 0.2, 0.05], rel=0.01)
 
 
-def test_where_no_tier_is_interactive_bulk_leaves_no_kv_reserve() -> None:
-    controller = SLAController(make_tiers(realtime={"slo": {}}))
-    assert not any(budget.leaves_reserve for budget in budgets_of(controller, []).values())
+def test_bulk_leaves_a_smaller_reserve_where_no_interactive_request_was_for_a_while() -> None:
+    controller, found = SLAController(make_tiers()), []
+    for now, held in ((0.0, 0), (10.0, 1), (20.0, 0), (20.0 + WINDOW_S, 0)):
+        if now == 20.0:
+            controller.observe_end("realtime", True, now - UPDATE_S)
+        controller.update(Load(0.5, {"realtime": held}, {}), now)
+        found.append(budgets_of(controller, [])["bulk"].kv_reserve)
+    assert found == [ALONE_KV_RESERVE, KV_RESERVE, KV_RESERVE, ALONE_KV_RESERVE]
 
 
 def test_a_tier_says_how_many_of_its_sequences_a_step_has() -> None:

@@ -93,7 +93,7 @@ def test_bulk_is_cut_from_twice_the_misses_that_are_allowed(late: int, moves: li
 
 def test_the_token_ceiling_moves_with_the_slots_and_is_reported_like_them() -> None:
     outer = OuterLoop()
-    size, tokens = outer.update_all(make_load(kv_usage=0.9, held={"bulk": 32}, bulk=5))
+    size, tokens = outer.update_all(make_load(kv_usage=0.9, held={"bulk": 32, "realtime": 1}, bulk=5))
     assert (size.knob, tokens.knob, size.direction) == ("batch_size", "batch_tokens", "down")
     assert tokens.new / tokens.old == size.new / size.old
     assert (tokens.signal, tokens.reason) == (size.signal, size.reason)
@@ -101,11 +101,17 @@ def test_the_token_ceiling_moves_with_the_slots_and_is_reported_like_them() -> N
 
 def test_full_kv_cuts_bulk_below_what_it_holds_once() -> None:
     outer = OuterLoop()
+    outer.controller.observe_end("realtime", True, outer.now)
     [decision] = outer.update(make_load(kv_usage=0.9, held={"bulk": 20}, bulk=5), rounds=10)
     assert decision.new < 20 and (decision.signal, decision.reason) == ("kv_usage", "KV blocks run out")
     held = {"bulk": int(decision.new)}
     assert outer.update(make_load(kv_usage=0.8, held=held, bulk=5))[0].direction == "down", "the reserve is not free"
     assert outer.update(make_load(kv_usage=0.7, held=held, bulk=5))[0].direction == "up"
+
+
+def test_full_kv_cuts_nothing_where_no_interactive_request_was_for_a_while() -> None:
+    outer = OuterLoop()
+    assert outer.update(make_load(kv_usage=0.99, held={"bulk": 20}), rounds=10) == []
 
 
 # -- the interactive batch size ------------------------------------------------------------------------------------

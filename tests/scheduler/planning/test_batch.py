@@ -334,7 +334,7 @@ def test_bulk_starts_only_if_it_leaves_the_reserve_free(free_blocks: int, starts
     """It needs 3 blocks, and the reserve is 25 of 100. A chat, and a min share, may take all that is free."""
     states = [make_decode("rt", "realtime", prompt=24), make_state("b", prompt=48, tier="bulk")]
     view = {"free_blocks": free_blocks}
-    assert ("b" in ran(form(states, view=view, bulk=budget(leaves_reserve=True)))) == starts
+    assert ("b" in ran(form(states, view=view, bulk=budget(kv_reserve=0.25)))) == starts
     assert "b" in ran(form(states, view=view))
     assert "chat" in ran(form([*states, make_state("chat", prompt=16 * free_blocks)], view=view))
 
@@ -360,7 +360,7 @@ def test_who_goes_before_others_of_its_tier_needs_no_slot_and_leaves_no_reserve(
         make_state("other", "bulk"),
         boosted(make_state("job", "bulk")),
     ]
-    full = budget(max_num_seqs=4, leaves_reserve=True)
+    full = budget(max_num_seqs=4, kv_reserve=0.25)
     plan = form(states, bulk=full, view={"free_blocks": 10})
     assert list(ran(plan)) == ["job", "d0", "d1", "d2"], "a step has as many sequences as before"
 
