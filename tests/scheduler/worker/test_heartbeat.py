@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import re
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -14,6 +17,7 @@ from scheduler.worker.heartbeat import DuplicateWorker, Heartbeat, WorkerIdentit
 from tests.scheduler.builders import FAST, expected_tokens, make_core, make_info, make_tiers
 from tests.scheduler.queue.harness import ManualClock
 from tests.scheduler.world import Answer, Worker, World, played_by, run_world
+from tests.test_architecture import ROOT
 
 STATES = {"waiting", "running", "paused", "swapped"}
 BEGINS_TO_GROW = ("bulk", "batch_size", 2, 4, "queue")
@@ -35,6 +39,30 @@ async def test_a_worker_says_what_its_controller_does_and_as_of_when(world: Worl
     assert (first["tier"], first["knob"], first["old"], first["new"], first["signal"]) == BEGINS_TO_GROW
     assert 0 < first["ago_s"] < 2.0
     await asyncio.gather(*bulk)
+
+
+def keys_of(value: Any) -> Iterator[str]:
+    """Return all keys of an explanation, without the names of tiers and switches, which tiers.yaml has."""
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        if key == "tiers":
+            yield from (found for tier in inner.values() for found in keys_of(tier))
+        elif key != "switches":
+            yield key
+            yield from keys_of(inner)
+    for inner in value if isinstance(value, list) else ():
+        yield from keys_of(inner)
+
+
+@played_by(run_world, noise=0.05)
+async def test_the_documentation_names_whatever_a_worker_says_of_its_controller(world: World) -> None:
+    await asyncio.gather(world.ask("chat"), *(world.ask(f"b{i}", "bulk", max_tokens=60) for i in range(90)))
+    await world.clock.sleep(1.0)
+    [text] = (await world.registry.sla()).values()
+    page = (ROOT / "docs" / "controller.md").read_text(encoding="utf-8")
+    section = page[page.index("## What `GET /admin/sla` shows") : page.index("## What each idea is worth")]
+    assert json.loads(text)["decisions"]
+    named = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", section))))
+    assert set(keys_of(json.loads(text))) - named == set()
 
 
 def namesake(world: World, incarnation: str) -> Worker:
