@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 
 from scheduler.config import Tier
 
-# Seconds of engine time: more is never due to a tier, or to a key of it, that others were served before. So nobody gets
-# a long burst afterwards.
+# Seconds of engine time: more is never due to a tier that others were served before. So none gets a long burst
+# afterwards.
 MAX_DUE_S = 1.0
 URGENT_SHARE = 0.5  # the largest share of engine time that a tier gets because of an urgent request, in an overload
 

@@ -13,10 +13,12 @@ from collections.abc import Collection, Mapping, Sequence
 
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier
-from scheduler.control.min_share import MAX_DUE_S
 from scheduler.holdings.request_table import RequestTable
 from scheduler.request import OWN_REQUESTS
 from scheduler.request_state import RequestState
+
+# Seconds of engine time: a key is never owed more than this behind the one that has used the most. It is a long answer.
+MAX_OWED_S = 10.0
 
 
 class Yielding:
@@ -68,7 +70,7 @@ class Yielding:
     def _used_by(self, tier: str, present: defaultdict[str, list[RequestState]]) -> dict[str, float]:
         """Return what keys have used, those that are `present` and those that have used more than the least counted."""
         known = self._used_s[tier]
-        least_s = max((known[owner] for owner in present if owner in known), default=0.0) - MAX_DUE_S
+        least_s = max((known[owner] for owner in present if owner in known), default=0.0) - MAX_OWED_S
         used_s = {owner: seconds for owner, seconds in known.items() if seconds > least_s}
         used_s |= {owner: max(known.get(owner, least_s), least_s) for owner in present}
         self._used_s[tier] = used_s

@@ -2,9 +2,8 @@
 
 import asyncio
 
-from scheduler.control.min_share import MAX_DUE_S
 from scheduler.holdings.request_table import RequestTable
-from scheduler.planning.yielding import Yielding
+from scheduler.planning.yielding import MAX_OWED_S, Yielding
 from scheduler.request import OWN_REQUESTS
 from scheduler.request_state import RequestState
 from tests.scheduler.builders import FAST, make_state, make_tiers, ran
@@ -47,15 +46,15 @@ def test_what_a_key_has_used_more_makes_it_yield() -> None:
     yielding, a, b = Yielding(), of_key("a", OWN_REQUESTS + 1), of_key("b", OWN_REQUESTS + 1)
     yielding.charge(a[0], 1.0)
     assert find(yielding, *a, *b) == {s.id for s in a}
-    yielding.charge(b[0], MAX_DUE_S + 0.5)
+    yielding.charge(b[0], MAX_OWED_S + 0.5)
     assert find(yielding, *a, *b) == {s.id for s in b}
 
 
-def test_a_key_is_owed_no_more_than_a_second() -> None:
+def test_a_key_is_owed_no_more_than_a_long_answer() -> None:
     yielding, a, b = Yielding(), of_key("a", OWN_REQUESTS + 1), of_key("b", OWN_REQUESTS + 1)
     yielding.charge(a[0], 1000.0)
     assert find(yielding, *a, *b) == {s.id for s in a}
-    yielding.charge(b[0], MAX_DUE_S + 0.1)
+    yielding.charge(b[0], MAX_OWED_S + 0.1)
     assert find(yielding, *a, *b) == {s.id for s in b}
 
 
