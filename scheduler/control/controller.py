@@ -38,9 +38,8 @@ from scheduler.deadlines import deadline_s
 from scheduler.request_state import RequestState
 
 # Share of the time until the next token is due that is kept in reserve. The margin is what would have kept 99 % of the
-# newest steps inside their limits: 1 - 1 / p99 of measured ÷ predicted step times. It is never outside these bounds,
-# and begins with the lower one.
-MIN_MARGIN, MAX_MARGIN = 0.05, 0.3
+# newest steps inside their limits: 1 - 1 / p99 of measured ÷ predicted step times. It is never outside these bounds.
+MIN_MARGIN, START_MARGIN, MAX_MARGIN = 0.05, 0.15, 0.3
 NUM_DECISIONS = 200  # number of newest decisions that `explain` shows
 
 
@@ -59,7 +58,7 @@ class SLAController:
         self.reconfigure(tiers)
         self._overhead_s = Ewma(NEWEST_WEIGHT)  # host time that a step takes besides engine time
         self._step_errors = SlidingWindow()  # measured ÷ predicted times of the newest steps
-        self._margin = MIN_MARGIN
+        self._margin = START_MARGIN
         self._overloaded: frozenset[str] = frozenset()
         self._is_bulk_alone = False  # no interactive request is there, or has ended within `WINDOW_S`
         self._cost = StepCost()  # of the newest budgets
