@@ -45,7 +45,7 @@ def early_limits(tiers: Sequence[Tier], table: RequestTable) -> dict[str, DueLim
         scores_ms = [state.request.score_ms for state in table.of_tier(tier.name) if state.is_resident]
         if not tier.is_interactive and scores_ms:
             newest_ms = max(scores_ms)
-            num_early = sum(state.request.score_ms < newest_ms for state in table.waiting(tier.name))
+            num_early = sum(state.boosted_to is not None for state in table.waiting(tier.name))
             limits[tier.name] = DueLimit(max(0, PREFETCH - num_early), newest_ms - 1)
     return limits
 

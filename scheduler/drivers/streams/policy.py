@@ -77,6 +77,8 @@ def decide(view: View, now: float) -> Decisions:
     for tier in view.tiers:
         if tier.is_interactive:
             draft.start_interactive(tier)
+        else:
+            draft.find_place(tier, budgets.tiers[tier.name])
     hang_up = draft.victims()
     if not hang_up:  # what is hung up now must not come back in the same moment
         for tier in sorted(view.tiers, key=lambda t: not budgets.tiers[t.name].min_share_due):
@@ -111,7 +113,7 @@ class _Draft:
         self._is_between = view.has_traffic and not self._interactive
         self._alone_s = min(budget.alone_s for budget in view.budgets.tiers.values())
         self._window_s = self._bulk_window_s() if view.has_traffic else NEVER_S
-        self._unplaced: list[RequestState] = []  # interactive requests for which the server has no place
+        self._unplaced: list[RequestState] = []  # requests for which the server has no place, though others would go
 
     def _bulk_window_s(self) -> float:
         """Return the longest step that bulk may cause beside the decodes of interactive requests.
@@ -233,6 +235,11 @@ class _Draft:
         return [state for state in self._interactive if state.is_resident or state in self.started]
 
     # -- bulk tiers ------------------------------------------------------------------------------------------------
+
+    def find_place(self, tier: Tier, budget: TierBudget) -> None:
+        """Note which requests that go before others of their bulk tier have no place."""
+        waiting = (s for s in self._view.table.boosted(tier.name) if not s.is_resident)
+        self._unplaced += [s for s in waiting if self._num_in_flight and not self._has_place(s, budget)]
 
     def start_starved(self, tier: Tier) -> None:
         """Start one request of a bulk tier that has none in flight, because interactive requests take all places."""

@@ -4,6 +4,7 @@ import heapq
 from collections import Counter
 from itertools import combinations
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,7 +27,8 @@ def place(order: FairOrder, request: Request, costs: TokenCosts = COSTS) -> int:
 
 def of_key(owner: str, number: int, prompt: int = 100, at_ms: int = 0, max_tokens: int = 8) -> Request:
     name, weight = f"{owner}{number}", WEIGHTS[owner]
-    return make_request(name, "bulk", prompt, max_tokens, arrival_ms=EPOCH_MS + at_ms, owner=owner, weight=weight)
+    times = {"arrival_ms": EPOCH_MS + at_ms, "deadline_ms": EPOCH_MS + at_ms + DEADLINE_MS}
+    return make_request(name, "bulk", prompt, max_tokens, owner=owner, weight=weight, **times)
 
 
 def begin(order: FairOrder, request: Request) -> None:
@@ -138,3 +140,19 @@ def test_answers_count_as_long_as_they_usually_are() -> None:
     assert place(order, of_key("c", 2), costs) == known + 50 // 3, "another key is taken to be like the others"
     finish(order, anchor, num_tokens=350)
     assert place(order, of_key("a", 5, max_tokens=4000), costs) - place(order, of_key("a", 6), costs) == -50
+
+
+def test_a_deadline_of_its_own_puts_a_request_before_what_waits_of_its_key() -> None:
+    """Alone a key may have any number of them, beside others a few. What it puts later pays for them."""
+    order = FairOrder()
+    flood = [of_key("a", n) for n in range(6)]
+    assert [place(order, request) for request in flood] == [0, 100, 200, 300, 400, 500]
+    sooner = [msgspec.structs.replace(of_key("a", n), deadline_ms=EPOCH_MS + 1) for n in range(10, 16)]
+    assert [place(order, request) for request in sooner] == [0] * 6
+    assert place(order, of_key("a", 20)) == 1200
+    order.remove("a10")
+    assert place(order, of_key("b", 1)) == 0
+    assert place(order, msgspec.structs.replace(of_key("a", 21), deadline_ms=EPOCH_MS + 1)) == 1200
+    order.remove("a11")
+    order.remove("a12")
+    assert place(order, msgspec.structs.replace(of_key("a", 22), deadline_ms=EPOCH_MS + 1)) == 0

@@ -813,3 +813,21 @@ async def test_bulk_is_checkpointed_and_a_claim_continues_from_its_checkpoint(wo
     continued = {stream.seq_id: stream.output_token_ids for stream in world.engine.opened}
     # Penalties would not know the earlier tokens.
     assert continued == {"first": (), "second": saved, "penalised": ()}
+
+
+@pytest.mark.parametrize("caches_prefixes", [True, False])
+def test_a_deadline_of_its_own_is_met_where_others_of_the_tier_have_all_places(caches_prefixes: bool) -> None:
+    """They go on for minutes. One of them is hung up for it."""
+
+    async def story(world: World) -> float:
+        flood = [asyncio.create_task(world.ask(f"b{i}", "bulk", 64, 2000)) for i in range(100)]
+        await world.clock.sleep(20.0)
+        begun_s, due_ms = world.clock.now(), world.clock.wall_ms() + 15_000
+        await world.ask("job", "bulk", 64, 60, deadline_ms=due_ms)
+        took_s = world.clock.now() - begun_s
+        for task in flood:
+            task.cancel()
+        await asyncio.gather(*flood, return_exceptions=True)
+        return took_s
+
+    assert play(story, max_in_flight=8, cost=CPU, caches_prefixes=caches_prefixes) < 7.0
