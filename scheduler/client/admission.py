@@ -285,7 +285,8 @@ class Admission:
         """Return the requests with their places in the queue.
 
         In a bulk tier, the first few of a key are before all that others have put there. Of the others, one with a
-        deadline of its own is as much earlier as its deadline is. The parts of jobs have shares of their own.
+        deadline of its own is before what waits of its key, and as much earlier as its deadline is. The parts of jobs
+        have shares of their own.
         """
         if tier.is_interactive:
             return self._in_flight.by_number(tier, requests)

@@ -113,7 +113,7 @@ class RequestTable:
 
     def boosted(self, tier: str) -> list[RequestState]:
         """Return the tier's requests that go before others of their tier."""
-        return [state for state in self._boosted if state.tier.name == tier and state.id in self._states]
+        return [s for s in self._boosted if s.tier.name == tier and self._states.get(s.id) is s]
 
     def set_yielding(self, request_ids: Collection[str]) -> list[RequestState]:
         """Let these requests yield, and no others. Return those that yield no longer."""

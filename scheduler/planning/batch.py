@@ -103,7 +103,7 @@ class _Batch(Draft):
         Neither the limit of the step nor the batch size stops a sequence that has begun to answer: it would only be
         later. Both limit what else runs, and what starts.
         """
-        self._yielding = False
+        self._yielding, self._boosted_to = False, None
         self.add_decodes(tier.name, budget, NEVER_S, self._table.num_resident(tier.name))
         self.add_prefills(tier, budget)
         self._are_blocked = self._lacks_blocks
@@ -131,12 +131,12 @@ class _Batch(Draft):
             self.add_decodes(tier.name, budget, budget.limit.base_s, slots, hard_s)
         if not self._is_full:
             self.add_prefills(tier, budget, hard_s)
-        if is_beside and not self._num_run[tier.name]:
+        if boosted_to is not None:
+            self._pace(tier.name)
+        elif is_beside and not self._num_run[tier.name]:
             self.pause(tier.name)
         if budget.min_share_due:
             self.note_min_share()
-        if boosted_to is not None:
-            self._pace(tier.name)
 
     def _pace(self, tier: str) -> None:
         """Limit what the rest of bulk adds, so that requests with deadlines of their own get their tokens in time.

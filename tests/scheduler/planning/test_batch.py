@@ -385,3 +385,17 @@ def test_other_bulk_leaves_the_time_that_a_deadline_needs() -> None:
     assert len(form([*floods, job], **many).run) == 91
     assert len(form([*floods, job], now=9.9, **many).run) == 12
     assert len(form([*floods, boosted(make_decode("part", urgent_ms=1))], **many).run) == 301, "jobs need many tokens"
+
+
+def test_who_goes_before_others_and_cannot_run_yet_pauses_none_of_them() -> None:
+    job = boosted(make_state("job", "bulk"))
+    job.awaits_grammar = True
+    plan = form([make_decode("chat", "realtime", last_step=1), make_decode("bulk", last_step=1), job])
+    assert list(ran(plan)) == ["chat", "bulk"] and not plan.preempt
+
+
+def test_interactive_requests_run_also_after_those_who_go_before_others() -> None:
+    """Where an interactive tier has no higher priority than a bulk tier."""
+    tiers = make_tiers(realtime={"priority": 10})
+    states = [make_decode("chat", "realtime", tiers=tiers), boosted(make_decode("urgent", "batch", tiers=tiers))]
+    assert set(ran(form(states, tiers=tiers))) == {"chat", "urgent"}
