@@ -9,10 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from scheduler.routing import Routing
+from scheduler.yaml_file import YamlFault, read_yaml
 
 
 class TierConfigError(Exception):
@@ -262,20 +262,10 @@ def load_tiers(path: Path) -> TierSet:
     Raises `TierConfigError` if the file cannot be read or is not valid. The message names every wrong key.
     """
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise TierConfigError(f"{path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise TierConfigError(f"{path}: is not UTF-8") from error
-    except yaml.YAMLError as error:
-        raise TierConfigError(f"{path}: is not YAML: {error}") from error
+        data = read_yaml(path)
+    except YamlFault as error:
+        raise TierConfigError(str(error)) from error
     return parse_tiers(data, str(path))
-
-
-def yaml_fault(error: yaml.YAMLError) -> str:
-    """Return what is wrong with a file that may hold secrets, without any of its text."""
-    mark = getattr(error, "problem_mark", None)
-    return "not YAML" if mark is None else f"not YAML: line {mark.line + 1}"
 
 
 def parse_tiers(data: object, source: str = "tiers.yaml") -> TierSet:

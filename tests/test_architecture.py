@@ -42,7 +42,7 @@ HOUSES = {
     "gateway/jobs": "batches idempotency responses tasks uploads webhooks",
     "gateway/jobs/batches": "completion_window input → model → token_quota turns → store → forecast → lines → run"
     " → maintenance → service → message_batches retry",
-    "scheduler": "clock routing → config request virtual_time → store → queue events registry reload"
+    "scheduler": "clock routing yaml_file → config request virtual_time → store → queue events registry reload"
     " → request_state tasks → deadlines → client control → holdings → planning worker → drivers",
     "engine": "interface → config imports progress closing suspension → gguf grammar step_time sequences streaming"
     " thread → sampling → modeled native static upstream vllm → embedding → factory",

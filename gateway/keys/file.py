@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from gateway.identity import ApiKey, Budget, KeyWebhook, Project
 from gateway.keys.prices import NANO, Price
 from gateway.keys.webhooks import secret_bytes, url_fault
 from gateway.protocol.bodies.validation import first_fault
-from scheduler.config import TierSet, yaml_fault
+from scheduler.config import TierSet
+from scheduler.yaml_file import YamlFault, parse_yaml
 
 ID_DIGITS = 8  # hex digits of the digest that name one key in lists; enough to tell thousands of keys apart
 
@@ -213,12 +213,12 @@ def read_file(path: Path, tiers: TierSet | None = None) -> KeysFile:
 def parse_file(path: Path, text: str, tiers: TierSet | None = None) -> KeysFile:
     """Return what `text`, the content of `path`, says. Raises the errors of `read_file`."""
     try:
-        content = yaml.safe_load(text)
+        content = parse_yaml(text, has_secrets=True)
         if not isinstance(content, dict):
             raise KeyringError(f"{path}: must have the form `keys: [{{name: …, sha256: …}}, …]`")
         file = KeysFile.model_validate(content)
-    except yaml.YAMLError as error:
-        raise KeyringError(f"{path}: {yaml_fault(error)}") from error
+    except YamlFault as error:
+        raise KeyringError(f"{path}: {error}") from error
     except ValidationError as error:
         raise KeyringError(f"{path}: {first_fault(error.errors(include_url=False)).message}") from None
     _check_names(path, file.keys)

@@ -9,10 +9,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from loadtest.traffic.scenario_arrivals import ClosedLoop, OpenLoop, Strict
+from scheduler.yaml_file import YamlFault, parse_yaml
 
 POOLS = "pools"  # folder of the shipped bulk pools
 Role = Literal["interactive", "bulk"]
@@ -222,9 +222,9 @@ def load_scenario(name_or_path: str, bulk_pool: str = "", needed: Sequence[Role]
     else:
         text = _read(Path(name_or_path))
     try:
-        scenario = Scenario.model_validate(_with_pool(yaml.safe_load(text), bulk_pool))
-    except yaml.YAMLError as error:
-        raise ScenarioError(f"{name_or_path}: not YAML: {error}") from error
+        scenario = Scenario.model_validate(_with_pool(parse_yaml(text), bulk_pool))
+    except YamlFault as error:
+        raise ScenarioError(f"{name_or_path}: {error}") from error
     except ValidationError as error:
         lines = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
         raise ScenarioError(f"{name_or_path}: " + "; ".join(lines)) from error
@@ -245,7 +245,7 @@ def _with_pool(data: Any, wanted: str) -> Any:
         return data
     if name not in shipped_pools():
         raise ScenarioError(f"there is no bulk pool {name!r} (shipped: {', '.join(shipped_pools())})")
-    pool = yaml.safe_load(
+    pool = parse_yaml(
         (files("loadtest") / "traffic" / "scenarios" / POOLS / f"{name}.yaml").read_text(encoding="utf-8")
     )
     if wanted:

@@ -89,10 +89,10 @@ def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
         load_tiers(tmp_path / "none.yaml")
     path = tmp_path / "bad.yaml"
     path.write_text("tiers: [")
-    with pytest.raises(TierConfigError, match="is not YAML"):
+    with pytest.raises(TierConfigError, match="not YAML"):
         load_tiers(path)
     path.write_bytes("# Größe".encode("latin-1"))
-    with pytest.raises(TierConfigError, match=r"bad.yaml: is not UTF-8"):
+    with pytest.raises(TierConfigError, match=r"bad.yaml: not UTF-8"):
         load_tiers(path)
 
 

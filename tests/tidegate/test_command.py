@@ -38,7 +38,7 @@ tiers:
         (["serve", "--config", "{}/list.yaml"], 2, ["list.yaml: must have the form `port: 8000`"]),
         (["serve", "--config", "{}/broken.yaml"], 2, ["broken.yaml: not YAML: line 2\n"]),
         (["serve", "--config", "{}/latin.yaml"], 2, ["latin.yaml: not UTF-8"]),
-        (["serve", "--tiers", "{}/latin.yaml", "--data-dir", "{}/data"], 78, ["latin.yaml: is not UTF-8"]),
+        (["serve", "--tiers", "{}/latin.yaml", "--data-dir", "{}/data"], 78, ["latin.yaml: not UTF-8"]),
         (["serve", "--models", "{}/latin.yaml", "--data-dir", "{}/data"], 78, ["latin.yaml: not UTF-8"]),
         (["serve", "--tiers", "{}/tiers.yaml", "--data-dir", "{}/data"], 78, ["tiers.a.batch_size.start"]),
         (["serve", "--engine", "openai"], 2, ["--upstream http://HOST:PORT"]),

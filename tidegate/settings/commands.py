@@ -4,11 +4,10 @@ import os
 from pathlib import Path
 from typing import Any, Self
 
-import yaml
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
-from scheduler.config import yaml_fault
+from scheduler.yaml_file import YamlFault, read_yaml
 from tidegate.settings.base import CommonSettings, SettingsError
 from tidegate.settings.gateway import GatewaySettings
 from tidegate.settings.models import ModelEntry
@@ -95,13 +94,9 @@ def check_file(path: Path) -> None:
     Otherwise, a misspelt key would go unnoticed.
     """
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SettingsError(f"{path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise SettingsError(f"{path}: not UTF-8") from error
-    except yaml.YAMLError as error:
-        raise SettingsError(f"{path}: {yaml_fault(error)}") from error
+        data = read_yaml(path, has_secrets=True)
+    except YamlFault as error:
+        raise SettingsError(str(error)) from error
     if not isinstance(data, dict | None):
         raise SettingsError(f"{path}: must have the form `port: 8000`, one setting a line")
     known = (set(ServeSettings.model_fields) | set(DemoSettings.model_fields)) - {"config"}

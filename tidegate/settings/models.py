@@ -6,12 +6,12 @@ Knows names and what a request may name; does not load anything.
 from collections import Counter
 from os.path import expanduser
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
-import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from engine.interface import ModelKind
+from scheduler.yaml_file import YamlFault, read_yaml
 
 
 class ModelsError(ValueError):
@@ -59,17 +59,14 @@ class ModelsFile(BaseModel):
 def read_models(path: Path) -> ModelsFile:
     """Return the models of a file. Raises `ModelsError` with the place of the first mistake."""
     try:
-        data: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return ModelsFile.model_validate(data)
+        return ModelsFile.model_validate(read_yaml(path))
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in fault["loc"])
         text = fault["msg"].removeprefix("Value error, ")
         raise ModelsError(f"{path}: {place + ': ' if place else ''}{text}") from error
-    except UnicodeDecodeError as error:
-        raise ModelsError(f"{path}: not UTF-8") from error
-    except (OSError, yaml.YAMLError) as error:
-        raise ModelsError(f"{path}: {getattr(error, 'strerror', error)}") from error
+    except YamlFault as error:
+        raise ModelsError(str(error)) from error
 
 
 def named_models(model: str | None) -> dict[str, str]:

@@ -18,6 +18,7 @@ from gateway.routes.operators.sla_feed import PERIOD_S, SlaFeed, SlaStreamRespon
 from gateway.state import OfModel
 from scheduler.config import TierConfigError
 from scheduler.reload.coordinator import Applied, ChangeResult, Late, Refused, TierChanges
+from scheduler.yaml_file import StrictLoader, YamlFault, parse_yaml
 
 MAX_DOCUMENT_BYTES = 2**16  # ten times the shipped tiers.yaml with all its comments
 YAML_TYPES = frozenset({"application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml"})
@@ -137,18 +138,18 @@ async def _read_document(request: Request) -> object:
     if kind not in YAML_TYPES:
         return parse_json_object(data)
     try:
-        return await asyncio.to_thread(yaml.load, data, _PlainLoader)
-    except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError):
-        message = "The body is not valid YAML, or has aliases (`*name`), which are not accepted here."
-        raise invalid_request(message, code="invalid_yaml") from None
+        return await asyncio.to_thread(parse_yaml, data.decode(), _PlainLoader)
+    except (YamlFault, UnicodeDecodeError) as error:
+        fault = error if isinstance(error, YamlFault) else "not UTF-8"
+        raise invalid_request(f"The body is {fault}.", code="invalid_yaml") from None
 
 
-class _PlainLoader(yaml.SafeLoader):
-    """A safe loader without aliases, and so without merges: with them, a few lines become gigabytes."""
+class _PlainLoader(StrictLoader):
+    """A loader without aliases, and so without merges: with them, a few lines become gigabytes."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            raise yaml.composer.ComposerError(None, None, "aliases are not accepted", None)
+            raise yaml.composer.ComposerError(None, None, "aliases (`*name`) are not accepted here", None)
         return super().compose_node(parent, index)
 
 

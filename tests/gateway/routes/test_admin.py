@@ -94,6 +94,8 @@ async def test_the_file_is_read_again(stand: Stand, path: Path) -> None:
         ("application/json", "[]", None, "invalid_type"),
         ("application/json", "{}", "default_tier", "invalid_tiers"),
         ("application/yaml", "a: [", None, "invalid_yaml"),
+        ("application/yaml", "tiers: {}\ntiers: {}", None, "invalid_yaml"),
+        ("application/yaml", "tiers: 2024-13-45", None, "invalid_yaml"),
         ("application/yaml", "- a", None, "invalid_tiers"),
         ("application/yaml", yaml.safe_dump({**TIERS, "batch_tier": "none"}), "batch_tier", "invalid_tiers"),
         ("application/yaml", yaml.safe_dump({**TIERS, "extra": 1}), "extra", "invalid_tiers"),
