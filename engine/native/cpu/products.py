@@ -153,8 +153,3 @@ def fits_panels(*layers: nn.Linear) -> bool:
         and layer.in_features % (GROUP if isinstance(layer, QuantizedLinear) else 2) == 0
         for layer in layers
     )
-
-
-def _inputs_together(layer: nn.Linear) -> int:
-    """Return of how many inputs a packed weight has a multiple."""
-    return GROUP if isinstance(layer, QuantizedLinear) else 2
