@@ -21,6 +21,7 @@ class Sample:
     tier: str
     seconds: float
     bulk_s: float = 0.0  # the part of `seconds` that the engine spent on bulk
+    own_s: float = 0.0  # the part of `seconds` that the request's own work takes without bulk, as far as it is known
     yielded: bool = False  # of a request that yields: nothing for the controller to learn from
 
 
@@ -288,7 +289,7 @@ class RequestState:
             return [
                 Sample("queue", tier, self.first_scheduled_s - self.arrived_s),
                 Sample("ttft", tier, now - self.arrived_s, bulk_s, self.yields),
-                Sample("service", tier, now - self.first_scheduled_s, yielded=self.yields),
+                Sample("service", tier, now - self.first_scheduled_s, own_s=self.own_s, yielded=self.yields),
             ]
         target_ms = self.tier.slo.itl_p99_ms
         self.gaps += 1

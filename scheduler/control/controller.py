@@ -70,7 +70,6 @@ class SLAController:
         slos = {tier.name: tier.slo for tier in self._tiers}
         self._tiers, self._switches = tiers.by_priority, tiers.controller
         self._interactive = [t for t in self._tiers if t.is_interactive]
-        self._ttft_slo_s = min((t.slo.ttft_p99_ms or NEVER_S for t in self._interactive), default=NEVER_S) / 1000
         self._knobs = {t.name: TierKnobs(t, tiers.controller.dry_run) for t in self._tiers}
         self._stats = {t.name: stats.get(t.name) or TierStats(t) for t in self._tiers}
         self._min_shares = MinShares(self._tiers)
@@ -154,8 +153,8 @@ class SLAController:
         If requests of a higher tier arrive, the step is short enough for them to be in time.
         """
         above = [t for t in self._interactive if t.priority > tier.priority and self._stats[t.name].rate_per_s > 0]
-        shares_ms = [FIRST_STEP_SHARE * t.slo.ttft_p99_ms for t in above if t.slo.ttft_p99_ms is not None]
-        return min([tier.slo.ttft_p99_ms or 0.0, *shares_ms]) / 1000
+        own_s = self._stats[tier.name].prefills_s(self._cost.step_s)
+        return min([own_s, *(FIRST_STEP_SHARE * self._stats[t.name].ttft_s(self._cost.step_s) for t in above)])
 
     def _fixed_budget(self, tier: Tier) -> TierBudget:
         """Return the part of a budget that does not depend on the step."""
@@ -173,7 +172,7 @@ class SLAController:
             return None
         services_s = ((t.max_slowdown, self._stats[t.name].service_s) for t in self._interactive if t.max_slowdown)
         return InteractiveTraffic(
-            ttft_slo_s=self._ttft_slo_s,
+            ttft_slo_s=min(self._stats[t.name].ttft_s(self._cost.step_s) for t in self._interactive),
             delay_s=min(((slowdown - 1) * s for slowdown, s in services_s if s is not None), default=NEVER_S),
             residual=WHOLE_STEP / (self._num_layers if self.suspends_steps else 1),
             margin=self._margin,
@@ -192,13 +191,15 @@ class SLAController:
 
     # -- observations ------------------------------------------------------------------------------------------
 
-    def observe_latency(self, tier: str, kind: str, seconds: float, now: float, bulk_s: float = 0.0) -> None:
+    def observe_latency(
+        self, tier: str, kind: str, seconds: float, now: float, bulk_s: float = 0.0, own_s: float = 0.0
+    ) -> None:
         """Record a latency of one request.
 
         `kind` is "ttft", "itl" (a gap between two tokens), or "service" (the time from the first step to the first
-        token). `bulk_s` is the part of `seconds` that the engine spent on bulk.
+        token). `bulk_s` is the part of `seconds` that the engine spent on bulk, `own_s` that on the request's own work.
         """
-        self._stats[tier].add_latency(kind, seconds, now, bulk_s)
+        self._stats[tier].add_latency(kind, seconds, now, bulk_s, own_s)
 
     def observe_arrivals(self, tier: str, count: int) -> None:
         self._stats[tier].arrivals.add(count)

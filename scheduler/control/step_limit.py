@@ -79,7 +79,7 @@ def first_limit_s(limit_s: float, planned_s: float) -> float:
 class InteractiveTraffic:
     """The SLOs of all interactive tiers and the observations of their requests, from which step limits are computed."""
 
-    ttft_slo_s: float  # the shortest TTFT SLO
+    ttft_slo_s: float  # the shortest TTFT SLO that is within reach
     delay_s: float  # mean delay that bulk alone may cause to a first token; NEVER_S: only the SLO limits it
     residual: float  # mean share of a running step of bulk alone for which a request that arrives waits
     margin: float  # share of the time until the next token that is kept in reserve

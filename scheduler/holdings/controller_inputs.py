@@ -50,7 +50,9 @@ class ControllerInputs:
         """Tell the controller about the latencies and the ended requests in `report`."""
         for sample in report.samples:
             if sample.kind in LATENCIES and not sample.yielded:
-                self._controller.observe_latency(sample.tier, sample.kind, sample.seconds, now, sample.bulk_s)
+                self._controller.observe_latency(
+                    sample.tier, sample.kind, sample.seconds, now, sample.bulk_s, sample.own_s
+                )
         for end in report.ended:
             self._controller.observe_end(end.tier, end.met_slo, now)
 
