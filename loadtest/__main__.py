@@ -1,4 +1,4 @@
-"""The command line: `python -m loadtest <command>`, also reached as `tidegate loadtest`.
+"""The command line: `tidegate loadtest <command>`, also reached as `python -m loadtest`.
 
 Knows flags, exit codes and where results are written; the work of each command is in its own module.
 """
@@ -118,7 +118,7 @@ class LoadTest(BaseSettings):
 
     model_config = SettingsConfigDict(
         env_prefix="TIDEGATE_LOADTEST_",
-        cli_prog_name="python -m loadtest",
+        cli_prog_name="tidegate loadtest",
         cli_kebab_case=True,
         cli_implicit_flags="toggle",
         cli_hide_none_type=True,

@@ -54,6 +54,12 @@ async def loadtest(*args: str) -> tuple[int, str, str]:
         return await asyncio.to_thread(command), out.getvalue(), err.getvalue()
 
 
+@pytest.mark.parametrize("command", ["", "run", "simulate"])
+async def test_the_help_names_the_command_that_users_type(command: str) -> None:
+    code, out, _ = await loadtest(*filter(None, [command, "--help"]))
+    assert code == 0 and out.startswith(f"usage: tidegate loadtest {command}")
+
+
 async def test_nonces_that_all_come_back_exit_0_and_are_in_the_json(tmp_path: Path) -> None:
     result = tmp_path / "results" / "nonce.json"
     async with FakeServer() as server:
