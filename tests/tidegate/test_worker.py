@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 from redis.exceptions import ConnectionError as StoreUnreachable
+from structlog.testing import capture_logs
 
 from engine.factory import SPIN_COUNT
 from engine.interface import EngineDead, EngineInfo, PlanError, StepPlan, StepResult
@@ -258,6 +259,19 @@ def test_an_engine_that_breaks_in_its_first_steps_cannot_start(
     said = capfd.readouterr()
     assert f"the engine's first steps failed: {error}" in said.out + said.err
     assert "Traceback" not in said.out + said.err
+
+
+def test_what_steps_cost_is_logged_by_name(settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ends_at_once(*_: object) -> None:
+        pass
+
+    engine = ModeledEngine(make_info(), ends_at_once, FAST, noise=0.0)
+    monkeypatch.setattr(worker, "build_engine", lambda config, progress, when_imported: engine)
+    monkeypatch.setattr(worker, "_serve_requests", ends_at_once)
+    with capture_logs() as lines:
+        assert run_worker(settings) == 0
+    (line,) = [line for line in lines if line["event"] == "the worker serves"]
+    assert line["step_cost"]["step_s"] > 0
 
 
 def test_a_worker_whose_id_is_taken_cannot_start(settings: WorkerSettings, capfd: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import gc
 import random
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -126,7 +127,7 @@ async def _serve(process: WorkerProcess, engine: Engine, progress: StartProgress
             await teach(engine, core, clock)
         await asyncio.to_thread(progress.close)
         read_gpus = gpu_reader(engine.info.device, _gpu_index(settings))
-        log.info("the worker serves", step_cost=str(core.status(clock.now()).step_cost))
+        log.info("the worker serves", step_cost=asdict(core.status(clock.now()).step_cost))
         driver = partial(StepDriver, core, engine, step_log)
         await _serve_requests(process, core.held, driver, lambda: runner.is_stuck, read_gpus)
 
