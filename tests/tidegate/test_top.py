@@ -120,6 +120,14 @@ async def test_each_of_several_models_can_be_shown(redis_client: Redis, capsys: 
             assert "nobody" in capsys.readouterr().err
 
 
+async def test_without_a_terminal_it_prints_the_state_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with structlog.testing.capture_logs():
+        async with serving_stand() as stand:
+            assert await asyncio.to_thread(run_top, ["--base-url", stand.url]) == 0
+    out = capsys.readouterr().out
+    assert out.count("realtime") == 1 and "\x1b" not in out
+
+
 @pytest.mark.parametrize(("url", "said"), [("nonsense", "no URL"), ("http://[::bad", "no URL"), ("", "no URL")])
 def test_a_bad_url_is_one_sentence(url: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_top(["--once", "--base-url", url]) == 1

@@ -38,10 +38,11 @@ def run_top(args: list[str]) -> int:
     options = _parser().parse_args(args)
     url = options.base_url.rstrip("/").removesuffix("/v1")
     headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
-    console = Console(width=None if sys.stdout.isatty() else FILE_COLUMNS)
+    on_terminal = sys.stdout.isatty()
+    console = Console(width=None if on_terminal else FILE_COLUMNS)
     try:
         with httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S) as client:
-            if options.once:
+            if options.once or not on_terminal:
                 console.print(screen(_read(client, options.model), url))
             else:
                 _watch(client, url, options.model, console, max(options.interval_s, LEAST_INTERVAL_S))
@@ -73,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", metavar="NAME", help="one of several models; default: the first one")
     parser.add_argument("--interval-s", type=float, default=1.0, metavar="S", help="seconds between two looks")
-    parser.add_argument("--once", action="store_true", help="print the state once, for scripts")
+    parser.add_argument("--once", action="store_true", help="print the state once, as without a terminal")
     return parser
 
 
