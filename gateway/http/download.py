@@ -44,15 +44,17 @@ async def stored_content(
     if span is not None and span.start >= span.stop:
         return Response(status_code=416, headers={"content-range": f"bytes */{file.bytes}"})
     start, stop = (0, file.bytes) if span is None else (span.start, span.stop)
-    chunks = storage.read(name, start, stop)
-    if span is None and file.sha256 is not None:
-        chunks = _checked(chunks, file.sha256)
-    elif span is not None:
+    if span is not None:
         headers["content-range"] = f"bytes {start}-{stop - 1}/{file.bytes}"
     status = 200 if span is None else 206
     headers["content-length"] = str(stop - start)
+    if request.method == "HEAD":
+        return Response(status_code=status, headers=headers, media_type=media_type)
     if downloads.is_full(file.owner):
         raise too_many_downloads()
+    chunks = storage.read(name, start, stop)
+    if span is None and file.sha256 is not None:
+        chunks = _checked(chunks, file.sha256)
     end = downloads.begin(file.owner)
     try:
         first = await anext(chunks, b"")  # an error before the first byte still becomes an answer

@@ -138,6 +138,7 @@ async def retrieve_file(request: Request, owner: Owner, file_id: str) -> dict[st
     return (await _existing(request, owner, file_id)).to_json()
 
 
+@router.head("/v1/files/{file_id}/content", include_in_schema=False)
 @router.get("/v1/files/{file_id}/content")
 async def file_content(request: Request, owner: Owner, file_id: str) -> Response:
     file = await _existing(request, owner, file_id)

@@ -114,6 +114,7 @@ async def delete_messages_batch(request: Request, owner: Owner, message_batch_id
     return {"id": batch.id, "type": "message_batch_deleted"}
 
 
+@router.head(BATCH + "/results", include_in_schema=False)
 @router.get(BATCH + "/results")
 async def messages_batch_results(request: Request, owner: Owner, message_batch_id: str) -> Response:
     """Return the results of a batch that has ended, as lines of JSON."""

@@ -1,6 +1,7 @@
 """Files through the official client, on a real store."""
 
 import os
+import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import openai
 import pytest
 from redis.asyncio import Redis
 
+from gateway.files.object_storage import ObjectStorage
 from gateway.store_keys import GatewayKeys
 from tests.gateway.offline import OfflineGateway, make_gateway
 
@@ -62,6 +64,20 @@ async def test_a_download_goes_on_where_it_was_cut_off(gateway: OfflineGateway, 
     assert (rest.status_code, rest.content) == (206, content[first:])
     assert rest.headers["content-range"] == f"bytes {first}-19/20"
     assert (await gateway.http.get(path, headers={"range": "bytes=20-"})).status_code == 416
+
+
+@pytest.mark.parametrize("is_remote", [False, True], ids=["disk", "object store"])
+async def test_head_says_what_a_download_would_be(redis_client: Redis, tmp_path: Path, is_remote: bool) -> None:
+    storage = ObjectStorage(f"memory://{secrets.token_hex(4)}", tmp_path) if is_remote else None
+    gateway = make_gateway(redis_client, tmp_path, storage=storage)
+    async with gateway.http:
+        path = f"/v1/files/{await gateway.upload(b'0123456789')}/content"
+        for wanted in ({}, {"range": "bytes=7-"}, {"range": "bytes=10-"}):
+            got, head = [await gateway.http.request(m, path, headers=wanted) for m in ("GET", "HEAD")]
+            assert (head.status_code, head.content) == (got.status_code, b"")
+            names = ("content-length", "content-type", "content-range", "etag", "accept-ranges", "content-disposition")
+            assert [head.headers.get(name) for name in names] == [got.headers.get(name) for name in names]
+        assert (await gateway.http.head("/v1/files/file-none/content")).status_code == 404
 
 
 @pytest.mark.parametrize(

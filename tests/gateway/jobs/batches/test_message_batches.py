@@ -58,6 +58,8 @@ async def test_a_batch_from_its_requests_to_its_results() -> None:
         assert batch["request_counts"]["processing"] == 4
         batch = await ended(stand.http, batch["id"])
         results = await results_of(stand.http, batch)
+        head = await stand.http.head(batch["results_url"])
+        assert (head.status_code, head.headers["content-type"], head.content) == (200, "application/x-jsonl", b"")
         whole = (await stand.http.get(f"/v1/batches/{batch['id']}")).json()
     counts = {"processing": 0, "succeeded": 3, "errored": 1, "canceled": 0, "expired": 0}
     assert batch["request_counts"] == counts and batch["ended_at"].endswith("Z")
