@@ -18,7 +18,7 @@ class DiskFull(Exception):
 
 
 class DiskReserve:
-    """The free space that uploads and new batches must leave, in bytes (0: none)."""
+    """The free space that uploads and new batches must leave, and results half of it, in bytes (0: none)."""
 
     def __init__(self, directory: Path, reserve_bytes: int) -> None:
         self._directory = directory
@@ -26,7 +26,17 @@ class DiskReserve:
 
     def check(self, more_bytes: int = 0) -> None:
         """Raise `DiskFull` if less than the reserve would be free after `more_bytes` were written."""
-        if self._reserve_bytes and shutil.disk_usage(self._directory).free - more_bytes < self._reserve_bytes:
+        self._leave(self._reserve_bytes, more_bytes)
+
+    def check_results(self, more_bytes: int) -> None:
+        """Raise `DiskFull` if results of `more_bytes` would take more than half of the reserve.
+
+        Batches that were accepted may use that half; the other half is for the store alone.
+        """
+        self._leave(self._reserve_bytes // 2, more_bytes)
+
+    def _leave(self, reserve_bytes: int, more_bytes: int) -> None:
+        if reserve_bytes and shutil.disk_usage(self._directory).free - more_bytes < reserve_bytes:
             raise DiskFull
 
 

@@ -158,7 +158,7 @@ def disk_full() -> ApiError:
     """Return the error for a file or a batch that would take the disk's reserve. A retry would not help soon."""
     message = (
         "The server's disk has no space for this. Delete files that are not needed any more "
-        "(DELETE /v1/files/{file_id}), or ask the operator for more space."
+        "(DELETE /v1/files/{file_id}); if that is refused as well, only the operator can make room."
     )
     return ApiError(507, message, "server_error", code="insufficient_storage", headers={"x-should-retry": "false"})
 

@@ -164,7 +164,7 @@ class BatchRun:
     async def _run_lines(self, batch: Batch, path: Path) -> None:
         if self._now_s() >= batch.expires_at or self._has_yielded:
             return
-        recorder = ResultRecorder(self._id, self._store, self._storage, self._clock, self._token)
+        recorder = ResultRecorder(self._id, self._store, self._parts.files, self._clock, self._token)
         self._execution = LineExecution(batch, path, self._store, self._parts.lines, self._parts.window, recorder)
         try:
             await self._execution.run()

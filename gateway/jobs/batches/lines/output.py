@@ -65,15 +65,16 @@ async def write_files(
     """Write the files of a batch. Return `{"output_file_id": …, "error_file_id": …}`, without the key of an empty file.
 
     `unfinished` is the error (code, message) of lines without a result; None: these lines are left out. Only with an
-    error is the input needed. Raises `ContentLost` if the input or results are missing, and `OwnershipLost` if the
-    number of results differs from the counts in the batch's record, because another owner has ended the batch.
+    error is the input needed. Raises `ContentLost` if the input or results are missing, `DiskFull`, and `OwnershipLost`
+    if the number of results differs from the counts in the batch's record, because another owner has ended the batch.
     """
     directory = files.data_dir / work_folder(batch.id)
     mark = secrets.token_hex(4)  # for unique file names: a former owner may be writing at the same time
     paths = {kind: directory / f"{kind}-{mark}.jsonl" for kind in ("output", "error")}
     try:
-        recorded = (await store.results(batch.id)).items()
-        parts = [(await files.storage.fetch_appended(name, size), size) for name, size in recorded]
+        recorded = await store.results(batch.id)
+        files.disk.check_results(sum(recorded.values()))  # the output is as long as they are
+        parts = [(await files.storage.fetch_appended(name, size), size) for name, size in recorded.items()]
         async with opened_in_thread(lambda: RecordedResults(parts)) as results:
             if (results.completed, results.failed) != (batch.completed, batch.failed):
                 raise OwnershipLost(batch.id)

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from gateway.files.disk import DiskFull, noticing_full_disk
-from gateway.files.storage import Storage
+from gateway.files.store import FileStore
 from gateway.jobs.batches.lines.results import encode, results_name
 from gateway.jobs.batches.model import LineResult
 from gateway.jobs.batches.store import BatchStore
@@ -38,11 +38,12 @@ class ResultRecorder:
     """The results of one execution. `token` returns the token of the batch's lock, or raises `OwnershipLost`."""
 
     def __init__(
-        self, batch_id: str, store: BatchStore, storage: Storage, clock: Clock, token: Callable[[], str]
+        self, batch_id: str, store: BatchStore, files: FileStore, clock: Clock, token: Callable[[], str]
     ) -> None:
         self._batch_id = batch_id
         self._store = store
-        self._storage = storage
+        self._storage = files.storage
+        self._disk = files.disk
         self._clock = clock
         self._token = token
         self._name = results_name(batch_id, secrets.token_hex(8))
@@ -92,6 +93,7 @@ class ResultRecorder:
 
     async def _record_group(self) -> None:
         group = self._group = self._group or self._next_group()
+        self._disk.check_results(len(group.data))
         with noticing_full_disk():
             await self._storage.append(self._name, self._position, group.data)
         end = self._position + len(group.data)

@@ -3,8 +3,10 @@
 import asyncio
 import errno
 import os
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from redis.asyncio import Redis
@@ -65,6 +67,28 @@ async def test_a_disk_that_is_full_while_results_are_written(
     assert batch.status == "completed"
     assert [entry["custom_id"] for entry in await gateway.read(batch.output_file_id)] == [f"q{n}" for n in range(10)]
     assert set(gateway.completions.calls.values()) == {1}, "no line was computed twice"
+
+
+async def test_results_leave_half_of_the_disk_s_reserve_to_the_store(
+    redis_client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "RETRY_S", 0.001)
+    async with running_gateway(redis_client, tmp_path, disk_reserve_mb=2) as gateway:
+        batch_id, looks, free = await half_done(gateway), 0, 2**20 - 1
+
+        def usage(path: object) -> SimpleNamespace:
+            nonlocal looks
+            looks += 1
+            return SimpleNamespace(free=free)
+
+        monkeypatch.setattr(shutil, "disk_usage", usage)
+        release(gateway.completions, 5)
+        await until(lambda: looks >= 10)
+        batch = await gateway.client.batches.retrieve(batch_id)
+        assert batch.request_counts is not None and batch.request_counts.completed == 5
+        free = 2 * 2**20
+        batch = await gateway.ended(batch_id)
+    assert batch.status == "completed" and set(gateway.completions.calls.values()) == {1}
 
 
 async def test_an_input_that_was_damaged_on_the_disk_fails_the_batch(gateway: OfflineGateway) -> None:

@@ -1,12 +1,14 @@
 """Output files are private and in the order of the input, and a failed attempt to write them leaves nothing behind."""
 
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from redis.asyncio import Redis
 
 from gateway.files import marker
-from gateway.files.local_storage import LocalStorage
+from gateway.files.disk import DiskFull
 from gateway.files.storage import ContentLost
 from gateway.files.store import FileStore, StoredFile
 from gateway.jobs.batches.input.lines import CHUNK_LINES, input_name
@@ -40,13 +42,28 @@ async def finalizing(redis: Redis, data_dir: Path, count: int) -> tuple[BatchSto
     assert await lock.acquire()
     token = bytes(lock.local.token or b"").decode()
     for group in ([LineResult(3, True, b"{}")], [LineResult(2, False, b"[2]"), LineResult(1, True, b"[1]")]):
-        recorder = ResultRecorder(BATCH_ID, store, LocalStorage(data_dir), ShiftedClock(), lambda: token)
+        recorder = ResultRecorder(
+            BATCH_ID, store, FileStore(redis, data_dir, ShiftedClock()), ShiftedClock(), lambda: token
+        )
         for result in group:
             await recorder.add(result)
         await recorder.flush()
     batch = await store.get(BATCH_ID)
     assert batch is not None
     return store, batch
+
+
+async def test_an_output_leaves_half_of_the_disk_s_reserve(
+    redis_client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, batch = await finalizing(redis_client, tmp_path, 3)
+    files = FileStore(redis_client, tmp_path, ShiftedClock(), reserve_bytes=200)
+    size = sum((await store.results(BATCH_ID)).values())
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=99 + size))
+    with pytest.raises(DiskFull):
+        await write_files(store, files, batch, None)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100 + size))
+    assert sorted(await write_files(store, files, batch, None)) == ["error_file_id", "output_file_id"]
 
 
 async def test_lines_are_written_chunk_by_chunk(redis_client: Redis, tmp_path: Path) -> None:

@@ -92,8 +92,9 @@ async def test_every_line_is_recorded_once_whatever_fails(
     await redis_client.flushdb()
     with tempfile.TemporaryDirectory() as directory:
         store, storage = UnreliableStore(redis_client), UnreliableStorage(Path(directory))
+        files = FileStore(redis_client, storage.directory, ShiftedClock(), storage=storage)
         token = await make_batch(store, storage.directory)
-        execution, saved = Execution(store, storage, token), await snapshot(redis_client)
+        execution, saved = Execution(store, files, token), await snapshot(redis_client)
         for action, value in [*actions, ("crash", None), ("lines", LINES)]:
             match action:
                 case "lines":
@@ -103,9 +104,9 @@ async def test_every_line_is_recorded_once_whatever_fails(
                     except (StoreSilent, DiskFull):
                         pass
                     except OwnershipLost:
-                        execution = Execution(store, storage, token)
+                        execution = Execution(store, files, token)
                 case "crash":
-                    execution = Execution(store, storage, token)
+                    execution = Execution(store, files, token)
                 case "save":
                     saved = await snapshot(redis_client)
                 case "lose writes":
@@ -116,7 +117,7 @@ async def test_every_line_is_recorded_once_whatever_fails(
         await execution.flush()
         batch = await store.get(BATCH_ID)
         assert batch is not None and (batch.completed, batch.input_tokens) == (LINES, LINES)
-        ids = await write_files(store, FileStore(redis_client, storage.directory, ShiftedClock()), batch, None)
+        ids = await write_files(store, files, batch, None)
         content = (storage.directory / "files" / ids["output_file_id"]).read_bytes()
         assert [int(line) for line in content.splitlines()] == list(range(1, LINES + 1))
 
@@ -124,8 +125,8 @@ async def test_every_line_is_recorded_once_whatever_fails(
 class Execution(ResultRecorder):
     """Computes the lines that are not done when it begins, each once."""
 
-    def __init__(self, store: BatchStore, storage: LocalStorage, token: str) -> None:
-        super().__init__(BATCH_ID, store, storage, ShiftedClock(), lambda: token)
+    def __init__(self, store: BatchStore, files: FileStore, token: str) -> None:
+        super().__init__(BATCH_ID, store, files, ShiftedClock(), lambda: token)
         self._batch_store = store
         self._left: list[int] | None = None
 
@@ -159,9 +160,10 @@ async def test_lines_wait_while_too_many_results_cannot_be_recorded(
     monkeypatch.setattr(recording, "BACKLOG_BYTES", 100)
     monkeypatch.setattr(recording, "RETRY_S", 0.0)
     store, storage = BatchStore(redis_client), UnreliableStorage(tmp_path)
+    files = FileStore(redis_client, tmp_path, ShiftedClock(), storage=storage)
     token = await make_batch(store, tmp_path)
     storage.faults = [False] * 10_000
-    recorder = ResultRecorder(BATCH_ID, store, storage, ShiftedClock(), lambda: token)
+    recorder = ResultRecorder(BATCH_ID, store, files, ShiftedClock(), lambda: token)
     run = asyncio.create_task(recorder.run())
     adding = [asyncio.create_task(recorder.add(result(number, 40))) for number in range(1, 5)]
     await until(lambda: len(storage.faults) < 9_990)
@@ -184,8 +186,9 @@ async def test_results_are_collected_where_each_append_is_costly(redis_client: R
             await super().append(name, position, data)
 
     store, storage = BatchStore(redis_client), Costly(tmp_path)
+    files = FileStore(redis_client, tmp_path, ShiftedClock(), storage=storage)
     token = await make_batch(store, tmp_path)
-    recorder = ResultRecorder(BATCH_ID, store, storage, ShiftedClock(), lambda: token)
+    recorder = ResultRecorder(BATCH_ID, store, files, ShiftedClock(), lambda: token)
     run = asyncio.create_task(recorder.run())
     for number in range(1, 5):
         await recorder.add(result(number))
