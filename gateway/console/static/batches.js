@@ -138,7 +138,7 @@ class Row {
   #buttons = element("span", { class: "buttons" });
 
   constructor(batch, act) {
-    const name = batch.metadata?.file ?? batch.id;
+    const name = batch.metadata?.file?.trim() || batch.id;
     this.act = act;
     this.#bar.setAttribute("aria-label", `Progress of ${name}`);
     const head = element("p", { class: "row-head" }, element("b", { title: batch.id }, name), this.#state);
@@ -148,7 +148,7 @@ class Row {
 
   show(batch) {
     const { total, completed, failed } = batch.request_counts;
-    this.#bar.value = total ? (completed + failed) / total : ENDED.has(batch.status) ? 1 : 0;
+    this.#bar.value = total ? (completed + failed) / total : 0;
     say(this.#state, batch.status.replace("_", " "));
     this.#state.dataset.state = { completed: "good", failed: "bad", expired: "bad" }[batch.status] ?? "";
     say(this.#facts, factsOf(batch));
@@ -164,7 +164,7 @@ class Row {
     const labels = offers.map(([, label]) => label).join();
     if (this.#buttons.dataset.labels === labels) return;
     this.#buttons.dataset.labels = labels;
-    const name = batch.metadata?.file ?? batch.id;
+    const name = batch.metadata?.file?.trim() || batch.id;
     this.#buttons.replaceChildren(...offers.map(([, label, action]) => {
       const button = element("button", { type: "button", "aria-label": `${label} of ${name}` }, label);
       button.addEventListener("click", () => this.act(action));

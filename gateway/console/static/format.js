@@ -1,6 +1,7 @@
 // Numbers and times as people read them, and the one way in which elements are made.
 
-export const ms = (value) => (value >= 10_000 ? `${(value / 1000).toFixed(1)} s` : `${Math.round(value)} ms`);
+export const ms = (value) =>
+  value >= 10_000 ? `${(value / 1000).toFixed(1)} s` : `${value > 0 && value < 10 ? value.toFixed(1) : Math.round(value)} ms`;
 export const seconds = (value) => (value === null || value === undefined ? "–" : ms(1000 * value));
 export const percent = (share, digits = 0) =>
   share === null || share === undefined ? "–" : `${(100 * share).toFixed(digits)} %`;

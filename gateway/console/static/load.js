@@ -110,7 +110,7 @@ export class Load {
   }
 
   async #probeOn() {
-    for (let failed = 0; (this.#run || this.#probesLeft-- > 0) && failed < 5; ) {
+    for (let failed = 0; this.#run || (this.#probesLeft-- > 0 && failed < 5); ) {
       const wasLoaded = this.#isLoaded;
       try {
         const seconds = await this.#firstToken();
