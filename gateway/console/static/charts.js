@@ -91,7 +91,7 @@ export class ShareChart {
     if (!this.#plot) return;
     const stacked = rows.map((row) => {
       let sum = 0;
-      return this.#names.map((name) => (row[name] === undefined ? null : (sum += row[name])));
+      return this.#names.map((name) => (row.shares.has(name) ? (sum += row.shares.get(name)) : null));
     });
     const columns = this.#names.map((_, i) => stacked.map((sums) => sums[i]));
     this.#plot.setData([rows.map((row) => row.t), ...columns.reverse()]);

@@ -1,7 +1,7 @@
 // The store and the workers: from GET /ready, which needs no key, GET /admin/overview, and the reports of the feed.
 
 import { getJson, ofModel } from "./api.js";
-import { byId, element, percent, say, seconds } from "./format.js";
+import { byId, duration, element, percent, say, seconds } from "./format.js";
 
 const PERIOD_MS = 5000;
 
@@ -16,9 +16,10 @@ class Row {
     this.root = element("li", { class: "part" }, head, this.#figures);
   }
 
-  show(state, isGood, figures) {
+  /** `kind` of the state is "good", "bad", or empty for neither. */
+  show(state, kind, figures) {
     say(this.#state, state);
-    this.#state.dataset.state = isGood ? "good" : "bad";
+    this.#state.dataset.state = kind;
     for (const [name, text] of Object.entries(figures)) {
       if (!this.#values.has(name)) {
         const value = element("dd");
@@ -35,6 +36,8 @@ export class Engine {
   #list = byId("engine-list");
   #rows = new Map();
   #reports = [];
+  #ready = null; // the newest answer of GET /ready
+  #overview = null; // the newest answer of GET /admin/overview
   #onReady;
   #wake = () => {};
 
@@ -43,9 +46,10 @@ export class Engine {
     this.#onReady = onReady;
   }
 
-  /** Take the workers' reports of the feed. */
+  /** Show the workers' reports of the feed. */
   take(workers) {
     this.#reports = workers;
+    this.#show();
   }
 
   /** Read everything now, for example with another key. */
@@ -64,15 +68,20 @@ export class Engine {
   }
 
   async #refresh() {
-    const ready = await fetch("ready", { cache: "no-store" }).then((response) => response.json()).catch(() => null);
+    this.#ready = await fetch("ready", { cache: "no-store" }).then((response) => response.json()).catch(() => null);
     const isAdmin = document.body.dataset.admin === "yes";
-    const overview = isAdmin ? await getJson(ofModel("admin/overview")).catch(() => null) : null;
-    this.#showStore(ready, overview);
-    const workers = ready?.workers ?? [];
-    const alive = new Set(["store", ...workers.map((worker) => worker.id)]);
-    for (const [id, row] of this.#rows) if (!alive.has(id)) (row.root.remove(), this.#rows.delete(id));
-    for (const worker of workers) this.#showWorker(worker, overview?.workers.find(({ id }) => id === worker.id));
-    this.#onReady(ready);
+    this.#overview = isAdmin ? await getJson(ofModel("admin/overview")).catch(() => null) : null;
+    this.#show();
+    this.#onReady(this.#ready);
+  }
+
+  #show() {
+    const { workers = [], starting = [] } = this.#ready ?? {};
+    const ids = new Set(["store", ...workers.map(({ id }) => id), ...starting.map(({ id }) => startOf(id))]);
+    for (const [id, row] of this.#rows) if (!ids.has(id)) (row.root.remove(), this.#rows.delete(id));
+    this.#showStore(this.#ready, this.#overview);
+    for (const worker of workers) this.#showWorker(worker, this.#overview?.workers.find(({ id }) => id === worker.id));
+    for (const start of starting) this.#row(startOf(start.id), start.id, "starts").show(phaseOf(start), "", {});
   }
 
   #row(id, name, about) {
@@ -85,11 +94,11 @@ export class Engine {
 
   #showStore(ready, overview) {
     const row = this.#row("store", "Store", "queues, leases, batches");
-    if (!ready) return row.show("the gateway does not answer", false, {});
+    if (!ready) return row.show("the gateway does not answer", "bad", {});
     const waiting = Object.values(ready.waiting).reduce((sum, depth) => sum + depth, 0);
     const isAway = ready.missing.includes("store");
     const state = ready.refusal ?? (isAway ? "does not answer" : ready.draining ? "gateway drains" : "ready");
-    row.show(state, !isAway && !ready.draining, {
+    row.show(state, isAway || ready.draining ? "bad" : "good", {
       Waiting: String(waiting),
       ...(overview?.store.answers ? { "Answers in": `${overview.store.latency_ms.toFixed(1)} ms` } : {}),
     });
@@ -98,9 +107,13 @@ export class Engine {
   #showWorker(worker, seen) {
     const report = this.#reports.find(({ id }) => id === worker.id);
     const row = this.#row(worker.id, worker.id, `${worker.device} · ${worker.models.join(", ")}`);
-    row.show("alive", true, { ...(report ? figuresOf(report) : {}), ...(seen ? machineOf(seen) : {}) });
+    if (this.#ready.missing.includes("store")) return row.show("not known without the store", "", {});
+    row.show("alive", "good", { ...(report ? figuresOf(report) : {}), ...(seen ? machineOf(seen) : {}) });
   }
 }
+
+const startOf = (id) => `start of ${id}`; // the key of a row: the same worker may live already, while another one starts
+const phaseOf = ({ phase, seconds, share }) => `${phase}, ${share === null ? duration(seconds) : percent(share)}`;
 
 function figuresOf(report) {
   const held = Object.values(report.tiers).reduce((sum, { requests }) => sum + (requests?.running ?? 0), 0);

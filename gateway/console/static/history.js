@@ -14,18 +14,24 @@ class Rows {
 }
 
 export class History {
-  shares = new Rows(); // {t, <tier>: share of engine time}
+  shares = new Rows(); // {t, shares: Map of tier to share of engine time}; the map is empty where nothing is known
   firsts = new Rows(); // {t, p99, alone, loaded}: seconds; each row has one of them
   loads = []; // [from, to] of each load, in Unix seconds; `to` is null while it runs
   #before = new Map(); // the last report of each worker, by its id
-  #rates = new Map(); // by worker id: {<tier>: share}
+  #rates = new Map(); // by worker id: Map of tier to share
 
   /** Take the workers' reports of one event. A share is the mean over the workers. */
   addReports(workers, t) {
     const isNew = workers.map((worker) => this.#measure(worker)).includes(true);
     const alive = new Set(workers.map((worker) => worker.id));
     for (const id of this.#rates.keys()) if (!alive.has(id)) this.#forget(id);
-    if (isNew) this.shares.add({ t, ...this.#mean() });
+    const isLost = !this.#rates.size && this.now().size > 0;
+    if (isNew || isLost) this.shares.add({ t, shares: this.#mean() });
+  }
+
+  /** Return the present share of engine time, by tier; empty if nothing is known. */
+  now() {
+    return this.shares.list.at(-1)?.shares ?? new Map();
   }
 
   /** Forget what was shown, for another model is shown from now on. */
@@ -38,7 +44,7 @@ export class History {
   addGap(t) {
     this.#before.clear();
     this.#rates.clear();
-    this.shares.add({ t });
+    this.shares.add({ t, shares: new Map() });
     this.firsts.add({ t });
   }
 
@@ -75,19 +81,19 @@ export class History {
     this.#before.set(worker.id, worker);
     if (!before) return false;
     const elapsedS = (worker.at_ms - before.at_ms) / 1000;
-    const rates = {};
+    const rates = new Map();
     for (const [tier, { engine_s }] of Object.entries(worker.tiers)) {
       const used = engine_s - (before.tiers[tier]?.engine_s ?? engine_s); // negative after the worker's restart
-      rates[tier] = Math.min(1, Math.max(0, used / elapsedS));
+      rates.set(tier, Math.min(1, Math.max(0, used / elapsedS)));
     }
     this.#rates.set(worker.id, rates);
     return true;
   }
 
   #mean() {
-    const sums = {};
+    const sums = new Map();
     for (const rates of this.#rates.values())
-      for (const [tier, rate] of Object.entries(rates)) sums[tier] = (sums[tier] ?? 0) + rate / this.#rates.size;
+      for (const [tier, rate] of rates) sums.set(tier, (sums.get(tier) ?? 0) + rate / this.#rates.size);
     return sums;
   }
 }

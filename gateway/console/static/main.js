@@ -75,25 +75,27 @@ function show(event) {
   history.addReports(state.workers, now);
   const summary = watched && summaryOf(watched.name, state);
   if (summary?.ttftS) history.addP99(now, summary.ttftS);
-  engine.take(state.workers);
   decisions.add(state.workers);
   const names = Object.keys(state.waiting).join();
   if (names !== tierNames) readTiers(); // the tiers have changed
   tierNames = names;
   if (isPaused) return;
-  const shares = history.shares.list.at(-1) ?? {};
+  engine.take(state.workers);
+  const shares = history.now();
   cards.show(state, shares);
   draw(shares, summary);
-  if (missing.length) showStatus("bad", `no ${missing.join(", no ")}`);
+  const without = missing.length || event.workers.length ? missing : ["worker"]; // GET /ready is of all models
+  if (without.length) showStatus("bad", `no ${without.join(", no ")}`);
   else showStatus("good", "live");
 }
 
 function draw(shares, summary) {
   shareChart.draw(history.shares.list);
   const colors = colorsOf(tiers);
-  const entries = tiers.map(({ name }) => ({ label: name, text: percent(shares[name]), color: colors.get(name) }));
-  const used = tiers.reduce((sum, { name }) => sum + (shares[name] ?? 0), 0);
-  showLegend(byId("share-legend"), [...entries, { label: "idle, overhead", text: percent(Math.max(0, 1 - used)), color: "--line" }]);
+  const entries = tiers.map(({ name }) => ({ label: name, text: percent(shares.get(name)), color: colors.get(name) }));
+  const used = tiers.reduce((sum, { name }) => sum + (shares.get(name) ?? 0), 0);
+  const idle = shares.size ? Math.max(0, 1 - used) : null;
+  showLegend(byId("share-legend"), [...entries, { label: "idle, overhead", text: percent(idle), color: "--line" }]);
   drawFirstTokens(summary);
 }
 

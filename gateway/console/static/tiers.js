@@ -47,7 +47,6 @@ export function summaryOf(tier, state) {
     slowdowns: { ttft: slowest(reports, "ttft"), e2e: slowest(reports, "e2e") },
     minShare: worst((report) => report.signals.floor_share, Math.max),
     stepSequences: worst((report) => report.step_sequences, Math.max),
-    predictedS: state.predicted_ttft_s[tier] ?? null,
     knobs: reports[0]?.knobs ?? null,
   };
 }
@@ -77,7 +76,7 @@ export class TierCards {
 
   /** Show a state of the feed. `shares` is the present share of engine time, by tier. */
   show(state, shares) {
-    for (const [name, card] of this.#cards) card.show(summaryOf(name, state), shares[name] ?? null);
+    for (const [name, card] of this.#cards) card.show(summaryOf(name, state), shares.get(name));
   }
 }
 
@@ -116,7 +115,6 @@ class TierCard {
       tier.itlSloS && ["itlS", "Gap of tokens, p99", tier.itlSloS],
       tier.isInteractive && ["attainment", "Requests that met all targets", null],
       tier.isInteractive && ["slowdowns", slowdownLabel(tier.maxSlowdown), null, false],
-      !tier.isInteractive && ["predictedS", "Predicted first token", null, false],
       !tier.isInteractive && ["minShare", "Min share of engine time", null],
     ];
     return meters.filter(Boolean).map(([name, label, slo, hasBar = true]) => {
@@ -146,7 +144,6 @@ class TierCard {
     this.#meters.get("itlS")?.showTime(summary.itlS);
     this.#meters.get("attainment")?.showShare(summary.attainment, "no request has ended lately", true);
     this.#meters.get("slowdowns")?.showText(slowdownText(summary.slowdowns));
-    this.#meters.get("predictedS")?.showTime(summary.predictedS, "not predicted");
     this.#meters.get("minShare")?.showShare(summary.minShare, "none");
     for (const [name, , text] of KNOBS) say(this.#knobs.get(name), knobText(summary.knobs?.[name], text));
   }
@@ -175,9 +172,8 @@ class Meter {
     if (hasBar) this.root.append(this.#bar);
   }
 
-  showTime(value, unknown = "too few requests") {
-    if (value === null) return this.#show(0, unknown, "");
-    if (this.#slo === null) return this.#show(0, seconds(value), "");
+  showTime(value) {
+    if (value === null) return this.#show(0, "too few requests", "");
     const isMissed = value > this.#slo;
     const text = `${seconds(value)} of ${seconds(this.#slo)}${isMissed ? ", missed" : ""}`;
     this.#show(value / this.#slo, text, isMissed ? "bad" : "good", value);

@@ -14,6 +14,7 @@ import pytest_asyncio
 from pydantic import SecretStr
 
 from gateway.identity import ApiKey, Keyring
+from scheduler.registry.worker_status import WorkerStart
 from scheduler.request import EventKind, Request, TokenEvent
 from scheduler.store import connection
 from scheduler.store.address import of_model
@@ -21,6 +22,7 @@ from tests.gateway.console.chromium import CHROMIUM, Browser, Page, running_brow
 from tests.gateway.scripted_worker import token_by_token
 from tests.gateway.second_model import OTHER, second_model
 from tests.gateway.stand import Stand, serving_stand
+from tests.gateway.stand import make_tiers as make_own_tiers
 from tests.gateway.tiny_model import MODEL, token_ids
 from tests.scheduler.builders import make_tiers
 from tests.scheduler.world import World, run_world
@@ -181,6 +183,42 @@ async def test_live_numbers_arrive(browser: Browser, stand: Stand, explained: di
         assert page.complaints == []
 
 
+async def test_without_a_worker_no_share_is_shown_and_a_start_is(
+    browser: Browser, stand: Stand, explained: dict[str, Any]
+) -> None:
+    await announce(stand, explained)
+    async with browser.page(f"{stand.url}/") as page:
+        await started(page)
+        await announce(stand, later(explained, bulk=0.75))
+        await page.until("document.querySelector('#share-legend').innerText.includes('75 %')")
+        await stand.worker.registry.withdraw("w1")
+        await stand.worker.registry.announce_start(WorkerStart("w2", "loading the model", 12.0, 0.4))
+        await page.until("document.querySelector('#status').textContent === 'no worker'")
+        await page.until("!document.querySelector('#share-legend').innerText.includes('%')")
+        assert "Engine\n–" in await page.text(".tier:nth-of-type(2)")
+        await page.until("/w2[^]*loading the model, 40 %/.test(document.querySelector('#engine-list').innerText)")
+
+
+async def test_tiers_may_have_any_names(
+    browser: Browser, valkey_url: str, tmp_path: Path, explained: dict[str, Any]
+) -> None:
+    """Also names that each object of JavaScript has, or an object of the page."""
+    own = make_own_tiers(constructor={"priority": 6}, t={"priority": 5})
+    report = copy.deepcopy(explained)
+    for name in ("constructor", "t"):
+        report["tiers"][name] = copy.deepcopy(report["tiers"]["bulk"])
+    async with open_stand(valkey_url, tmp_path, tiers=own) as stand:
+        await announce(stand, report)
+        async with browser.page(f"{stand.url}/") as page:
+            await started(page)
+            await announce(stand, later(report, constructor=0.13, t=0.75))
+            await page.until("document.querySelector('#share-legend').innerText.includes('75 %')")
+            legend = " ".join((await page.text("#share-legend")).split())
+            assert legend == "realtime 0 % bulk 0 % constructor 13 % t 75 % batch 0 % idle, overhead 12 %"
+            assert "NaN" not in await page.text("#tiers")
+            assert page.complaints == []
+
+
 async def test_the_chosen_model_is_asked_and_its_tiers_and_workers_are_shown(
     browser: Browser, valkey_url: str, tmp_path: Path, explained: dict[str, Any]
 ) -> None:
@@ -202,6 +240,8 @@ async def test_the_chosen_model_is_asked_and_its_tiers_and_workers_are_shown(
             assert "batch size 2 → 4" in await page.text("#decision-list")
             await ask(page, "Hello?")
             await page.until("document.querySelector('.assistant .said')?.textContent === 'From the second.'")
+            await second.worker.registry.withdraw("w1")
+            await page.until("document.querySelector('#status').textContent === 'no worker'")
             await page.evaluate("document.querySelector('#chat-model').selectedIndex = 0")
             await page.evaluate("document.querySelector('#chat-model').dispatchEvent(new Event('change'))")
             await page.until("document.querySelector('#decision-list .empty')")
@@ -304,6 +344,21 @@ async def test_the_button_turns_a_bulk_load_on_and_off(browser: Browser, stand: 
         assert page.complaints == []
 
 
+async def test_probes_go_on_after_there_was_no_worker(browser: Browser, stand: Stand) -> None:
+    def failed() -> int:
+        return sum("503" in complaint and "completions" in complaint for complaint in page.complaints)
+
+    async with browser.page(f"{stand.url}/") as page:
+        await started(page)
+        await page.click("#load")
+        await until(lambda: bool(bulk_ids(stand)))
+        await stand.worker.registry.withdraw("w1")
+        await until(lambda: failed() > 5)
+        before = len(stand.worker.served)
+        await stand.worker.announce()
+        await until(lambda: any(request.tier == "realtime" for request in stand.worker.served[before:]))
+
+
 async def test_a_key_without_bulk_starts_no_load(browser: Browser, valkey_url: str, tmp_path: Path) -> None:
     key = ApiKey("chat", hashlib.sha256(b"chat").digest(), tiers=frozenset({"realtime"}))
     async with open_stand(valkey_url, tmp_path, Keyring([key])) as stand:
@@ -343,6 +398,17 @@ async def test_a_batch_from_upload_to_download(browser: Browser, stand: Stand, t
         [output] = downloads.iterdir()
         assert name.endswith("_output.jsonl") and len(output.read_text().splitlines()) == 12
         assert page.complaints == []
+
+
+async def test_a_batch_whose_file_has_no_name_is_shown_by_its_id(browser: Browser, stand: Stand) -> None:
+    file = await stand.client.files.create(file=("none.jsonl", b"{}"), purpose="batch")
+    created = await stand.client.batches.create(
+        input_file_id=file.id, endpoint="/v1/completions", completion_window="24h", metadata={"file": " "}
+    )
+    async with browser.page(f"{stand.url}/") as page:
+        await page.until("document.querySelector('#batch-list')?.innerText.includes('failed')")
+        assert await page.text("#batch-list b") == created.id
+        assert await page.evaluate("document.querySelector('#batch-list progress').value") == 0
 
 
 async def test_a_dropped_batch_can_be_cancelled(browser: Browser, stand: Stand) -> None:
