@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -10,12 +11,15 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import Scope
 
 from gateway.files.disk import DiskFull
+from gateway.files.storage import StorageUnreachable
 from gateway.files.store import QuotaExceeded
 from gateway.protocol.bodies.validation import first_fault
 from gateway.protocol.error_shapes import error_body
 from gateway.protocol.errors import ApiError, disk_full, files_quota_exceeded, invalid_request, store_failed
 from gateway.protocol.unknown_paths import unknown_url
 from scheduler.store.errors import STORE_AWAY
+
+log = structlog.get_logger(__name__)
 
 
 def from_http_exception(request: Request, error: HTTPException, routes: Sequence[BaseRoute]) -> ApiError:
@@ -68,6 +72,8 @@ def install(app: FastAPI, routes: Sequence[BaseRoute] = ()) -> None:
     """
 
     async def on_expected(request: Request, error: Exception) -> JSONResponse:
+        if isinstance(error, StorageUnreachable):
+            log.warning(str(error))
         return error_response(as_api_error(error), request.scope)
 
     async def on_validation_error(request: Request, error: Exception) -> JSONResponse:

@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from gateway.dead_letters import DeadLetters
 from gateway.files.disk import noticing_full_disk
 from gateway.files.pagination import Page
-from gateway.files.storage import ContentLost
+from gateway.files.storage import ContentLost, StorageUnreachable
 from gateway.files.store import FileStore, content_name
 from gateway.http.trace import CURRENT_TRACE
 from gateway.identity import Keyring
@@ -199,6 +199,8 @@ class BatchService:
             return batch
         except ContentLost:  # the file was deleted just now
             return absent
+        except StorageUnreachable:  # it is not asked again: what it may have of the batch goes with the orphans
+            raise
         except BaseException:
             await self._maintenance.withdraw(batch_id, new.owner)
             raise

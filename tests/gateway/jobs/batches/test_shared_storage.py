@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 
 import fsspec
@@ -10,11 +11,13 @@ import httpx
 import openai
 import pytest
 from redis.asyncio import Redis
+from structlog.testing import capture_logs
 
 from gateway.files.object_storage import ObjectStorage
+from gateway.files.storage import StorageUnreachable
 from tests.gateway.files.s3 import BUCKET, Address, Way, s3_options, s3_server
 from tests.gateway.jobs.batches.test_restart import assert_every_line_once
-from tests.gateway.offline import OfflineGateway, jsonl, lines, running_gateway
+from tests.gateway.offline import OfflineGateway, jsonl, lines, make_gateway, running_gateway
 from tests.waiting import until
 
 COLLECT_S = 0.02
@@ -75,6 +78,29 @@ async def test_requests_that_need_s3_are_told_to_come_back(gateway: OfflineGatew
     assert list(gateway.files.incoming.iterdir()) == []
     way.mend()
     assert (await gateway.ended((await gateway.create(file_id)).id)).status == "completed"
+
+
+async def test_a_storage_that_is_away_is_asked_once_and_the_log_says_why(
+    redis_client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call to a storage that hangs takes up to 20 s."""
+    storage, calls = ObjectStorage(f"memory://{secrets.token_hex(4)}", tmp_path), 0
+
+    async def denied(*_: object, **__: object) -> None:
+        nonlocal calls
+        calls += 1
+        raise StorageUnreachable("the file storage does not answer: Access Denied")
+
+    gateway = make_gateway(redis_client, tmp_path, storage=storage)
+    async with gateway.http:
+        file_id = await gateway.upload(jsonl(lines(2)))
+        monkeypatch.setattr(ObjectStorage, "_call", denied)
+        for attempt in (partial(gateway.create, file_id), partial(gateway.client.files.content, file_id)):
+            calls = 0
+            with capture_logs() as logged, pytest.raises(openai.InternalServerError, match="file storage is not reach"):
+                await attempt()
+            assert calls == 1
+            assert [line["event"] for line in logged if "Access Denied" in line["event"]] != []
 
 
 @pytest.mark.full
