@@ -39,7 +39,7 @@ def configure_logging(part: str, level: str, log_format: str) -> None:
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level.upper())
-    for noisy in ("httpx", "httpx2", "httpcore", "urllib3", "filelock", "uvicorn"):
+    for noisy in ("httpx", "httpx2", "httpcore", "urllib3", "filelock", "uvicorn", "aiobotocore"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     structlog.configure(
         processors=[structlog.stdlib.filter_by_level, *shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],

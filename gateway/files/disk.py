@@ -16,6 +16,9 @@ _FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 class DiskFull(Exception):
     """The disk of the data directory has no space that may be used."""
 
+    def __init__(self) -> None:
+        super().__init__("the disk has its reserve left at most")
+
 
 class DiskReserve:
     """The free space that uploads and new batches must leave, and results half of it, in bytes (0: none)."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from gateway.files.disk import is_disk_full
 from gateway.files.local_storage import PRIVATE_DIR
 from gateway.files.marker import ForeignStorage
-from gateway.files.storage import BATCHES, ContentLost
+from gateway.files.storage import BATCHES, ContentLost, StorageUnreachable
 from gateway.files.store import MAX_ORPHANS, ORPHAN_S, SWEEP_GROUP, FileStore
 from gateway.jobs.batches.input.lines import work_folder
 from gateway.jobs.batches.lines.execution import stop
@@ -152,7 +152,7 @@ class BatchMaintenance:
             return
         self._not_before[batch_id] = self._clock.now() + BROKEN_S
         if isinstance(fault, (*STORE_AWAY, ContentLost)) or is_disk_full(fault):
-            log.warning("batch %s waits: %s", batch_id, fault or "the disk is full")
+            log.warning("batch %s waits: %s", batch_id, fault)
         else:
             log.error("the run of batch %s failed; it is started again", batch_id, exc_info=fault)
 
@@ -161,6 +161,8 @@ class BatchMaintenance:
             for duty in duties:
                 try:
                     await duty.do_if_due(self._clock.now())
+                except StorageUnreachable as error:
+                    log.warning("%s", error)
                 except STORE_AWAY as error:
                     log.warning("the store does not answer: %s", error)
                 except Exception:

@@ -76,7 +76,7 @@ class ResultRecorder:
                 is_waiting = False
             except (*STORE_AWAY, DiskFull) as error:
                 if not is_waiting:
-                    log.warning("results of batch %s wait: %s", self._batch_id, error or "the disk is full")
+                    log.warning("results of batch %s wait: %s", self._batch_id, error)
                 is_waiting = True
                 await self._clock.sleep(RETRY_S)
 
@@ -93,7 +93,8 @@ class ResultRecorder:
 
     async def _record_group(self) -> None:
         group = self._group = self._group or self._next_group()
-        self._disk.check_results(len(group.data))
+        if self._storage.path(self._name) is not None:  # it is on this machine's disk
+            self._disk.check_results(len(group.data))
         with noticing_full_disk():
             await self._storage.append(self._name, self._position, group.data)
         end = self._position + len(group.data)

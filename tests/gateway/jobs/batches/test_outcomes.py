@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import secrets
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from redis.asyncio import Redis
 
 from gateway.files import local_storage
+from gateway.files.object_storage import ObjectStorage
 from gateway.jobs.batches.lines import recorder
 from gateway.jobs.batches.run import LOST_S
 from tests.gateway.offline import OfflineGateway, ScriptedCompletions, jsonl, lines, running_gateway
@@ -70,7 +72,7 @@ async def test_a_disk_that_is_full_while_results_are_written(
 
 
 async def test_results_leave_half_of_the_disk_s_reserve_to_the_store(
-    redis_client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    redis_client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(recorder, "RETRY_S", 0.001)
     async with running_gateway(redis_client, tmp_path, disk_reserve_mb=2) as gateway:
@@ -86,9 +88,25 @@ async def test_results_leave_half_of_the_disk_s_reserve_to_the_store(
         await until(lambda: looks >= 10)
         batch = await gateway.client.batches.retrieve(batch_id)
         assert batch.request_counts is not None and batch.request_counts.completed == 5
+        assert f"results of batch {batch_id} wait: the disk has its reserve left at most" in caplog.messages
         free = 2 * 2**20
         batch = await gateway.ended(batch_id)
     assert batch.status == "completed" and set(gateway.completions.calls.values()) == {1}
+
+
+async def test_results_in_an_object_store_need_no_disk_of_the_gateway(
+    redis_client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = ObjectStorage(f"memory://{secrets.token_hex(4)}", tmp_path)
+    storage.collect_s = 0.0
+    async with running_gateway(redis_client, tmp_path, storage=storage, disk_reserve_mb=2) as gateway:
+        batch_id = await half_done(gateway)
+        with monkeypatch.context() as full:
+            full.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+            release(gateway.completions, 4)
+            await gateway.answered(batch_id, 9)
+        release(gateway.completions, 1)
+        assert (await gateway.ended(batch_id)).status == "completed"
 
 
 async def test_an_input_that_was_damaged_on_the_disk_fails_the_batch(gateway: OfflineGateway) -> None:
