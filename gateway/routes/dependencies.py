@@ -64,19 +64,26 @@ async def authenticated(request: Request) -> ApiKey | None:
     web page of an origin that is not allowed sent the request.
     """
     gateway = gateway_of(request)
-    keyring, authorization = gateway.keyring, authorization_of(request.headers)
-    if keyring.is_open and (origin := _other_origin(request)) and not gateway.allowed_origins.allows(origin):
+    if gateway.keyring.is_open and (origin := _other_origin(request)) and not gateway.allowed_origins.allows(origin):
         raise foreign_origin(origin)
-    key = session_user(request) if authorization is None else None
     try:
-        key = key or keyring.authenticate(authorization)
-    except ApiError:
+        key = _key_of(request)
+    except ApiError as error:
+        if error.status != 401:
+            raise
         await _slow_down(request)
         raise
     if key is not None:
         structlog.contextvars.bind_contextvars(key=key.name)
         request.state.key_name = key.name
     return key
+
+
+def _key_of(request: Request) -> ApiKey | None:
+    """Return the caller's key, or the user who is signed in; None if no keys are configured. Raises `ApiError`."""
+    authorization = authorization_of(request.headers)
+    user = session_user(request) if authorization is None else None
+    return user or gateway_of(request).keyring.authenticate(authorization)
 
 
 def session_user(request: Request) -> ApiKey | None:
@@ -122,6 +129,15 @@ def _check_role(request: Request, key: ApiKey | None, role: str) -> None:
 
 async def reader(request: Request, key: Caller) -> None:
     _check_role(request, key, "read")
+
+
+def is_reader(request: Request) -> bool:
+    """Return whether who sent the request may still read /admin: keys are revoked, and sessions end."""
+    try:
+        _check_role(request, _key_of(request), "read")
+    except ApiError:
+        return False
+    return True
 
 
 async def operator(request: Request, key: Caller) -> None:

@@ -4,6 +4,7 @@ They need the role "read", and the changes the role "admin".
 """
 
 import asyncio
+from functools import partial
 from typing import Annotated, Any
 
 import yaml
@@ -12,7 +13,7 @@ from sse_starlette import EventSourceResponse
 
 from gateway.protocol.errors import ApiError, invalid_request, retry_after, too_large
 from gateway.protocol.json_body import parse_json_object
-from gateway.routes.dependencies import Administrator
+from gateway.routes.dependencies import Administrator, is_reader
 from gateway.routes.operators.audit import audited
 from gateway.routes.operators.sla_feed import PERIOD_S, SlaFeed, SlaStreamResponse, explain
 from gateway.state import OfModel
@@ -111,10 +112,10 @@ async def explain_sla(served: OfModel) -> dict[str, Any]:
 async def watch_sla(request: Request, served: OfModel) -> SlaStreamResponse:
     """Send the content of GET /admin/sla twice a second, as server-sent events.
 
-    The stream ends when the client hangs up or the gateway drains.
+    The stream ends when the client hangs up, its key is revoked, or the gateway drains.
     """
     feed: SlaFeed = request.app.state.sla_feeds[served.name]
-    return SlaStreamResponse(feed)
+    return SlaStreamResponse(feed, partial(is_reader, request))
 
 
 async def _audit_change(request: Request, action: str, result: ChangeResult) -> None:

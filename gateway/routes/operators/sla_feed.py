@@ -13,7 +13,7 @@ they are not sse-starlette responses (gateway/http/sse.py gives the reasons).
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -53,11 +53,14 @@ class SlaFeed:
         self._is_away = False  # whether the last reading failed
         self._state = Shared(self._read, clock, PERIOD_S)
 
-    async def events(self) -> AsyncGenerator[JSONServerSentEvent, None]:
-        """Yield the events for one watcher until the gateway drains. A slow watcher does not get every reading."""
+    async def events(self, may_watch: Callable[[], bool]) -> AsyncGenerator[JSONServerSentEvent, None]:
+        """Yield the events for one watcher, until the gateway drains or the watcher may not watch any more.
+
+        A slow watcher does not get every reading.
+        """
         sent_ms: dict[str, int] = {}
         was_away = False
-        while not self._client.is_draining:
+        while not self._client.is_draining and may_watch():
             state = await self._state.read()
             if state is not None:
                 yield JSONServerSentEvent(_with_new_decisions(state, sent_ms), event="sla")
@@ -100,8 +103,8 @@ def _with_new_decisions(state: dict[str, Any], sent_ms: dict[str, int]) -> dict[
 class SlaStreamResponse(EventSourceResponse):
     """The response for a new watcher of `feed`. It ends without an error if the client hangs up or stops reading."""
 
-    def __init__(self, feed: SlaFeed, send_timeout_s: float = SEND_TIMEOUT_S) -> None:
-        super().__init__(feed.events(), send_timeout=send_timeout_s)
+    def __init__(self, feed: SlaFeed, may_watch: Callable[[], bool], send_timeout_s: float = SEND_TIMEOUT_S) -> None:
+        super().__init__(feed.events(may_watch), send_timeout=send_timeout_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

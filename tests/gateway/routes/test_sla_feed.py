@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -10,8 +11,10 @@ import pytest
 from sse_starlette import JSONServerSentEvent
 from starlette.types import Message, Scope
 
+from gateway.identity import Keyring
 from gateway.routes.operators.sla_feed import PERIOD_S, SlaFeed, SlaStreamResponse
 from scheduler.queue.base import Backlog
+from tests.gateway.routes.test_admin import key
 from tests.gateway.stand import Stand, running_stand
 from tests.scheduler.queue.harness import START_MS, ManualClock
 from tests.waiting import until
@@ -76,6 +79,20 @@ async def test_a_drain_ends_the_stream() -> None:
             assert {name async for name, _ in events} <= {"sla"}
 
 
+async def test_a_key_that_is_revoked_or_loses_its_role_sees_no_more() -> None:
+    root = key("root", role="read")
+    for left in (key("other", role="read"), replace(root, role=None)):
+        async with (
+            running_stand(keyring=Keyring([root])) as stand,
+            stand.http.stream("GET", URL, headers={"authorization": "Bearer sk-root"}) as response,
+        ):
+            events = events_of(response)
+            await anext(events)
+            stand.gateway.keyring.replace([left])
+            async with asyncio.timeout(30):
+                assert {name async for name, _ in events} <= {"sla"}
+
+
 class SteppedClock(ManualClock):
     """A clock that stands still until it is advanced. Whoever sleeps waits for that."""
 
@@ -123,7 +140,7 @@ def decoded(event: JSONServerSentEvent) -> Event:
 
 async def test_watchers_share_the_reads_of_the_store() -> None:
     feed, client, clock = make_feed()
-    watchers = [feed.events() for _ in range(20)]
+    watchers = [feed.events(lambda: True) for _ in range(20)]
     times_ms: list[int] = []
     for _ in range(5):
         waiting = asyncio.gather(*(anext(watcher) for watcher in watchers))
@@ -139,7 +156,7 @@ async def test_watchers_share_the_reads_of_the_store() -> None:
 async def test_an_outage_of_the_store_is_reported_once() -> None:
     feed, client, clock = make_feed()
     client.is_away = True
-    events = feed.events()
+    events = feed.events(lambda: True)
     name, data = decoded(await anext(events))
     assert name == "error"
     assert "store is not reachable" in data["error"]["message"]
@@ -176,4 +193,4 @@ async def test_the_response_ends_for_a_client_that_hangs_up_or_reads_nothing(rea
 
     scope: Scope = {"type": "http", "method": "GET"}
     async with asyncio.timeout(30):
-        await SlaStreamResponse(feed, send_timeout_s=0.02)(scope, receive, send)
+        await SlaStreamResponse(feed, lambda: True, send_timeout_s=0.02)(scope, receive, send)
