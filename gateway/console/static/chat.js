@@ -26,13 +26,17 @@ export class Chat {
     byId("chat-clear").addEventListener("click", () => this.#clear());
   }
 
-  /** Offer the models of GET /v1/models. An answer may have half of the context, at most. */
+  /** Offer the models of GET /v1/models. */
   setModels(models) {
     const chosen = byId("chat-model").value;
     byId("chat-model").replaceChildren(...models.map(({ id }) => element("option", { selected: id === chosen }, id)));
     byId("model-choice").hidden = models.length < 2;
+  }
+
+  /** Ask a model of GET /v1/models from now on. Half of its context is offered for an answer, at most. */
+  setModel(model) {
     const limit = byId("max-tokens");
-    limit.max = models[0]?.max_model_len ?? 100_000;
+    limit.max = model?.max_model_len ?? 100_000;
     limit.value = Math.min(limit.valueAsNumber, Math.floor(limit.max / 2));
   }
 

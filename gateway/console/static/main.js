@@ -45,6 +45,7 @@ function setAdmin(isAdmin, message = "") {
   document.body.dataset.admin = isAdmin ? "yes" : "no";
   byId("admin-note").hidden = isAdmin;
   say(byId("admin-note"), message);
+  if (!isAdmin) engine.take([]);
 }
 
 // -- the live feed -----------------------------------------------------------------------------------------------------
@@ -182,6 +183,7 @@ byId("sign-out").addEventListener("click", async () => {
 /** Ask the chosen model from now on, and show its tiers and workers. */
 function useModel() {
   const chosen = models.find(({ id }) => id === model());
+  chat.setModel(chosen);
   load.setModel(chosen);
   waves.setModel(chosen);
   byId("load").disabled = byId("waves").disabled = !chosen?.capabilities.completion;

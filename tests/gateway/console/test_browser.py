@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,8 @@ async def test_the_chosen_model_is_asked_and_its_tiers_and_workers_are_shown(
     ):
         second.worker.sla = json.dumps(explained)
         await second.worker.announce()
+        [status] = await second.worker.registry.workers()
+        await second.worker.registry.announce(replace(status, max_model_len=100), second.worker.sla)
         serving = asyncio.create_task(second.worker.run())
         async with browser.page(f"{stand.url}/") as page:
             await started(page)
@@ -237,6 +240,10 @@ async def test_the_chosen_model_is_asked_and_its_tiers_and_workers_are_shown(
             await page.evaluate("document.querySelector('#chat-model').dispatchEvent(new Event('change'))")
             await page.until(f"document.querySelector('#tier-cards').innerText.includes('{running}')")
             assert await page.text("#model") == OTHER
+            assert await page.evaluate("['max', 'value'].map((n) => document.querySelector('#max-tokens')[n])") == [
+                "100",
+                "50",
+            ]
             assert "batch size 2 → 4" in await page.text("#decision-list")
             await ask(page, "Hello?")
             await page.until("document.querySelector('.assistant .said')?.textContent === 'From the second.'")
@@ -441,6 +448,24 @@ async def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser, valkey_u
         assert await page.evaluate(STORED) == [["root"], 0, ""]
         await ask(page, "Hello?")
         await page.until("document.querySelector('.assistant .facts')?.textContent.includes('total')")
+
+
+async def test_a_key_that_is_revoked_leaves_no_numbers(
+    browser: Browser, valkey_url: str, tmp_path: Path, explained: dict[str, Any]
+) -> None:
+    async with open_stand(valkey_url, tmp_path, Keyring(KEYS)) as stand:
+        await announce(stand, explained)
+        async with browser.page(f"{stand.url}/") as page:
+            await page.until("document.querySelector('#key-dialog').open")
+            await enter_key(page, "root")
+            await started(page)
+            await page.until("document.querySelector('#engine-list').innerText.includes('KV in use')")
+            stand.gateway.keyring.replace(KEYS[1:])
+            await page.until("document.querySelector('#status').textContent === 'API key needed'")
+            assert await page.evaluate("document.querySelector('#key-dialog').open")
+            for numbers in ("#share-legend", "#tiers"):
+                assert not await page.evaluate(f"document.querySelector('{numbers}').checkVisibility()")
+            await page.until("document.querySelector('#engine-list').innerText.includes('KV in use\\n–')")
 
 
 async def test_without_admin_rights_the_playground_works(browser: Browser, valkey_url: str, tmp_path: Path) -> None:
