@@ -30,8 +30,9 @@ export class Load {
     window.addEventListener("pagehide", () => this.stop(""));
   }
 
-  /** Ask a model of GET /v1/models from now on. */
+  /** Ask a model of GET /v1/models from now on. A load on another one ends: the probes would not be beside it. */
   setModel(model) {
+    if (model?.id !== this.#model?.id) this.stop("The bulk load has ended: another model is shown.");
     this.#model = model;
   }
 

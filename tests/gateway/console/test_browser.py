@@ -247,10 +247,13 @@ async def test_the_chosen_model_is_asked_and_its_tiers_and_workers_are_shown(
             assert "batch size 2 → 4" in await page.text("#decision-list")
             await ask(page, "Hello?")
             await page.until("document.querySelector('.assistant .said')?.textContent === 'From the second.'")
+            await page.click("#load")
+            await page.until("document.querySelector('#load-note').textContent.includes('bulk requests run')")
             await second.worker.registry.withdraw("w1")
             await page.until("document.querySelector('#status').textContent === 'no worker'")
             await page.evaluate("document.querySelector('#chat-model').selectedIndex = 0")
             await page.evaluate("document.querySelector('#chat-model').dispatchEvent(new Event('change'))")
+            assert "another model" in await page.text("#load-note") and await page.text("#load") == "Load it"
             await page.until("document.querySelector('#decision-list .empty')")
             assert await page.text("#model") == MODEL
             assert page.complaints == []
