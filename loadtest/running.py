@@ -11,7 +11,9 @@ from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
+from inspect import cleandoc
+from types import NoneType
+from typing import Any, get_args
 
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, CliApp
@@ -39,6 +41,10 @@ def run_cli(commands: type[BaseSettings], said_by: str, arguments: Sequence[str]
 
     If flags have wrong values, print one line for each of them and exit with code 2.
     """
+    subcommands = [kind for field in commands.model_fields.values() for kind in get_args(field.annotation)]
+    for command in (commands, *subcommands):
+        if command is not NoneType and command.__doc__:  # the texts of --help
+            command.__doc__ = cleandoc(command.__doc__)
     try:
         CliApp.run(commands, cli_args=list(arguments))
     except ValidationError as error:

@@ -58,6 +58,8 @@ async def loadtest(*args: str) -> tuple[int, str, str]:
 async def test_the_help_names_the_command_that_users_type(command: str) -> None:
     code, out, _ = await loadtest(*filter(None, [command, "--help"]))
     assert code == 0 and out.startswith(f"usage: tidegate loadtest {command}")
+    text = out.partition("\n\n")[2].partition("options:")[0]
+    assert len(text.splitlines()) > 2 and not [line for line in text.splitlines() if line.startswith(" ")]
 
 
 async def test_nonces_that_all_come_back_exit_0_and_are_in_the_json(tmp_path: Path) -> None:
