@@ -26,9 +26,13 @@ class TierBudget:
     alone_s: float = NEVER_S  # the time of a step with bulk if no interactive request can run in it
     beside_s: float = NEVER_S  # the most that bulk may add to any other step
     overloaded: bool = False  # first tokens come much too late: prefills run in order, whether they are late or not
-    min_share_due: bool = False  # the tier's min share is due, so that the tier is served first in this step
+    min_share: float = 0.0  # the tier's min share, if time is due to it, so that it is served first in this step
     is_starved: bool = False  # as much time is due to the tier as can be
     kv_reserve: float = 0.0  # share of the KV blocks that a sequence of this tier leaves free when it starts
+
+    @property
+    def min_share_due(self) -> bool:
+        return self.min_share > 0
 
     def beside(self, interactive_s: float, next_s: float = 0.0) -> "TierBudget":
         """Return the budget of a bulk tier in a step whose interactive part takes `interactive_s` seconds.

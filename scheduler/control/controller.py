@@ -116,9 +116,12 @@ class SLAController:
         if tier.is_interactive:
             return self._interactive_budget(tier, replace(self._fixed[tier.name], limit=limits.interactive), work, now)
         if self._min_shares.is_due(tier.name, limits.min_share.base_s):
-            is_starved = self._min_shares.is_due(tier.name, NEVER_S)
-            budget = self._fixed[tier.name]
-            return replace(budget, limit=limits.min_share, min_share_due=True, is_starved=is_starved)
+            return replace(
+                self._fixed[tier.name],
+                limit=limits.of_due(self._min_shares.due_s(tier.name), self._cost),
+                min_share=self._min_shares.share(tier.name),
+                is_starved=self._min_shares.is_due(tier.name, NEVER_S),
+            )
         return self._bulk_budget(tier, limits)
 
     def _bulk_budget(self, tier: Tier, limits: StepLimits) -> TierBudget:

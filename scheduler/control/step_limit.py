@@ -56,15 +56,15 @@ class StepLimit:
         """Return this limit, but not above `limit_s`."""
         return replace(self, base_s=min(self.base_s, limit_s))
 
-    def prefills_s(self, planned_s: float, min_share_s: float) -> float:
-        """Return the limit for prefills of the tier.
 
-        `min_share_s` is the predicted time of the work in this step that serves min shares; 0 if there is none. If
-        there is such work, prefills may lengthen the step by at most `min_share_s`. Without this rule, the step could
-        become so long that this work would be only a small share of it.
-        """
-        limit_s = self.total_s(planned_s)
-        return min(limit_s, planned_s + min_share_s) if min_share_s else limit_s
+def beside_min_shares_s(work_s: float, share: float, cost: StepCost) -> float:
+    """Return how long prefills may make a step in which `work_s` seconds of work serve min shares of `share` in total.
+
+    In a longer step, this work would be less than the share. A tier with few sequences has little work for a step, and
+    would get its share in short steps only, which compute hardly anything of the others. So such a small step's work
+    counts as done.
+    """
+    return max(work_s, LEAST_WORK * cost.step_s) / share if share else NEVER_S
 
 
 def first_limit_s(limit_s: float, planned_s: float) -> float:
@@ -107,10 +107,15 @@ class StepLimits:
 
     interactive: StepLimit
     bulk: StepLimit  # deadlines of interactive tokens
-    min_share: StepLimit  # for a bulk tier whose min share is due
+    min_share: StepLimit  # the least for a bulk tier whose min share is due
     alone_s: float = NEVER_S  # of a step of bulk alone, because of requests that may arrive
     beside_s: float = NEVER_S  # what bulk may add to any other step, because of requests that may arrive
     left_s: float = NEVER_S  # what bulk may add by the delay accounts of the requests that are there
+
+    def of_due(self, due_s: float, cost: StepCost) -> StepLimit:
+        """Return the limit for a bulk tier to which `due_s` seconds are due: all of it, if tokens are in time then."""
+        in_time_s = self.interactive.base_s or NEVER_S  # 0: they are late in any case
+        return StepLimit(max(self.min_share.base_s, min(cost.step_s + due_s, in_time_s)))
 
     def added_s(self, urgency: float) -> float:
         """Return the time that a bulk tier may add to the interactive part of the step, up to `beside_s`.

@@ -19,7 +19,7 @@ from engine.interface import StepPlan
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier
 from scheduler.control.budget import Budgets, TierBudget
-from scheduler.control.step_limit import first_limit_s
+from scheduler.control.step_limit import beside_min_shares_s, first_limit_s
 from scheduler.deadlines import split_prefills
 from scheduler.holdings.request_table import RequestTable
 from scheduler.planning.batching_delay import is_waiting
@@ -88,14 +88,11 @@ class _Batch(Draft):
         super().__init__(view, budgets, table, barred, prefixes)
         self._now = now
         self.interactive_s = 0.0  # predicted time of the step before bulk adds to it; 0: it holds nothing
-        self._min_share_s = 0.0  # predicted time of the runs that serve min shares
+        self._min_share = 0.0  # sum of the min shares that this step serves
+        self._min_share_s = 0.0  # predicted time of the runs that serve them
         self._are_blocked = False  # interactive requests wait for blocks
         self._paced_s = NEVER_S  # limit of the step beside requests with deadlines of their own
         self._is_full = False  # a bulk sequence waits for time, so that no other bulk may take the time that is left
-
-    def note_min_share(self) -> None:
-        """Record that all work added so far serves min shares."""
-        self._min_share_s = self._runs_s
 
     def add_interactive(self, tier: Tier, budget: TierBudget) -> None:
         """Add the requests of an interactive tier that yield to nobody.
@@ -136,7 +133,8 @@ class _Batch(Draft):
         elif is_beside and not self._num_run[tier.name]:
             self.pause(tier.name)
         if budget.min_share_due:
-            self.note_min_share()
+            self._min_share += budget.min_share if boosted_to is None else 0.0  # once, of a tier with several turns
+            self._min_share_s = self._runs_s  # all work so far
 
     def _pace(self, tier: str) -> None:
         """Limit what the rest of bulk adds, so that requests with deadlines of their own get their tokens in time.
@@ -195,7 +193,9 @@ class _Batch(Draft):
         is overloaded, all prefills go in order, but prompts that are too long for the SLO in any case count as late. So
         one huge prompt neither makes all other requests late nor waits for ever.
         """
-        limit_s = budget.limit.prefills_s(self.step_s(), 0.0 if budget.min_share_due else self._min_share_s)
+        limit_s = budget.limit.total_s(self.step_s())
+        if not budget.min_share_due:
+            limit_s = min(limit_s, beside_min_shares_s(self._min_share_s, self._min_share, self._cost))
         pending = self._pending(tier, budget)
         if self._yielding or not tier.is_interactive:
             self._fill(tier.name, pending, budget, limit_s, longest_s, in_order=True)

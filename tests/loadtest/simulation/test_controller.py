@@ -211,9 +211,9 @@ def bulk_under_a_flood(seed: int, min_share: float) -> float:
     realtime: dict[str, Any] = {"admission": {"patience_ms": None}, "queue_limit": 2000}
     tiers = make_tiers(bulk={"floor": min_share}, realtime=realtime)
     flood = make_scenario(rate_per_s=2 * ALONE_PER_S)
-    flooded = Verdict(run_scenario(flood, 20.0, seed=seed, tiers=tiers, drain_s=0))
+    flooded = Verdict(run_scenario(flood, 40.0, seed=seed, tiers=tiers, drain_s=0))
     alone = Verdict(run_scenario(make_scenario(rate_per_s=0.001), 10.0, seed=seed, tiers=tiers, drain_s=0))
-    return flooded.bulk_per_s(10, 20) / alone.bulk_per_s(4, 10)
+    return flooded.bulk_per_s(10, 40) / alone.bulk_per_s(4, 10)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

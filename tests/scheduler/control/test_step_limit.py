@@ -9,7 +9,13 @@ from scheduler.clock import NEVER_S
 from scheduler.config import ControllerSwitches
 from scheduler.control.budget import TierBudget
 from scheduler.control.controller import SLAController
-from scheduler.control.step_limit import StepLimit
+from scheduler.control.step_limit import (
+    InteractiveTraffic,
+    InteractiveWork,
+    StepLimit,
+    beside_min_shares_s,
+    step_limits,
+)
 from scheduler.request_state import RequestState
 from tests.scheduler.builders import make_decode, make_state, make_tiers
 from tests.scheduler.control.builders import COST, QUICK, budgets_of, observe
@@ -42,11 +48,24 @@ def test_the_extra_share_adds_to_a_long_step() -> None:
     assert [limit.total_s(planned_s) for planned_s in (0.01, 0.2, 0.3)] == pytest.approx([0.1, 0.31, 0.46])
 
 
-def test_prefills_add_no_more_to_guaranteed_work_than_it_takes_itself() -> None:
-    limit = StepLimit(0.1)
-    assert limit.prefills_s(0.03, min_share_s=0.02) == pytest.approx(0.05)
-    assert limit.prefills_s(0.03, min_share_s=0.0) == 0.1, "no guaranteed work"
-    assert limit.prefills_s(0.03, min_share_s=1.0) == 0.1
+def test_prefills_make_a_step_so_long_that_its_guaranteed_work_is_its_share() -> None:
+    cost = StepCost(step_s=0.01)
+    assert beside_min_shares_s(0.02, 0.1, cost) == pytest.approx(0.2)
+    assert beside_min_shares_s(0.0, 0.0, cost) == NEVER_S, "no guaranteed work"
+
+
+def test_guaranteed_work_of_one_sequence_makes_no_step_short() -> None:
+    cost = StepCost(step_s=0.01)
+    assert beside_min_shares_s(0.0001, 0.1, cost) == beside_min_shares_s(0.01, 0.1, cost)
+
+
+@pytest.mark.parametrize(("due_s", "limit_s"), [(0.005, 0.02), (0.03, 0.04), (1.0, 0.074)])
+def test_all_that_is_due_is_done_in_one_step_if_tokens_are_in_time_then(due_s: float, limit_s: float) -> None:
+    """100 ms are left, without the margin and the host's time; a step without work takes 10 ms."""
+    chat = make_decode("rt", "realtime", last_token_s=0.0)
+    work = InteractiveWork.of([chat], StepCost(step_s=0.01))
+    limits = step_limits(InteractiveTraffic(0.5, NEVER_S, 0.5, 0.25, 0.001), work, StepCost(step_s=0.01), 0.0, 0.0)
+    assert limits.of_due(due_s, StepCost(step_s=0.01)).base_s == pytest.approx(limit_s)
 
 
 @pytest.mark.parametrize("tier", ["bulk", "batch"])

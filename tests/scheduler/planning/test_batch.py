@@ -260,17 +260,25 @@ def test_an_overloaded_tier_is_served_in_order_except_for_prompts_that_are_too_l
 def test_a_tier_with_a_guaranteed_share_goes_first_with_its_own_limit() -> None:
     flood = [make_decode(f"rt{i}", "realtime") for i in range(50)]
     bulk = [make_decode(f"b{i}") for i in range(20)]
-    plan = form([*flood, *bulk], bulk=budget(min_share_due=True, limit_s=0.0151), realtime=budget(limit_s=0.0401))
+    plan = form([*flood, *bulk], bulk=budget(min_share=0.5, limit_s=0.0151), realtime=budget(limit_s=0.0401))
     assert [run.seq_id[0] for run in plan.run] == ["b"] * 5 + ["r"] * 50
     assert not ran(form([*flood, *bulk], bulk=budget(limit_s=0.0151))).keys() & {s.id for s in bulk}
 
 
-def test_prefills_beside_guaranteed_work_are_no_longer_than_it() -> None:
-    """Else the min share would be a small share of long steps."""
+@pytest.mark.parametrize(("min_share", "num_tokens"), [(0.399, 50), (0.1995, 150), (0.02, 450)])
+def test_prefills_leave_guaranteed_work_its_share_of_the_step(min_share: float, num_tokens: int) -> None:
+    """A step takes 10 ms, a decode and a prompt's token 1 ms each."""
     bulk, prefill = [make_decode(f"b{i}") for i in range(40)], make_state("rt", prompt=500)
-    plan = form([prefill, *bulk], bulk=budget(min_share_due=True), realtime=budget(limit_s=0.5))
-    assert (len(plan.run), ran(plan)["rt"]) == (41, 40)
-    assert ran(form([prefill, *bulk], bulk=budget(), realtime=budget(limit_s=0.5)))["rt"] > 400
+    plan = form([prefill, *bulk], bulk=budget(min_share=min_share), realtime=budget(limit_s=0.5))
+    assert (len(plan.run), ran(plan)["rt"]) == (41, num_tokens)
+
+
+def test_a_tier_with_boosted_requests_takes_its_share_once() -> None:
+    bulk, prefill = [make_decode(f"b{i}") for i in range(39)], make_state("rt", prompt=500)
+    plan = form(
+        [prefill, *bulk, boosted(make_decode("job"))], bulk=budget(min_share=0.1995), realtime=budget(limit_s=0.5)
+    )
+    assert ran(plan)["rt"] == 150
 
 
 # -- blocks and preemption -------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def test_bulk_that_goes_before_others_of_its_tier_is_sent_first() -> None:
 def test_an_idle_server_gets_bulk_and_a_due_min_share_does_not_wait() -> None:
     assert started(view(waiting("c", "bulk"))) == ["c"]
     of = view(at_server("a"), waiting("c", "bulk"), *decodes(1))
-    due = {**of.budgets.tiers, "bulk": replace(of.budgets.tiers["bulk"], min_share_due=True)}
+    due = {**of.budgets.tiers, "bulk": replace(of.budgets.tiers["bulk"], min_share=0.5)}
     assert started(replace(of, budgets=replace(of.budgets, tiers=due))) == ["c"]
 
 
@@ -165,7 +165,7 @@ def test_a_chat_without_a_place_gets_that_of_bulk() -> None:
     assert hung_up(replace(of, recompute_tokens=5)) == [], "the budget is spent"
     assert hung_up(replace(of, hang_up_from_s=1.0)) == [], "the last hang-ups have not taken effect"
     assert hung_up(replace(of, evictable=[])) == []
-    due = {**of.budgets.tiers, "bulk": replace(of.budgets.tiers["bulk"], min_share_due=True)}
+    due = {**of.budgets.tiers, "bulk": replace(of.budgets.tiers["bulk"], min_share=0.5)}
     assert hung_up(replace(of, budgets=replace(of.budgets, tiers=due))) == [], "it is bulk's min share"
 
 
