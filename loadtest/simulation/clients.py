@@ -131,17 +131,23 @@ class SimulatedClients:
         return None
 
     async def _submit(self, requests: list[Request], records: Sequence[RequestRecord]) -> TokenStream | Rejected:
-        """Submit the requests. If their tier is overloaded and has `demote_to`, submit them to that tier instead."""
+        """Submit the requests. If their tier is overloaded and has `demote_to`, submit them to that tier instead.
+
+        If that tier refuses them, too, what their own tier said counts.
+        """
         outcome = await self._client.submit(requests)
         below = self._tiers[requests[0].tier].admission.demote_to
         if below is None or not isinstance(outcome, Rejected) or outcome.reason not in DEMOTES:
             return outcome
+        deadline_ms = self._tiers[below].deadline_ms
+        lower = await self._client.submit(
+            [structs.replace(r, tier=below, deadline_ms=r.arrival_ms + deadline_ms) for r in requests]
+        )
+        if isinstance(lower, Rejected):
+            return outcome
         for record in records:
             record.served_tier = below
-        deadline_ms = self._tiers[below].deadline_ms
-        return await self._submit(
-            [structs.replace(r, tier=below, deadline_ms=r.arrival_ms + deadline_ms) for r in requests], records
-        )
+        return lower
 
     async def _receive(self, generation: TokenStream, records: dict[str, RequestRecord]) -> None:
         first = next(iter(records.values()))

@@ -105,6 +105,16 @@ def test_a_full_queue_refuses_and_the_refused_are_counted() -> None:
     assert chat.offered == 300 == chat.done + sum(chat.rejected.values())
 
 
+def test_what_no_tier_takes_is_refused_as_its_own_tier_says() -> None:
+    """As the gateway does: nobody is demoted twice, and whoever comes back asks for the tier that was asked for."""
+    admission = {"predict": True, "demote_to": "bulk"}
+    tiers = make_tiers(realtime={"admission": admission}, bulk={"queue_limit": 1})
+    summary, observation = make_experiment(make_trace(300, 0.01, prompt=512), tiers=tiers).run()
+    (chat,) = summary.classes
+    assert set(chat.rejected) == {"overloaded"} and chat.demoted > 0
+    assert {r.served_tier for r in observation.requests if r.rejected} == {"realtime"}
+
+
 def test_patience_ends_where_the_tier_says() -> None:
     tiers = make_tiers(realtime={"timeout_ms": 2000, "admission": {"patience_ms": None}})
     summary, observation = make_experiment(make_trace(200, 0.01, prompt=512), tiers=tiers).run()
