@@ -33,10 +33,16 @@ def make_load(kv_usage: float = 0.0, held: dict[str, int] | None = None, **waiti
 
 
 def observe(
-    controller: SLAController, kind: str, ms: float, count: int = 100, now: float = 0.0, bulk_ms: float = 0.0
+    controller: SLAController,
+    kind: str,
+    ms: float,
+    count: int = 100,
+    now: float = 0.0,
+    bulk_ms: float = 0.0,
+    own_ms: float = 0.0,
 ) -> None:
     for _ in range(count):
-        controller.observe_latency("realtime", kind, ms / 1000, now, bulk_ms / 1000)
+        controller.observe_latency("realtime", kind, ms / 1000, now, bulk_ms / 1000, own_ms / 1000)
 
 
 def run_bulk(controller: SLAController, now: float = 0.0) -> None:

@@ -171,6 +171,36 @@ def test_where_decodes_alone_take_too_long_nothing_is_added_for_deadlines() -> N
     assert limit_s(SLAController(make_tiers()), decoding, COST) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("prompts_ms", "limit_ms"),
+    [
+        ([], 15),
+        ([25], 15),  # in time, alone
+        ([100, 90], 100),  # no prompt is in time, and the shortest one fits into a step
+        ([25, *[100] * 6], 15),  # long prompts beside short ones leave the target in force
+        ([100] * 6 + [25], 15),
+        ([25, *[100] * 100], 110),
+    ],
+)
+def test_a_first_token_that_is_late_even_alone_shortens_no_step(prompts_ms: list[float], limit_ms: float) -> None:
+    """A quarter of the target of 60 ms, so that an arrival is in time; a step takes 10 ms at least."""
+    controller = SLAController(make_tiers(realtime={"slo": {"ttft_p99_ms": 60}}))
+    for prompt_ms in prompts_ms:
+        observe(controller, "service", 200.0, count=1, own_ms=prompt_ms)
+    limit = budgets_of(controller, [make_state("rt")])["realtime"].limit
+    assert limit.base_s == pytest.approx(limit_ms / 1000, rel=0.01)
+
+
+@pytest.mark.parametrize(("prompt_ms", "extra_ms"), [(30, 40), (100, 110)])
+def test_in_an_overload_prefills_add_a_whole_short_prompt(prompt_ms: float, extra_ms: float) -> None:
+    tiers = make_tiers(realtime={"slo": {"ttft_p99_ms": 40, "itl_p99_ms": 5}})
+    controller = SLAController(tiers)
+    observe(controller, "service", 200.0, count=1, own_ms=prompt_ms)
+    decoding = make_decode("d", "realtime", tiers=tiers, last_token_s=0.0)
+    extra_s = budgets_of(controller, [decoding])["realtime"].limit.extra_s
+    assert extra_s == pytest.approx(extra_ms / 1000), "its next token is late in any case"
+
+
 # -- bulk alone ----------------------------------------------------------------------------------------------------
 
 
