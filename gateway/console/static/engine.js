@@ -36,7 +36,7 @@ export class Engine {
   #list = byId("engine-list");
   #rows = new Map();
   #reports = [];
-  #ready = null; // the newest answer of GET /ready
+  #ready; // the newest answer of GET /ready; null: none came; undefined: it was not asked yet
   #overview = null; // the newest answer of GET /admin/overview
   #onReady;
   #wake = () => {};
@@ -76,6 +76,7 @@ export class Engine {
   }
 
   #show() {
+    if (this.#ready === undefined) return;
     const { workers = [], starting = [] } = this.#ready ?? {};
     const ids = new Set(["store", ...workers.map(({ id }) => id), ...starting.map(({ id }) => startOf(id))]);
     for (const [id, row] of this.#rows) if (!ids.has(id)) (row.root.remove(), this.#rows.delete(id));

@@ -200,6 +200,20 @@ async def test_without_a_worker_no_share_is_shown_and_a_start_is(
         await page.until("/w2[^]*loading the model, 40 %/.test(document.querySelector('#engine-list').innerText)")
 
 
+async def test_a_gateway_that_has_not_answered_yet_is_not_away(
+    browser: Browser, stand: Stand, explained: dict[str, Any]
+) -> None:
+    await announce(stand, explained)
+    hold = (
+        "const real = fetch; fetch = (path, ...more) => path === 'ready' ? new Promise(() => {}) : real(path, ...more);"
+    )
+    async with browser.page(f"{stand.url}/") as page:
+        await page.call("Page.addScriptToEvaluateOnNewDocument", source=f"{hold} window.isHeld = true;")
+        await page.call("Page.reload")
+        await until_on_next_page(page, "window.isHeld && document.querySelector('#status').textContent === 'live'")
+        assert "does not answer" not in await page.text("#engine-list")
+
+
 async def test_tiers_may_have_any_names(
     browser: Browser, valkey_url: str, tmp_path: Path, explained: dict[str, Any]
 ) -> None:
