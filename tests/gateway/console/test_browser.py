@@ -245,6 +245,12 @@ async def test_the_chosen_model_is_asked_and_its_tiers_and_workers_are_shown(
         await second.worker.announce()
         [status] = await second.worker.registry.workers()
         await second.worker.registry.announce(replace(status, max_model_len=100), second.worker.sla)
+
+        async def is_known() -> bool:  # the gateway reads the workers now and then, and the page the models once
+            models = (await stand.http.get("/v1/models")).json()["data"]
+            return any(model["id"] == OTHER and model["max_model_len"] == 100 for model in models)
+
+        await until(is_known)
         serving = asyncio.create_task(second.worker.run())
         async with browser.page(f"{stand.url}/") as page:
             await started(page)
