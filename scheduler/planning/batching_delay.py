@@ -23,16 +23,13 @@ def is_waiting(
     `slots` is the number of free slots of the tier, and `fixed_s` the fixed cost of a step. `has_work` says whether
     other sequences run in the step.
 
-    They wait until there are enough of them to fill the batch, or until the oldest one has waited for max-wait. If the
-    step has other work, only the newcomers of bulk tiers wait. On an idle engine, the newcomers of all tiers wait if
-    requests arrive often enough that waiting pays.
+    They wait only on an idle engine, if requests arrive often enough that waiting pays: until there are enough of them
+    to fill the batch, or until the oldest one has waited for max-wait. Whoever joins a step that has other work spares
+    its fixed cost already.
     """
     if not budget.max_wait_s or not 0 < table.num_waiting(tier.name) < slots:
         return False
-    if has_work:
-        if tier.is_interactive:
-            return False
-    elif table.any_resident or not is_worth_it(budget.arrival_gap_s, fixed_s):
+    if has_work or table.any_resident or not is_worth_it(budget.arrival_gap_s, fixed_s):
         return False
     return now + SHORTEST_S < _max_wait_ends_s(table, tier.name, budget)
 

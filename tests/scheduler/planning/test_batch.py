@@ -186,17 +186,12 @@ def test_something_always_runs_however_little_time_there_is() -> None:
 WAIT = budget(max_num_seqs=4, max_wait_s=0.02)
 
 
-def test_newcomers_wait_for_others_beside_other_work() -> None:
-    states = [make_decode("busy", "realtime"), make_state("new", "bulk", claimed_s=1.0)]
-    assert list(ran(form(states, now=1.01, bulk=WAIT))) == ["busy"]
-    assert list(ran(form(states, now=1.021, bulk=WAIT))) == ["busy", "new"]
-
-
-@pytest.mark.parametrize("busy", [make_decode("busy", "realtime"), make_decode("busy", "bulk")], ids=["same", "below"])
-def test_interactive_newcomers_never_wait_where_the_engine_is_busy(busy: RequestState) -> None:
+@pytest.mark.parametrize("tier", ["realtime", "bulk"])
+@pytest.mark.parametrize("busy", [make_decode("busy", "realtime"), make_decode("busy", "bulk")], ids=["chat", "bulk"])
+def test_newcomers_never_wait_where_the_engine_is_busy(busy: RequestState, tier: str) -> None:
     """Requests that arrive during a step share the next one anyway."""
     dense = replace(WAIT, arrival_gap_s=0.0001)
-    assert "new" in ran(form([make_state("new", claimed_s=1.0), busy], now=1.0, realtime=dense))
+    assert "new" in ran(form([make_state("new", tier, claimed_s=1.0), busy], now=1.0, realtime=dense, bulk=dense))
 
 
 @pytest.mark.parametrize(("arrival_gap_s", "waits"), [(0.001, True), (1.0, False)])

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,6 +37,15 @@ def test_no_request_waits_for_a_batch_that_fills_too_slowly() -> None:
     assert fill_ms(64, 0, 0, 1000) is None
 
 
+@pytest.mark.parametrize("name", ["realtime", "bulk"])
+def test_nobody_waits_to_join_a_step_that_others_need(name: str) -> None:
+    tiers = make_tiers()
+    table = make_table(tiers, [make_state("new", name, claimed_s=0.0)])
+    budget = TierBudget(8, max_wait_s=1.0, arrival_gap_s=0.001)
+    assert is_waiting(tiers[name], table, budget, 8, 0.1, False, 0.5)
+    assert not is_waiting(tiers[name], table, budget, 8, 0.1, True, 0.5)
+
+
 def test_an_idle_loop_sleeps_until_the_next_max_wait_ends() -> None:
     """A request past max-wait is blocked on something else, whose event wakes the loop. Waking up for it again
     and again would be a busy loop."""
@@ -54,7 +64,7 @@ def test_a_wait_that_ends_a_rounding_error_from_now_is_over() -> None:
     tier = tiers["bulk"]
     table = make_table(tiers, [make_state("b", "bulk", claimed_s=now - 0.05)])
     for rest_s, is_over in ((math.ulp(now), True), (0.001, False)):
-        budget = TierBudget(8, max_wait_s=0.05 + rest_s)
-        assert is_waiting(tier, table, budget, 8, 0.1, True, now) is not is_over
+        budget = TierBudget(8, max_wait_s=0.05 + rest_s, arrival_gap_s=0.001)
+        assert is_waiting(tier, table, budget, 8, 0.1, False, now) is not is_over
         ends_s = idle_until_s([tier], table, Budgets({"bulk": budget}, FAST, FAST), now)
         assert (ends_s == NEVER_S) is is_over
