@@ -17,7 +17,8 @@ from scheduler.holdings.request_table import RequestTable
 from scheduler.request import OWN_REQUESTS
 from scheduler.request_state import RequestState
 
-# Seconds of engine time: a key is never owed more than this behind the one that has used the most. It is a long answer.
+# Seconds of engine time, a long answer: a key with few requests goes first until it has used so much more than one with
+# many. A new key with many is owed as much by the one that has used the most.
 MAX_OWED_S = 10.0
 
 
@@ -60,9 +61,11 @@ class Yielding:
         for state in table.of_tier(tier):
             of_key[state.request.owner].append(state)
         used_s = self._used_by(tier, of_key)
+        # A key with few requests is owed a long answer by those with many, whoever of them came first.
+        ahead_s = {o: used_s[o] - (MAX_OWED_S if len(s) <= OWN_REQUESTS else 0.0) for o, s in of_key.items()}
         found: list[str] = []
         for owner, states in of_key.items():
-            others_s = min((s for other, s in used_s.items() if other in of_key and other != owner), default=NEVER_S)
+            others_s = min((s for other, s in ahead_s.items() if other != owner), default=NEVER_S)
             if len(states) > OWN_REQUESTS and others_s <= used_s[owner]:
                 found += (s.id for s in sorted(states, key=lambda s: s.edf_key)[self._spared :])
         return found
@@ -70,8 +73,10 @@ class Yielding:
     def _used_by(self, tier: str, present: defaultdict[str, list[RequestState]]) -> dict[str, float]:
         """Return what keys have used, those that are `present` and those that have used more than the least counted."""
         known = self._used_s[tier]
-        least_s = max((known[owner] for owner in present if owner in known), default=0.0) - MAX_OWED_S
+        most_s = max((known[owner] for owner in present if owner in known), default=0.0)
+        owed_s, least_s = most_s - MAX_OWED_S, most_s - 2 * MAX_OWED_S
         used_s = {owner: seconds for owner, seconds in known.items() if seconds > least_s}
-        used_s |= {owner: max(known.get(owner, least_s), least_s) for owner in present}
+        new_s = {owner: owed_s if len(states) > OWN_REQUESTS else most_s for owner, states in present.items()}
+        used_s |= {owner: max(known.get(owner, start_s), least_s) for owner, start_s in new_s.items()}
         self._used_s[tier] = used_s
         return used_s

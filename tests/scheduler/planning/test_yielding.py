@@ -58,6 +58,13 @@ def test_a_key_is_owed_no_more_than_a_long_answer() -> None:
     assert find(yielding, *a, *b) == {s.id for s in b}
 
 
+def test_a_new_flood_goes_before_no_key_with_few_requests_that_was_there_before() -> None:
+    """It was owed ten seconds at once, and the chats that came took twice as long as alone."""
+    yielding, chat, flood = Yielding(), of_key("a", 1), of_key("b", OWN_REQUESTS + 1)
+    yielding.charge(chat[0], 1.0)
+    assert find(yielding, *chat, *flood) == {s.id for s in flood}
+
+
 def test_what_a_key_has_used_counts_by_its_weight() -> None:
     yielding, a, b = Yielding(), of_key("a", OWN_REQUESTS + 1, weight=3), of_key("b", OWN_REQUESTS + 1)
     yielding.charge(a[0], 0.9)
