@@ -13,6 +13,10 @@ class YamlFault(Exception):
     """A file cannot be read, or a text is not YAML. The message says what is wrong, and on which line."""
 
 
+class _KeyTwice(yaml.constructor.ConstructorError):
+    """A mapping has the same key twice. Names of keys are no secrets."""
+
+
 class StrictLoader(yaml.SafeLoader):
     """A safe loader that refuses a mapping with the same key twice; YAML's own takes the last one without a word."""
 
@@ -22,7 +26,7 @@ class StrictLoader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode) and key.value != "<<":
                 if key.value in seen:
                     fault = f"the key {key.value!r} stands twice"
-                    raise yaml.constructor.ConstructorError(None, None, fault, key.start_mark)
+                    raise _KeyTwice(None, None, fault, key.start_mark)
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -40,13 +44,14 @@ def read_yaml(path: Path, *, has_secrets: bool = False) -> Any:
 
 
 def parse_yaml(text: str, loader: type[StrictLoader] = StrictLoader, *, has_secrets: bool = False) -> Any:
-    """Return the content of a text. Raises `YamlFault`; if the text has secrets, its message quotes nothing of it."""
+    """Return the content of a text. Raises `YamlFault`; if the text has secrets, its message quotes no values of it."""
     try:
         return yaml.load(text, loader)  # noqa: S506  # it is a SafeLoader
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         line = "" if mark is None else f": line {mark.line + 1}"
-        raise YamlFault(f"not YAML{line}" + ("" if has_secrets or not problem else f": {problem}")) from error
+        is_shown = problem and (not has_secrets or isinstance(error, _KeyTwice))
+        raise YamlFault(f"not YAML{line}" + (f": {problem}" if is_shown else "")) from error
     except ValueError as error:  # such as of a date that does not exist
         raise YamlFault("not YAML" + ("" if has_secrets else f": {error}")) from error
     except RecursionError as error:

@@ -29,7 +29,12 @@ def test_of_a_text_with_secrets_only_the_line_is_said(text: str, fault: str) -> 
     with pytest.raises(YamlFault) as raised:
         parse_yaml(text, has_secrets=True)
     assert fault.startswith(str(raised.value))
-    assert not any(secret in str(raised.value) for secret in ("'c'", "!secret", "month"))
+    assert not any(secret in str(raised.value) for secret in ("alias 'c'", "!secret", "month"))
+
+
+def test_a_key_that_stands_twice_is_named_beside_secrets() -> None:
+    with pytest.raises(YamlFault, match=r"^not YAML: line 2: the key 'port' stands twice$"):
+        parse_yaml("port: 1\nport: 2\n", has_secrets=True)
 
 
 def test_merged_keys_may_be_given_again() -> None:
