@@ -68,6 +68,13 @@ def test_all_that_is_due_is_done_in_one_step_if_tokens_are_in_time_then(due_s: f
     assert limits.of_due(due_s, StepCost(step_s=0.01)).base_s == pytest.approx(limit_s)
 
 
+def test_all_that_is_due_is_done_in_one_step_if_tokens_are_late_in_any_case() -> None:
+    slow = StepCost(step_s=0.2)
+    work = InteractiveWork.of([make_decode("rt", "realtime", last_token_s=0.0)], slow)
+    limits = step_limits(InteractiveTraffic(0.5, NEVER_S, 0.5, 0.25, 0.001), work, slow, 0.0, 0.0)
+    assert limits.of_due(0.7, slow).base_s == pytest.approx(0.9)
+
+
 @pytest.mark.parametrize("tier", ["bulk", "batch"])
 def test_guaranteed_work_has_time_for_a_step_even_if_noise_hides_its_fixed_cost(tier: str) -> None:
     controller = SLAController(make_tiers(bulk={"floor": 0.1}, batch={"floor": 0.1}))

@@ -65,6 +65,26 @@ def test_a_new_flood_goes_before_no_key_with_few_requests_that_was_there_before(
     assert find(yielding, *chat, *flood) == {s.id for s in flood}
 
 
+def test_nobody_saves_up_however_long_another_one_has_used_the_engine_alone() -> None:
+    """A chat goes first until it has used ten seconds more than a flood, and starts at most twenty behind it."""
+    yielding, chat, flood = Yielding(), of_key("a", 1), of_key("b", OWN_REQUESTS + 1)
+    yielding.charge(chat[0], 1.0)
+    yielding.charge(flood[0], 1000.0)
+    assert find(yielding, *chat, *flood) == {s.id for s in flood}
+    yielding.charge(chat[0], 3 * MAX_OWED_S - 0.1)
+    assert find(yielding, *chat, *flood) == {s.id for s in flood}
+    yielding.charge(chat[0], 0.2)
+    assert find(yielding, *chat, *flood) == set()
+
+
+def test_a_new_chat_begins_with_what_a_flood_has_used() -> None:
+    yielding, chat, flood = Yielding(), of_key("a", 1), of_key("b", OWN_REQUESTS + 1)
+    yielding.charge(flood[0], 1000.0)
+    assert find(yielding, *chat, *flood) == {s.id for s in flood}
+    yielding.charge(chat[0], MAX_OWED_S + 0.1)
+    assert find(yielding, *chat, *flood) == set()
+
+
 def test_what_a_key_has_used_counts_by_its_weight() -> None:
     yielding, a, b = Yielding(), of_key("a", OWN_REQUESTS + 1, weight=3), of_key("b", OWN_REQUESTS + 1)
     yielding.charge(a[0], 0.9)
