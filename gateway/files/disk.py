@@ -17,7 +17,7 @@ class DiskFull(Exception):
     """The disk of the data directory has no space that may be used."""
 
     def __init__(self) -> None:
-        super().__init__("the disk has its reserve left at most")
+        super().__init__("no more than the reserve of the disk is free")
 
 
 class DiskReserve:

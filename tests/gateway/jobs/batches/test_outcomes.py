@@ -88,7 +88,7 @@ async def test_results_leave_half_of_the_disk_s_reserve_to_the_store(
         await until(lambda: looks >= 10)
         batch = await gateway.client.batches.retrieve(batch_id)
         assert batch.request_counts is not None and batch.request_counts.completed == 5
-        assert f"results of batch {batch_id} wait: the disk has its reserve left at most" in caplog.messages
+        assert f"results of batch {batch_id} wait: no more than the reserve of the disk is free" in caplog.messages
         free = 2 * 2**20
         batch = await gateway.ended(batch_id)
     assert batch.status == "completed" and set(gateway.completions.calls.values()) == {1}
